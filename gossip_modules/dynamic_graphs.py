@@ -1,0 +1,94 @@
+"""Graphs whose peers change every round: exponential and linear, directed and bipartite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .shift_graph import LazySequence, MirroredGraph, ShiftGraph, distinct
+
+
+class DynamicDirectedExponentialGraph(ShiftGraph):
+    """Peers at distances +1, -1, +2, -2, +4, -4, ... below n; directed, for push-sum.
+
+    From Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
+    arXiv:1811.10792.
+
+    >>> DynamicDirectedExponentialGraph(8).phone_book(0)
+    (1, 7, 2, 6, 4)
+    """
+
+    def shifts(self, num_peers: int) -> Sequence[int]:
+        n = self.world_size
+        return distinct(sign * 2**i % n for i in range((n - 1).bit_length()) for sign in (1, -1))
+
+
+class NPeerDynamicDirectedExponentialGraph(ShiftGraph):
+    """Peers at distances j (p+1)^i, j = 1..p, for p peers per round: round i takes digit i of the distance in base p+1.
+
+    For p = 1 this is the one-peer exponential graph: when n is a power of two, log2(n) rounds of uniform averaging
+    give the exact average (Ying, Yuan, Chen, Hu, Pan, Yin, "Exponential Graph is Provably Efficient for Decentralized
+    Deep Training", NeurIPS 2021, arXiv:2110.13363), and so does n = (p+1)^k. The row depends on p: a
+    schedule has one per segment.
+
+    >>> graph = NPeerDynamicDirectedExponentialGraph(8)
+    >>> [graph.out_peers(rank=0, t=t) for t in range(graph.period)]
+    [(1,), (2,), (4,)]
+    """
+
+    def shifts(self, num_peers: int) -> Sequence[int]:
+        distances, power = [], 1
+        while power < self.world_size:  # integers only: a floating-point logarithm is off by one at exact powers
+            distances += [j * power % self.world_size for j in range(1, num_peers + 1)]
+            power *= num_peers + 1
+        return distinct(distances)
+
+
+class DynamicBipartiteExponentialGraph(MirroredGraph):
+    """Pairs at distances 1, then 1 + 2^i: 3, 5, 9, ..., forward then backward; n even. For D-PSGD and AD-PSGD.
+
+    >>> graph = DynamicBipartiteExponentialGraph(8)
+    >>> graph.phone_book(0), graph.phone_book(1)
+    ((7, 1, 5, 3), (2, 0, 4, 6))
+    """
+
+    def shifts(self, num_peers: int) -> Sequence[int]:
+        n = self.world_size
+        distances = (1 + 2**i if i else 1 for i in range((n - 1).bit_length()))
+        return distinct(sign * distance % n for distance in distances for sign in (1, -1))
+
+
+class DynamicDirectedLinearGraph(ShiftGraph):
+    """Peers at every odd distance: +1, -1, +3, -3, ...
+
+    >>> tuple(DynamicDirectedLinearGraph(8).phone_book(0))
+    (1, 7, 3, 5)
+    """
+
+    def shifts(self, num_peers: int) -> Sequence[int]:
+        return OddShifts(self.world_size)
+
+
+class DynamicBipartiteLinearGraph(MirroredGraph):
+    """Pairs at every odd distance, 1, 3, 5, ..., forward then backward; n even.
+
+    >>> tuple(DynamicBipartiteLinearGraph(8).phone_book(1))
+    (2, 0, 4, 6)
+    """
+
+    def shifts(self, num_peers: int) -> Sequence[int]:
+        return OddShifts(self.world_size)
+
+
+@dataclass(frozen=True)
+class OddShifts(LazySequence):
+    """+1, -1, +3, -3, ... modulo n without repeats: for even n up to n / 2, for odd n all of 1..n-1."""
+
+    world_size: int
+
+    def __len__(self) -> int:
+        return self.world_size - 1 if self.world_size % 2 else self.world_size // 2
+
+    def item(self, index: int) -> int:
+        distance = index // 2 * 2 + 1
+        return self.world_size - distance if index % 2 else distance

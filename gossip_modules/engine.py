@@ -1,0 +1,241 @@
+"""When rounds run, relative to training: at once, or under the next forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .flat_vector import FlatVector
+from .gossiper import GlobalAverage, Gossiper, Mixer
+from .schedule import Action, Schedule
+
+
+@dataclass
+class EngineStats:
+    """What communication cost so far, and how late it was."""
+
+    wait_seconds: float = 0.0
+    num_rounds: int = 0
+    total_staleness: int = 0
+    max_staleness: int = 0
+
+    def record(self, staleness: int) -> None:
+        """Count a round that took effect `staleness` forwards later than a synchronous overlap would have it."""
+        self.num_rounds += 1
+        self.total_staleness += staleness
+        self.max_staleness = max(self.max_staleness, staleness)
+
+
+class Engine(ABC):
+    """Runs rounds of a gossiper on the parameters at the safe point: before a training forward.
+
+    Args:
+        gossiper: bound to its peers.
+        schedule: which step gossips, which averages globally.
+    """
+
+    def __init__(self, gossiper: Gossiper, schedule: Schedule) -> None:
+        self.gossiper = gossiper
+        self.schedule = schedule
+        self.averager = GlobalAverage(gossiper.transport)
+        self.t = 0  # the only round counter in the library: rounds started so far
+        self.step = 0  # training steps seen so far
+        self.stats = EngineStats()
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a round has started that is not applied yet."""
+        return False
+
+    @abstractmethod
+    def round(self, x: FlatVector) -> bool:
+        """Once per training step, at the safe point: x <- x + corrections that are due; mutates x and its weight.
+
+        Returns:
+            Whether x was written.
+        """
+
+    def flush(self, x: FlatVector) -> bool:
+        """x <- x + everything in flight; returns, when nothing is, whether x was written."""
+        return False
+
+    def close(self) -> None:
+        """End threads and free buffers; idempotent."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and what the gossiper remembers. Nothing may be in flight."""
+        return {"t": self.t, "step": self.step, "gossiper": self.gossiper.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict()` gave. Nothing may be in flight."""
+        self.t, self.step = state["t"], state["step"]
+        self.gossiper.load_state_dict(state["gossiper"])
+
+    def _next_mixer(self) -> Mixer | None:
+        """What this step does, None when it skips; advances the step."""
+        action = self.schedule.action(self.step)
+        self.step += 1
+        return {Action.GOSSIP: self.gossiper, Action.AVERAGE: self.averager, Action.SKIP: None}[action]
+
+
+class SyncEngine(Engine):
+    """Blocking rounds: x <- W(t) x, in place, before the forward. No copy, no thread, no stream."""
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        mixer = self._next_mixer()
+        if mixer is None:
+            return False
+        start = time.perf_counter()
+        with torch.profiler.record_function(f"gossip.round_{self.t}"):
+            mixer.start(x, self.t)
+            self.t += 1
+            mixer.finish(x)
+        self.stats.wait_seconds += time.perf_counter() - start
+        self.stats.record(0)
+        return True
+
+
+@dataclass
+class _Flight:
+    future: Future[float]
+    step: int
+
+
+class OverlapEngine(Engine):
+    """Rounds that run on the gossip thread while training computes: x <- x + (W(t) - I) s when round t is done.
+
+    [Note: Overlap] s is a snapshot of x. The round started before forward k is applied before forward k + 1, when x
+    has taken one optimizer step u: x <- W x + u. Nothing of u is lost or scaled, and since 1^T (W - I) = 0 the sum
+    of x over ranks keeps every gradient step exactly, however late a round is applied.
+
+    [Note: Staleness] One round is in flight at a time, so with max_staleness = k one starts every k + 1 steps at most
+    (tau = k + 1 in Overlap SGP). Starting at fixed steps keeps the number of rounds equal on all ranks whatever
+    their speed, and with one in flight the recursion s(t + 1) = W(t) s(t) + u(t) is stable for every k; a pipeline of
+    k stale corrections is not. A round is applied as soon as it is complete, and waited for at its last forward.
+
+    Assran et al., arXiv 1811.10792, Algorithm 2 (Overlap SGP).
+
+    Args:
+        gossiper: bound to its peers; only the gossip thread calls it.
+        schedule: which step gossips; no more often than every max_staleness + 1 steps.
+        max_staleness: forwards that a round may be late before training waits for it.
+        is_eager: apply a round that is complete before its last forward. False applies all rounds at a fixed step,
+            so that the processes of a node agree.
+    """
+
+    def __init__(
+        self, gossiper: Gossiper, schedule: Schedule, *, max_staleness: int = 0, is_eager: bool = True
+    ) -> None:
+        super().__init__(gossiper, replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1)))
+        self.max_staleness = max_staleness
+        self.is_eager = is_eager
+        self._snapshot: FlatVector | None = None
+        self._flight: _Flight | None = None
+        self._thread: GossipThread | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """See `Engine`."""
+        return self._flight is not None
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        is_written = False
+        if self._flight is not None:
+            is_last = self.step - self._flight.step > self.max_staleness
+            if is_last or (self.is_eager and self._flight.future.done()):
+                is_written = self.flush(x)
+        mixer = self._next_mixer()
+        if mixer is not None:
+            self._depart(mixer, x)
+        return is_written
+
+    def flush(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        if self._flight is None:
+            return False
+        assert self._snapshot is not None
+        flight, self._flight = self._flight, None
+        start = time.perf_counter()
+        with torch.profiler.record_function("gossip.wait"):
+            alpha = flight.future.result()
+        self.stats.wait_seconds += time.perf_counter() - start
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)  # the correction must be written before it is added
+        with torch.profiler.record_function("gossip.apply"):
+            x.add_(self._snapshot, alpha=alpha)
+        self.stats.record(max(self.step - flight.step - 1, 0))
+        return True
+
+    def close(self) -> None:
+        """See `Engine`. A round in flight is left to end by itself: its peers have its message."""
+        if self._thread is not None:
+            self._thread.close()
+        self._thread = self._snapshot = self._flight = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert self._flight is None, "flush() before copying: a round is in flight"
+        return {**self.__dict__, "_thread": None, "_stream": None, "_snapshot": None}
+
+    def _depart(self, mixer: Mixer, x: FlatVector) -> None:
+        """Take the snapshot and hand it to the gossip thread."""
+        assert self._flight is None, "one round in flight at a time"
+        if self._snapshot is None or self._snapshot.layout != x.layout or self._snapshot.raw.device != x.raw.device:
+            self._snapshot = x.like()
+            self._stream = torch.cuda.Stream(x.raw.device) if x.raw.is_cuda else None
+        if self._thread is None:
+            self._thread = GossipThread(f"gossip-{self.gossiper.transport.rank}")
+        snapshot, stream, t = self._snapshot.copy_(x), self._stream, self.t
+        self.t += 1
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())  # the snapshot must be written before it is sent
+
+        def run() -> float:
+            on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+            with torch.no_grad(), on_stream, torch.profiler.record_function(f"gossip.round_{t}"):
+                mixer.start(snapshot, t)
+                alpha = mixer.difference(snapshot)
+            return alpha
+
+        self._flight = _Flight(self._thread.submit(run), self.step - 1)
+
+
+class GossipThread:
+    """One daemon thread that runs jobs in order; a future carries the result or the exception.
+
+    Not a ThreadPoolExecutor, whose thread keeps a failed program from ending until the last wait times out.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], float], Future[float]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], float]) -> Future[float]:
+        """Run `job` after those submitted before it."""
+        future: Future[float] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        """No more jobs: the thread ends after those submitted; does not wait for it."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            try:
+                future.set_result(job())
+            except BaseException as error:  # noqa: BLE001 (it is raised in the training thread, by the future)
+                future.set_exception(error)

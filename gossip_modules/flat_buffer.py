@@ -1,0 +1,232 @@
+"""Where parameters live: a module's trained tensors as views of one contiguous vector."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from enum import Enum
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .flat_vector import FlatLayout, FlatVector, Segment
+
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+_RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+class Form(Enum):
+    """What the storage holds: the de-biased estimate z = x / w, or the push-sum numerator x = z * w."""
+
+    ESTIMATE = "z"
+    NUMERATOR = "x"
+
+
+class _Slot(NamedTuple):
+    """One tensor of the module and the place in the vector that it views."""
+
+    owner: nn.Module
+    attribute: str
+    name: str
+    tensor: Tensor
+    is_parameter: bool
+
+    @property
+    def current(self) -> Tensor | None:
+        """The tensor that the module holds under this name now (assignment may have replaced ours)."""
+        table = self.owner._parameters if self.is_parameter else self.owner._buffers
+        return table.get(self.attribute)
+
+    def signature(self) -> str:
+        """Everything that two ranks must agree on."""
+        strides = "" if self.tensor.is_contiguous() else f" strides {tuple(self.tensor.stride())}"
+        return f"{self.name} {tuple(self.tensor.shape)} {self.tensor.dtype}{strides}"
+
+
+class FlatBuffer:
+    """The trained tensors of a module as views of one FlatVector: gossip on the vector is gossip on the module.
+
+    Trainable parameters and persistent floating-point buffers (BatchNorm statistics) are re-pointed into one
+    contiguous vector with one segment per dtype, parameters first. Frozen parameters, integer buffers,
+    non-persistent buffers and buffers that hold an infinity or NaN (attention masks) stay where they are. A tensor
+    shared by several modules is taken once. Strides are kept, so `channels_last` stays `channels_last`.
+
+    `.to()`, `.half()`, `load_state_dict(assign=True)` and `copy.deepcopy` make tensors that no longer view the
+    vector; `attach()` notices and takes them in again, with their values.
+
+    Args:
+        module: mutated: `.data` of its trained tensors is re-pointed. Values do not change.
+        include_buffers: whether floating-point buffers travel too.
+        num_slices: the vector is padded to this many equal, aligned slices.
+
+    Raises:
+        ValueError: nothing to train, tensors on several devices, on the meta device or uninitialised, or distinct
+            parameters that overlap in memory.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> buffer = FlatBuffer(model)
+        >>> buffer.vector.segments[0].zero_()  # also zeroes model.weight and model.bias
+    """
+
+    def __init__(self, module: nn.Module, *, include_buffers: bool = True, num_slices: int = 1) -> None:
+        self.module = module
+        self.include_buffers = include_buffers
+        self.num_slices = num_slices
+        self.form = Form.ESTIMATE
+        self._excluded: frozenset[str] = frozenset(self._non_finite_buffers()) if include_buffers else frozenset()
+        if self._excluded:
+            warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
+        self._slots: list[_Slot] = []
+        self._pointers: list[int] = []
+        self.vector: FlatVector
+        self.parameter_segments: tuple[Tensor, ...] = ()
+        self.attach()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The trained parameters that view the vector, in their order there."""
+        return [slot.tensor for slot in self._slots if slot.is_parameter]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that view the vector: the parameters, then the buffers."""
+        return [slot.tensor for slot in self._slots]
+
+    def signature(self) -> list[str]:
+        """Names, shapes, dtypes and strides in order: equal on two ranks if and only if their vectors match."""
+        return [slot.signature() for slot in self._slots]
+
+    def is_attached(self) -> bool:
+        """Whether the module still views the vector; looks at the first and last tensor only, so it is O(1)."""
+        return all(
+            (tensor := self._slots[i].current) is not None
+            and tensor is self._slots[i].tensor
+            and tensor.data_ptr() == self._pointers[i]
+            for i in (0, -1)
+        )
+
+    def attach(self) -> None:
+        """Make the module's trained tensors views of the vector (again), keeping their values and strides."""
+        slots = _parameters_first(self._trained_tensors())
+        _check(slots)
+        dtypes = list(dict.fromkeys(_real_dtype(slot.tensor) for slot in slots))
+        groups = {dtype: [slot for slot in slots if _real_dtype(slot.tensor) == dtype] for dtype in dtypes}
+        numels = {dtype: sum(_real_numel(slot.tensor) for slot in group) for dtype, group in groups.items()}
+        layout = FlatLayout.of(numels.items(), self.num_slices)
+        # A new vector, not the old one: the tensors may still view the old one at other offsets.
+        vector = FlatVector.zeros(layout, slots[0].tensor.device)
+        if self._slots:
+            vector.weight.copy_(self.vector.weight)
+        with torch.no_grad():
+            for segment, group in zip(vector.segments, groups.values(), strict=True):
+                offset = 0
+                for slot in group:
+                    view = _view_like(segment, offset, slot.tensor)
+                    view.copy_(slot.tensor)
+                    slot.tensor.data = view
+                    offset += _real_numel(slot.tensor)
+        self._slots, self.vector = slots, vector
+        self._pointers = [slot.tensor.data_ptr() for slot in slots]
+        self.parameter_segments = tuple(
+            segment[: sum(_real_numel(slot.tensor) for slot in group if slot.is_parameter)]
+            for segment, group in zip(vector.segments, groups.values(), strict=True)
+        )
+
+    def to_estimate(self) -> None:
+        """Hold z = x / w from now on (forward and backward need it); one kernel per segment."""
+        if self.form is Form.NUMERATOR:
+            self.vector.divide_by_weight_()
+            self.form = Form.ESTIMATE
+
+    def to_numerator(self) -> None:
+        """Hold x = z * w from now on (the optimizer and gossip need it); one kernel per segment."""
+        if self.form is Form.ESTIMATE:
+            self.vector.multiply_by_weight_()
+            self.form = Form.NUMERATOR
+
+    def _trained_tensors(self) -> Iterator[_Slot]:
+        seen: set[int] = set()
+        for prefix, owner in self.module.named_modules():
+            tables: tuple[tuple[dict[str, Any], bool], ...] = ((owner._parameters, True), (owner._buffers, False))
+            for table, is_parameter in tables:
+                for attribute, tensor in table.items():
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    if tensor is None or id(tensor) in seen:
+                        continue
+                    if tensor.requires_grad if is_parameter else self._travels(owner, attribute, name, tensor):
+                        seen.add(id(tensor))
+                        yield _Slot(owner, attribute, name, tensor, is_parameter)
+
+    def _travels(self, owner: nn.Module, attribute: str, name: str, buffer: Tensor) -> bool:
+        persistent = attribute not in owner._non_persistent_buffers_set
+        return self.include_buffers and persistent and buffer.is_floating_point() and name not in self._excluded
+
+    def _non_finite_buffers(self) -> Iterator[str]:
+        for name, buffer in self.module.named_buffers():
+            if buffer.is_floating_point() and not buffer.is_meta and not bool(torch.isfinite(buffer).all()):
+                yield name
+
+
+def _parameters_first(slots: Iterator[_Slot]) -> list[_Slot]:
+    """Parameters before buffers; the sort is stable, so the module's order is kept inside each kind."""
+    return sorted(slots, key=lambda slot: not slot.is_parameter)
+
+
+def _real_dtype(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+
+
+def _real_numel(tensor: Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _view_like(segment: Tensor, offset: int, tensor: Tensor) -> Tensor:
+    """The view of `segment` from `offset` with the shape of `tensor`, and its strides where they are dense."""
+    if tensor.is_complex():
+        return torch.view_as_complex(segment[offset : offset + 2 * tensor.numel()].view(*tensor.shape, 2))
+    strides: tuple[int, ...] = torch.empty(tensor.shape, device="meta").stride()
+    for memory_format in _MEMORY_FORMATS:
+        fits = tensor.dim() == _RANK.get(memory_format, tensor.dim())
+        if fits and tensor.is_contiguous(memory_format=memory_format):
+            strides = tensor.stride()
+            break
+    return segment.as_strided(tensor.shape, strides, segment.storage_offset() + offset)
+
+
+def _check(slots: list[_Slot]) -> None:
+    if not any(slot.is_parameter for slot in slots):
+        raise ValueError(
+            "got a module without trainable parameters, expected at least one parameter with requires_grad=True; "
+            "wrap the module that is trained"
+        )
+    for slot in slots:
+        if nn.parameter.is_lazy(slot.tensor):
+            raise ValueError(
+                f"got the uninitialised lazy parameter '{slot.name}', expected known shapes; "
+                "run one forward pass before wrapping"
+            )
+    devices: dict[torch.device, str] = {}
+    for slot in slots:
+        devices.setdefault(slot.tensor.device, slot.name)
+    if len(devices) > 1:
+        found = ", ".join(f"{device} (first: '{name}')" for device, name in devices.items())
+        raise ValueError(f"got parameters on several devices: {found}; expected one device; move the module with .to()")
+    if slots[0].tensor.is_meta:
+        raise ValueError("got parameters on the meta device, expected values; materialise with module.to_empty()")
+    spans = sorted(
+        (slot.tensor.data_ptr(), slot.tensor.data_ptr() + slot.tensor.numel() * slot.tensor.element_size(), slot.name)
+        for slot in slots
+        if slot.tensor.numel()
+    )
+    for (_, stop, first), (start, _, second) in pairwise(spans):
+        if start < stop:
+            raise ValueError(
+                f"got '{first}' and '{second}', distinct tensors that overlap in memory, expected separate storage; "
+                "tie them by assigning one Parameter object to both modules"
+            )
+
+
+__all__ = ["FlatBuffer", "FlatLayout", "FlatVector", "Form", "Segment"]

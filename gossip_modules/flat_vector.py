@@ -1,0 +1,203 @@
+"""What travels: one contiguous run of bytes with typed segments, and the push-sum weight beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # bytes; every segment and every slice starts on a cache line, so any dtype may be viewed there
+CHUNK = 1 << 18  # elements mixed at a time where the storage is narrower than float32: the scratch stays in cache
+
+
+class Segment(NamedTuple):
+    """All elements of one dtype: bytes [start, start + numel * itemsize) of the vector."""
+
+    dtype: torch.dtype
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel * self.dtype.itemsize
+
+
+def align(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """`num_bytes` rounded up to a multiple of `alignment`."""
+    return -(-num_bytes // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Segments of a vector, in order of their first byte, and its padded length in bytes."""
+
+    segments: tuple[Segment, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, numels: Iterable[tuple[torch.dtype, int]], num_slices: int = 1) -> FlatLayout:
+        """One segment for each (dtype, number of elements), padded so that `num_slices` equal slices are aligned."""
+        segments, start = [], 0
+        for dtype, numel in numels:
+            segments.append(Segment(dtype, start, numel))
+            start = align(segments[-1].stop)
+        return cls(tuple(segments), align(start, ALIGNMENT * num_slices))
+
+    def cut(self, start: int, stop: int) -> FlatLayout:
+        """The layout of bytes [start, stop): each segment's part in that range, counted from `start`."""
+        parts = []
+        for segment in self.segments:
+            first, last = max(segment.start, start), min(segment.stop, stop)
+            if first < last:
+                parts.append(Segment(segment.dtype, first - start, (last - first) // segment.dtype.itemsize))
+        return FlatLayout(tuple(parts), stop - start)
+
+
+class FlatVector:
+    """A point of R^d in one piece of memory: `raw` bytes, typed `segments` over them, and a push-sum `weight`.
+
+    Every quantity of the law x <- x + (W - I) s is a FlatVector: the parameters x, the snapshot s, the messages, the
+    correction. All dtypes travel in one message because all are bytes of `raw`. Segments narrower than float32 are
+    mixed in float32.
+
+    Args:
+        layout: segments and length.
+        raw: uint8 [layout.num_bytes], contiguous; shared, not copied.
+        weight: float64 [1] on the device of `raw`; shared. A new weight of one by default.
+    """
+
+    def __init__(self, layout: FlatLayout, raw: Tensor, weight: Tensor | None = None) -> None:
+        self.layout = layout
+        self.raw = raw
+        self.weight = torch.ones(1, dtype=torch.float64, device=raw.device) if weight is None else weight
+        self.segments = tuple(raw[s.start : s.stop].view(s.dtype) for s in layout.segments)
+
+    @classmethod
+    def zeros(cls, layout: FlatLayout, device: torch.device) -> FlatVector:
+        """A new vector of zeros with weight one."""
+        return cls(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def over(cls, x: Tensor) -> FlatVector:
+        """A vector that shares memory with a contiguous floating-point or complex tensor of any shape.
+
+        Raises:
+            ValueError: `x` is not contiguous or not floating point or complex.
+        """
+        if not x.is_contiguous() or not (x.is_floating_point() or x.is_complex()):
+            raise ValueError(
+                f"got a tensor of {x.dtype} with strides {tuple(x.stride())}, expected a contiguous floating-point or "
+                "complex tensor; pass x.contiguous(), or x.float() for integers"
+            )
+        flat = (torch.view_as_real(x) if x.is_complex() else x).detach().view(-1)
+        layout = FlatLayout((Segment(flat.dtype, 0, flat.numel()),), flat.numel() * flat.element_size())
+        return cls(layout, flat.view(torch.uint8))
+
+    @classmethod
+    def pack(cls, tensors: Sequence[Tensor]) -> FlatVector:
+        """A new vector with copies of `tensors`, one segment per dtype, in their order."""
+        numels: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            numels[tensor.dtype] = numels.get(tensor.dtype, 0) + tensor.numel()
+        vector = cls.zeros(FlatLayout.of(numels.items()), tensors[0].device)
+        for tensor, place in vector._places(tensors):
+            place.copy_(tensor.detach())
+        return vector
+
+    def unpack_to(self, tensors: Sequence[Tensor]) -> None:
+        """Every tensor <- its values in a vector that `pack` made; in place, without autograd."""
+        for tensor, place in self._places(tensors):
+            tensor.detach().copy_(place)
+
+    def _places(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        offsets = {x.dtype: 0 for x in self.segments}
+        segments = {x.dtype: x for x in self.segments}
+        for tensor in tensors:
+            start = offsets[tensor.dtype]
+            offsets[tensor.dtype] += tensor.numel()
+            yield tensor, segments[tensor.dtype][start : offsets[tensor.dtype]].view(tensor.shape)
+
+    def like(self) -> FlatVector:
+        """A new vector of zeros with this layout and device, weight one."""
+        return FlatVector.zeros(self.layout, self.raw.device)
+
+    def clone(self) -> FlatVector:
+        """A copy in memory of its own."""
+        return FlatVector(self.layout, self.raw.clone(), self.weight.clone())
+
+    def slice(self, index: int, num_slices: int) -> FlatVector:
+        """Slice `index` of `num_slices` equal slices; shares memory and weight with this vector."""
+        size = self.layout.num_bytes // num_slices
+        start = index * size
+        return FlatVector(self.layout.cut(start, start + size), self.raw[start : start + size], self.weight)
+
+    def copy_(self, other: FlatVector) -> FlatVector:
+        """self <- other, weight included."""
+        self.raw.copy_(other.raw)
+        self.weight.copy_(other.weight)
+        return self
+
+    def add_(self, other: FlatVector, *, alpha: float = 1.0) -> FlatVector:
+        """self <- self + alpha * other, weight included; one pass over memory."""
+        for x, y in zip(self.segments, other.segments, strict=True):
+            x.add_(y, alpha=alpha)
+        self.weight.add_(other.weight, alpha=alpha)
+        return self
+
+    def combine_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> FlatVector:
+        """self <- scale * self + sum_j weights[j] * others[j], weight included.
+
+        One pass over memory per message where the coefficients are non-negative and sum to one (a chain of lerps,
+        which also leaves equal values exactly as they are), else one more.
+        """
+        for k, x in enumerate(self.segments):
+            _combine_(x, scale, [other.segments[k] for other in others], weights)
+        _combine_(self.weight, scale, [other.weight for other in others], weights)
+        return self
+
+    def difference_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> float:
+        """self <- c such that alpha * c = scale * self + sum_j weights[j] * others[j]; returns alpha.
+
+        The first weight is factored out, so that this takes one pass over memory per message.
+        """
+        if not others or weights[0] == 0:
+            self.combine_(scale, others, weights)
+            return 1.0
+        alpha = weights[0]
+        for k, x in enumerate((*self.segments, self.weight)):
+            messages = [(*other.segments, other.weight)[k] for other in others]
+            torch.add(messages[0], x, alpha=scale / alpha, out=x)
+            for message, weight in zip(messages[1:], weights[1:], strict=True):
+                x.add_(message, alpha=weight / alpha)
+        return alpha
+
+    def multiply_by_weight_(self) -> None:
+        """x = z * w: every segment times the push-sum weight; the weight stays."""
+        for x in self.segments:
+            x.mul_(self.weight[0])
+
+    def divide_by_weight_(self) -> None:
+        """z = x / w: every segment over the push-sum weight; the weight stays."""
+        for x in self.segments:
+            x.div_(self.weight[0])
+
+
+def _combine_(x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float]) -> None:
+    if x.element_size() < 4:
+        for piece, *parts in zip(x.split(CHUNK), *(m.split(CHUNK) for m in messages), strict=True):
+            total = piece.float()
+            _combine_(total, scale, [part.float() for part in parts], weights)
+            piece.copy_(total)
+        return
+    total_weight = scale
+    if scale > 0 and min(weights, default=0.0) >= 0 and abs(scale + sum(weights) - 1) < 1e-9:
+        for message, weight in zip(messages, weights, strict=True):
+            total_weight += weight
+            x.lerp_(message, weight / total_weight)
+        return
+    x.mul_(scale)
+    for message, weight in zip(messages, weights, strict=True):
+        x.add_(message, alpha=weight)

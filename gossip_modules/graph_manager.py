@@ -1,0 +1,213 @@
+"""Who sends to whom in round t: communication graphs as pure functions of (rank, t).
+
+A rank owns one ordered row of distinct out-peers, its phone book. Round t uses a window of `peers_per_itr`
+consecutive entries of that row, and the next round the next window, wrapping around. Nothing rotates and nothing is
+stored per round: every rank, at any time, can compute the peers of any rank in any round, so the receivers of a
+message are known without talking.
+
+Here is the abstract base; the graphs are in `shift_graph`, `dynamic_graphs` and `static_graphs`.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import gcd, lcm
+
+MAX_PERIOD = 2**31  # a longer period counts as "never repeats"
+_MAX_SCANNED_RANKS = 2**18  # rounds x ranks that a scan of the schedule may visit: about a second
+
+
+class GraphManager(ABC):
+    """A directed communication graph that may change every round, in a regular pattern.
+
+    A new graph needs a `phone_book`; what is here then follows by walking its rows, at O(n) per `in_peers`. A family
+    whose rows are shifts of one another derives from `ShiftGraph` instead: it gives one list of shifts and every
+    query is O(peers).
+
+    Args:
+        world_size: number of ranks n, at least 1. A world of one has no peers and accepts any `peers_per_itr`.
+        peers_per_itr: how many peers a rank sends to per round; or a schedule `{first round: peers}`, the same on
+            all ranks. `{0: 2, 3000: 1}` sends to two peers in rounds 0..2999 and to one from round 3000 on; the
+            walk through the row restarts at each switch.
+
+    Raises:
+        ValueError: a size or schedule that cannot work.
+    """
+
+    def __init__(self, world_size: int, *, peers_per_itr: int | Mapping[int, int] = 1) -> None:
+        self.world_size = as_count("world_size", world_size)
+        self._peers_per_itr = _as_schedule(peers_per_itr)
+        self._check_world_size()
+        most = max(self._peers_per_itr.values())
+        if self.world_size > 1 and most >= self.world_size:
+            raise self._too_many_peers(most, self.world_size - 1)
+        self._segments = self._peers_per_itr if self.world_size > 1 else {0: 0}
+        self._starts = tuple(self._segments)
+
+    @abstractmethod
+    def phone_book(self, rank: int) -> Sequence[int]:
+        """All the peers that `rank` ever sends to: ordered, distinct, never `rank` itself."""
+
+    def out_peers(self, rank: int, t: int) -> tuple[int, ...]:
+        """The ranks that `rank` sends to in round `t`."""
+        start, num_peers = self._segment(t)
+        return window(self.phone_book(rank), num_peers, t - start)
+
+    def in_peers(self, rank: int, t: int) -> tuple[int, ...]:
+        """The ranks that send to `rank` in round `t`: always the transpose of `out_peers`."""
+        self._check_rank(rank)
+        return tuple(j for j in range(self.world_size) if j != rank and rank in self.out_peers(j, t))
+
+    def num_peers(self, t: int) -> int:
+        """`peers_per_itr` in round `t`; 0 in a world of one. A rank whose row is shorter sends to its whole row."""
+        return self._segment(t)[1]
+
+    def out_degree(self, rank: int, t: int) -> int:
+        """`len(out_peers(rank, t))`."""
+        return len(self.out_peers(rank, t))
+
+    def is_passive(self, rank: int) -> bool:
+        """Whether `rank` is in the passive class of a bipartite graph."""
+        self._check_rank(rank)
+        return self.is_bipartite and rank % 2 == 0
+
+    @property
+    def is_bipartite(self) -> bool:
+        """Whether the graph is built on two classes of ranks, active and passive, and every edge joins one of each."""
+        return False
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether some rounds have other edges than round 0."""
+        return self.period != 1
+
+    @property
+    def period(self) -> int:
+        """Rounds until the peers repeat; 0 = never (several `peers_per_itr` segments) or not within 2**31 rounds."""
+        return 0 if len(self._segments) > 1 else self._segment_period(self._segments[0])
+
+    @cached_property
+    def is_regular(self) -> bool:
+        """Whether in each round all ranks have the same in- and out-degree. Scans, see `in_every_round`."""
+        return self.in_every_round(self._is_regular_round)
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Whether in every round i sends to j exactly if j sends to i. Scans, see `in_every_round`."""
+        return self.in_every_round(self._is_symmetric_round)
+
+    def canonical_round(self, t: int) -> int:
+        """The first round of the segment at which the walk stood as in round `t`; `t` when that has no period."""
+        start, num_peers = self._segment(t)
+        period = self._segment_period(num_peers)
+        return start + (t - start) % period if period else t
+
+    def distinct_rounds(self) -> Iterator[int]:
+        """The canonical rounds, ascending: between them they show every edge set of the schedule."""
+        for start, end in zip(self._starts, (*self._starts[1:], None), strict=True):
+            stop = start + (self._segment_period(self._segments[start]) or MAX_PERIOD)
+            yield from range(start, stop if end is None else min(stop, end))
+
+    def in_every_round(self, predicate: Callable[[int], bool]) -> bool:
+        """Whether `predicate(t)` holds in all rounds; also False when there are too many to look at them all.
+
+        Giving up is on the safe side: push-sum then sends a weight that could have been inferred, and what needs a
+        symmetric graph refuses. The limit depends on the graph alone, so all ranks come to the same answer.
+        """
+        for num_scanned, t in enumerate(self.distinct_rounds()):
+            if num_scanned * self.world_size > _MAX_SCANNED_RANKS or not predicate(t):
+                return False
+        return True
+
+    def __repr__(self) -> str:
+        """Complete: graphs with the same repr have the same peers in all rounds (ranks compare it at start)."""
+        segments = self._peers_per_itr
+        return (
+            f"{type(self).__name__}({self.world_size}, peers_per_itr={segments if len(segments) > 1 else segments[0]})"
+        )
+
+    def _check_world_size(self) -> None:
+        """Raise a ValueError when no graph of this kind has `self.world_size` ranks."""
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"got rank {rank}, expected 0 to {self.world_size - 1}: {self!r} has {self.world_size} ranks"
+            )
+
+    def _segment(self, t: int) -> tuple[int, int]:
+        """The first round of the `peers_per_itr` segment that `t` lies in, and its number of peers."""
+        if t < 0:
+            raise ValueError(f"got round t={t}, expected t >= 0: rounds count from 0")
+        start = self._starts[bisect_right(self._starts, t) - 1]
+        return start, self._segments[start]
+
+    def _segment_period(self, num_peers: int) -> int:
+        """Rounds until windows of `num_peers` entries repeat on all ranks; 0 when that takes more than 2**31."""
+        period = lcm(*(row_period(row_length, num_peers) for row_length in self._row_lengths))
+        return period if period <= MAX_PERIOD else 0
+
+    @cached_property
+    def _row_lengths(self) -> frozenset[int]:
+        return frozenset(len(self.phone_book(rank)) for rank in range(self.world_size))
+
+    def _is_regular_round(self, t: int) -> bool:
+        in_degrees = [0] * self.world_size
+        out_degrees = set()
+        for rank in range(self.world_size):
+            peers = self.out_peers(rank, t)
+            out_degrees.add(len(peers))
+            for peer in peers:
+                in_degrees[peer] += 1
+        return out_degrees == set(in_degrees) and len(out_degrees) == 1
+
+    def _is_symmetric_round(self, t: int) -> bool:
+        edges = {(rank, peer) for rank in range(self.world_size) for peer in self.out_peers(rank, t)}
+        return all((peer, rank) in edges for rank, peer in edges)
+
+    def _too_many_peers(self, num_peers: int, row_length: int) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__}: got peers_per_itr={num_peers}, expected 1 to {row_length}: with "
+            f"world_size={self.world_size} a rank has at most {row_length} distinct peers. Lower peers_per_itr or "
+            f"start more ranks."
+        )
+
+
+def window(row: Sequence[int], num_peers: int, step: int) -> tuple[int, ...]:
+    """The entries of `row` used in round `step`: `num_peers` consecutive ones, or all if there are fewer."""
+    length = len(row)
+    if num_peers >= length:
+        return tuple(row)
+    return tuple(row[(num_peers * step + i) % length] for i in range(num_peers))
+
+
+def as_count(name: str, value: int) -> int:
+    """`value` as a Python int of at least 1, else a ValueError that calls it `name`."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1 or isinstance(value, bool):
+        raise ValueError(f"got {name}={value!r}, expected an integer of at least 1. Give a positive int.")
+    return count
+
+
+def _as_schedule(peers_per_itr: int | Mapping[int, int]) -> dict[int, int]:
+    """`{first round: peers}`, ascending, from 0."""
+    if not isinstance(peers_per_itr, Mapping):
+        return {0: as_count("peers_per_itr", peers_per_itr)}
+    rounds = [r for r in peers_per_itr if not isinstance(r, int) or isinstance(r, bool) or r < 0]
+    if rounds or 0 not in peers_per_itr:
+        raise ValueError(
+            f"got peers_per_itr={dict(peers_per_itr)!r}, expected {{first round: peers}} with rounds >= 0, among them "
+            f"round 0. Write e.g. {{0: 2, 3000: 1}}."
+        )
+    return {start: as_count(f"peers_per_itr[{start}]", peers_per_itr[start]) for start in sorted(peers_per_itr)}
+
+
+def row_period(row_length: int, num_peers: int) -> int:
+    return 1 if num_peers >= row_length else row_length // gcd(row_length, num_peers)

@@ -1,0 +1,81 @@
+"""Several processes per node: gradients averaged inside the node, the vector gossiped in slices between nodes."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .flat_vector import FlatVector
+from .transport import ProcessGroupTransport, connect
+
+
+class Node:
+    """The g processes of one node, which together are one gossip rank.
+
+    Gradients are averaged inside the node by DistributedDataParallel, so all its processes take equal steps. Then
+    local rank l gossips slice l of the flat vector with local rank l of the peer node, and the slices are gathered
+    inside the node: every network card of the node works. Equal to one process per node with g times the batch.
+
+    Args:
+        module: already flat; DistributedDataParallel adds hooks to its parameters.
+        num_slices: g, processes per node; consecutive ranks form a node.
+        comm_device, timeout: as for `connect`.
+        find_unused_parameters: as for DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        num_slices: int,
+        module_device: torch.device,
+        comm_device: torch.device | str | None,
+        timeout: timedelta,
+        find_unused_parameters: bool,
+    ) -> None:
+        first = dist.get_rank() // num_slices * num_slices
+        self.local_rank = dist.get_rank() - first
+        self.num_slices = num_slices
+        self.find_unused_parameters = find_unused_parameters
+        self.transport: ProcessGroupTransport = connect(
+            None,
+            ranks=range(first, first + num_slices),
+            module_device=module_device,
+            comm_device=comm_device,
+            timeout=timeout,
+        )
+        self.replica = self._replicate(module)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Node:
+        node = copy.copy(self)
+        memo[id(self)] = node
+        node.replica = node._replicate(copy.deepcopy(self.replica.module, memo))
+        return node
+
+    @staticmethod
+    def peers(num_slices: int) -> list[int]:
+        """The global ranks with this process's local rank, one per node: whom its slice gossips with."""
+        return list(range(dist.get_rank() % num_slices, dist.get_world_size(), num_slices))
+
+    def slice(self, vector: FlatVector) -> FlatVector:
+        """The part of the vector that this process gossips; shares memory."""
+        return vector.slice(self.local_rank, self.num_slices)
+
+    def gather(self, vector: FlatVector) -> None:
+        """vector <- every local rank's slice of it, in place."""
+        self.transport.all_gather(vector.raw, self.slice(vector).raw.clone(), what="gathering slices in the node")
+
+    def _replicate(self, module: nn.Module) -> DistributedDataParallel:
+        # Buffers need no broadcast: gather() makes them equal, each slice from its owner.
+        return DistributedDataParallel(
+            module,
+            process_group=self.transport.group,
+            broadcast_buffers=False,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )

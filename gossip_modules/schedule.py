@@ -1,0 +1,48 @@
+"""What happens at step k: nothing, a gossip round, or an exact global average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(Enum):
+    """What a training step does about its peers."""
+
+    SKIP = "skip"
+    GOSSIP = "gossip"
+    AVERAGE = "average"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Gossip at every `gossip_every`-th step; every `average_every`-th of these rounds is an exact global average.
+
+    A pure function of the step, hence the same on every rank. With `average_every` this is Gossip-PGA (Chen et al.,
+    "Accelerating Gossip SGD with Periodic Global Averaging", ICML 2021, arXiv 2105.09080).
+
+    Args:
+        gossip_every: steps from one round to the next, >= 1.
+        average_every: rounds from one global average to the next; 0 = never.
+
+    Raises:
+        ValueError: a count out of range.
+    """
+
+    gossip_every: int = 1
+    average_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.gossip_every < 1 or self.average_every < 0:
+            raise ValueError(
+                f"got gossip_every={self.gossip_every}, average_every={self.average_every}, expected gossip_every >= 1 "
+                "and average_every >= 0; use average_every=0 for no global averages"
+            )
+
+    def action(self, step: int) -> Action:
+        """The action at `step`, counted from 0."""
+        if step % self.gossip_every:
+            return Action.SKIP
+        if self.average_every and (step // self.gossip_every + 1) % self.average_every == 0:
+            return Action.AVERAGE
+        return Action.GOSSIP

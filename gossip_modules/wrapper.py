@@ -1,0 +1,373 @@
+"""The one nn.Module base of the gossip wrappers: hooks, no_sync, eval flush, state, uneven inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from .agreement import broadcast_tensors, check_agreement
+from .averaging import AveragingMixin
+from .defaults import choose_gossiper, choose_mixing
+from .engine import Engine
+from .flat_buffer import FlatBuffer
+from .flat_vector import FlatVector
+from .gossiper import Gossiper
+from .graph_manager import GraphManager
+from .mixing_manager import MixingManager
+from .node import Node
+from .schedule import Schedule
+from .transport import connect
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+DEFAULT_SCHEDULE = Schedule()
+_STATE = "gossip_state"  # the key in a state dict's metadata
+
+
+class GossipWrapper(nn.Module, Joinable, AveragingMixin):
+    """A module that averages its parameters with a few peers before every training forward.
+
+    [Note: One forward is one round] At a training forward (train mode, grad enabled) the parameters are exactly
+    "after optimizer.step()", so the round runs there and needs no handle on the optimizer; a GradScaler that skips a
+    step on one rank skips no round. Inside `no_sync()` a forward belongs to the same optimizer step as the next one:
+    the round runs at the first forward of each step, like mixing after the previous `step()`.
+
+    [Note: Safe point] Gossip writes parameters in place, through storage that autograd does not watch. So it bumps
+    their version: a backward through a graph that was built before the round fails with autograd's own "modified by
+    an inplace operation" instead of computing wrong gradients. For two forwards per step put all but the last in
+    `no_sync()`.
+
+    Subclasses choose the engine.
+
+    Args:
+        module: mutated: its trained tensors become views of one flat vector. Values are kept, or those of rank 0.
+        graph: who sends to whom; None = `defaults.choose_mixing`. Its world size is the number of nodes.
+        mixing: the weights, over that graph; None = see `defaults.choose_mixing`.
+        push_sum: SGP (any directed graph) rather than D-PSGD (push-pull).
+        gossiper: an algorithm of its own instead; `push_sum` then only chooses the default graph and mixing.
+        schedule: which steps gossip, which average globally.
+        process_group: used as it is, so it must carry nothing else; None = a new group over all ranks.
+        nprocs_per_node: consecutive ranks that form one node and hold one model: see `Node`.
+        comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
+        init_sync: start from the parameters and buffers of rank 0.
+        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
+        find_unused_parameters: for `nprocs_per_node > 1`, as for DistributedDataParallel.
+        timeout: for every wait.
+
+    Raises:
+        ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
+        RuntimeError: torch.distributed is not initialised.
+        TimeoutError, ConnectionError: (construction, forward, `flush()`) a peer is late or gone; names it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        graph: GraphManager | None = None,
+        mixing: MixingManager | None = None,
+        push_sum: bool = True,
+        gossiper: Gossiper | None = None,
+        schedule: Schedule = DEFAULT_SCHEDULE,
+        process_group: dist.ProcessGroup | None = None,
+        nprocs_per_node: int = 1,
+        comm_device: torch.device | str | None = None,
+        init_sync: bool = True,
+        gossip_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        self.module = module
+        self._sync = True
+        self._is_step_start = True
+        self._is_closed = False
+        self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_slices=nprocs_per_node)
+        device = self._buffer.vector.raw.device
+        # A collective of its own before any group is made: ranks that disagree would make different groups and hang.
+        world = dist.group.WORLD if process_group is None and dist.is_initialized() else process_group
+        hello = connect(world, module_device=device, comm_device=None, timeout=timeout)
+        num_nodes = _num_nodes(hello.world_size, nprocs_per_node, process_group)
+        mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes)
+        gossiper = choose_gossiper(gossiper, push_sum=push_sum)
+        options = (schedule, self._engine_options(), nprocs_per_node, gossip_buffers)
+        check_agreement(
+            hello,
+            {
+                "wrapper": type(self).__name__,
+                "graph": repr(mixing.graph),
+                "mixing": repr(mixing),
+                "gossiper": repr(gossiper),
+                "options (schedule, engine, nprocs_per_node, gossip_buffers)": repr(options),
+                "model": self._buffer.signature(),
+            },
+        )
+        if init_sync:
+            flat = {id(tensor) for tensor in self._buffer.tensors}
+            rest = [x for x in (*module.parameters(), *module.buffers()) if id(x) not in flat]
+            broadcast_tensors(hello, [self._buffer.vector.raw, *rest])
+        self._node: Node | None = None
+        links: dict[str, Any] = {"module_device": device, "comm_device": comm_device, "timeout": timeout}
+        if nprocs_per_node > 1:
+            self._node = Node(
+                module, num_slices=nprocs_per_node, find_unused_parameters=find_unused_parameters, **links
+            )
+        ranks = Node.peers(nprocs_per_node) if nprocs_per_node > 1 else None
+        self._transport = connect(process_group, ranks=ranks, **links)
+        gossiper.bind(mixing, self._transport)
+        self._engine = self._make_engine(gossiper, schedule)
+        self._averager = self._engine.averager
+        # Push-sum weights leave one only where W(t) is not doubly stochastic; elsewhere nothing is ever converted.
+        self._is_weighted = gossiper.is_weighted
+        self._unwatch: RemovableHandle | None = None
+        self._watch_backward()
+
+    @abstractmethod
+    def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> Engine:
+        """When rounds run."""
+
+    def _engine_options(self) -> str:
+        """What the ranks' engines must agree on."""
+        return ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, after this step's gossip round if it is a training forward."""
+        self._before_forward()
+        with record_function(f"{type(self).__name__}.forward"):
+            return (self.module if self._node is None else self._node.replica)(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards inside belong to the same optimizer step as the first forward outside: one round for all.
+
+        Gradient accumulation as with DistributedDataParallel: all micro-batches but the last go in here.
+        """
+        before, self._sync = self._sync, False
+        try:
+            with contextlib.nullcontext() if self._node is None else self._node.replica.no_sync():
+                yield
+        finally:
+            self._sync = before
+
+    def train(self, mode: bool = True) -> GossipWrapper:
+        """As `nn.Module.train`; going to eval mode flushes first."""
+        if not mode:
+            self.flush()
+        return super().train(mode)
+
+    def flush(self) -> None:
+        """See `AveragingMixin`. Leaves the de-biased estimate in the parameters."""
+        if self._is_closed:
+            return
+        self._ensure_attached()
+        with torch.no_grad():
+            if self._engine.is_in_flight:
+                self._as_numerator()
+                self._engine.flush(self._gossiped)
+                self._written()
+            self._buffer.to_estimate()
+
+    def close(self) -> None:
+        """See `AveragingMixin`. Forwards after it are local."""
+        if not self._is_closed:
+            try:
+                self.flush()
+            finally:
+                self._is_closed = True
+                self._engine.close()
+
+    def comm_stats(self) -> dict[str, float]:
+        """What communication did on this rank so far; local and cheap.
+
+        Returns:
+            bytes_sent (payload, all nodes' collectives included), wait_seconds (training thread blocked), num_rounds,
+            mean_staleness and max_staleness (forwards that rounds were late), consensus_distance (as last measured by
+            `consensus_distance()`, NaN before).
+        """
+        stats = self._engine.stats
+        local_bytes = 0 if self._node is None else self._node.transport.num_bytes_sent
+        return {
+            "bytes_sent": self._transport.num_bytes_sent + local_bytes,
+            "wait_seconds": stats.wait_seconds,
+            "num_rounds": stats.num_rounds,
+            "mean_staleness": stats.total_staleness / max(stats.num_rounds, 1),
+            "max_staleness": stats.max_staleness,
+            "consensus_distance": self._last_consensus_distance,
+        }
+
+    # State: keys are the module's own; what gossip adds rides in the metadata, so plain models load the dict too.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata, not in its keys."""
+        self.flush()
+        return super().state_dict(*args, **kwargs)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Push-sum weight, round counter and codec state: plain values and tensors."""
+        return {
+            "weight": self._buffer.vector.weight.clone(),
+            "is_step_start": self._is_step_start,
+            "engine": self._engine.state_dict(),
+        }
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """Take back what `get_extra_state` gave; None (a checkpoint of a plain model) warns and starts anew."""
+        if state is None:
+            warnings.warn(
+                "the state dict holds no gossip state: counting rounds from 0, push-sum weight 1", stacklevel=2
+            )
+            state = {"weight": torch.ones(1), "is_step_start": True, "engine": {"t": 0, "step": 0, "gossiper": {}}}
+        self._buffer.vector.weight.copy_(state["weight"])
+        self._is_step_start = state["is_step_start"]
+        self._engine.load_state_dict(state["engine"])
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # a plain dict of the caller has none: there the key stays
+            destination._metadata[prefix[:-1]][_STATE] = destination.pop(prefix + "_extra_state")
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self.flush()
+        state_dict.setdefault(prefix + "_extra_state", local_metadata.get(_STATE))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        return {**self.__dict__, "_unwatch": None}
+
+    # Uneven inputs (torch.distributed.algorithms.Join): a rank out of data goes on answering its peers.
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Shadows one round per training step of the others."""
+        if self._node is not None:
+            raise ValueError(
+                f"got nprocs_per_node={self._node.num_slices} inside Join, expected 1; "
+                "give the processes of a node equally many batches"
+            )
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See `Joinable`."""
+        return self._transport.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """See `Joinable`: the default group, since ours carries rounds, perhaps from another thread."""
+        return dist.group.WORLD
+
+    # The round itself.
+
+    @torch.compiler.disable
+    def _before_forward(self) -> None:
+        """[Note: One forward is one round]"""
+        if self.training and torch.is_grad_enabled() and not self._is_closed:
+            if self._is_step_start:
+                if self._join_config.enable and (work := Join.notify_join_context(self)) is not None:
+                    work.wait()
+                self._round()
+            self._is_step_start = self._sync
+        if self._is_weighted:
+            with torch.no_grad():
+                self._buffer.to_estimate()
+
+    def _round(self) -> None:
+        self._ensure_attached()
+        with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
+            self._as_numerator()
+            if self._engine.round(self._gossiped):
+                self._written()
+
+    def _ensure_attached(self) -> None:
+        """Take in tensors that `.to()`, `load_state_dict(assign=True)` or a copy have put in place of ours."""
+        if not self._buffer.is_attached():
+            self._buffer.attach()
+            self._watch_backward()
+
+    def _as_numerator(self) -> None:
+        if self._is_weighted:
+            self._buffer.to_numerator()
+
+    @property
+    def _gossiped(self) -> FlatVector:
+        return self._buffer.vector if self._node is None else self._node.slice(self._buffer.vector)
+
+    def _written(self) -> None:
+        """[Note: Safe point]"""
+        if self._node is not None:
+            self._node.gather(self._buffer.vector)
+        torch.autograd.graph.increment_version(self._buffer.parameters)
+
+    def _watch_backward(self) -> None:
+        """At the end of every backward turn z into the numerator x = z * w, which the optimizer steps on."""
+        if self._unwatch is not None:
+            self._unwatch.remove()
+        if self._is_weighted:
+            engine = torch.autograd.Variable._execution_engine
+            self._unwatch = torch.autograd.graph.register_multi_grad_hook(
+                self._buffer.parameters, lambda _: engine.queue_callback(self._after_backward), mode="any"
+            )
+
+    def _after_backward(self) -> None:
+        if not self._is_closed:
+            with torch.no_grad():
+                self._buffer.to_numerator()
+
+    # What AveragingMixin needs.
+
+    def _read(self) -> FlatVector:
+        self.flush()
+        with torch.no_grad():
+            self._as_numerator()
+        return self._buffer.vector
+
+    def _write(self, vector: FlatVector) -> None:
+        with torch.no_grad():
+            self._buffer.to_estimate()
+        torch.autograd.graph.increment_version(self._buffer.parameters)
+
+    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
+        return [x[: part.numel()] for x, part in zip(vector.segments, self._buffer.parameter_segments, strict=True)]
+
+
+class _Shadow(JoinHook):
+    """A rank that ran out of data: takes part in every round, takes no step."""
+
+    def __init__(self, wrapper: GossipWrapper) -> None:
+        self.wrapper = wrapper
+
+    def main_hook(self) -> None:
+        """One step of the others. Their next round is ours too, as at a forward."""
+        self.wrapper._round()
+        self.wrapper._is_step_start = True
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All are done: apply what is in flight."""
+        self.wrapper.flush()
+
+
+def _num_nodes(world_size: int, nprocs_per_node: int, process_group: dist.ProcessGroup | None) -> int:
+    if nprocs_per_node < 1 or world_size % nprocs_per_node:
+        raise ValueError(
+            f"got nprocs_per_node={nprocs_per_node} in a world of {world_size}, expected a divisor of it; "
+            "start equally many processes on every node"
+        )
+    if nprocs_per_node > 1 and process_group is not None:
+        raise ValueError(
+            f"got a process group and nprocs_per_node={nprocs_per_node}, expected one of them; "
+            "groups inside and between nodes are made of the default group"
+        )
+    return world_size // nprocs_per_node
