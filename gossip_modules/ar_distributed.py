@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .averaging import AveragingMixin
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage
-from .transport import connect
-from .wrapper import DEFAULT_TIMEOUT
+from .transport import DEFAULT_TIMEOUT, connect
 
 
 class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):

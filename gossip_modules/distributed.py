@@ -13,7 +13,8 @@ from .gossiper import Gossiper
 from .graph_manager import GraphManager
 from .mixing_manager import MixingManager
 from .schedule import Schedule
-from .wrapper import DEFAULT_SCHEDULE, DEFAULT_TIMEOUT, GossipWrapper
+from .transport import DEFAULT_TIMEOUT
+from .wrapper import DEFAULT_SCHEDULE, GossipWrapper
 
 
 class GossipDataParallel(GossipWrapper):

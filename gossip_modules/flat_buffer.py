@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from enum import Enum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .flat_vector import FlatLayout, FlatVector, Segment
+from .flat_vector import FlatLayout, FlatVector
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
-
-
-class Form(Enum):
-    """What the storage holds: the de-biased estimate z = x / w, or the push-sum numerator x = z * w."""
-
-    ESTIMATE = "z"
-    NUMERATOR = "x"
 
 
 class _Slot(NamedTuple):
@@ -75,7 +67,6 @@ class FlatBuffer:
         self.module = module
         self.include_buffers = include_buffers
         self.num_slices = num_slices
-        self.form = Form.ESTIMATE
         self._excluded: frozenset[str] = frozenset(self._non_finite_buffers()) if include_buffers else frozenset()
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
@@ -134,18 +125,6 @@ class FlatBuffer:
             segment[: sum(_real_numel(slot.tensor) for slot in group if slot.is_parameter)]
             for segment, group in zip(vector.segments, groups.values(), strict=True)
         )
-
-    def to_estimate(self) -> None:
-        """Hold z = x / w from now on (forward and backward need it); one kernel per segment."""
-        if self.form is Form.NUMERATOR:
-            self.vector.divide_by_weight_()
-            self.form = Form.ESTIMATE
-
-    def to_numerator(self) -> None:
-        """Hold x = z * w from now on (the optimizer and gossip need it); one kernel per segment."""
-        if self.form is Form.ESTIMATE:
-            self.vector.multiply_by_weight_()
-            self.form = Form.NUMERATOR
 
     def _trained_tensors(self) -> Iterator[_Slot]:
         seen: set[int] = set()
@@ -227,6 +206,3 @@ def _check(slots: list[_Slot]) -> None:
                 f"got '{first}' and '{second}', distinct tensors that overlap in memory, expected separate storage; "
                 "tie them by assigning one Parameter object to both modules"
             )
-
-
-__all__ = ["FlatBuffer", "FlatLayout", "FlatVector", "Form", "Segment"]

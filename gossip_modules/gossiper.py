@@ -161,7 +161,7 @@ class PushPull(Gossiper):
 
     Example (under `torchrun --nproc-per-node 4`, see README):
         >>> gossiper = PushPull()
-        >>> gossiper.bind(UniformMixing(RingGraph(4, peers_per_itr=2)), connect(None, ...))
+        >>> gossiper.bind(UniformMixing(RingGraph(4, peers_per_itr=2)), connect())
         >>> mean = gossiper.average(torch.randn(10), num_rounds=50)
     """
 
@@ -210,7 +210,7 @@ class PushSum(PushPull):
 
     Example (under `torchrun --nproc-per-node 4`, see README):
         >>> gossiper = PushSum()
-        >>> gossiper.bind(UniformMixing(NPeerDynamicDirectedExponentialGraph(4)), connect(None, ...))
+        >>> gossiper.bind(UniformMixing(NPeerDynamicDirectedExponentialGraph(4)), connect())
         >>> mean = gossiper.average(torch.randn(10), num_rounds=2)  # exact: 4 is a power of two
     """
 

@@ -210,4 +210,5 @@ def _as_schedule(peers_per_itr: int | Mapping[int, int]) -> dict[int, int]:
 
 
 def row_period(row_length: int, num_peers: int) -> int:
+    """Rounds until the `window` is back at the start of a row."""
     return 1 if num_peers >= row_length else row_length // gcd(row_length, num_peers)

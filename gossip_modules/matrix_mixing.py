@@ -9,6 +9,7 @@ from hashlib import sha256
 from itertools import islice
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +25,8 @@ _MAX_MATRICES = 2**16  # a longer schedule is better computed than stored
 class MatrixMixing(MixingManager):
     """Weights of your own: W as given, on the edges of the graph, row- or column-stochastic.
 
-    Weights may be negative or zero. W is used as it is, so give float64: sums that are off by 1e-8 lose that much of
-    the total in each round.
+    Weights may be negative or zero. W is used as it is, so give float64: columns that are off by 1e-8 lose that much
+    of the total in each round.
 
     Args:
         graph: its edges in round t are the only places, with the diagonal, where W(t) may differ from zero.
@@ -151,6 +152,9 @@ class MatrixMixing(MixingManager):
 
 def _as_tensor(numbers: MatrixLike) -> Tensor:
     """Nested sequences of numbers, arrays and tensors as one float64 tensor on the CPU."""
-    if isinstance(numbers, list | tuple):
+    if isinstance(numbers, Tensor):
+        return numbers.detach().to("cpu", torch.float64)
+    if isinstance(numbers, list | tuple) and any(isinstance(item, list | tuple | Tensor) for item in numbers):
         return torch.stack([_as_tensor(item) for item in numbers])
-    return torch.as_tensor(numbers).detach().to("cpu", torch.float64)
+    # Through numpy, as torch would read Python floats as float32.
+    return torch.from_numpy(np.array(numbers, dtype=np.float64))

@@ -21,6 +21,8 @@ class Node:
     local rank l gossips slice l of the flat vector with local rank l of the peer node, and the slices are gathered
     inside the node: every network card of the node works. Equal to one process per node with g times the batch.
 
+    Buffers are those of local rank 0, as in DistributedDataParallel.
+
     Args:
         module: already flat; DistributedDataParallel adds hooks to its parameters.
         num_slices: g, processes per node; consecutive ranks form a node.
@@ -71,11 +73,9 @@ class Node:
         self.transport.all_gather(vector.raw, self.slice(vector).raw.clone(), what="gathering slices in the node")
 
     def _replicate(self, module: nn.Module) -> DistributedDataParallel:
-        # Buffers need no broadcast: gather() makes them equal, each slice from its owner.
         return DistributedDataParallel(
             module,
             process_group=self.transport.group,
-            broadcast_buffers=False,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
         )

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CPU = torch.device("cpu")
+DEFAULT_TIMEOUT = timedelta(minutes=5)
 MAX_TAG = 1 << 30  # rounds are numbered modulo this: Gloo tags are 32 bit
 
 
@@ -210,12 +212,12 @@ class _Exchange:
 
 
 def connect(
-    process_group: dist.ProcessGroup | None,
+    process_group: dist.ProcessGroup | None = None,
     *,
     ranks: Sequence[int] | None = None,
-    module_device: torch.device,
+    module_device: torch.device = CPU,
     comm_device: torch.device | str | None = None,
-    timeout: timedelta,
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> ProcessGroupTransport:
     """A transport over `process_group`, used as it is, or over a new group of our own when that is None.
 

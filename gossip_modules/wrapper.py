@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.profiler import record_function
-from torch.utils.hooks import RemovableHandle
 
 from .agreement import broadcast_tensors, check_agreement
 from .averaging import AveragingMixin
+from .debias import Debias
 from .defaults import choose_gossiper, choose_mixing
 from .engine import Engine
 from .flat_buffer import FlatBuffer
@@ -27,9 +27,8 @@ from .graph_manager import GraphManager
 from .mixing_manager import MixingManager
 from .node import Node
 from .schedule import Schedule
-from .transport import connect
+from .transport import DEFAULT_TIMEOUT, connect
 
-DEFAULT_TIMEOUT = timedelta(minutes=5)
 DEFAULT_SCHEDULE = Schedule()
 _STATE = "gossip_state"  # the key in a state dict's metadata
 
@@ -128,10 +127,7 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
         gossiper.bind(mixing, self._transport)
         self._engine = self._make_engine(gossiper, schedule)
         self._averager = self._engine.averager
-        # Push-sum weights leave one only where W(t) is not doubly stochastic; elsewhere nothing is ever converted.
-        self._is_weighted = gossiper.is_weighted
-        self._unwatch: RemovableHandle | None = None
-        self._watch_backward()
+        self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
 
     @abstractmethod
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> Engine:
@@ -171,12 +167,12 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
         if self._is_closed:
             return
         self._ensure_attached()
-        with torch.no_grad():
-            if self._engine.is_in_flight:
-                self._as_numerator()
+        if self._engine.is_in_flight:
+            self._debias.to_numerator()
+            with torch.no_grad():
                 self._engine.flush(self._gossiped)
-                self._written()
-            self._buffer.to_estimate()
+            self._written()
+        self._debias.to_estimate()
 
     def close(self) -> None:
         """See `AveragingMixin`. Forwards after it are local."""
@@ -185,6 +181,7 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
                 self.flush()
             finally:
                 self._is_closed = True
+                self._debias.stop()
                 self._engine.close()
 
     def comm_stats(self) -> dict[str, float]:
@@ -246,7 +243,7 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        return {**self.__dict__, "_unwatch": None}
+        return self.__dict__.copy()
 
     # Uneven inputs (torch.distributed.algorithms.Join): a rank out of data goes on answering its peers.
 
@@ -280,14 +277,12 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
                     work.wait()
                 self._round()
             self._is_step_start = self._sync
-        if self._is_weighted:
-            with torch.no_grad():
-                self._buffer.to_estimate()
+        self._debias.to_estimate()
 
     def _round(self) -> None:
         self._ensure_attached()
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
-            self._as_numerator()
+            self._debias.to_numerator()
             if self._engine.round(self._gossiped):
                 self._written()
 
@@ -295,11 +290,7 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
         """Take in tensors that `.to()`, `load_state_dict(assign=True)` or a copy have put in place of ours."""
         if not self._buffer.is_attached():
             self._buffer.attach()
-            self._watch_backward()
-
-    def _as_numerator(self) -> None:
-        if self._is_weighted:
-            self._buffer.to_numerator()
+            self._debias.watch()
 
     @property
     def _gossiped(self) -> FlatVector:
@@ -311,32 +302,15 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
             self._node.gather(self._buffer.vector)
         torch.autograd.graph.increment_version(self._buffer.parameters)
 
-    def _watch_backward(self) -> None:
-        """At the end of every backward turn z into the numerator x = z * w, which the optimizer steps on."""
-        if self._unwatch is not None:
-            self._unwatch.remove()
-        if self._is_weighted:
-            engine = torch.autograd.Variable._execution_engine
-            self._unwatch = torch.autograd.graph.register_multi_grad_hook(
-                self._buffer.parameters, lambda _: engine.queue_callback(self._after_backward), mode="any"
-            )
-
-    def _after_backward(self) -> None:
-        if not self._is_closed:
-            with torch.no_grad():
-                self._buffer.to_numerator()
-
     # What AveragingMixin needs.
 
     def _read(self) -> FlatVector:
         self.flush()
-        with torch.no_grad():
-            self._as_numerator()
+        self._debias.to_numerator()
         return self._buffer.vector
 
     def _write(self, vector: FlatVector) -> None:
-        with torch.no_grad():
-            self._buffer.to_estimate()
+        self._debias.to_estimate()
         torch.autograd.graph.increment_version(self._buffer.parameters)
 
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:

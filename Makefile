@@ -1,0 +1,66 @@
+# make venv     create .venv and install the pinned set
+# make train    train four workers by Stochastic Gradient Push on real handwritten digits
+# make compare  the four recipes on the same data and budget, as a table and a picture
+# make test     the tests
+# make check    ruff and mypy
+# make bench    step times beside raw send/recv, DistributedDataParallel and Decent-DP
+# make clean    remove .venv, caches and builds (runs/ stays)
+#
+# Every command creates .venv when it is missing. Another interpreter: make venv PYTHON=python3.12
+
+PYTHON ?= python3
+# Not taken from the environment, where job_scripts/launch.sh may be told of somebody else's.
+VENV = .venv
+PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
+TORCHRUN = OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone
+INSTALLED = $(VENV)/.installed
+BENCH_INSTALLED = $(VENV)/.bench-installed
+
+.DELETE_ON_ERROR:
+.PHONY: venv train compare test check bench clean
+
+venv: $(INSTALLED)
+
+# Debian's python3 has no ensurepip until python3-venv is installed, and a `venv` that fails for it leaves one
+# without pip behind, which the second attempt completes.
+$(INSTALLED): setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: $(PYTHON): got $$($(PYTHON) --version 2>&1), expected Python >= 3.10;" \
+	       "name a newer one, e.g. make venv PYTHON=python3.11" >&2; exit 1; }
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "$(PYTHON) cannot make virtual environments: installing python3-venv"; \
+	    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends python3-venv \
+	      && $(PYTHON) -m venv $(VENV); \
+	  else \
+	    false; \
+	  fi; } || { \
+	  echo "error: $(PYTHON) cannot make a virtual environment; install its venv module and try again" \
+	       "(Debian, Ubuntu: sudo apt-get install python3-venv)" >&2; exit 1; }
+	$(PIP_INSTALL) --editable '.[train,test,dev]'
+	@touch $@
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) --editable '.[bench]'
+	@touch $@
+
+train: $(INSTALLED)
+	$(TORCHRUN) --nproc-per-node 4 train/gossip_sgd.py --recipe sgp
+
+compare: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python train/compare.py
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+
+check: $(INSTALLED)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+bench: $(BENCH_INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/step_time.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,109 @@
+"""What a graph costs at 1,000 to 1,000,000 ranks: time and memory of building it and of asking for one rank's peers.
+
+    python benchmarks/graph_scaling.py
+    python benchmarks/graph_scaling.py --sizes 1000 10000 --repeats 50
+
+Per graph and size: construction, the peers of one rank in one round (out_peers and in_peers, one peer per round), and
+the peak of Python's memory over both. A graph that exists only for some sizes is measured at the nearest one.
+NetworkXGraph stands for graphs that are given edge by edge: it keeps them all, so it is O(n), and is measured up to
+100,000 ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+
+import networkx as nx
+
+from gossip_modules import (
+    CompleteGraph,
+    DynamicBipartiteExponentialGraph,
+    DynamicBipartiteLinearGraph,
+    DynamicDirectedExponentialGraph,
+    DynamicDirectedLinearGraph,
+    GraphManager,
+    HypercubeGraph,
+    NetworkXGraph,
+    NPeerDynamicDirectedExponentialGraph,
+    RingGraph,
+    TorusGraph,
+)
+
+MAX_NETWORKX_RANKS = 100_000
+
+
+def power_of_two(n: int) -> int:
+    """The power of two nearest below or above n."""
+    return min((1 << n.bit_length() - 1, 1 << n.bit_length()), key=lambda power: abs(power - n))
+
+
+def makers(n: int) -> dict[str, Callable[[], GraphManager]]:
+    """How to build every graph of about n ranks."""
+    graphs: dict[str, Callable[[], GraphManager]] = {
+        "DynamicDirectedExponentialGraph": lambda: DynamicDirectedExponentialGraph(n),
+        "NPeerDynamicDirectedExponentialGraph": lambda: NPeerDynamicDirectedExponentialGraph(n),
+        "DynamicBipartiteExponentialGraph": lambda: DynamicBipartiteExponentialGraph(n + n % 2),
+        "DynamicDirectedLinearGraph": lambda: DynamicDirectedLinearGraph(n),
+        "DynamicBipartiteLinearGraph": lambda: DynamicBipartiteLinearGraph(n + n % 2),
+        "RingGraph": lambda: RingGraph(n),
+        "TorusGraph": lambda: TorusGraph(n + n % 2),
+        "HypercubeGraph": lambda: HypercubeGraph(power_of_two(n)),
+        "CompleteGraph": lambda: CompleteGraph(n),
+    }
+    if n <= MAX_NETWORKX_RANKS:
+        network = nx.cycle_graph(n)
+        graphs["NetworkXGraph (cycle)"] = lambda: NetworkXGraph(network)
+    return graphs
+
+
+def query(graph: GraphManager) -> None:
+    """The peers of a rank in the middle, in a late round."""
+    graph.out_peers(graph.world_size // 2, 123_456_789)
+    graph.in_peers(graph.world_size // 2, 123_456_789)
+
+
+def milliseconds(action: Callable[[], object], repeats: int) -> float:
+    """The least time of `repeats`: the rest is what else the machine does."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e3
+
+
+def peak_bytes(make: Callable[[], GraphManager]) -> int:
+    """The peak of Python's memory while a graph is built and asked."""
+    tracemalloc.start()
+    try:
+        query(make())
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6], help="numbers of ranks")
+    parser.add_argument("--repeats", type=int, default=20, help="the least time of so many is reported")
+    arguments = parser.parse_args()
+    print("| graph | ranks | construction ms | query ms | peak bytes |")
+    print("|---|---:|---:|---:|---:|")
+    for n in arguments.sizes:
+        for name, make in makers(n).items():
+            repeats = 1 if name.startswith("NetworkX") else arguments.repeats
+            graph = make()
+            print(
+                f"| {name} | {graph.world_size:,} | {milliseconds(make, repeats):.3f} "
+                f"| {milliseconds(partial(query, graph), repeats):.3f} | {peak_bytes(make):,} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

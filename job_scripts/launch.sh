@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=gossip
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --time=30:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+#
+# Trains on a SLURM allocation: one torchrun per node, meeting on the first host. Arguments are train/gossip_sgd.py's:
+#
+#   sbatch --nodes=8 --gpus-per-node=8 job_scripts/launch.sh --recipe sgp --dataset imagefolder --data-dir /imagenet
+#   DRY_RUN=1 job_scripts/launch.sh --recipe sgp    # inside an allocation: prints the command and ends
+#
+# Submit from the top of the repository. Environment:
+#   VENV               virtual environment (.venv)
+#   OUT_DIR            checkpoints and curves (runs/<job name>); the same for every run of a job, so that it resumes
+#   NPROC_PER_NODE     processes per node (the node's GPUs, or 1)
+#   NETWORK_INTERFACE  interface for Gloo and NCCL, e.g. eth0 or ib0 (their own choice)
+#   MASTER_PORT        port of the rendezvous on the first host (from the job id)
+#
+# 120 s before the time limit, or on `scancel --batch --signal=USR1 <job>`, USR1 reaches this script, which passes it
+# on: the workers save a checkpoint, exit with code 75 and the job is requeued; it resumes from there. A job that fails
+# by itself is not requeued.
+set -euo pipefail
+
+: "${SLURM_JOB_ID:?is not set: submit with sbatch, or run inside an allocation}"
+cd "${SLURM_SUBMIT_DIR:-.}"
+
+venv=${VENV:-.venv}
+num_procs=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+master=${hosts%%$'\n'*}
+# Above the well-known ports, below Linux's ephemeral ones, and another for each of two jobs on one host.
+port=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
+
+# What torchrun falls back to, without its warning; --num-threads sets the threads of a training process.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Since SLURM 22.05 srun no longer takes the cores of a task from sbatch.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+if [[ -n ${NETWORK_INTERFACE:-} ]]; then
+  export GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE
+fi
+
+# SLURM sends a signal to every process of a step, and torchrun would die of USR1 before its workers have saved: it
+# starts ignoring it, and only the workers install a handler. A requeued job meets under an id of its own.
+command=(
+  srun "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --wait=600
+  bash -c "trap '' USR1; exec \"\$@\"" torchrun
+  "$venv/bin/torchrun" "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc-per-node=$num_procs"
+  --rdzv-backend=c10d "--rdzv-endpoint=$master:$port" "--rdzv-id=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+  train/gossip_sgd.py --out-dir "${OUT_DIR:-runs/${SLURM_JOB_NAME:-gossip}}" --resume auto "$@"
+)
+
+if [[ ${DRY_RUN:-0} != 0 ]]; then
+  printf '%q ' "${command[@]}"
+  printf '\n'
+  exit 0
+fi
+
+signalled=0
+interrupted=1
+trap 'signalled=1 interrupted=1; kill -USR1 "$!" 2>/dev/null || :' USR1
+"${command[@]}" &
+step=$!
+# A trapped signal ends `wait` early: only a wait that no signal interrupted tells the status of the step.
+while ((interrupted)); do
+  interrupted=0
+  status=0
+  wait "$step" || status=$?
+done
+
+if ((signalled && status)); then
+  echo "job $SLURM_JOB_ID: stopped on USR1, requeueing"
+  exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

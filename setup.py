@@ -1,0 +1,47 @@
+"""Packaging: `pip install .` installs the library alone; the extras are what the scripts, tests and benchmarks need."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+# What only the scripts in train/ and visualization/ need.
+TRAIN = [
+    "matplotlib>=3.8",
+    "pandas>=2.1",
+    "safetensors>=0.4",
+    "scikit-learn>=1.4",
+    "tensorboard>=2.15",
+    "torchvision>=0.21",
+    "tqdm>=4.66",
+    "tyro>=0.9",
+]
+
+setup(
+    name="gossip-modules",
+    version="0.1.0",
+    description="Decentralised (gossip) data-parallel training in PyTorch: SGP, Overlap SGP, D-PSGD and AllReduce",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The gossip_modules authors",
+    license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    packages=["gossip_modules"],
+    package_data={"gossip_modules": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["networkx>=3.0", "numpy>=1.26", "torch>=2.6"],
+    extras_require={
+        "train": TRAIN,
+        "test": ["pytest>=8.0", "pytest-timeout>=2.3", *TRAIN],
+        "dev": ["mypy>=1.14", "ruff>=0.9"],
+        "bench": ["decent-dp>=0.2.3", "loguru>=0.7"],
+    },
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+)

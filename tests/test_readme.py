@@ -1,0 +1,55 @@
+"""The README's examples run as they stand."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_academic_version_finds_the_optimum() -> None:
+    code = next(block for block in blocks("python") if "def sgp" in block)
+    assert len(code.splitlines()) <= 40
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(code, "README.md", "exec"), {})
+    errors = [float(line.split()[-1]) for line in output.getvalue().splitlines()]
+    assert len(errors) == 2
+    assert max(errors) < 1e-4
+
+
+@pytest.mark.e2e
+def test_distributed_averaging_and_the_diff_run_under_torchrun(tmp_path: Path) -> None:
+    average = next(block for block in blocks("python") if "PushSum" in block)
+    (diff,) = blocks("diff")
+    kept = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+    setup = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+model = nn.Linear(4, 3)
+loader = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(3)]
+def evaluate(model):
+    print("distance", sum(p.abs().sum().item() for p in model.parameters()))
+"""
+    average = average.replace("dist.destroy_process_group()", "")
+    diff_code = "\n".join(kept).replace('torch.distributed.init_process_group("gloo")  # or nccl', "")
+    script = tmp_path / "both.py"
+    script.write_text(average + setup + diff_code + "\nmodel.close()\ndist.destroy_process_group()\n", encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("[1.5, 1.5, 1.5]") == 4
+    assert len({line for line in result.stdout.splitlines() if line.startswith("distance")}) == 1
