@@ -1,0 +1,201 @@
+"""Checkpoints: written whole or not at all, loaded by all ranks or by none."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from train.checkpoint import Checkpoints, fingerprint, write_atomically
+from train.world import agree
+
+IDENTITY = {"world_size": 1, "recipe": "sgp", "model_fingerprint": "abc"}
+
+
+class Ranks:
+    """Ranks as threads that can gather."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=10)
+
+    def __getitem__(self, rank: int) -> Member:
+        return Member(self, rank)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def run(self, body: Any) -> list[Any]:
+        """body(member) on every rank; results or exceptions."""
+        with ThreadPoolExecutor(self.size) as pool:
+            futures = [pool.submit(body, self[rank]) for rank in range(self.size)]
+            return [future.exception() or future.result() for future in futures]
+
+
+class Member:
+    """One of the ranks: what Checkpoints asks of a World."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks = ranks
+        self.rank = rank
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.ranks.gather(self.rank, value)
+
+    def on_every_rank(self, function: Any) -> list[Any]:
+        return agree(self.gather, function)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints", Ranks(1)[0], IDENTITY, keep_last=2)
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in folder.iterdir())
+
+
+def test_a_state_comes_back_as_it_was(checkpoints: Checkpoints) -> None:
+    assert checkpoints.newest() is None
+    state = {"step": 7, "x": torch.rand(3, dtype=torch.float64), "nested": [{"a": 1.5}, ("b", None)]}
+    path = checkpoints.save(7, state)
+    assert checkpoints.newest() == path
+    loaded = checkpoints.load(path)
+    assert torch.equal(loaded.pop("x"), state.pop("x"))  # type: ignore[arg-type]
+    assert loaded == state
+    assert sorted(file.name for file in path.iterdir()) == ["rank_0000.json", "rank_0000.pt"]
+
+
+def test_the_manifest_says_whose_it_is(checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(7, {"x": 1}, test_accuracy_percent=98.5)
+    manifest = json.loads((path / "rank_0000.json").read_text())
+    assert IDENTITY.items() <= manifest.items()
+    assert (manifest["step"], manifest["test_accuracy_percent"]) == (7, 98.5)
+    assert manifest["num_bytes"] == (path / "rank_0000.pt").stat().st_size
+
+
+def test_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None:
+    for step, accuracy in ((1, 90.0), (2, 99.0), (3, None), (4, 95.0), (5, 99.0), (6, 97.0), (7, None)):
+        checkpoints.save(step, {"x": step}, test_accuracy_percent=accuracy)
+        kept = {4: [2, 3, 4], 5: [4, 5], 6: [5, 6], 7: [5, 6, 7]}
+        if step in kept:
+            assert steps(checkpoints.folder) == kept[step]
+
+
+def damage(path: Path, how: str) -> None:
+    file = path / "rank_0000.pt"
+    content = bytearray(file.read_bytes())
+    if how == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    elif how == "foreign":
+        file.write_bytes(b"x" * len(content))
+    elif how == "flipped":
+        place = content.index(torch.arange(100.0).numpy().tobytes()) + 200
+        content[place] ^= 255
+        file.write_bytes(content)
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", r"rank 0: got .*rank_0000.pt of \d+ bytes, expected \d+: truncated"),
+        ("foreign", r"rank 0: got .*rank_0000.pt with other bytes than were written"),
+        ("flipped", r"rank 0: got .*rank_0000.pt with other bytes than were written"),
+        ("missing", r"rank 0: got .*step_00000002 without rank_0000.pt"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(
+    checkpoints: Checkpoints, how: str, message: str
+) -> None:
+    first = checkpoints.save(1, {"x": torch.arange(100.0)})
+    second = checkpoints.save(2, {"x": torch.arange(100.0)})
+    damage(second, how)
+    with pytest.raises(ValueError, match=rf"{message}.*resume from the one before: --resume .*step_00000001"):
+        checkpoints.load(second)
+    assert torch.equal(checkpoints.load(first)["x"], torch.arange(100.0))
+    damage(first, "truncated")
+    with pytest.raises(ValueError, match=r"truncated; there is no earlier one: start afresh"):
+        checkpoints.load(first)
+
+
+@pytest.mark.parametrize(("name", "value"), [("world_size", 4), ("recipe", "ar"), ("model_fingerprint", "def")])
+def test_a_checkpoint_of_another_run_is_refused(checkpoints: Checkpoints, name: str, value: object) -> None:
+    path = checkpoints.save(1, {"x": 1})
+    other = Checkpoints(checkpoints.folder, Ranks(1)[0], {**IDENTITY, name: value})
+    with pytest.raises(
+        ValueError, match=rf"of a run with {name}={IDENTITY[name]!r}, expected {value!r} as in this run"
+    ):
+        other.load(path)
+
+
+def test_what_to_resume_from(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    assert checkpoints.choose("auto") is None
+    assert checkpoints.choose("") is None
+    path = checkpoints.save(1, {"x": 5})
+    assert checkpoints.choose("auto") == path
+    assert checkpoints.choose(str(path)) == path
+    with pytest.raises(ValueError, match=r"checkpoints of an earlier run .*and no --resume.*pass --resume auto"):
+        checkpoints.choose("")
+    other = Checkpoints(tmp_path / "elsewhere" / "checkpoints", Ranks(1)[0], IDENTITY)
+    assert other.choose(str(tmp_path)) == path
+    assert other.load(path)["x"] == 5
+    with pytest.raises(ValueError, match=r"got no checkpoint complete on all ranks in .*nowhere"):
+        other.choose(str(tmp_path / "nowhere"))
+
+
+def test_only_what_is_complete_on_every_rank_counts(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+
+    def save_both(member: Member) -> None:
+        checkpoints = Checkpoints(tmp_path, member, IDENTITY)
+        for step in (1, 2):
+            checkpoints.save(step, {"rank": member.rank})
+
+    assert ranks.run(save_both) == [None, None]
+    (tmp_path / "step_00000002" / "rank_0001.json").unlink()
+    newest = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).newest())
+    assert newest == [tmp_path / "step_00000001"] * 2
+    states = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).load(newest[0]))
+    assert states == [{"rank": 0}, {"rank": 1}]
+
+
+def test_a_file_damaged_on_one_rank_stops_all(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    paths = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).save(3, {"x": 1}))
+    damage(paths[0], "truncated")
+    errors = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).load(paths[0]))
+    assert [type(error) for error in errors] == [ValueError, ValueError]
+    assert all(str(error).startswith("rank 0: got") and "rank 1" not in str(error) for error in errors)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, lambda temporary: temporary.write_text("old"))
+
+    def fail(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, fail)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_fingerprint_sees_names_shapes_and_dtypes_but_no_values() -> None:
+    assert fingerprint(nn.Linear(2, 3)) == fingerprint(nn.Linear(2, 3))
+    others = [nn.Linear(3, 2), nn.Linear(2, 3).double(), nn.Linear(2, 3, bias=False), nn.Sequential(nn.Linear(2, 3))]
+    assert len({fingerprint(model) for model in [nn.Linear(2, 3), *others]}) == 5

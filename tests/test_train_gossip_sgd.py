@@ -1,0 +1,198 @@
+"""The main job end to end: results, bit-identical resumption, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.processes import run_processes
+from train.config import Config
+from train.data import load_data
+from train.evaluate import count_correct
+from train.export import export_model
+from train.gossip_sgd import Run
+from train.images import TensorImages
+from train.models import MODELS
+from train.precision import Precision
+from train.preemption import EXIT_CODE, StopRequest
+from train.world import World
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = str(ROOT / "train" / "gossip_sgd.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+LAST_LINE = r"averaged model: test accuracy \d+\.\d\d %"
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers in a checkpoint, by path."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    if items is None:
+        yield name, value
+    else:
+        for key, item in items:
+            yield from leaves(item, f"{name}/{key}")
+
+
+def run_in_process(rank: int, world_size: int, config: Config) -> int:
+    """A run of `config` as a rank of the default group."""
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    world = World(rank, world_size, rank, torch.device("cpu"), "gloo", control)
+    stop = StopRequest(control)
+    run = Run(config, world, stop)
+    try:
+        exit_code = run.train()
+        stop.drain()
+    finally:
+        run.close()
+        stop.close()
+    return exit_code
+
+
+def train_twice(rank: int, recipe: str, folder: str, world_size: int) -> list[str]:
+    """Train through; train again from a checkpoint in the middle of an epoch; which parts of the ends differ."""
+    whole, resumed = Path(folder) / "whole", Path(folder) / "resumed"
+    options: dict[str, Any] = {"recipe": recipe, "epochs": 3, "batch_size": 96, "milestones": (2,), "keep_last": 99}
+    options |= {"checkpoint_every_steps": 5, "checkpoint_every": 3, "accumulation_steps": 2, "amp": "bfloat16"}
+    assert run_in_process(rank, world_size, Config(out_dir=str(whole), **options)) == 0
+    middle = Path("checkpoints") / "step_00000005"  # an epoch has 7 steps on two ranks, 4 on three
+    if rank == 0:
+        shutil.copytree(whole / middle, resumed / middle)
+    dist.barrier()
+    assert run_in_process(rank, world_size, Config(out_dir=str(resumed), resume="auto", **options)) == 0
+    ends = [sorted(Path(run, "checkpoints").iterdir())[-1] / f"rank_{rank:04d}.pt" for run in (whole, resumed)]
+    assert ends[0].parent.name == ends[1].parent.name
+    first, second = (dict(leaves(torch.load(end, weights_only=True))) for end in ends)
+    assert first.keys() == second.keys()
+    assert sum(isinstance(value, Tensor) for value in first.values()) > 30
+    same = {
+        name: torch.equal(value, second[name]) if isinstance(value, Tensor) else value == second[name]
+        for name, value in first.items()
+    }
+    return [name for name, is_same in same.items() if not is_same]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("recipe", "world_size"), [("ar", 3), ("dpsgd", 2), ("sgp", 3)])
+def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path, recipe: str, world_size: int) -> None:
+    outcomes = run_processes(world_size, train_twice, recipe, str(tmp_path), world_size)
+    # Only what a process measures of itself may differ.
+    measured = {"/meters/train_seconds", "/meters/data_seconds", "/meters/bytes_sent"}
+    for outcome in outcomes:
+        assert set(outcome.result) <= measured
+
+
+def stop_at_step_3_of_rank_1(rank: int, lag: int) -> list[bool]:
+    stop = StopRequest(dist.distributed_c10d._get_default_group(), lag=lag)
+    answers = []
+    for step in range(8):
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        answers.append(stop.should_stop())
+    stop.drain()
+    stop.close()
+    return answers
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("lag", [1, 3])
+def test_a_signal_to_one_rank_stops_all_at_the_same_call(lag: int) -> None:
+    for outcome in run_processes(3, stop_at_step_3_of_rank_1, lag):
+        assert outcome.result == [step >= 3 + lag for step in range(8)]
+
+
+@pytest.mark.e2e
+def test_torchrun_trains_reports_and_exports(tmp_path: Path) -> None:
+    command = [*TORCHRUN, "--epochs", "2", "--out-dir", str(tmp_path), "--milestones", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last_line = done.stdout.splitlines()[-1]
+    assert re.fullmatch(LAST_LINE, last_line)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    accuracy = summary["averaged_test_accuracy_percent"]
+    assert f"{accuracy:.2f}" in last_line
+    for rank in range(2):
+        table = pd.read_csv(tmp_path / f"rank_{rank:04d}.csv")
+        assert table["epoch"].tolist() == [1, 2]
+        assert table["bytes_sent"].is_monotonic_increasing
+        assert table["averaged_test_accuracy_percent"].iloc[-1] == pytest.approx(accuracy)
+    assert (tmp_path / "curves.png").is_file()
+
+    # The exported average, in plain PyTorch, is as good as the run said.
+    model = MODELS["cnn"](1, 10)
+    model.load_state_dict(load_file(tmp_path / "averaged_model.safetensors"))
+    batches = load_data(Config(), rank=0, world_size=1).test_batches(sharded=False)
+    right, total = count_correct(model.eval(), batches, Precision(torch.device("cpu"))).tolist()
+    assert 100 * right / total == pytest.approx(accuracy)
+
+
+def start_and_wait_for_first_epoch(command: list[str]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
+    assert process.stdout is not None
+    assert any(line.startswith("epoch") for line in process.stdout), "ended before the first epoch did"
+    return process
+
+
+@pytest.mark.e2e
+def test_sigusr1_checkpoints_and_exits_with_the_documented_code(tmp_path: Path) -> None:
+    # No torchrun: a world of one.
+    command = [sys.executable, SCRIPT, "--epochs", "1000", "--out-dir", str(tmp_path), "--log-every", "1000"]
+    process = start_and_wait_for_first_epoch(command)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate()
+    assert process.returncode == EXIT_CODE == 75
+    assert "told to stop: checkpoint of step" in output
+    assert len(list(tmp_path.glob("checkpoints/step_*/rank_0000.json"))) == 1
+
+    again = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert again.returncode == 1
+    assert re.search(r"got an --out-dir with checkpoints of an earlier run .*pass --resume auto", again.stderr)
+
+
+@pytest.mark.e2e
+def test_sigterm_to_torchrun_checkpoints_every_rank(tmp_path: Path) -> None:
+    process = start_and_wait_for_first_epoch([*TORCHRUN, "--epochs", "1000", "--out-dir", str(tmp_path)])
+    process.terminate()
+    output, _ = process.communicate()
+    assert process.returncode == 1  # torchrun's own
+    assert "told to stop: checkpoint of step" in output
+    (checkpoint,) = tmp_path.glob("checkpoints/*")
+    assert sorted(file.name for file in checkpoint.glob("*.json")) == ["rank_0000.json", "rank_0001.json"]
+
+
+def test_export_of_views_of_one_storage_in_channels_last_loads_into_a_plain_model(tmp_path: Path) -> None:
+    model = MODELS["cnn"](1, 10).to(memory_format=torch.channels_last)
+    flat = torch.rand(sum(p.numel() for p in model.parameters()))
+    begin = 0
+    for p in model.parameters():
+        p.data = flat.as_strided(p.shape, p.stride(), begin)
+        begin += p.numel()
+    export_model(model, tmp_path / "model.safetensors", metadata={"model": "cnn"})
+    plain = MODELS["cnn"](1, 10)
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+        assert tensor.is_contiguous()
+
+
+def test_count_correct_counts_images() -> None:
+    images = TensorImages(torch.eye(4)[:, :, None, None], torch.tensor([0, 1, 2, 0]).numpy(), num_classes=4)
+    batches = [(images.images[:3], torch.tensor([0, 1, 2])), (images.images[3:], torch.tensor([0]))]
+    counts = count_correct(nn.Flatten(), batches, Precision(torch.device("cpu")))
+    assert counts.tolist() == [3, 4]

@@ -1,0 +1,60 @@
+"""Pictures are drawn from CSV files alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from PIL import Image
+
+from visualization.curves import draw, draw_run, main, read_run
+
+
+def write_run(folder: Path, *, num_ranks: int = 2, distance: float = 0.1) -> Path:
+    folder.mkdir()
+    for rank in range(num_ranks):
+        epochs = range(1, 5)
+        pd.DataFrame(
+            {
+                "epoch": epochs,
+                "time_seconds": [2.0 * epoch + rank for epoch in epochs],
+                "loss": [1.0 / epoch for epoch in epochs],
+                "own_test_accuracy_percent": [90.0, None, 98.0, 100.0],
+                "averaged_test_accuracy_percent": [91.0, None, 99.0, 100.0],
+                "consensus_distance": [distance, None, distance / 2, distance / 4],
+            }
+        ).to_csv(folder / f"rank_{rank:04d}.csv", index=False)
+    return folder
+
+
+def test_read_run_joins_the_ranks(tmp_path: Path) -> None:
+    table = read_run(write_run(tmp_path / "run", num_ranks=3))
+    assert len(table) == 12
+    assert sorted(table["rank"].unique()) == [0, 1, 2]
+
+
+def test_curves_of_one_run(tmp_path: Path) -> None:
+    path = draw_run(write_run(tmp_path / "run"))
+    assert path == tmp_path / "run" / "curves.png"
+    with Image.open(path) as image:
+        assert image.width >= 1000
+        assert len(image.convert("RGB").getcolors(maxcolors=1 << 20) or []) > 50
+
+
+def test_runs_side_by_side_with_one_that_has_no_distance(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / name, distance=d) for name, d in (("ar", 0.0), ("sgp", 0.1))}
+    assert draw(runs, tmp_path / "both.png").is_file()
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [str(write_run(tmp_path / name)) for name in ("a", "b")]
+    monkeypatch.setattr(sys, "argv", ["curves", *folders, "--output", str(tmp_path / "c.png")])
+    main()
+    assert capsys.readouterr().out.strip() == str(tmp_path / "c.png")
+
+
+def test_a_folder_without_csv_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got .* without rank_\*\.csv, expected the --out-dir of a run"):
+        draw_run(tmp_path)

@@ -1,0 +1,94 @@
+"""Train the same model on the same data and budget by every recipe, and print how they compare.
+
+    python train/compare.py                                             # handwritten digits, 4 ranks
+    python train/compare.py --nproc-per-node 2 --recipes ar osgp -- --epochs 5 --seed 3
+
+What follows `--` goes to every run of train/gossip_sgd.py. Writes comparison.txt and comparison.png next to the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import tyro
+
+# Run by path, Python looks for modules beside this file; they are one level up.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from train.recipes import RECIPES
+from train.report import table
+from visualization.curves import draw
+
+SCRIPT = Path(__file__).with_name("gossip_sgd.py")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Which runs to make."""
+
+    options: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Options of every run, after `--`."""
+    recipes: tuple[str, ...] = tuple(RECIPES)
+    """Entries of train/recipes.py; differences are to the first."""
+    nproc_per_node: int = 4
+    """Ranks of every run."""
+    out_dir: Path = Path("runs/compare")
+    """Folder of the runs, one each."""
+
+
+def train(recipe: str, comparison: Comparison) -> dict[str, Any]:
+    """Run one recipe under torchrun and return its summary.json.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed; it has said why.
+    """
+    folder = comparison.out_dir / recipe
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(comparison.nproc_per_node), str(SCRIPT)]
+    command += ["--recipe", recipe, "--out-dir", str(folder), *comparison.options]
+    subprocess.run(command, check=True)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def compare(summaries: dict[str, dict[str, Any]]) -> str:
+    """The summaries of runs, by recipe, as a table; differences are to the first."""
+    baseline = next(iter(summaries.values()))["averaged_test_accuracy_percent"]
+    rows = []
+    for recipe, summary in summaries.items():
+        ranks = summary["ranks"]
+        accuracy = summary["averaged_test_accuracy_percent"]
+        rows.append(
+            {
+                "recipe": recipe,
+                "averaged model [%]": f"{accuracy:.2f}",
+                f"to {next(iter(summaries))} [points]": f"{accuracy - baseline:+.2f}",
+                "own models, mean [%]": f"{mean(rank['own_test_accuracy_percent'] for rank in ranks):.2f}",
+                "consensus distance": f"{summary['consensus_distance']:.3g}",
+                "sent per rank [MB]": f"{mean(rank['bytes_sent'] for rank in ranks) / 1e6:.1f}",
+                "training [s]": f"{mean(rank['time_seconds'] for rank in ranks):.1f}",
+            }
+        )
+    return table(rows)
+
+
+def main(comparison: Comparison) -> None:
+    """Make the runs, then print and draw the comparison."""
+    summaries = {}
+    for recipe in comparison.recipes:
+        print(f"== {RECIPES[recipe].title}", flush=True)
+        summaries[recipe] = train(recipe, comparison)
+    text = compare(summaries)
+    picture = draw({recipe: comparison.out_dir / recipe for recipe in summaries}, comparison.out_dir / "comparison.png")
+    (comparison.out_dir / "comparison.txt").write_text(text + "\n")
+    print(f"\n{text}\n\ncurves in {picture}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Comparison, description=__doc__))

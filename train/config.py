@@ -1,0 +1,125 @@
+"""Config: every choice of a training run, one frozen dataclass, filled from the command line by tyro."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from train.data import DATASETS
+from train.models import MODELS
+from train.recipes import GRAPHS, RECIPES
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train an image classifier by gossip. The defaults train handwritten digits by SGP within a minute."""
+
+    recipe: str = "sgp"
+    """Method, an entry of train/recipes.py: ar, dpsgd, sgp, osgp."""
+    out_dir: str = ""
+    """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
+    resume: str = ""
+    """'auto': go on from the newest complete checkpoint of out_dir, or start when there is none; else a folder, that of
+    a run or of one checkpoint."""
+    seed: int = 1
+    """The same on every rank; fixes the initial model, the shards, the order and the augmentation of the images."""
+
+    dataset: str = "digits"
+    """digits (inside scikit-learn), cifar10 (torchvision), imagefolder (a tree with train/ and val/ or test/)."""
+    data_dir: str = "data"
+    """Folder of the data set; digits needs none."""
+    download: bool = False
+    """Let torchvision fetch cifar10 into data_dir."""
+    image_size: int = 0
+    """Side of the images of an imagefolder in pixels; 0: 224 for resnet50, else 32."""
+    dirichlet_alpha: float = 0.0
+    """Non-IID shards: each rank's class mix is drawn from Dirichlet(alpha); small is uneven; 0: IID."""
+    num_workers: int = 0
+    """Loader processes per rank; the images do not depend on it."""
+
+    model: str = "cnn"
+    """cnn (small), resnet20 (32x32), resnet50 (torchvision)."""
+    epochs: int = 25
+    batch_size: int = 32
+    """Images per rank and optimizer step."""
+    accumulation_steps: int = 1
+    """Micro-batches that a batch is cut into; a gossip round happens once per batch."""
+    lr: float = 0.4
+    """Learning rate for a global batch of 256; scaled linearly with the global batch."""
+    warmup_epochs: int = 1
+    """Epochs of linear warm-up, moved every iteration."""
+    milestones: tuple[int, ...] = (15, 22)
+    """Epochs after which the learning rate is multiplied by milestone_factor."""
+    milestone_factor: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 5e-4
+    """Of weight matrices and kernels; biases and normalisation are left alone."""
+    label_smoothing: float = 0.1
+    amp: Literal["none", "bfloat16", "float16"] = "none"
+    """Autocast dtype; float16 scales the loss with a GradScaler."""
+    channels_last: bool = True
+    """Memory format of images and convolutions."""
+
+    graph: str = "auto"
+    """Who talks to whom, an entry of GRAPHS in train/recipes.py; auto: the library's choice for the recipe."""
+    peers_per_itr: str = "1"
+    """Peers per round, one number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one."""
+    max_staleness: int = 0
+    """osgp: forwards that a round may complete late before training waits for it."""
+    gossip_every: int = 1
+    """Steps from one round to the next."""
+    average_every: int = 0
+    """Rounds from one exact global average to the next; 0: never."""
+    nprocs_per_node: int = 1
+    """Processes that average gradients among themselves and gossip as one."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl where every rank has a GPU of its own, else gloo."""
+    comm_device: Literal["auto", "cpu"] = "auto"
+    """cpu: GPU parameters travel through pinned memory."""
+    timeout_seconds: float = 300.0
+    """Longest wait for a peer, after which the run ends with an error naming it."""
+    num_threads: int = 1
+    """Threads of each process; part of the numbers, since sums are ordered by thread."""
+    deterministic: bool = False
+    """Deterministic CUDA kernels, for bit-identical resumption on a GPU; a CPU needs nothing."""
+
+    checkpoint_every: int = 0
+    """Epochs from one checkpoint to the next; 0: only on a signal."""
+    checkpoint_every_steps: int = 0
+    """Optimizer steps from one checkpoint to the next; 0: never within an epoch."""
+    keep_last: int = 2
+    """Newest checkpoints kept, next to the best one."""
+    validate_every: int = 1
+    """Epochs from one validation to the next; the last epoch is always validated."""
+    log_every: int = 10
+    """Optimizer steps from one point of TensorBoard and of the progress bar to the next."""
+
+    def __post_init__(self) -> None:
+        for name, choices in {"recipe": RECIPES, "dataset": DATASETS, "model": MODELS, "graph": GRAPHS}.items():
+            _require_choice(name, getattr(self, name), choices)
+        positive = ("epochs", "batch_size", "accumulation_steps", "gossip_every", "nprocs_per_node", "num_threads")
+        for name in (*positive, "keep_last", "validate_every", "log_every", "lr", "timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected more than 0; see --help")
+        for name in ("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "warmup_epochs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected 0 or more; 0 switches it off")
+        if self.batch_size % self.accumulation_steps:
+            raise ValueError(
+                f"got batch_size={self.batch_size} and accumulation_steps={self.accumulation_steps}, expected a "
+                "batch that cuts into equal micro-batches; choose a divisor of the batch size"
+            )
+
+    @property
+    def run_dir(self) -> Path:
+        """Where this run writes."""
+        return Path(self.out_dir or f"runs/{self.dataset}_{self.recipe}")
+
+
+def _require_choice(name: str, got: str, choices: Collection[str]) -> None:
+    if got not in choices:
+        raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}; see --help")

@@ -1,0 +1,256 @@
+r"""Train an image classifier by gossip: AllReduce SGD, D-PSGD, SGP or Overlap SGP.
+
+    torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe sgp       # handwritten digits, seconds
+    torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe osgp --max-staleness 1
+    python train/gossip_sgd.py                                                      # a world of one
+    python -m train.gossip_sgd --help
+
+    # CIFAR-10 as a folder of images
+    torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --dataset imagefolder --data-dir data/cifar10 \
+        --model resnet20 --epochs 60 --milestones 30 45 --lr 0.2 --weight-decay 5e-4 --checkpoint-every 5
+    # ImageNet, on every machine; see job_scripts/
+    torchrun --nnodes 4 --nproc-per-node 8 ... train/gossip_sgd.py --dataset imagefolder --data-dir /data/imagenet \
+        --model resnet50 --epochs 90 --milestones 30 60 80 --lr 0.1 --warmup-epochs 5 --batch-size 32 --num-workers 8 \
+        --amp bfloat16 --nprocs-per-node 8 --peers-per-itr 0:2,30:1 --checkpoint-every 1 --resume auto
+
+Everything goes to --out-dir: one CSV per rank, tensorboard/, checkpoints/, and at the end summary.json, curves.png and
+averaged_model.safetensors (train/export.py says how to load it). The last line on standard output is
+`averaged model: test accuracy NN.NN %`.
+
+SIGTERM or SIGUSR1 to any training process: at the next iteration all ranks write a checkpoint and leave with code 75;
+start the same command again with --resume auto. torchrun passes a SIGTERM of its own on to its processes and allows
+them 30 seconds; it returns 1 whatever their code, and lists their codes, 75, when they left by themselves. It forwards
+SIGUSR1 only with TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 in its environment. A resumed run of a
+synchronous recipe (ar, dpsgd, sgp) is bit-identical to one that never stopped; osgp waits for the round in flight
+before a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+
+# Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from train.checkpoint import Checkpoints, fingerprint
+from train.config import Config
+from train.data import load_data
+from train.evaluate import Validation, validate
+from train.export import export_model
+from train.log import EpochRow, RunLog
+from train.meters import Meters
+from train.models import MODELS
+from train.optim import LearningRate, set_learning_rate, sgd
+from train.precision import Precision
+from train.preemption import EXIT_CODE, StopRequest
+from train.recipes import RECIPES
+from train.report import RankResult, write_report
+from train.rng import rng_state, set_rng_state
+from train.world import World, start_world
+
+SAME_WHEN_RESUMED = ("recipe", "model", "dataset", "batch_size", "accumulation_steps", "seed", "dirichlet_alpha")
+
+
+class Run:
+    """One training run, from the model to the picture of its curves."""
+
+    def __init__(self, config: Config, world: World, stop: StopRequest) -> None:
+        self.config, self.world, self.stop = config, world, stop
+        self.folder = config.run_dir
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+        if config.download and world.local_rank != 0:
+            world.barrier()  # one process per machine downloads, the others read what it left
+        self.data = load_data(config, rank=world.rank, world_size=world.size)
+        if config.download and world.local_rank == 0:
+            world.barrier()
+
+        torch.manual_seed(config.seed)
+        module = MODELS[config.model](self.data.train.num_channels, self.data.train.num_classes)
+        self.precision = Precision(world.device, config.amp, config.channels_last)
+        module = self.precision.prepare_module(module)
+        # From here on ranks differ: dropout must not fall on the same units everywhere.
+        torch.manual_seed(config.seed * world.size + world.rank)
+        self.wrapper = RECIPES[config.recipe].wrap(module, config, world, self.data)
+        self.optimizer = sgd(
+            module, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
+        )
+        self.learning_rate = LearningRate(
+            config.lr,
+            global_batch=config.batch_size * world.size,
+            steps_per_epoch=self.data.steps_per_epoch,
+            warmup_epochs=config.warmup_epochs,
+            milestones=config.milestones,
+            factor=config.milestone_factor,
+        )
+        self.scaler = self.precision.make_scaler()
+        self.meters = Meters(world.device)
+        self.step = 0
+        self.last_saved_step = -1
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints",
+            world,
+            {
+                "world_size": world.size,
+                "model_fingerprint": fingerprint(module),
+                "steps_per_epoch": self.data.steps_per_epoch,
+                **{name: getattr(config, name) for name in SAME_WHEN_RESUMED},
+            },
+            keep_last=config.keep_last,
+        )
+        self.resume()
+        self.log = RunLog(self.folder, rank=world.rank, step=self.step)
+
+    def train(self) -> int:
+        """Train, report and return the exit code of the process."""
+        config, world = self.config, self.world
+        self.log.print(
+            f"{RECIPES[config.recipe].title}: {config.model} on {config.dataset}, {world.size} ranks, "
+            f"{world.device.type}, {world.backend}, {self.data.steps_per_epoch} steps per epoch, from step {self.step}"
+        )
+        validation: Validation | None = None
+        self.wrapper.train()
+        for epoch in range(self.step // self.data.steps_per_epoch, config.epochs):
+            if not self.train_epoch(epoch):
+                self.log.print(f"told to stop: checkpoint of step {self.step} written; go on with --resume auto")
+                return EXIT_CODE
+            is_last = epoch + 1 == config.epochs
+            validation = self.validate() if is_last or (epoch + 1) % config.validate_every == 0 else None
+            stats, last_rate = self.wrapper.comm_stats(), self.learning_rate(self.step - 1)
+            self.log.epoch(EpochRow.of(epoch + 1, self.step, last_rate, self.meters, stats, validation))
+            self.meters.start_epoch()
+            if config.checkpoint_every and (is_last or (epoch + 1) % config.checkpoint_every == 0):
+                self.save(validation.averaged_accuracy_percent if validation else None)
+        self.report(validation or self.validate())
+        return 0
+
+    def train_epoch(self, epoch: int) -> bool:
+        """Train to the end of `epoch`; False: told to stop before, with a checkpoint written."""
+        config, meters = self.config, self.meters
+        first_step, num_steps = self.step % self.data.steps_per_epoch, self.data.steps_per_epoch
+        batches = iter(self.data.train_batches(epoch, first_step=first_step))
+        start = time.perf_counter()
+        with self.log.progress(epoch, first_step=first_step, num_steps=num_steps) as bar:
+            for _ in bar:
+                # Between two steps: all that was learned is in the state, and nothing is half done.
+                is_told_to_stop = self.stop.should_stop()
+                is_due = config.checkpoint_every_steps > 0 and self.step % config.checkpoint_every_steps == 0
+                if is_told_to_stop or (is_due and self.step > 0):
+                    meters.train_seconds += time.perf_counter() - start
+                    self.save()
+                    if is_told_to_stop:
+                        return False
+                    start = time.perf_counter()
+                waiting = time.perf_counter()
+                images, labels = next(batches)
+                meters.data_seconds += time.perf_counter() - waiting
+                self.train_step(images, labels)
+                if self.step % config.log_every == 0:
+                    self.log.point(self.step, loss=meters.loss, learning_rate=self.learning_rate(self.step - 1))
+                    bar.set_postfix(loss=f"{meters.loss:.3f}")
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()  # so that the seconds are those of the work and not of its queueing
+        meters.train_seconds += time.perf_counter() - start
+        return True
+
+    def train_step(self, images: Tensor, labels: Tensor) -> None:
+        """One optimizer step on a batch; only the last micro-batch gossips, or reduces gradients."""
+        num_parts = self.config.accumulation_steps
+        set_learning_rate(self.optimizer, self.learning_rate(self.step))
+        images, labels = self.precision.prepare(images), self.precision.prepare(labels)
+        for index, (x, y) in enumerate(zip(images.chunk(num_parts), labels.chunk(num_parts), strict=True)):
+            with nullcontext() if index == num_parts - 1 else self.wrapper.no_sync():
+                with self.precision.autocast():
+                    outputs = self.wrapper(x)
+                    loss = F.cross_entropy(outputs, y, label_smoothing=self.config.label_smoothing)
+                self.scaler.scale(loss / num_parts).backward()
+            self.meters.update(outputs, y, loss)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+
+    def validate(self) -> Validation:
+        """Collective: accuracy of this rank's model and of the averaged one."""
+        return validate(self.wrapper, self.data, self.precision, control=self.world.control)
+
+    def save(self, test_accuracy_percent: float | None = None) -> None:
+        """Collective: write a checkpoint of the current step, unless there is one."""
+        if self.step == self.last_saved_step:
+            return
+        state = {
+            "step": self.step,
+            "wrapper": self.wrapper.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "meters": self.meters.state_dict(bytes_sent=self.wrapper.comm_stats()["bytes_sent"]),
+            "rng": rng_state(self.world.device),
+        }
+        self.checkpoints.save(self.step, state, test_accuracy_percent=test_accuracy_percent)
+        self.last_saved_step = self.step
+
+    def resume(self) -> None:
+        """Collective: go on from the checkpoint that --resume names, if any."""
+        path = self.checkpoints.choose(self.config.resume)
+        if path is None:
+            return
+        state = self.checkpoints.load(path)
+        self.step = self.last_saved_step = state["step"]
+        self.wrapper.load_state_dict(state["wrapper"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.meters.load_state_dict(state["meters"])
+        set_rng_state(state["rng"], self.world.device)
+
+    def report(self, validation: Validation) -> None:
+        """Collective: export the averaged model; on rank 0 write and print the results."""
+        results = self.world.gather(RankResult.of(validation, self.meters, self.wrapper.comm_stats()))
+        with self.wrapper.averaged():
+            if self.world.rank == 0:
+                export_model(
+                    self.wrapper.module,
+                    self.folder / "averaged_model.safetensors",
+                    metadata={"model": self.config.model, "dataset": self.config.dataset, "recipe": self.config.recipe},
+                )
+        if self.world.rank == 0:
+            write_report(self.folder, self.config, validation, results)
+
+    def close(self) -> None:
+        """End threads and files; idempotent."""
+        self.log.close()
+        self.wrapper.close()
+
+
+def main(config: Config) -> int:
+    """Run `config` in this process, one rank of a torchrun job or alone, and return its exit code."""
+    torch.set_num_threads(config.num_threads)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+    world = start_world(config)
+    try:
+        # Never closed: the handlers are to outlive this function, see StopRequest.
+        stop = StopRequest(world.control, lag=1 + config.max_staleness)
+        run = Run(config, world, stop)
+        try:
+            exit_code = run.train()
+            stop.drain()
+            return exit_code
+        finally:
+            run.close()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Config, description=__doc__)))

@@ -1,0 +1,80 @@
+"""The report of a finished run: summary.json, curves.png, a table, and the last line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from train.checkpoint import write_atomically
+from train.config import Config
+from train.evaluate import Validation
+from train.meters import Meters
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank has to say at the end."""
+
+    own_test_accuracy_percent: float
+    """Of the model of this rank."""
+    time_seconds: float
+    """Spent in training, resumptions included."""
+    wait_seconds: float
+    """Waiting for peers since this process started; NaN: not known."""
+    bytes_sent: float
+    """Since the start of the run."""
+
+    @classmethod
+    def of(cls, validation: Validation, meters: Meters, stats: Mapping[str, float]) -> RankResult:
+        """Out of the last validation, the meters, and the wrapper's `comm_stats()`."""
+        return cls(
+            own_test_accuracy_percent=validation.own_accuracy_percent,
+            time_seconds=meters.train_seconds,
+            wait_seconds=stats["wait_seconds"],
+            bytes_sent=meters.bytes_sent_before + stats["bytes_sent"],
+        )
+
+
+def write_report(folder: Path, config: Config, validation: Validation, results: Sequence[RankResult]) -> None:
+    """Write summary.json and curves.png into `folder` and print the table and the last line; for rank 0.
+
+    Args:
+        folder: of the run, with the finished CSV of every rank.
+        config: of the run.
+        validation: the last one.
+        results: of all ranks, in their order.
+    """
+    # Imported here: only one rank pays the second that matplotlib takes.
+    from visualization.curves import draw_run
+
+    draw_run(folder)
+    summary = {
+        "averaged_test_accuracy_percent": validation.averaged_accuracy_percent,
+        "consensus_distance": validation.consensus_distance,
+        "world_size": len(results),
+        "ranks": [asdict(result) for result in results],
+        "config": asdict(config),
+    }
+    text = json.dumps(summary, indent=1) + "\n"
+    write_atomically(folder / "summary.json", lambda temporary: temporary.write_text(text))
+    rows = [
+        {
+            "rank": str(rank),
+            "own test accuracy [%]": f"{result.own_test_accuracy_percent:.2f}",
+            "training [s]": f"{result.time_seconds:.1f}",
+            "waiting for peers [s]": f"{result.wait_seconds:.1f}",
+            "sent [MB]": f"{result.bytes_sent / 1e6:.1f}",
+        }
+        for rank, result in enumerate(results)
+    ]
+    print(f"\n{table(rows)}\n\nconsensus distance {validation.consensus_distance:.3g}; results in {folder}")
+    print(f"averaged model: test accuracy {validation.averaged_accuracy_percent:.2f} %", flush=True)
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of text as a plain table with a header."""
+    return pd.DataFrame(rows).to_string(index=False)

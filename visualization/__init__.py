@@ -1,0 +1,1 @@
+"""Plots of finished runs; everything here reads files only."""
