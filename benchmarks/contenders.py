@@ -73,14 +73,14 @@ class _HandWritten(Contender):
         self.works = [receive, send]
 
     def wait(self) -> None:
-        """Until both are done."""
+        """Until both are done; a work may be waited for once only."""
         for work in self.works:
             work.wait()
+        self.works = []
 
     def close(self) -> None:
-        """Take in what is under way."""
+        """Until nothing is under way."""
         self.wait()
-        self.works = []
 
 
 class HandWrittenBlocking(_HandWritten):
@@ -130,9 +130,10 @@ class DecentDP(Contender):
         from loguru import logger
 
         logger.remove()
-        self.model = DecentralizedDataParallel(
+        self.decent = DecentralizedDataParallel(
             model, lambda named: make_optimizer([p for _, p in named]), topology="ring", _local_world_size=1
         )
+        self.model = self.decent
 
     def step(self, x: Tensor, y: Tensor) -> None:
         """See `Contender`."""
@@ -140,7 +141,7 @@ class DecentDP(Contender):
 
     def close(self) -> None:
         """Wait for what is under way."""
-        for work in self.model._comm_ops:
+        for work in self.decent._comm_ops:
             if work is not None:
                 work.wait()
 
@@ -163,7 +164,7 @@ def tensor_bytes() -> int:
     """Bytes of all tensor storages alive in this process, each counted once."""
     storages = {}
     for thing in gc.get_objects():
-        if isinstance(thing, Tensor) and thing.layout == torch.strided:
+        if issubclass(type(thing), Tensor) and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

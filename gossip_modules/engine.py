@@ -6,11 +6,12 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -96,7 +97,7 @@ class SyncEngine(Engine):
         if mixer is None:
             return False
         start = time.perf_counter()
-        with torch.profiler.record_function(f"gossip.round_{self.t}"):
+        with torch.profiler.record_function("gossip.round", f"t={self.t}"):
             mixer.start(x, self.t)
             self.t += 1
             mixer.finish(x)
@@ -203,7 +204,7 @@ class OverlapEngine(Engine):
 
         def run() -> float:
             on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
-            with torch.no_grad(), on_stream, torch.profiler.record_function(f"gossip.round_{t}"):
+            with torch.no_grad(), on_stream, torch.profiler.record_function("gossip.round", f"t={t}"):
                 mixer.start(snapshot, t)
                 alpha = mixer.difference(snapshot)
             return alpha
@@ -214,13 +215,15 @@ class OverlapEngine(Engine):
 class GossipThread:
     """One daemon thread that runs jobs in order; a future carries the result or the exception.
 
-    Not a ThreadPoolExecutor, whose thread keeps a failed program from ending until the last wait times out.
+    Not a ThreadPoolExecutor, whose thread keeps a failed program from ending until the last wait times out. An idle
+    thread is joined on close and at interpreter exit, where a thread inside C++ code would abort the process.
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], float], Future[float]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._jobs: _Jobs = queue.SimpleQueue()
+        thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._jobs, thread)
 
     def submit(self, job: Callable[[], float]) -> Future[float]:
         """Run `job` after those submitted before it."""
@@ -229,13 +232,24 @@ class GossipThread:
         return future
 
     def close(self) -> None:
-        """No more jobs: the thread ends after those submitted; does not wait for it."""
-        self._jobs.put(None)
+        """No more jobs. Waits for the thread for a second at most: a job may be waiting for a peer. Idempotent."""
+        self._end()
 
-    def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, future = item
-            try:
-                future.set_result(job())
-            except BaseException as error:  # noqa: BLE001 (it is raised in the training thread, by the future)
-                future.set_exception(error)
+
+_Jobs: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], float], Future[float]] | None]"
+
+
+def _work(jobs: _Jobs) -> None:
+    while (item := jobs.get()) is not None:
+        job, future = item
+        try:
+            future.set_result(job())
+        except BaseException as error:  # noqa: BLE001 (the future raises it in the training thread)
+            future.set_exception(error)
+        del item, job, future  # nothing of a finished job may stay alive until the next
+
+
+def _end(jobs: _Jobs, thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(1.0)

@@ -163,16 +163,17 @@ def _real_numel(tensor: Tensor) -> int:
 
 
 def _view_like(segment: Tensor, offset: int, tensor: Tensor) -> Tensor:
-    """The view of `segment` from `offset` with the shape of `tensor`, and its strides where they are dense."""
-    if tensor.is_complex():
-        return torch.view_as_complex(segment[offset : offset + 2 * tensor.numel()].view(*tensor.shape, 2))
+    """The elements of `segment` from `offset` in the dtype and shape of `tensor`, and its strides if they are dense."""
     strides: tuple[int, ...] = torch.empty(tensor.shape, device="meta").stride()
     for memory_format in _MEMORY_FORMATS:
         fits = tensor.dim() == _RANK.get(memory_format, tensor.dim())
         if fits and tensor.is_contiguous(memory_format=memory_format):
             strides = tensor.stride()
             break
-    return segment.as_strided(tensor.shape, strides, segment.storage_offset() + offset)
+    # A storage of its own over the same bytes: who pickles one parameter gets its bytes, not the whole vector.
+    start = (segment.storage_offset() + offset) * segment.element_size()
+    storage = segment.untyped_storage()[start : start + tensor.numel() * tensor.element_size()]
+    return torch.empty(0, dtype=tensor.dtype, device=segment.device).set_(storage, 0, tensor.shape, strides)
 
 
 def _check(slots: list[_Slot]) -> None:

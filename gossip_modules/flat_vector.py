@@ -143,7 +143,10 @@ class FlatVector:
     def add_(self, other: FlatVector, *, alpha: float = 1.0) -> FlatVector:
         """self <- self + alpha * other, weight included; one pass over memory."""
         for x, y in zip(self.segments, other.segments, strict=True):
-            x.add_(y, alpha=alpha)
+            if x.element_size() < 4:  # torch rounds alpha to the dtype of x
+                _combine_(x, 1.0, [y], [alpha])
+            else:
+                x.add_(y, alpha=alpha)
         self.weight.add_(other.weight, alpha=alpha)
         return self
 
@@ -169,6 +172,9 @@ class FlatVector:
         alpha = weights[0]
         for k, x in enumerate((*self.segments, self.weight)):
             messages = [(*other.segments, other.weight)[k] for other in others]
+            if x.element_size() < 4:
+                _combine_(x, scale / alpha, messages, [weight / alpha for weight in weights])
+                continue
             torch.add(messages[0], x, alpha=scale / alpha, out=x)
             for message, weight in zip(messages[1:], weights[1:], strict=True):
                 x.add_(message, alpha=weight / alpha)

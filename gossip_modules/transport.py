@@ -260,7 +260,12 @@ def connect(
         )
     if ranks is None and dist.is_initialized():
         ranks = dist.get_process_group_ranks(base)
-    return ProcessGroupTransport(base, device=wire, timeout=timeout, names=ranks)
+    transport = ProcessGroupTransport(base, device=wire, timeout=timeout, names=ranks)
+    if process_group is None:
+        # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
+        transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
+        transport.num_bytes_sent = 0
+    return transport
 
 
 def _world() -> dist.ProcessGroup:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.profiler import record_function
 
 from .agreement import broadcast_tensors, check_agreement
@@ -24,16 +23,17 @@ from .flat_buffer import FlatBuffer
 from .flat_vector import FlatVector
 from .gossiper import Gossiper
 from .graph_manager import GraphManager
+from .metadata_state import MetadataState
 from .mixing_manager import MixingManager
 from .node import Node
 from .schedule import Schedule
 from .transport import DEFAULT_TIMEOUT, connect
+from .uneven_inputs import UnevenInputs
 
 DEFAULT_SCHEDULE = Schedule()
-_STATE = "gossip_state"  # the key in a state dict's metadata
 
 
-class GossipWrapper(nn.Module, Joinable, AveragingMixin):
+class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
     """A module that averages its parameters with a few peers before every training forward.
 
     [Note: One forward is one round] At a training forward (train mode, grad enabled) the parameters are exactly
@@ -87,12 +87,13 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)
+        UnevenInputs.__init__(self)
         self.module = module
         self._sync = True
         self._is_step_start = True
         self._is_closed = False
-        self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_slices=nprocs_per_node)
+        num_slices = max(nprocs_per_node, 1)  # _num_nodes refuses less
+        self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_slices=num_slices)
         device = self._buffer.vector.raw.device
         # A collective of its own before any group is made: ranks that disagree would make different groups and hang.
         world = dist.group.WORLD if process_group is None and dist.is_initialized() else process_group
@@ -127,6 +128,7 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
         gossiper.bind(mixing, self._transport)
         self._engine = self._make_engine(gossiper, schedule)
         self._averager = self._engine.averager
+        self.register_load_state_dict_post_hook(_after_load)
         self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
 
     @abstractmethod
@@ -141,7 +143,10 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
         """The module's forward, after this step's gossip round if it is a training forward."""
         self._before_forward()
         with record_function(f"{type(self).__name__}.forward"):
-            return (self.module if self._node is None else self._node.replica)(*args, **kwargs)
+            output = (self.module if self._node is None else self._node.replica)(*args, **kwargs)
+        if self._debias.is_needed:
+            self._after_forward(output)
+        return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -203,7 +208,7 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
             "consensus_distance": self._last_consensus_distance,
         }
 
-    # State: keys are the module's own; what gossip adds rides in the metadata, so plain models load the dict too.
+    # State; see MetadataState.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata, not in its keys."""
@@ -229,42 +234,34 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
         self._is_step_start = state["is_step_start"]
         self._engine.load_state_dict(state["engine"])
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):  # a plain dict of the caller has none: there the key stays
-            destination._metadata[prefix[:-1]][_STATE] = destination.pop(prefix + "_extra_state")
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.flush()
-        state_dict.setdefault(prefix + "_extra_state", local_metadata.get(_STATE))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GossipWrapper:
+        """`.to()`, `.half()` and their like; `is_attached()` looks at two tensors, and these may change others."""
+        self.flush()
+        super()._apply(fn, recurse)
+        self._attach()
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
         return self.__dict__.copy()
 
-    # Uneven inputs (torch.distributed.algorithms.Join): a rank out of data goes on answering its peers.
+    # Uneven inputs.
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Shadows one round per training step of the others."""
+    @property
+    def join_device(self) -> torch.device:
+        """See `UnevenInputs`."""
+        return self._transport.device
+
+    def _check_join(self) -> None:
         if self._node is not None:
             raise ValueError(
                 f"got nprocs_per_node={self._node.num_slices} inside Join, expected 1; "
                 "give the processes of a node equally many batches"
             )
-        return _Shadow(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """See `Joinable`."""
-        return self._transport.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """See `Joinable`: the default group, since ours carries rounds, perhaps from another thread."""
-        return dist.group.WORLD
 
     # The round itself.
 
@@ -273,13 +270,18 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
         """[Note: One forward is one round]"""
         if self.training and torch.is_grad_enabled() and not self._is_closed:
             if self._is_step_start:
-                if self._join_config.enable and (work := Join.notify_join_context(self)) is not None:
-                    work.wait()
-                self._round()
+                self._notify()
+                self._step_start()
             self._is_step_start = self._sync
         self._debias.to_estimate()
 
-    def _round(self) -> None:
+    @torch.compiler.disable
+    def _after_forward(self, output: Any) -> None:
+        """See `Debias`, [Note: Backward]."""
+        if torch.is_grad_enabled():
+            self._debias.watch_output(output)
+
+    def _step_start(self) -> None:
         self._ensure_attached()
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
             self._debias.to_numerator()
@@ -289,8 +291,11 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
     def _ensure_attached(self) -> None:
         """Take in tensors that `.to()`, `load_state_dict(assign=True)` or a copy have put in place of ours."""
         if not self._buffer.is_attached():
-            self._buffer.attach()
-            self._debias.watch()
+            self._attach()
+
+    def _attach(self) -> None:
+        self._buffer.attach()
+        self._debias.watch()
 
     @property
     def _gossiped(self) -> FlatVector:
@@ -317,20 +322,9 @@ class GossipWrapper(nn.Module, Joinable, AveragingMixin):
         return [x[: part.numel()] for x, part in zip(vector.segments, self._buffer.parameter_segments, strict=True)]
 
 
-class _Shadow(JoinHook):
-    """A rank that ran out of data: takes part in every round, takes no step."""
-
-    def __init__(self, wrapper: GossipWrapper) -> None:
-        self.wrapper = wrapper
-
-    def main_hook(self) -> None:
-        """One step of the others. Their next round is ours too, as at a forward."""
-        self.wrapper._round()
-        self.wrapper._is_step_start = True
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """All are done: apply what is in flight."""
-        self.wrapper.flush()
+def _after_load(wrapper: GossipWrapper, _: Any) -> None:
+    """`load_state_dict(assign=True)` may have put other tensors anywhere in the module."""
+    wrapper._attach()
 
 
 def _num_nodes(world_size: int, nprocs_per_node: int, process_group: dist.ProcessGroup | None) -> int:
