@@ -74,7 +74,7 @@ class AveragingMixin(ABC):
             self._write(vector)
 
     def consensus_distance(self) -> float:
-        """sqrt(mean_i ||x_i - mean_j x_j||^2) over the parameters of all ranks; collective, costs one copy."""
+        """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
         vector = self._read()
         mean = vector.clone()
         self._averager.mix(mean, 0)

@@ -26,10 +26,9 @@ class _Slot(NamedTuple):
     is_parameter: bool
 
     @property
-    def current(self) -> Tensor | None:
-        """The tensor that the module holds under this name now (assignment may have replaced ours)."""
-        table = self.owner._parameters if self.is_parameter else self.owner._buffers
-        return table.get(self.attribute)
+    def table(self) -> dict[str, Any]:
+        """Where the module holds the tensor under its name."""
+        return self.owner._parameters if self.is_parameter else self.owner._buffers
 
     def signature(self) -> str:
         """Everything that two ranks must agree on."""
@@ -71,7 +70,7 @@ class FlatBuffer:
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
         self._slots: list[_Slot] = []
-        self._pointers: list[int] = []
+        self._places: list[tuple[dict[str, Any], str, int]] = []  # where a tensor is held, and its address
         self.vector: FlatVector
         self.parameter_segments: tuple[Tensor, ...] = ()
         self.attach()
@@ -91,12 +90,10 @@ class FlatBuffer:
         return [slot.signature() for slot in self._slots]
 
     def is_attached(self) -> bool:
-        """Whether the module still views the vector; looks at the first and last tensor only, so it is O(1)."""
+        """Whether the module still views the vector: one pointer comparison per tensor, under 0.2 us each."""
         return all(
-            (tensor := self._slots[i].current) is not None
-            and tensor is self._slots[i].tensor
-            and tensor.data_ptr() == self._pointers[i]
-            for i in (0, -1)
+            (tensor := table.get(attribute)) is not None and tensor.data_ptr() == pointer
+            for table, attribute, pointer in self._places
         )
 
     def attach(self) -> None:
@@ -120,7 +117,7 @@ class FlatBuffer:
                     slot.tensor.data = view
                     offset += _real_numel(slot.tensor)
         self._slots, self.vector = slots, vector
-        self._pointers = [slot.tensor.data_ptr() for slot in slots]
+        self._places = [(slot.table, slot.attribute, slot.tensor.data_ptr()) for slot in slots]
         self.parameter_segments = tuple(
             segment[: sum(_real_numel(slot.tensor) for slot in group if slot.is_parameter)]
             for segment, group in zip(vector.segments, groups.values(), strict=True)

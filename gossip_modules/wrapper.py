@@ -128,7 +128,6 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         gossiper.bind(mixing, self._transport)
         self._engine = self._make_engine(gossiper, schedule)
         self._averager = self._engine.averager
-        self.register_load_state_dict_post_hook(_after_load)
         self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
 
     @abstractmethod
@@ -239,10 +238,9 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GossipWrapper:
-        """`.to()`, `.half()` and their like; `is_attached()` looks at two tensors, and these may change others."""
+        """`.to()`, `.half()` and their like: what is in flight belongs to the old dtype and device."""
         self.flush()
         super()._apply(fn, recurse)
-        self._attach()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -291,11 +289,8 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
     def _ensure_attached(self) -> None:
         """Take in tensors that `.to()`, `load_state_dict(assign=True)` or a copy have put in place of ours."""
         if not self._buffer.is_attached():
-            self._attach()
-
-    def _attach(self) -> None:
-        self._buffer.attach()
-        self._debias.watch()
+            self._buffer.attach()
+            self._debias.watch()
 
     @property
     def _gossiped(self) -> FlatVector:
@@ -320,11 +315,6 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
 
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
         return [x[: part.numel()] for x, part in zip(vector.segments, self._buffer.parameter_segments, strict=True)]
-
-
-def _after_load(wrapper: GossipWrapper, _: Any) -> None:
-    """`load_state_dict(assign=True)` may have put other tensors anywhere in the module."""
-    wrapper._attach()
 
 
 def _num_nodes(world_size: int, nprocs_per_node: int, process_group: dist.ProcessGroup | None) -> int:

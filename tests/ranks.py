@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,36 +16,64 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 TIMEOUT = timedelta(seconds=20)
+CPU = torch.device("cpu")
 
 
 def thread_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
     """A Gloo group that needs nothing of torch.distributed's global state."""
     group = dist.ProcessGroup(store, rank, world_size)
     backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     return group
 
 
-def run_ranks(world_size: int, body: Callable[[dist.ProcessGroup], T], *, timeout: timedelta = TIMEOUT) -> list[T]:
-    """`body(group)` on every rank at once; the results in rank order. Raises the first rank's error.
+def solo_group() -> dist.ProcessGroup:
+    """A world of one."""
+    return thread_group(dist.HashStore(), 0, 1)
 
-    A rank's group lives until all ranks are done, as a process would: an early end is not a dead peer.
+
+class HangUp(Exception):
+    """Raised by a body: this rank's connections close, as at the end of its process, and no error is reported."""
+
+
+def run_ranks(world_size: int, body: Callable[[dist.ProcessGroup], T], *, timeout: timedelta = TIMEOUT) -> list[T]:
+    """`body(group)` on every rank at once; the results in rank order. Raises the error that came first.
+
+    A rank's group lives until all ranks are done, as a process would: an early end is not a dead peer. An error is:
+    its connections close, so that those who wait for it fail too. The random generators of torch are shared by all
+    threads: draw from a generator of your own.
     """
     store = dist.HashStore()
     done = threading.Barrier(world_size)
+    errors: list[Exception] = []
+    results: dict[int, T] = {}
 
-    def rank_body(rank: int) -> T:
-        torch.manual_seed(rank)
-        group = thread_group(store, rank, world_size, timeout)
+    def rank_body(rank: int) -> None:
+        groups = []
         try:
-            return body(group)
-        finally:
+            groups.append(thread_group(store, rank, world_size, timeout))
+            results[rank] = body(groups[0])
+        except Exception as error:  # noqa: BLE001 (the first one is raised below, in the main thread)
+            if not isinstance(error, HangUp):
+                errors.append(error)  # before the others get errors for it
+                done.abort()
+            # The locals of the body hold the group, and only its end closes the connections.
+            traceback.clear_frames(error.__traceback__)
+            groups.clear()
+            gc.collect()
+        with contextlib.suppress(threading.BrokenBarrierError):  # another rank failed
             done.wait(timeout.total_seconds() * 2)
 
     with ThreadPoolExecutor(world_size, thread_name_prefix="rank") as pool:
         futures = [pool.submit(rank_body, rank) for rank in range(world_size)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [future.result() for future in futures]
+    for future in futures:
+        future.result()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in sorted(results)]
+
+
+def gossip_threads() -> list[threading.Thread]:
+    """The library's threads that are alive."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("gossip-")]

@@ -1,0 +1,94 @@
+"""A peer that dies or hangs: every neighbour says so by name and in time, and every process ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossip_modules import GossipDataParallel, RingGraph, Schedule
+from tests.problems import mlp, sgd, train_step
+from tests.processes import Outcome, run_processes, start_clock
+
+NUM_RANKS = 4
+VICTIM = 1
+NEIGHBOURS = (0, 2)
+ROUND = 3
+SECONDS = {signal.SIGKILL: 10.0, signal.SIGSTOP: 2.0}  # the timeout: a killed peer is noticed long before
+
+
+def lose_a_peer(rank: int, overlap: bool, how: int, average_every: int) -> None:
+    """Train on a ring; one rank gets a signal between two rounds."""
+    wrapper = GossipDataParallel(
+        mlp(),
+        graph=RingGraph(NUM_RANKS, peers_per_itr=2),
+        overlap=overlap,
+        schedule=Schedule(average_every=average_every),
+        timeout=timedelta(seconds=SECONDS[signal.Signals(how)]),
+    )
+    optimizer = sgd(wrapper)
+    for step in range(1000):
+        if step == ROUND:
+            # So that nobody is late for a reason of its own, and the round before is over.
+            wrapper.flush()
+            dist.barrier()
+            start_clock()
+            if rank == VICTIM:
+                os.kill(os.getpid(), how)
+        train_step(wrapper, optimizer, rank, step)
+
+
+def outcomes_of(overlap: bool, how: signal.Signals, average_every: int = 0) -> list[Outcome]:
+    """How the ranks ended; all of them did, by themselves (a stopped one is killed by the helper)."""
+    hung = (VICTIM,) if how is signal.SIGSTOP else ()
+    outcomes = run_processes(NUM_RANKS, lose_a_peer, overlap, int(how), average_every, expect_result=False, hung=hung)
+    assert outcomes[VICTIM].exit_code == (-signal.SIGKILL if how is signal.SIGKILL else None)
+    assert all(outcomes[rank].exit_code == 1 for rank in range(NUM_RANKS) if rank != VICTIM), outcomes
+    return outcomes
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_killed_peer_is_named_by_its_neighbours(overlap: bool) -> None:
+    outcomes = outcomes_of(overlap, signal.SIGKILL)
+    for rank in NEIGHBOURS:
+        assert outcomes[rank].seconds < SECONDS[signal.SIGKILL]
+        pattern = rf"^ConnectionError: rank {rank}: round {ROUND}: .*(from|to) rank {VICTIM}\b.* failed after \d+\.\d s"
+        assert re.search(pattern, outcomes[rank].error), outcomes[rank].error
+    # The rank opposite hears of it from those who ended first.
+    assert re.search(r"Error: rank 3: round \d+: .*(from|to) rank [02]\b", outcomes[3].error), outcomes[3].error
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_hung_peer_is_named_by_its_neighbours(overlap: bool) -> None:
+    outcomes, timeout = outcomes_of(overlap, signal.SIGSTOP), SECONDS[signal.SIGSTOP]
+    for rank in NEIGHBOURS:
+        assert 0.9 * timeout < outcomes[rank].seconds < timeout + 3
+        pattern = rf"^TimeoutError: rank {rank}: round {ROUND}: .*from rank {VICTIM}\b.*\(timeout {timeout:g} s\)"
+        assert re.search(pattern, outcomes[rank].error), outcomes[rank].error
+
+
+@pytest.mark.e2e
+def test_a_hung_peer_is_named_in_a_global_average() -> None:
+    outcomes = outcomes_of(False, signal.SIGSTOP, average_every=ROUND + 1)
+    pattern = rf"^TimeoutError: rank 0: global average in round {ROUND} among ranks .*{VICTIM}"
+    assert re.search(pattern, outcomes[0].error, re.DOTALL), outcomes[0].error
+    assert all(outcomes[rank].seconds < SECONDS[signal.SIGSTOP] + 3 for rank in (0, 2, 3))
+
+
+def sum_of_ranks(rank: int) -> float:
+    """A healthy world, for the helper itself."""
+    x = torch.full((1,), float(rank))
+    dist.all_reduce(x)
+    return float(x)
+
+
+@pytest.mark.e2e
+def test_the_helper_returns_results() -> None:
+    assert [outcome.result for outcome in run_processes(2, sum_of_ranks)] == [1.0, 1.0]

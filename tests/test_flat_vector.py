@@ -1,0 +1,157 @@
+"""The arithmetic of one point of R^d against plain tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossip_modules import FlatVector
+from gossip_modules.flat_vector import ALIGNMENT, CHUNK, FlatLayout
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LAYOUT = FlatLayout.of([(torch.float32, 7), (torch.bfloat16, 5), (torch.float64, 3)])
+
+
+def random_vector(seed: int, layout: FlatLayout = LAYOUT) -> FlatVector:
+    """Values and weight from this seed."""
+    generator = torch.Generator().manual_seed(seed)
+    vector = FlatVector.zeros(layout, torch.device("cpu"))
+    for segment in vector.segments:
+        segment.copy_(torch.randn(segment.shape, generator=generator))
+    vector.weight.copy_(torch.rand(1, generator=generator, dtype=torch.float64) + 0.5)
+    return vector
+
+
+def tensors(vector: FlatVector) -> list[Tensor]:
+    """Segments and weight in float64, copies."""
+    return [x.to(torch.float64, copy=True) for x in (*vector.segments, vector.weight)]
+
+
+def assert_close(vector: FlatVector, expected: list[Tensor]) -> None:
+    """Each segment to two roundings of its dtype."""
+    for x, want in zip((*vector.segments, vector.weight), expected, strict=True):
+        tolerance = 2 * torch.finfo(x.dtype).eps * max(float(want.abs().max()), 1.0)
+        torch.testing.assert_close(x.double(), want, rtol=0, atol=tolerance)
+
+
+def test_segments_are_aligned_and_do_not_overlap() -> None:
+    layout = FlatLayout.of([(dtype, numel) for dtype, numel in zip(DTYPES, (1, 0, 33, 100), strict=True)], num_slices=3)
+    assert layout.num_bytes % (3 * ALIGNMENT) == 0
+    stop = 0
+    for segment in layout.segments:
+        assert segment.start % ALIGNMENT == 0
+        assert segment.start >= stop
+        stop = segment.stop
+    assert stop <= layout.num_bytes
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 4])
+def test_slices_partition_every_segment(num_slices: int) -> None:
+    vector = random_vector(0, FlatLayout.of([(torch.float32, 50), (torch.bfloat16, 99)], num_slices))
+    slices = [vector.slice(i, num_slices) for i in range(num_slices)]
+    for dtype, whole in zip((torch.float32, torch.bfloat16), vector.segments, strict=True):
+        assert torch.equal(torch.cat([x for part in slices for x in part.segments if x.dtype is dtype]), whole)
+    slices[0].weight.fill_(3)
+    assert float(vector.weight) == 3, "slices share the weight"
+
+
+@pytest.mark.parametrize(
+    ("scale", "weights"), [(0.5, [0.5]), (0.25, [0.25, 0.5]), (0.0, [1.0]), (1.0, []), (1.5, [-0.5]), (0.5, [0.25])]
+)
+def test_combine_is_a_linear_combination(scale: float, weights: list[float]) -> None:
+    x, others = random_vector(0), [random_vector(1 + i) for i in range(len(weights))]
+    expected = [
+        scale * parts[0] + sum(w * part for w, part in zip(weights, parts[1:], strict=True))
+        for parts in zip(*map(tensors, (x, *others)), strict=True)
+    ]
+    assert_close(x.combine_(scale, others, weights), expected)
+
+
+@pytest.mark.parametrize("weights", [[0.5], [1 / 3, 1 / 3], [0.1, 0.2, 0.3]])
+def test_combine_leaves_agreement_exactly_alone(weights: list[float]) -> None:
+    x = random_vector(0)
+    before = x.clone()
+    x.combine_(1 - sum(weights), [before.clone() for _ in weights], weights)
+    assert torch.equal(x.raw, before.raw)
+    assert torch.equal(x.weight, before.weight)
+
+
+@pytest.mark.parametrize(
+    ("own", "weights"), [(0.5, [0.5]), (0.2, [0.5, 0.3]), (1.0, []), (1.0, [0.0]), (0.5, [0, 0.5])]
+)
+def test_difference_is_the_correction(own: float, weights: list[float]) -> None:
+    """x + alpha * difference(s) with x = s is the mixed vector."""
+    s, others = random_vector(0), [random_vector(1 + i) for i in range(len(weights))]
+    x = s.clone()
+    mixed = s.clone().combine_(own, others, weights)
+    alpha = s.difference_(own - 1, others, weights)
+    for got, want in zip(tensors(x.add_(s, alpha=alpha)), tensors(mixed), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-2 if want.numel() == 5 else 1e-6)  # 5: the bfloat16s
+
+
+def test_narrow_segments_longer_than_a_chunk() -> None:
+    layout = FlatLayout.of([(torch.bfloat16, CHUNK + 3)])
+    x, y = random_vector(0, layout), random_vector(1, layout)
+    expected = (0.5 * x.segments[0].float() + 0.5 * y.segments[0].float()).bfloat16()
+    x.combine_(0.5, [y], [0.5])
+    assert torch.equal(x.segments[0], expected)
+
+
+def test_narrow_corrections_are_rounded_once() -> None:
+    """Summed in float32: one rounding for the correction and one for adding it, whatever the number of messages."""
+    layout, weights = FlatLayout.of([(torch.bfloat16, 4096)]), [0.2, 0.15, 0.3, 0.1, 0.05]
+    s, others = random_vector(0, layout), [random_vector(1 + i, layout) for i in range(len(weights))]
+    x = s.clone()
+    exact = 0.2 * tensors(s)[0]
+    for weight, other in zip(weights, others, strict=True):
+        exact += weight * tensors(other)[0]
+    alpha = s.difference_(0.2 - 1, others, weights)
+    x.add_(s, alpha=alpha)
+    correction, mixed = alpha * tensors(s)[0], tensors(x)[0]
+    half_ulp = torch.finfo(torch.bfloat16).eps / 2
+    assert bool(((mixed - exact).abs() <= 1.001 * half_ulp * (correction.abs() + mixed.abs())).all())
+
+
+def test_weight_transitions_are_inverse() -> None:
+    x = random_vector(0)
+    before, w = tensors(x), float(x.weight)
+    x.divide_by_weight_()
+    assert_close(x, [*(part / w for part in before[:-1]), before[-1]])
+    x.multiply_by_weight_()
+    assert_close(x, before)
+
+
+def test_pack_and_unpack_round_trip() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(3, 2, generator=generator).to(dtype) for dtype in (*DTYPES, torch.float32)]
+    vector = FlatVector.pack(inputs)
+    assert [x.dtype for x in vector.segments] == list(DTYPES)
+    outputs = [torch.zeros_like(x).requires_grad_() for x in inputs]
+    vector.unpack_to(outputs)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, outputs, strict=True))
+
+
+def test_over_shares_memory_with_any_shape() -> None:
+    for x in (torch.ones(2, 3, 4), torch.ones((), dtype=torch.float64), torch.ones(3, dtype=torch.complex64)):
+        vector = FlatVector.over(x)
+        vector.segments[0].mul_(2)
+        assert bool((x.real == 2).all())
+        assert vector.layout.num_bytes == x.numel() * x.element_size()
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 3).t(), torch.ones(3, dtype=torch.int64)])
+def test_over_names_what_cannot_be_shared(x: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"got a tensor of .* with strides .*, expected a contiguous .*; pass x"):
+        FlatVector.over(x)
+
+
+def test_copies_are_separate() -> None:
+    x = random_vector(0)
+    y, z = x.clone(), x.like()
+    x.raw.zero_()
+    x.weight.zero_()
+    assert torch.equal(y.raw, random_vector(0).raw)
+    assert float(z.weight) == 1
+    assert not z.raw.any()
+    assert torch.equal(z.copy_(y).weight, y.weight)

@@ -1,0 +1,304 @@
+"""Contract of every gossiper: distributed averaging of any tensor, against dense matrices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import networkx as nx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossip_modules import (
+    CompleteGraph,
+    FlatVector,
+    GlobalAverage,
+    Gossiper,
+    MatrixMixing,
+    MetropolisHastingsMixing,
+    MixingManager,
+    NetworkXGraph,
+    NPeerDynamicDirectedExponentialGraph,
+    PushPull,
+    PushSum,
+    RingGraph,
+    UniformMixing,
+    connect,
+)
+from gossip_modules.flat_vector import FlatLayout
+from tests.ranks import CPU, TIMEOUT, run_ranks, solo_group
+
+GOSSIPERS: dict[str, Callable[[], Gossiper]] = {"PushPull": PushPull, "PushSum": PushSum}
+DIGRAPH = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))
+DOUBLY_STOCHASTIC: list[MixingManager] = [
+    UniformMixing(NPeerDynamicDirectedExponentialGraph(4)),
+    UniformMixing(CompleteGraph(4, peers_per_itr=2)),
+    MetropolisHastingsMixing(NetworkXGraph(nx.star_graph(3))),
+    UniformMixing(RingGraph(4)),
+    MatrixMixing(
+        RingGraph(4, peers_per_itr=2),
+        [[0.5, 0.3, 0.0, 0.2], [0.2, 0.5, 0.3, 0.0], [0.0, 0.2, 0.5, 0.3], [0.3, 0.0, 0.2, 0.5]],
+    ),
+]
+
+
+def bound(gossiper: Gossiper, mixing: MixingManager, group: dist.ProcessGroup) -> Gossiper:
+    """Ready to talk on a group of the tests."""
+    gossiper.bind(mixing, connect(group, module_device=CPU, timeout=TIMEOUT))
+    return gossiper
+
+
+def value_of(rank: int, shape: tuple[int, ...] = (5,), dtype: torch.dtype = torch.float64) -> Tensor:
+    """This rank's tensor."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+
+
+@pytest.mark.parametrize("mixing", DOUBLY_STOCHASTIC, ids=str)
+@pytest.mark.parametrize("name", GOSSIPERS)
+def test_rounds_are_the_matrices(name: str, mixing: MixingManager) -> None:
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        gossiper, x = bound(GOSSIPERS[name](), mixing, group), value_of(group.rank())
+        return [gossiper.mix(x, t).clone() for t in range(5)]
+
+    ranks = run_ranks(4, body)
+    expected = torch.stack([value_of(rank) for rank in range(4)])
+    mean = expected.mean(0)
+    for t in range(5):
+        expected = mixing.matrix(t) @ expected
+        got = torch.stack([rank[t] for rank in ranks])
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(got.mean(0), mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "mixing"),
+    [
+        *((make, mixing) for make in (PushPull, PushSum) for mixing in DOUBLY_STOCHASTIC),
+        (PushSum, UniformMixing(DIGRAPH)),
+    ],
+    ids=str,
+)
+def test_difference_is_finish_minus_what_was_sent(make: Callable[[], Gossiper], mixing: MixingManager) -> None:
+    """The law: s + alpha * difference(s) = W s, weight included; and s is only read between start and then."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper = bound(make(), mixing, group)
+        for t in range(3):
+            s = FlatVector.over(value_of(group.rank()))
+            s.weight.fill_(0.5 + group.rank())
+            finished, before = s.clone(), s.clone()
+            gossiper.start(finished, t)
+            assert torch.equal(finished.raw, before.raw)
+            gossiper.finish(finished)
+            gossiper.start(s, t)
+            alpha = gossiper.difference(s)
+            before.add_(s, alpha=alpha)
+            torch.testing.assert_close(before.segments[0], finished.segments[0], rtol=0, atol=1e-12)
+            if gossiper.is_weighted:
+                torch.testing.assert_close(before.weight, finished.weight, rtol=0, atol=1e-12)
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("name", GOSSIPERS)
+def test_average_is_exact_after_one_period_of_the_exponential_graph(name: str) -> None:
+    mixing = UniformMixing(NPeerDynamicDirectedExponentialGraph(4))
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        x = value_of(group.rank())
+        result = bound(GOSSIPERS[name](), mixing, group).average(x, num_rounds=2)
+        assert torch.equal(x, value_of(group.rank())), "average() changes its input"
+        return result
+
+    mean = torch.stack([value_of(rank) for rank in range(4)]).mean(0)
+    for result in run_ranks(4, body):
+        torch.testing.assert_close(result, mean, rtol=0, atol=1e-15)
+
+
+def test_push_sum_finds_the_mean_on_an_irregular_digraph() -> None:
+    mixing = UniformMixing(DIGRAPH)
+    assert not mixing.is_doubly_stochastic
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, FlatVector]:
+        gossiper = bound(PushSum(), mixing, group)
+        s = FlatVector.over(value_of(group.rank()))
+        for t in range(3):
+            gossiper.mix(s, t)
+        return gossiper.average(value_of(group.rank()), num_rounds=100), s
+
+    results = run_ranks(4, body)
+    x = torch.stack([value_of(rank) for rank in range(4)])
+    for average, _ in results:
+        torch.testing.assert_close(average, x.mean(0), rtol=0, atol=1e-12)
+    # On the way there: sums of x and of w are kept, and neither is even.
+    torch.testing.assert_close(sum(s.segments[0] for _, s in results), x.sum(0), rtol=0, atol=1e-12)
+    weights = torch.cat([s.weight for _, s in results])
+    assert float(weights.sum()) == pytest.approx(4, abs=1e-12)
+    assert float(weights.max() - weights.min()) > 0.1
+
+
+SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
+    ((), torch.float32),
+    ((1,), torch.float64),
+    ((3, 1, 7), torch.float32),
+    ((0,), torch.float32),
+    ((5,), torch.complex64),
+    ((2, 3), torch.complex128),
+    ((33,), torch.bfloat16),
+    ((33,), torch.float16),
+]
+
+
+@pytest.mark.parametrize("name", GOSSIPERS)
+def test_any_shape_and_dtype(name: str) -> None:
+    mixing = UniformMixing(NPeerDynamicDirectedExponentialGraph(2))
+
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        gossiper = bound(GOSSIPERS[name](), mixing, group)
+        return [gossiper.average(value_of(group.rank(), shape, dtype), num_rounds=1) for shape, dtype in SHAPES]
+
+    first, second = run_ranks(2, body)
+    for (shape, dtype), x, y in zip(SHAPES, first, second, strict=True):
+        mean = (value_of(0, shape, dtype) + value_of(1, shape, dtype)) / 2
+        assert x.shape == shape
+        assert x.dtype is dtype
+        torch.testing.assert_close(x, mean)
+        torch.testing.assert_close(y, mean)
+
+
+@pytest.mark.parametrize("name", GOSSIPERS)
+def test_tensors_with_holes(name: str) -> None:
+    """`average` takes any strides; `mix` works in place, so it names what it cannot take."""
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        gossiper = bound(GOSSIPERS[name](), UniformMixing(RingGraph(2)), group)
+        x = value_of(group.rank(), (4, 6))[:, ::2].t()
+        with pytest.raises(ValueError, match="expected a contiguous"):
+            gossiper.mix(x, 0)
+        return gossiper.average(x, num_rounds=1)
+
+    mean = (value_of(0, (4, 6)) + value_of(1, (4, 6)))[:, ::2].t() / 2
+    for result in run_ranks(2, body):
+        torch.testing.assert_close(result, mean)
+
+
+@pytest.mark.parametrize("make", [PushPull, PushSum])
+def test_several_dtypes_travel_in_one_message(make: Callable[[], Gossiper]) -> None:
+    layout = FlatLayout.of([(torch.float32, 3), (torch.bfloat16, 5), (torch.float64, 2)])
+
+    def vector(rank: int) -> FlatVector:
+        s = FlatVector.zeros(layout, CPU)
+        for segment in s.segments:
+            segment.copy_(value_of(rank, tuple(segment.shape)))
+        return s
+
+    def body(group: dist.ProcessGroup) -> FlatVector:
+        gossiper = bound(make(), UniformMixing(RingGraph(2)), group)
+        before = gossiper.transport.num_bytes_sent
+        s = gossiper.mix(vector(group.rank()), 0)
+        assert gossiper.transport.num_bytes_sent - before == layout.num_bytes
+        return s
+
+    for s in run_ranks(2, body):
+        for x, first, second in zip(s.segments, vector(0).segments, vector(1).segments, strict=True):
+            torch.testing.assert_close(x, ((first.double() + second.double()) / 2).to(x.dtype))
+
+
+def test_weight_travels_only_where_it_must() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        for mixing, num_bytes in ((DOUBLY_STOCHASTIC[0], 40), (UniformMixing(DIGRAPH), 48)):
+            gossiper = bound(PushSum(), mixing, group)
+            gossiper.mix(value_of(group.rank()), 0)
+            num_peers = len(mixing.graph.out_peers(group.rank(), 0))
+            assert gossiper.transport.num_bytes_sent == num_peers * num_bytes
+            assert gossiper.is_weighted is (num_bytes == 48)
+
+    run_ranks(4, body)
+
+
+def test_messages_of_two_lengths_in_turn() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper = bound(PushPull(), UniformMixing(RingGraph(2)), group)
+        for t, length in enumerate((3, 8, 3)):
+            x = gossiper.mix(torch.full((length,), float(group.rank())), t)
+            assert bool((x == 0.5).all())
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("make", [PushPull, PushSum])
+def test_world_of_one_keeps_its_value(make: Callable[[], Gossiper]) -> None:
+    gossiper = bound(make(), UniformMixing(RingGraph(1)), solo_group())
+    x = value_of(0)
+    assert torch.equal(gossiper.average(x, num_rounds=3), x)
+    s = FlatVector.over(x.clone())
+    gossiper.start(s, 0)
+    gossiper.difference(s)
+    assert not s.segments[0].any()
+    assert gossiper.transport.num_bytes_sent == 0
+
+
+def test_global_average_is_exact_and_resets_the_weight() -> None:
+    layout = FlatLayout.of([(torch.float32, 3), (torch.bfloat16, 64)])
+
+    def body(group: dist.ProcessGroup) -> FlatVector:
+        averager = GlobalAverage(connect(group, module_device=CPU, timeout=TIMEOUT))
+        s = FlatVector.zeros(layout, CPU)
+        for segment in s.segments:
+            segment.copy_(value_of(group.rank(), tuple(segment.shape)))
+        s.weight.fill_(0.5 if group.rank() == 0 else 1.25)
+        difference, before = s.clone(), s.clone()
+        averager.start(difference, 0)
+        alpha = averager.difference(difference)
+        averager.mix(s, 0)
+        before.add_(difference, alpha=alpha)
+        torch.testing.assert_close(before.segments[0], s.segments[0])
+        assert float(before.weight) == float(s.weight) == 1
+        return s
+
+    results = run_ranks(3, body)
+    for k, (numel, dtype) in enumerate(((3, torch.float32), (64, torch.bfloat16))):
+        mean = torch.stack([value_of(rank, (numel,)).to(dtype).double() for rank in range(3)]).mean(0)
+        for s in results:
+            torch.testing.assert_close(s.segments[k], mean.to(dtype))
+            assert torch.equal(s.segments[k], results[0].segments[k])
+
+
+# Mistakes.
+
+
+def test_one_round_at_a_time() -> None:
+    gossiper = bound(PushPull(), UniformMixing(RingGraph(1)), solo_group())
+    s = FlatVector.over(value_of(0))
+    with pytest.raises(AssertionError, match=r"no round is in flight: start\(\) comes first"):
+        gossiper.finish(s)
+    gossiper.start(s, 0)
+    with pytest.raises(AssertionError, match=r"a round is in flight: finish\(\) it"):
+        gossiper.start(s, 1)
+
+
+WRONG: list[tuple[Callable[[], Gossiper], MixingManager, str]] = [
+    (PushPull, UniformMixing(DIGRAPH), r"got UniformMixing\(.* whose rows do not sum to one, .* use push_sum=True"),
+    (
+        PushSum,
+        MatrixMixing(RingGraph(2), [[0.5, 0.5], [0.25, 0.75]]),
+        r"got MatrixMixing\(.* whose columns do not sum to one, expected column-stochastic .*; use push_sum=False",
+    ),
+    (PushSum, UniformMixing(RingGraph(3)), r"got a graph of 3 ranks, expected 1, the size of the process group; build"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_wrong_mixing_is_refused(number: int) -> None:
+    make, mixing, message = WRONG[number]
+    with pytest.raises(ValueError, match=re.compile(message)):
+        bound(make(), mixing, solo_group())
+
+
+def test_state_of_another_algorithm_is_refused() -> None:
+    gossiper = PushSum()
+    gossiper.load_state_dict(gossiper.state_dict())
+    with pytest.raises(ValueError, match=r"got state \['hat'\] of another algorithm, expected none for PushSum\(\)"):
+        gossiper.load_state_dict({"hat": torch.ones(1)})
