@@ -173,7 +173,7 @@ class OverlapEngine(Engine):
             alpha = flight.future.result()
         self.stats.wait_seconds += time.perf_counter() - start
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)  # the correction must be written before it is added
+            torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
         with torch.profiler.record_function("gossip.apply"):
             x.add_(self._snapshot, alpha=alpha)
         self.stats.record(max(self.step - flight.step - 1, 0))
@@ -200,7 +200,7 @@ class OverlapEngine(Engine):
         snapshot, stream, t = self._snapshot.copy_(x), self._stream, self.t
         self.t += 1
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())  # the snapshot must be written before it is sent
+            stream.wait_stream(torch.cuda.current_stream(x.raw.device))  # s is written before it is sent
 
         def run() -> float:
             on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()

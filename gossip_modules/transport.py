@@ -78,7 +78,8 @@ class ProcessGroupTransport:
         self.names = range(self.world_size) if names is None else names
         self.num_bytes_sent = 0
         self.backend = group._get_backend(device).name().lower()
-        self._staging: dict[tuple[int, int], Tensor] = {}
+        self._staging: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
+        self._staged_on: torch.device | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupTransport:
         return self  # a connection is shared, never copied
@@ -150,7 +151,8 @@ class ProcessGroupTransport:
         """`x` itself where it can go on the wire, else a twin that can: filled if asked, kept for the next round."""
         if x.device.type == self.device.type:
             return x
-        key = (x.data_ptr(), x.numel() * x.element_size())
+        self._staged_on = x.device
+        key = (x.data_ptr(), x.dtype, x.shape)
         twin = self._staging.get(key)
         if twin is None:
             twin = torch.empty(x.shape, dtype=x.dtype, device=self.device, pin_memory=x.is_cuda)
@@ -159,8 +161,10 @@ class ProcessGroupTransport:
         return twin.copy_(x, non_blocking=True) if fill else twin
 
     def _after_staging(self) -> None:
-        if self.device.type == "cpu" and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # the copies to pinned memory must land before a send reads it
+        if self._staged_on is not None and self._staged_on.type == "cuda":
+            # Copies into twins must land before a send reads them, copies out of them before a receive overwrites them.
+            torch.cuda.current_stream(self._staged_on).synchronize()
+        self._staged_on = None
 
     def _unstage(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for x, message in pairs:
