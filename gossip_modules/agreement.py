@@ -51,15 +51,21 @@ def broadcast_tensors(
 ) -> None:
     """Every tensor <- its value on rank 0, in place, a few large messages at a time; collective."""
     bucket: list[Tensor] = []
+    num_bytes = 0
     for i, tensor in enumerate(tensors):
         bucket.append(tensor)
-        is_full = sum(x.numel() * x.element_size() for x in bucket) >= bucket_bytes
-        if is_full or i == len(tensors) - 1:
+        num_bytes += _num_bytes(tensor)
+        is_last = i == len(tensors) - 1
+        if is_last or num_bytes >= bucket_bytes or tensors[i + 1].device != tensor.device:
             flat = torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in bucket])
             transport.broadcast(flat, source=0, what="broadcasting the model of rank 0")
-            for x, piece in zip(bucket, flat.split([x.numel() * x.element_size() for x in bucket]), strict=True):
+            for x, piece in zip(bucket, flat.split([_num_bytes(x) for x in bucket]), strict=True):
                 x.detach().copy_(piece.clone().view(x.dtype).view(x.shape))
-            bucket = []
+            bucket, num_bytes = [], 0
+
+
+def _num_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -33,10 +33,8 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         super().__init__(module, **ddp_options)
         device = next(module.parameters()).device
         self._averager = GlobalAverage(connect(self.process_group, module_device=device, timeout=timeout))
-        gradients = [p for p in module.parameters() if p.requires_grad]
-        self._tensors = [*gradients, *(b for b in module.buffers() if b.is_floating_point())]
         n = dist.get_world_size(self.process_group)
-        num_bytes = sum(p.numel() * p.element_size() for p in gradients)
+        num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         self._bytes_per_step = 2 * (n - 1) * num_bytes // n
         self._num_steps = 0
 
@@ -64,15 +62,22 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
             "consensus_distance": self._last_consensus_distance,
         }
 
+    @property
+    def _parameters_and_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        return parameters, [b for b in self.module.buffers() if b.is_floating_point()]
+
     def _read(self) -> FlatVector:
-        return FlatVector.pack(self._tensors)
+        parameters, buffers = self._parameters_and_buffers
+        return FlatVector.pack([*parameters, *buffers])
 
     def _write(self, vector: FlatVector) -> None:
-        vector.unpack_to(self._tensors)
+        parameters, buffers = self._parameters_and_buffers
+        vector.unpack_to([*parameters, *buffers])
 
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
-        numels = {segment.dtype: 0 for segment in vector.layout.segments}
-        for tensor in self._tensors:
-            if tensor.requires_grad:
-                numels[tensor.dtype] += tensor.numel()
+        numels = dict.fromkeys((x.dtype for x in vector.segments), 0)
+        for parameter in self._parameters_and_buffers[0]:
+            is_pair = parameter.is_complex()
+            numels[parameter.dtype.to_real() if is_pair else parameter.dtype] += parameter.numel() * (1 + is_pair)
         return [x[: numels[x.dtype]] for x in vector.segments]

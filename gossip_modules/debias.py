@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .flat_buffer import FlatBuffer
 
@@ -23,14 +24,10 @@ class Form(Enum):
 class Debias:
     """Keeps a flat buffer in the form that is needed, by two transitions of one kernel per segment each.
 
-    Gradients are taken at the estimate z; the optimizer steps on the numerator x, and x is what is sent. So a forward
-    asks for z, and the end of every backward pass restores x. Where W(t) is doubly stochastic w stays one, x is z and
-    nothing here does anything.
-
-    [Note: Backward] A backward pass starts where a gradient reaches an output of the forward: there z comes back if
-    an earlier backward through the same graph left x, and the end of that pass is known, also when checkpoints run
-    backward passes inside it. Where no output can be watched (it is an object of a class of the user's own), the pass
-    starts with the first gradient of a parameter.
+    Gradients are taken at the estimate z; the optimizer steps on the numerator x, and x is what is sent. So storage
+    holds z at all times, whatever passes run forward or backward, but for gossip rounds and for the step of an
+    optimizer that holds one of the parameters. Where W(t) is doubly stochastic w stays one, x is z, and nothing here
+    does anything.
 
     Assran et al., arXiv 1811.10792, Algorithm 1, lines 2 to 4.
 
@@ -43,56 +40,73 @@ class Debias:
         self.buffer = buffer
         self.is_needed = is_needed
         self.form = Form.ESTIMATE
-        self._is_in_backward = False
-        self._handle: RemovableHandle | None = None
-        self.watch()
+        self._is_stopped = False
+        self._watch()
 
     @torch.no_grad()
     def to_estimate(self) -> None:
-        """Hold z from now on: for forward and backward, evaluation, checkpoints."""
+        """Hold z from now on."""
         if self.is_needed and self.form is Form.NUMERATOR:
             self.buffer.vector.divide_by_weight_()
             self.form = Form.ESTIMATE
 
     @torch.no_grad()
     def to_numerator(self) -> None:
-        """Hold x from now on: for the optimizer and for gossip."""
+        """Hold x from now on."""
         if self.is_needed and self.form is Form.ESTIMATE:
             self.buffer.vector.multiply_by_weight_()
             self.form = Form.NUMERATOR
 
-    def watch(self) -> None:
-        """(Again) restore x at the end of every backward pass of the buffer's parameters, which may be new ones."""
-        if self._handle is not None:
-            self._handle.remove()
-        if self.is_needed:
-            self._handle = torch.autograd.graph.register_multi_grad_hook(
-                self.buffer.parameters, self._in_backward, mode="any"
-            )
-
-    def watch_output(self, output: Any) -> None:
-        """[Note: Backward] output: of the forward, tensors in any nesting of lists, tuples and dicts."""
-        self._is_in_backward = False  # a backward that raised has not said that it is over
-        for x in tree_leaves(output):
-            if isinstance(x, Tensor) and x.grad_fn is not None:
-                x.register_hook(self._in_backward)
-
-    def _in_backward(self, _: Tensor) -> None:
-        if self.is_needed and not self._is_in_backward:
-            self._is_in_backward = True
-            self.to_estimate()
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-
-    def _after_backward(self) -> None:
-        self._is_in_backward = False
-        self.to_numerator()
-
     def stop(self) -> None:
-        """Hold z for good."""
+        """Optimizers step on z from now on: the weight is not exchanged any more."""
         self.to_estimate()
-        if self._handle is not None:
-            self._handle.remove()
-        self.is_needed = False
+        self._is_stopped = True
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_handle": None}  # hooks are on the parameters of the original
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer holds one of our parameters."""
+        if self._is_stopped:
+            return False
+        ours = {id(parameter) for parameter in self.buffer.parameters}
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+
+    def _watch(self) -> None:
+        if self.is_needed:
+            _watched.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watch()
+
+
+class _Watched:
+    """The living Debias objects, told of every optimizer step in the process by one pair of global hooks."""
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[Debias] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._is_hooked = False
+
+    def add(self, debias: Debias) -> None:
+        """Tell `debias` of steps as long as it lives."""
+        with self._lock:
+            self._members.add(debias)
+            if not self._is_hooked:
+                register_optimizer_step_pre_hook(self._before_step)
+                register_optimizer_step_post_hook(self._after_step)
+                self._is_hooked = True
+
+    def _stepped_by(self, optimizer: Optimizer) -> list[Debias]:
+        with self._lock:
+            members = list(self._members)
+        return [debias for debias in members if debias.is_stepped_by(optimizer)]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for debias in self._stepped_by(optimizer):
+            debias.to_numerator()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for debias in self._stepped_by(optimizer):
+            debias.to_estimate()
+
+
+_watched = _Watched()

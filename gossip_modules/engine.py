@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from .flat_vector import FlatVector
+from .gossip_thread import GossipThread
 from .gossiper import GlobalAverage, Gossiper, Mixer
 from .schedule import Action, Schedule
 
@@ -167,10 +164,14 @@ class OverlapEngine(Engine):
         if self._flight is None:
             return False
         assert self._snapshot is not None
-        flight, self._flight = self._flight, None
+        flight = self._flight
         start = time.perf_counter()
         with torch.profiler.record_function("gossip.wait"):
-            alpha = flight.future.result()
+            try:
+                alpha = flight.future.result()
+            finally:
+                if flight.future.done():  # else interrupted: the thread still writes the snapshot
+                    self._flight = None
         self.stats.wait_seconds += time.perf_counter() - start
         if self._stream is not None:
             torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
@@ -210,46 +211,3 @@ class OverlapEngine(Engine):
             return alpha
 
         self._flight = _Flight(self._thread.submit(run), self.step - 1)
-
-
-class GossipThread:
-    """One daemon thread that runs jobs in order; a future carries the result or the exception.
-
-    Not a ThreadPoolExecutor, whose thread keeps a failed program from ending until the last wait times out. An idle
-    thread is joined on close and at interpreter exit, where a thread inside C++ code would abort the process.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._jobs: _Jobs = queue.SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _end, self._jobs, thread)
-
-    def submit(self, job: Callable[[], float]) -> Future[float]:
-        """Run `job` after those submitted before it."""
-        future: Future[float] = Future()
-        self._jobs.put((job, future))
-        return future
-
-    def close(self) -> None:
-        """No more jobs. Waits for the thread for a second at most: a job may be waiting for a peer. Idempotent."""
-        self._end()
-
-
-_Jobs: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], float], Future[float]] | None]"
-
-
-def _work(jobs: _Jobs) -> None:
-    while (item := jobs.get()) is not None:
-        job, future = item
-        try:
-            future.set_result(job())
-        except BaseException as error:  # noqa: BLE001 (the future raises it in the training thread)
-            future.set_exception(error)
-        del item, job, future  # nothing of a finished job may stay alive until the next
-
-
-def _end(jobs: _Jobs, thread: threading.Thread) -> None:
-    jobs.put(None)
-    if thread is not threading.current_thread():
-        thread.join(1.0)

@@ -45,7 +45,8 @@ class FlatBuffer:
     shared by several modules is taken once. Strides are kept, so `channels_last` stays `channels_last`.
 
     `.to()`, `.half()`, `load_state_dict(assign=True)` and `copy.deepcopy` make tensors that no longer view the
-    vector; `attach()` notices and takes them in again, with their values.
+    vector, and `requires_grad_()` changes what is trained: `is_attached()` and `is_complete()` notice, `attach()` takes
+    in what is there, with its values.
 
     Args:
         module: mutated: `.data` of its trained tensors is re-pointed. Values do not change.
@@ -70,7 +71,7 @@ class FlatBuffer:
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
         self._slots: list[_Slot] = []
-        self._places: list[tuple[dict[str, Any], str, int]] = []  # where a tensor is held, and its address
+        self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
         self.vector: FlatVector
         self.parameter_segments: tuple[Tensor, ...] = ()
         self.attach()
@@ -79,6 +80,12 @@ class FlatBuffer:
     def parameters(self) -> list[Tensor]:
         """The trained parameters that view the vector, in their order there."""
         return [slot.tensor for slot in self._slots if slot.is_parameter]
+
+    @property
+    def buffer_segments(self) -> list[Tensor]:
+        """The part of each segment that is buffers."""
+        pairs = zip(self.vector.segments, self.parameter_segments, strict=True)
+        return [segment[parameters.numel() :] for segment, parameters in pairs]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -90,11 +97,15 @@ class FlatBuffer:
         return [slot.signature() for slot in self._slots]
 
     def is_attached(self) -> bool:
-        """Whether the module still views the vector: one pointer comparison per tensor, under 0.2 us each."""
+        """Whether the module's tensors are still ours and view the vector: one look per tensor, under 0.2 us each."""
         return all(
-            (tensor := table.get(attribute)) is not None and tensor.data_ptr() == pointer
-            for table, attribute, pointer in self._places
+            table.get(attribute) is tensor and tensor.data_ptr() == pointer
+            for table, attribute, tensor, pointer in self._places
         )
+
+    def is_complete(self) -> bool:
+        """Whether exactly the module's trained tensors are in the vector; walks the module, so not for every step."""
+        return [id(slot.tensor) for slot in _parameters_first(self._trained_tensors())] == list(map(id, self.tensors))
 
     def attach(self) -> None:
         """Make the module's trained tensors views of the vector (again), keeping their values and strides."""
@@ -117,7 +128,7 @@ class FlatBuffer:
                     slot.tensor.data = view
                     offset += _real_numel(slot.tensor)
         self._slots, self.vector = slots, vector
-        self._places = [(slot.table, slot.attribute, slot.tensor.data_ptr()) for slot in slots]
+        self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
         self.parameter_segments = tuple(
             segment[: sum(_real_numel(slot.tensor) for slot in group if slot.is_parameter)]
             for segment, group in zip(vector.segments, groups.values(), strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,7 +92,7 @@ class FlatVector:
                 f"got a tensor of {x.dtype} with strides {tuple(x.stride())}, expected a contiguous floating-point or "
                 "complex tensor; pass x.contiguous(), or x.float() for integers"
             )
-        flat = (torch.view_as_real(x) if x.is_complex() else x).detach().view(-1)
+        flat = _as_real(x).view(-1)
         layout = FlatLayout((Segment(flat.dtype, 0, flat.numel()),), flat.numel() * flat.element_size())
         return cls(layout, flat.view(torch.uint8))
 
@@ -100,25 +100,25 @@ class FlatVector:
     def pack(cls, tensors: Sequence[Tensor]) -> FlatVector:
         """A new vector with copies of `tensors`, one segment per dtype, in their order."""
         numels: dict[torch.dtype, int] = {}
-        for tensor in tensors:
-            numels[tensor.dtype] = numels.get(tensor.dtype, 0) + tensor.numel()
+        for x in map(_as_real, tensors):
+            numels[x.dtype] = numels.get(x.dtype, 0) + x.numel()
         vector = cls.zeros(FlatLayout.of(numels.items()), tensors[0].device)
-        for tensor, place in vector._places(tensors):
-            place.copy_(tensor.detach())
+        for x, place in vector._places(tensors):
+            place.copy_(x)
         return vector
 
     def unpack_to(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor <- its values in a vector that `pack` made; in place, without autograd."""
-        for tensor, place in self._places(tensors):
-            tensor.detach().copy_(place)
+        for x, place in self._places(tensors):
+            x.copy_(place)
 
     def _places(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         offsets = {x.dtype: 0 for x in self.segments}
         segments = {x.dtype: x for x in self.segments}
-        for tensor in tensors:
-            start = offsets[tensor.dtype]
-            offsets[tensor.dtype] += tensor.numel()
-            yield tensor, segments[tensor.dtype][start : offsets[tensor.dtype]].view(tensor.shape)
+        for x in map(_as_real, tensors):
+            start = offsets[x.dtype]
+            offsets[x.dtype] += x.numel()
+            yield x, segments[x.dtype][start : offsets[x.dtype]].view(x.shape)
 
     def like(self) -> FlatVector:
         """A new vector of zeros with this layout and device, weight one."""
@@ -164,31 +164,43 @@ class FlatVector:
     def difference_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> float:
         """self <- c such that alpha * c = scale * self + sum_j weights[j] * others[j]; returns alpha.
 
-        The first weight is factored out, so that this takes one pass over memory per message.
+        alpha is the largest weight, factored out, so that this takes one pass over memory per message.
         """
-        if not others or weights[0] == 0:
-            self.combine_(scale, others, weights)
+        if any(x.element_size() < 4 for x in self.segments) or not any(weights):
+            self.combine_(scale, others, weights)  # c / alpha may leave the range of a narrow type
             return 1.0
-        alpha = weights[0]
+        order = sorted(range(len(weights)), key=lambda j: -abs(weights[j]))
+        alpha = weights[order[0]]
         for k, x in enumerate((*self.segments, self.weight)):
-            messages = [(*other.segments, other.weight)[k] for other in others]
-            if x.element_size() < 4:
-                _combine_(x, scale / alpha, messages, [weight / alpha for weight in weights])
-                continue
-            torch.add(messages[0], x, alpha=scale / alpha, out=x)
-            for message, weight in zip(messages[1:], weights[1:], strict=True):
-                x.add_(message, alpha=weight / alpha)
+            first, *rest = [((*others[j].segments, others[j].weight)[k], weights[j] / alpha) for j in order]
+            torch.add(first[0], x, alpha=scale / alpha, out=x)
+            for message, ratio in rest:
+                x.add_(message, alpha=ratio)
         return alpha
 
     def multiply_by_weight_(self) -> None:
         """x = z * w: every segment times the push-sum weight; the weight stays."""
         for x in self.segments:
-            x.mul_(self.weight[0])
+            _in_float32(x, lambda piece: piece.mul_(self.weight[0]))
 
     def divide_by_weight_(self) -> None:
         """z = x / w: every segment over the push-sum weight; the weight stays."""
         for x in self.segments:
-            x.div_(self.weight[0])
+            _in_float32(x, lambda piece: piece.div_(self.weight[0]))
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """`x` without autograd, complex numbers as pairs; shares memory."""
+    return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+
+
+def _in_float32(x: Tensor, change_: Callable[[Tensor], Tensor]) -> None:
+    """`change_(x)` in place; by way of small float32 copies where `x` is narrower than that."""
+    if x.element_size() >= 4:
+        change_(x)
+        return
+    for piece in x.split(CHUNK):
+        piece.copy_(change_(piece.float()))
 
 
 def _combine_(x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float]) -> None:

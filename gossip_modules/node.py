@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .flat_vector import FlatVector
@@ -71,6 +72,12 @@ class Node:
     def gather(self, vector: FlatVector) -> None:
         """vector <- every local rank's slice of it, in place."""
         self.transport.all_gather(vector.raw, self.slice(vector).raw.clone(), what="gathering slices in the node")
+
+    def share_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """Every process of the node takes the buffers of local rank 0, in place."""
+        for x in buffers:
+            if x.numel():
+                self.transport.broadcast(x, source=0, what="sharing buffers in the node")
 
     def _replicate(self, module: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -13,7 +14,8 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-MAX_TAG = 1 << 30  # rounds are numbered modulo this: Gloo tags are 32 bit
+ROUND_BITS, CHANNEL_BITS = 20, 10  # of a tag: Gloo's have 32 bits; rounds and channels wrap around
+MAX_STAGED = 64  # twins kept; more means that addresses change from call to call
 
 
 class Pending(Protocol):
@@ -78,11 +80,20 @@ class ProcessGroupTransport:
         self.names = range(self.world_size) if names is None else names
         self.num_bytes_sent = 0
         self.backend = group._get_backend(device).name().lower()
+        self._channels = itertools.count(1)
+        self._channel = 0
         self._staging: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
         self._staged_on: torch.device | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupTransport:
-        return self  # a connection is shared, never copied
+        """Another user of the same connection, on a channel of its own: its messages never meet ours.
+
+        All ranks must copy in the same order. NCCL has no channels: there, do not train both with overlap.
+        """
+        other = ProcessGroupTransport(self.group, device=self.device, timeout=self.timeout, names=self.names)
+        other._channels = self._channels
+        other._channel = next(self._channels)
+        return other
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int
@@ -133,7 +144,9 @@ class ProcessGroupTransport:
                 self.group.monitored_barrier(self.timeout, True)  # type: ignore[attr-defined]
             self._wait(post(), self.timeout)
         except RuntimeError as error:
-            self.fail(error, f"{what} among ranks {list(self.names)}", time.monotonic() - start)
+            names = list(self.names)
+            numbered = "" if names == list(range(self.world_size)) else " (numbered from 0 in what follows)"
+            self.fail(error, f"{what} among ranks {names}{numbered}", time.monotonic() - start)
 
     def _wait(self, work: dist.Work, timeout: timedelta) -> None:
         if self.backend == "nccl":
@@ -141,11 +154,13 @@ class ProcessGroupTransport:
         else:
             work.wait(timeout)
 
+    def wire_tag(self, tag: int) -> int:
+        """The backend's tag of round `tag` on this channel."""
+        return (self._channel % (1 << CHANNEL_BITS) << ROUND_BITS) + tag % (1 << ROUND_BITS)
+
     def fail(self, error: RuntimeError, what: str, seconds: float) -> NoReturn:
-        """Raise what the backend reported as an error that says who waited for whom, and for how long."""
-        limit = self.timeout.total_seconds()
-        message = f"rank {self.names[self.rank]}: {what} failed after {seconds:.1f} s (timeout {limit:g} s): {error}"
-        raise (TimeoutError if seconds > 0.95 * limit else ConnectionError)(message) from error
+        """See the function `fail`; the rank is this one."""
+        fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=self.timeout)
 
     def _stage(self, x: Tensor, *, fill: bool = False, keep: bool = False) -> Tensor:
         """`x` itself where it can go on the wire, else a twin that can: filled if asked, kept for the next round."""
@@ -157,6 +172,8 @@ class ProcessGroupTransport:
         if twin is None:
             twin = torch.empty(x.shape, dtype=x.dtype, device=self.device, pin_memory=x.is_cuda)
             if keep:
+                if len(self._staging) >= MAX_STAGED:
+                    self._staging.clear()
                 self._staging[key] = twin
         return twin.copy_(x, non_blocking=True) if fill else twin
 
@@ -199,7 +216,7 @@ class _Exchange:
             what = f"round {tag}: {'send to' if is_send else 'receive from'} rank {transport.names[peer]}"
             post = transport.group.send if is_send else transport.group.recv
             try:
-                self.works.append((what, post([x], peer, tag % MAX_TAG)))
+                self.works.append((what, post([x], peer, transport.wire_tag(tag))))
             except RuntimeError as error:
                 transport.fail(error, what, 0.0)
 
@@ -213,6 +230,18 @@ class _Exchange:
             except RuntimeError as error:
                 self.transport.fail(error, what, time.monotonic() - self.start)
         self.transport._unstage(self.staged)
+
+
+def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: timedelta) -> NoReturn:
+    """Raise what the backend reported as an error that says who waited for whom, and for how long.
+
+    Raises:
+        TimeoutError: about `timeout` had passed.
+        ConnectionError: sooner.
+    """
+    limit = timeout.total_seconds()
+    message = f"rank {rank}: {what} failed after {seconds:.1f} s (timeout {limit:g} s): {error}"
+    raise (TimeoutError if seconds > 0.95 * limit else ConnectionError)(message) from error
 
 
 def connect(
@@ -250,17 +279,25 @@ def connect(
         if comm_device is None and _backend(base, wire) != "nccl":
             wire = torch.device("cpu")
     backend = _backend(base, wire)
+    if wire.type == "cuda" and backend == "gloo":
+        raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
     if process_group is None:
         subset = list(ranks) if ranks is not None and len(ranks) < dist.get_world_size() else None
-        group = dist.new_group(
-            subset, timeout=timeout, backend=backend or "gloo", use_local_synchronization=subset is not None
-        )
+        start = time.monotonic()
+        try:
+            group = dist.new_group(
+                subset, timeout=timeout, backend=backend or "gloo", use_local_synchronization=subset is not None
+            )
+        except RuntimeError as error:
+            members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+            what = f"making a process group of ranks {members}"
+            fail(error, rank=dist.get_rank(), what=what, seconds=time.monotonic() - start, timeout=timeout)
         assert isinstance(group, dist.ProcessGroup), "this rank is a member"
         base = group
     elif backend is None:
         raise ValueError(
-            f"got a process group without a backend for {wire} tensors, expected one; pass a Gloo group for "
-            "comm_device='cpu', or no group to have one made"
+            f"got a process group without a backend for {wire} tensors, expected one; for CPU tensors beside NCCL call "
+            "init_process_group('cpu:gloo,cuda:nccl'), or pass a Gloo group"
         )
     if ranks is None and dist.is_initialized():
         ranks = dist.get_process_group_ranks(base)

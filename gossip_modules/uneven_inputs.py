@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from .transport import fail
 
 
 class UnevenInputs(Joinable):
@@ -25,13 +29,27 @@ class UnevenInputs(Joinable):
     def _step_start(self) -> None:
         """What a training forward does about its peers at the start of a step."""
 
+    @property
+    @abstractmethod
+    def _join_timeout(self) -> timedelta:
+        """How long to wait for the other ranks."""
+
     def _check_join(self) -> None:
         """Raise ValueError where uneven inputs cannot work."""
 
     def _notify(self) -> None:
         """I have another batch; a no-op outside `Join`."""
-        if self._join_config.enable and (work := Join.notify_join_context(self)) is not None:
-            work.wait()
+        if not self._join_config.enable:
+            return
+        limit = self._join_timeout
+        start = time.monotonic()
+        try:
+            work = Join.notify_join_context(self)
+            if work is not None:
+                work.wait(limit)
+        except RuntimeError as error:
+            what = f"telling ranks 0 to {dist.get_world_size() - 1} of another batch (Join)"
+            fail(error, rank=dist.get_rank(), what=what, seconds=time.monotonic() - start, timeout=limit)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`: shadows one round per training step of the others."""

@@ -101,7 +101,7 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         num_nodes = _num_nodes(hello.world_size, nprocs_per_node, process_group)
         mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes)
         gossiper = choose_gossiper(gossiper, push_sum=push_sum)
-        options = (schedule, self._engine_options(), nprocs_per_node, gossip_buffers)
+        options = (schedule, self._engine_options(), nprocs_per_node, gossip_buffers, init_sync, str(comm_device))
         check_agreement(
             hello,
             {
@@ -109,7 +109,7 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
                 "graph": repr(mixing.graph),
                 "mixing": repr(mixing),
                 "gossiper": repr(gossiper),
-                "options (schedule, engine, nprocs_per_node, gossip_buffers)": repr(options),
+                "options (schedule, engine, nprocs_per_node, gossip_buffers, init_sync, comm_device)": repr(options),
                 "model": self._buffer.signature(),
             },
         )
@@ -141,17 +141,18 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, after this step's gossip round if it is a training forward."""
         self._before_forward()
+        # The node's replica averages gradients and shares buffers, so all its processes must call it: in training only.
+        is_node_wide = self._node is not None and self.training and torch.is_grad_enabled()
+        module = self._node.replica if self._node is not None and is_node_wide else self.module
         with record_function(f"{type(self).__name__}.forward"):
-            output = (self.module if self._node is None else self._node.replica)(*args, **kwargs)
-        if self._debias.is_needed:
-            self._after_forward(output)
-        return output
+            return module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forwards inside belong to the same optimizer step as the first forward outside: one round for all.
 
-        Gradient accumulation as with DistributedDataParallel: all micro-batches but the last go in here.
+        Gradient accumulation as with DistributedDataParallel: all micro-batches but the last go in here. `eval()` ends
+        a step, so an epoch that breaks off inside leaves no rank out of step with the others.
         """
         before, self._sync = self._sync, False
         try:
@@ -161,16 +162,20 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
             self._sync = before
 
     def train(self, mode: bool = True) -> GossipWrapper:
-        """As `nn.Module.train`; going to eval mode flushes first."""
-        if not mode:
-            self.flush()
+        """As `nn.Module.train`, after a flush; eval mode also ends the current step."""
+        self.flush()
+        self._is_step_start = self._is_step_start or not mode
         return super().train(mode)
 
     def flush(self) -> None:
         """See `AveragingMixin`. Leaves the de-biased estimate in the parameters."""
         if self._is_closed:
             return
-        self._ensure_attached()
+        self._land()
+        if not (self._buffer.is_attached() and self._buffer.is_complete()):
+            self._buffer.attach()
+
+    def _land(self) -> None:
         if self._engine.is_in_flight:
             self._debias.to_numerator()
             with torch.no_grad():
@@ -254,11 +259,20 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         """See `UnevenInputs`."""
         return self._transport.device
 
+    @property
+    def _join_timeout(self) -> timedelta:
+        return self._transport.timeout
+
     def _check_join(self) -> None:
         if self._node is not None:
             raise ValueError(
                 f"got nprocs_per_node={self._node.num_slices} inside Join, expected 1; "
                 "give the processes of a node equally many batches"
+            )
+        if self._transport.world_size != dist.get_world_size():
+            raise ValueError(
+                f"got Join over a process group of {self._transport.world_size} of {dist.get_world_size()} ranks, "
+                "expected all; Join counts the ranks of the default group"
             )
 
     # The round itself.
@@ -266,31 +280,24 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
     @torch.compiler.disable
     def _before_forward(self) -> None:
         """[Note: One forward is one round]"""
-        if self.training and torch.is_grad_enabled() and not self._is_closed:
+        is_recomputation = torch._C._current_graph_task_id() != -1  # of a checkpoint, inside a backward
+        if self.training and torch.is_grad_enabled() and not self._is_closed and not is_recomputation:
             if self._is_step_start:
                 self._notify()
                 self._step_start()
             self._is_step_start = self._sync
-        self._debias.to_estimate()
-
-    @torch.compiler.disable
-    def _after_forward(self, output: Any) -> None:
-        """See `Debias`, [Note: Backward]."""
-        if torch.is_grad_enabled():
-            self._debias.watch_output(output)
 
     def _step_start(self) -> None:
-        self._ensure_attached()
+        if not self._buffer.is_attached():
+            self._land()
+            self._buffer.attach()
+        if self._node is not None:
+            self._node.share_buffers(self._buffer.buffer_segments)
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
             self._debias.to_numerator()
             if self._engine.round(self._gossiped):
                 self._written()
-
-    def _ensure_attached(self) -> None:
-        """Take in tensors that `.to()`, `load_state_dict(assign=True)` or a copy have put in place of ours."""
-        if not self._buffer.is_attached():
-            self._buffer.attach()
-            self._debias.watch()
+            self._debias.to_estimate()
 
     @property
     def _gossiped(self) -> FlatVector:
@@ -306,6 +313,8 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
 
     def _read(self) -> FlatVector:
         self.flush()
+        if self._node is not None:
+            self._node.share_buffers(self._buffer.buffer_segments)
         self._debias.to_numerator()
         return self._buffer.vector
 

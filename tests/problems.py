@@ -71,6 +71,11 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=2e-3, weight_decay=0.1, eps=1e-3)
 
 
+def numerator(wrapper: GossipWrapper) -> Tensor:
+    """x = z * w of this rank: what the sum over ranks is kept of."""
+    return flatten(wrapper.module) * wrapper.get_extra_state()["weight"].to(next(wrapper.parameters()).device)
+
+
 def train_step(wrapper: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
     """One step of a plain loop."""
     optimizer.zero_grad()
@@ -89,5 +94,5 @@ def train(wrapper: GossipWrapper, optimizer: torch.optim.Optimizer, rank: int, n
     with wrapper.module.register_forward_pre_hook(note):
         for step in range(num_steps):
             train_step(wrapper, optimizer, rank, step)
-            numerators.append(flatten(wrapper.module))
+            numerators.append(numerator(wrapper).cpu())
     return Snapshot(torch.stack(estimates), torch.stack(numerators), torch.cat(weights))

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 
 from gossip_modules import GossipDataParallel, NetworkXGraph, Schedule, SimpleGossipDataParallel
 from gossip_modules.wrapper import GossipWrapper
-from tests.problems import loss_of, mlp, sgd
+from tests.problems import loss_of, mlp, numerator, sgd
 from tests.processes import run_processes
 from tests.reference import flatten
 
@@ -40,9 +40,9 @@ def body(rank: int) -> list[dict[str, Any]]:
                 with wrapper.no_sync():  # micro-batches of one step are one step for the others too
                     (loss_of(wrapper, rank, 100 + step) / 2).backward()
                 (loss_of(wrapper, rank, step) / 2).backward()
-                before = flatten(model)
+                before = numerator(wrapper)
                 optimizer.step()
-                put_in += flatten(model) - before
+                put_in += numerator(wrapper) - before
         assert not wrapper._engine.is_in_flight
         weight = wrapper.get_extra_state()["weight"]
         results.append({"put_in": put_in, "x": flatten(model) * weight, "t": wrapper._engine.t, "weight": weight})

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("transport", "mpi"),
     ("gossiper", "compressed_gossiper", "agreement", "node"),
-    ("engine", "async_engine", "averaging", "defaults", "debias", "metadata_state", "uneven_inputs"),
+    ("engine", "gossip_thread", "async_engine", "averaging", "defaults", "debias", "metadata_state", "uneven_inputs"),
     ("wrapper",),
     ("simple_distributed", "distributed", "ad_psgd", "wagma", "pairwise", "ar_distributed"),
 )

@@ -16,7 +16,7 @@ from gossip_modules import (
     NPeerDynamicDirectedExponentialGraph,
     Schedule,
 )
-from tests.problems import adamw, batch, loss_of, mlp, sgd, train_step
+from tests.problems import adamw, batch, loss_of, mlp, numerator, sgd, train_step
 from tests.processes import run_processes
 from tests.reference import Oracle, flatten, uniform
 
@@ -56,7 +56,7 @@ def body(rank: int, num_nodes: int) -> dict[str, Any]:
         steps = []
         for step in range(NUM_STEPS):
             train_step(wrapper, optimizer, rank, step)
-            steps.append(flatten(wrapper.module))
+            steps.append(numerator(wrapper))
         wrapper.flush()
         flushed = flatten(wrapper.module)
         distance = wrapper.consensus_distance()

@@ -1,0 +1,52 @@
+"""The thread that rounds run on while training computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeAlias
+
+_Jobs: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], float], Future[float]] | None]"
+
+
+class GossipThread:
+    """One daemon thread that runs jobs in order; a future carries the result or the exception.
+
+    Not a ThreadPoolExecutor, whose thread keeps a failed program from ending until the last wait times out. An idle
+    thread is joined on close and at interpreter exit, where a thread inside C++ code would abort the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: _Jobs = queue.SimpleQueue()
+        thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._jobs, thread)
+
+    def submit(self, job: Callable[[], float]) -> Future[float]:
+        """Run `job` after those submitted before it."""
+        future: Future[float] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        """No more jobs. Waits for the thread for a second at most: a job may be waiting for a peer. Idempotent."""
+        self._end()
+
+
+def _work(jobs: _Jobs) -> None:
+    while (item := jobs.get()) is not None:
+        job, future = item
+        try:
+            future.set_result(job())
+        except BaseException as error:  # noqa: BLE001 (the future raises it in the training thread)
+            future.set_exception(error)
+        del item, job, future  # nothing of a finished job may stay alive until the next
+
+
+def _end(jobs: _Jobs, thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(1.0)
