@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .mixing_manager import MixingManager, MixingWeights
 from .transport import Pending, Transport
 
 _T = TypeVar("_T", Tensor, FlatVector)
+Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
 
 
 class Mixer(ABC):
@@ -113,8 +114,8 @@ class Gossiper(Mixer):
     _pending: Pending | None = None
 
     @abstractmethod
-    def encode(self, s: FlatVector, in_peers: Sequence[int]) -> tuple[Sequence[Tensor], Mapping[int, Sequence[Tensor]]]:
-        """The tensors that every out-peer gets, and for each in-peer the tensors that its message fills."""
+    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
+        """The tensors that each out-peer gets, and the tensors that the message of each in-peer fills."""
 
     @abstractmethod
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
@@ -132,8 +133,8 @@ class Gossiper(Mixer):
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
         rank, graph = self.transport.rank, self.mixing.graph
         self._weights = self.mixing.weights(rank, t)
-        message, inbox = self.encode(s, tuple(self._weights.inp))
-        self._pending = self.transport.exchange(dict.fromkeys(graph.out_peers(rank, t), message), inbox, tag=t)
+        sends, recvs = self.encode(s, graph.out_peers(rank, t), tuple(self._weights.inp))
+        self._pending = self.transport.exchange(sends, recvs, tag=t)
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
@@ -176,13 +177,14 @@ class PushPull(Gossiper):
                 "use push_sum=True, or MetropolisHastingsMixing on an undirected graph"
             )
 
-    def encode(self, s: FlatVector, in_peers: Sequence[int]) -> tuple[Sequence[Tensor], Mapping[int, Sequence[Tensor]]]:
+    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
         """See `Gossiper`. The message is the vector itself: nothing is copied."""
         if self._inbox and (self._inbox[0].layout != s.layout or self._inbox[0].raw.device != s.raw.device):
             self._inbox.clear()
         while len(self._inbox) < len(in_peers):
             self._inbox.append(s.like())
-        return self._pieces(s), {j: self._pieces(v) for j, v in zip(in_peers, self._inbox, strict=False)}
+        recvs = {j: self._pieces(v) for j, v in zip(in_peers, self._inbox, strict=False)}
+        return dict.fromkeys(out_peers, self._pieces(s)), recvs
 
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
         """See `Gossiper`."""

@@ -196,9 +196,11 @@ def test_names_are_global_ranks() -> None:
     run_ranks(2, body)
 
 
-def test_a_copy_shares_the_connection() -> None:
+def test_a_copy_shares_the_connection_on_a_channel_of_its_own() -> None:
     transport = over_group(solo_group())
-    assert copy.deepcopy({"transport": transport})["transport"] is transport
+    twice = [copy.deepcopy(transport), copy.deepcopy(copy.deepcopy(transport))]
+    assert all(other.group is transport.group for other in twice)
+    assert len({other.wire_tag(7) for other in (transport, *twice)}) == 3
 
 
 def test_connect_without_torch_distributed() -> None:
