@@ -1,28 +1,26 @@
-"""Checkpoints: one file per rank, written atomically; all ranks resume from the same step or none does.
+"""Checkpoints: one folder per step, one state per rank; all ranks resume from the same step or none does.
 
-    <folder>/step_00000040/rank_0000.pt      tensors and plain numbers, loaded with weights_only=True
-    <folder>/step_00000040/rank_0000.json    the manifest: written last, so what has one is whole
+    <folder>/step_00000040/     rank_0000.pt, rank_0000.json, rank_0001.pt, ...: see RankFiles
+    <folder>/superseded/        checkpoints that a run gave up when it was resumed from an earlier one
 
 [Note: a checkpoint is complete when every rank has its manifest]
-A rank writes its .pt to a temporary file, fsyncs and renames it; when all ranks have done so, each writes its manifest
-in the same way. A job killed at any point leaves temporary files or files without manifest, which no one reads. Every
-rank reads and deletes only its own two files, so the folder may be shared between machines or local to each.
+A rank writes its state to a temporary file, fsyncs and renames it; when all ranks have done so, each writes its
+manifest in the same way. A job killed at any point leaves temporary files or states without manifest, which no one
+reads and the next save removes. Every rank touches only its own files, so the folder may be shared between machines or
+local to each.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-from collections.abc import Callable, Mapping
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import nn
+from train.rank_files import RankFiles
 
-FORMAT = "gossip-checkpoint-1"
+STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 class Agreement(Protocol):
@@ -36,6 +34,17 @@ class Agreement(Protocol):
     def on_every_rank(self, function: Callable[[], Any]) -> list[Any]: ...
 
 
+class Survey(NamedTuple):
+    """What all ranks together find in a folder."""
+
+    complete: list[int]
+    """Steps of which every rank has its files, ascending."""
+    lacking: dict[int, str]
+    """The other steps, with what they lack, ascending."""
+    unfinished: set[int]
+    """Those of them that no rank has a manifest of: the job was killed while it wrote them."""
+
+
 class Checkpoints:
     """The checkpoints in one folder, as seen by one rank. Every method is collective.
 
@@ -44,13 +53,23 @@ class Checkpoints:
         world: rank and agreement.
         identity: what a run must have in common with a checkpoint to go on from it: world size, recipe, model
             fingerprint and the like, plain JSON values.
+        settings: what may change between them, but no longer gives the run that never stopped: a warning says so.
         keep_last: newest checkpoints kept; the one with the best test accuracy is kept as well.
     """
 
-    def __init__(self, folder: Path, world: Agreement, identity: Mapping[str, Any], *, keep_last: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: Agreement,
+        identity: Mapping[str, Any],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        keep_last: int = 2,
+    ) -> None:
         self.folder = folder
         self._world = world
         self._identity = dict(identity)
+        self._settings = dict(settings or {})
         self._keep_last = keep_last
 
     def save(self, step: int, state: Mapping[str, Any], *, test_accuracy_percent: float | None = None) -> Path:
@@ -67,29 +86,32 @@ class Checkpoints:
         Raises:
             ValueError: a rank could not write; it is named.
         """
-        path = self._path(step)
-        manifest = {"format": FORMAT, "step": step, "test_accuracy_percent": test_accuracy_percent, **self._identity}
-
-        def write_state() -> None:
-            path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file(path, ".pt"), lambda temporary: torch.save(dict(state), temporary))
-
-        def write_manifest() -> None:
-            manifest["num_bytes"] = self._file(path, ".pt").stat().st_size
-            manifest["sha256"] = sha256(self._file(path, ".pt"))
-            text = json.dumps(manifest, indent=1) + "\n"
-            write_atomically(self._file(path, ".json"), lambda temporary: temporary.write_text(text))
-
+        files = self._files(step)
+        manifest = {"step": step, "test_accuracy_percent": test_accuracy_percent, "settings": self._settings}
         # Two rounds: see [Note: a checkpoint is complete when every rank has its manifest].
-        self._world.on_every_rank(write_state)
-        self._world.on_every_rank(write_manifest)
-        self._remove_old()
-        return path
+        self._world.on_every_rank(lambda: files.write_state(state))
+        self._world.on_every_rank(lambda: files.write_manifest({**manifest, **self._identity}))
+        self._remove_old(step)
+        return files.folder
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; None when there is none."""
-        steps = self._complete_steps()
-        return self._path(steps[-1]) if steps else None
+        """The newest complete checkpoint; None when no run has finished one here.
+
+        Raises:
+            ValueError: there are some, none of them complete on the ranks of this run.
+        """
+        survey = self._survey()
+        newest = survey.complete[-1] if survey.complete else -1
+        if newest < 0 and survey.lacking.keys() - survey.unfinished:
+            raise ValueError(
+                f"got no checkpoint in {self.folder} that is complete on all ranks of this run "
+                f"({'; '.join(survey.lacking.values())}), expected one; resume with as many ranks as it was saved by, "
+                "bring the missing files back, or start afresh in another --out-dir"
+            )
+        for step, what in survey.lacking.items():
+            if step > newest:
+                self._print(f"skipped {what}")
+        return self._files(newest).folder if newest >= 0 else None
 
     def choose(self, resume: str) -> Path | None:
         """What a run that was told `resume` goes on from; None: it starts anew.
@@ -99,133 +121,146 @@ class Checkpoints:
                 '', which allows none here, lest two runs mix.
 
         Raises:
-            ValueError: the folder has no complete checkpoint, or there is one and nothing was said.
+            ValueError: the folder has no complete checkpoint, or there are those of another run here.
         """
-        newest = self.newest()
-        if not resume and newest is not None:
+        if resume == "auto":
+            return self.newest()
+        survey = self._survey()
+        named = Path(resume)
+        is_step = STEP_FOLDER.fullmatch(named.name) is not None
+        folder = named.parent if is_step else named / self.folder.name
+        is_here = bool(resume) and folder.resolve() == self.folder.resolve()
+        present = {*survey.complete, *survey.lacking} - survey.unfinished
+        if present and not is_here:
             raise ValueError(
-                f"got an --out-dir with checkpoints of an earlier run ({newest}) and no --resume, expected a new "
-                "folder; pass --resume auto to go on from there, or another --out-dir"
+                f"got an --out-dir with checkpoints of an earlier run ({self._files(max(present)).folder}) and "
+                f"{f'--resume {resume}' if resume else 'no --resume'}, expected a new folder; pass --resume auto to go "
+                "on from there, or another --out-dir"
             )
-        if resume in ("", "auto"):
-            return newest
-        if Path(resume).name.startswith("step_"):
-            return Path(resume)
-        folder = Path(resume) / self.folder.name
+        if not resume or is_step:
+            return (self.folder / named.name if is_here else named) if is_step else None
         path = Checkpoints(folder, self._world, self._identity).newest()
         if path is None:
             raise ValueError(
-                f"got no checkpoint complete on all ranks in {folder}, expected step_*/; name the folder of a run or "
-                "of one of its checkpoints"
+                f"got no checkpoint in {folder}, expected step_00000040/ or the like; name the folder of a run or of "
+                "one of its checkpoints"
             )
         return path
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path, *, keys: Collection[str] = ()) -> dict[str, Any]:
         """The state that this rank saved in the checkpoint `path`.
 
         Args:
             path: folder of the checkpoint, of this run or of another one.
+            keys: what the state must have.
 
         Raises:
-            ValueError: on some rank it is missing, truncated, or from a run that cannot go on here.
+            ValueError: on some rank it is missing, damaged, or from a run that cannot go on here.
         """
-        source = self if path.parent == self.folder else Checkpoints(path.parent, self._world, self._identity)
-        before = [step for step in source._complete_steps() if source._path(step).name < path.name]
+        source = Checkpoints(path.parent, self._world, self._identity)
+        before = [self._files(step).folder.name for step in source._survey().complete]
+        before = [name for name in before if name < path.name]
         remedy = (
-            f"resume from the one before: --resume {source._path(before[-1])}"
+            f"resume from the one before: --resume {path.parent / before[-1]}"
             if before
-            else ("there is no earlier one: start afresh in another --out-dir")
+            else "there is no earlier one: start afresh in another --out-dir"
         )
         states: list[dict[str, Any]] = []
-        self._world.on_every_rank(lambda: states.append(source._load_own(path, remedy)))
+        self._world.on_every_rank(lambda: states.append(self._load_own(path, keys, remedy)))
         return states[0]
 
-    def _load_own(self, path: Path, remedy: str) -> dict[str, Any]:
-        file = self._file(path, ".pt")
-        manifest = self._read_manifest(path)
-        if manifest is None or not file.is_file():
-            raise ValueError(f"got {path} without {file.name} and its .json, expected a whole checkpoint; {remedy}")
-        for name, expected in self._identity.items():
-            if manifest.get(name) != expected:
-                raise ValueError(
-                    f"got {file} of a run with {name}={manifest.get(name)!r}, expected {expected!r} as in this run; "
-                    "resume with the options of that run, or start afresh in another --out-dir"
-                )
-        # torch.load checks neither: it reads a flipped bit as another weight.
-        num_bytes = file.stat().st_size
-        if num_bytes != manifest["num_bytes"]:
-            raise ValueError(f"got {file} of {num_bytes} bytes, expected {manifest['num_bytes']}: truncated; {remedy}")
-        if sha256(file) != manifest["sha256"]:
-            raise ValueError(f"got {file} with other bytes than were written, expected those of its manifest; {remedy}")
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        assert isinstance(state, dict), "save writes a dict"
+    def set_aside_after(self, step: int) -> None:
+        """Move the checkpoints after `step` to superseded/: a run that goes on from `step` writes its own."""
+        survey = self._survey()
+        newer = [later for later in (*survey.complete, *survey.lacking) if later > step]
+
+        def set_aside() -> None:
+            for later in newer:
+                files = self._files(later)
+                if files.manifest_path.is_file() and files.state_path.is_file():
+                    files.move_to(self.folder / "superseded" / files.folder.name)
+                else:
+                    files.remove()
+
+        self._world.on_every_rank(set_aside)
+        if newer:
+            names = ", ".join(self._files(later).folder.name for later in sorted(newer))
+            self._print(f"moved {names} to {self.folder / 'superseded'}: the run goes on from step {step}")
+
+    def _load_own(self, path: Path, keys: Collection[str], remedy: str) -> dict[str, Any]:
+        files = RankFiles(path, self._world.rank)
+        try:
+            manifest = files.read_manifest()
+            for name, expected in self._identity.items():
+                if manifest.get(name) != expected:
+                    remedy = "resume with the options of that run, or start afresh in another --out-dir"
+                    raise ValueError(
+                        f"got {files.state_path} of a run with {name}={manifest.get(name)!r}, expected {expected!r} as "
+                        "in this run"
+                    )
+            state = files.read_state(manifest, keys)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{error}; {remedy}") from error
+        before = manifest.get("settings", {})
+        changed = [
+            f"{name}={before[name]!r} before, {value!r} now"
+            for name, value in self._settings.items()
+            if name in before and before[name] != value
+        ]
+        if changed and self._world.rank == 0:
+            warnings.warn(
+                f"resumed with other settings ({'; '.join(changed)}): the run goes on with those of now, and differs "
+                "from one that never stopped",
+                stacklevel=2,
+            )
         return state
 
-    def _remove_old(self) -> None:
-        steps = self._complete_steps()
-        kept = set(steps[-self._keep_last :])
-        accuracy = {step: (self._read_manifest(self._path(step)) or {}).get("test_accuracy_percent") for step in steps}
-        measured = [step for step in steps if accuracy[step] is not None]
-        if measured:
-            kept.add(max(measured, key=lambda step: (accuracy[step], step)))
-        for step in set(steps) - kept:
-            path = self._path(step)
-            # The manifest goes first: half a removal must not look like a checkpoint.
-            self._file(path, ".json").unlink()
-            self._file(path, ".pt").unlink()
-            with contextlib.suppress(OSError):  # not empty yet: the last rank to leave takes the folder away
-                path.rmdir()
-
-    def _complete_steps(self) -> list[int]:
-        mine = {
-            int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*") if self._read_manifest(path)
+    def _remove_old(self, newest: int) -> None:
+        survey = self._survey()
+        kept = {newest, *survey.complete[-self._keep_last :]}
+        accuracy = {
+            step: self._files(step).read_manifest()["test_accuracy_percent"] or float("-inf")
+            for step in survey.complete
         }
-        return sorted(set.intersection(*self._world.gather(mine)))
+        best = max(survey.complete, key=lambda step: (accuracy[step], step))
+        kept.add(best)
+        for step in (*survey.complete, *survey.lacking):
+            if step not in kept:
+                self._files(step).remove()
+            else:
+                self._files(step).remove_temporaries()
 
-    def _read_manifest(self, path: Path) -> dict[str, Any] | None:
-        """The manifest of this rank in `path`; None when there is none. Written atomically, so it is whole."""
-        file = self._file(path, ".json")
-        try:
-            manifest = json.loads(file.read_text()) if file.is_file() else None
-        except ValueError:
-            return None
-        return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+    def _survey(self) -> Survey:
+        mine: dict[int, tuple[str, int | None]] = {}
+        for path in self.folder.glob("step_*"):
+            match = STEP_FOLDER.fullmatch(path.name)
+            if match is None or not path.is_dir():
+                continue
+            try:
+                mine[int(match[1])] = ("", RankFiles(path, self._world.rank).read_manifest().get("world_size"))
+            except (ValueError, OSError) as error:
+                mine[int(match[1])] = (str(error), None)
+        survey = Survey([], {}, set())
+        ranks = self._world.gather(mine)
+        for step in sorted(set().union(*ranks)):
+            found = [rank.get(step, (f"no {self._files(step).folder}", None)) for rank in ranks]
+            missing = [rank for rank, (problem, _) in enumerate(found) if problem]
+            if not missing:
+                survey.complete.append(step)
+                continue
+            sizes = {size for _, size in found if size is not None}
+            saved_by = f", saved by {sizes.pop()} ranks," if sizes else ""
+            survey.lacking[step] = (
+                f"{self._files(step).folder.name}{saved_by} not complete on rank {', '.join(map(str, missing))}: "
+                f"{found[missing[0]][0]}"
+            )
+            if len(missing) == len(ranks):
+                survey.unfinished.add(step)
+        return survey
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
+    def _files(self, step: int) -> RankFiles:
+        return RankFiles(self.folder / f"step_{step:08d}", self._world.rank)
 
-    def _file(self, path: Path, suffix: str) -> Path:
-        return path / f"rank_{self._world.rank:04d}{suffix}"
-
-
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary file and put it at `path`: a reader sees the old file or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    # A rename is durable once its folder is.
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal, read a few megabytes at a time."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def fingerprint(module: nn.Module) -> str:
-    """A short hash of the names, shapes and dtypes of a model's state."""
-    layout = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in module.state_dict().items()]
-    return hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16]
+    def _print(self, text: str) -> None:
+        if self._world.rank == 0:
+            print(text, flush=True)
