@@ -169,9 +169,10 @@ class OverlapEngine(Engine):
         with torch.profiler.record_function("gossip.wait"):
             try:
                 alpha = flight.future.result()
-            finally:
-                if flight.future.done():  # else interrupted: the thread still writes the snapshot
-                    self._flight = None
+            except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
+                self._flight = None
+                raise
+        self._flight = None
         self.stats.wait_seconds += time.perf_counter() - start
         if self._stream is not None:
             torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added

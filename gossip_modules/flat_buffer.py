@@ -71,6 +71,7 @@ class FlatBuffer:
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
         self._slots: list[_Slot] = []
+        self._views: list[Tensor] = []  # of the vector, one per slot
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
         self.vector: FlatVector
         self.parameter_segments: tuple[Tensor, ...] = ()
@@ -103,6 +104,24 @@ class FlatBuffer:
             for table, attribute, tensor, pointer in self._places
         )
 
+    def pull(self) -> None:
+        """The vector <- the values of tensors that the module holds in place of ours, where shapes are equal."""
+        for view, tensor in self._replaced():
+            view.copy_(tensor)
+
+    def push(self) -> None:
+        """The tensors that the module holds in place of ours <- the vector; the opposite of `pull()`."""
+        for view, tensor in self._replaced():
+            tensor.copy_(view)
+
+    def _replaced(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for view, slot in zip(self._views, self._slots, strict=True):
+            tensor = slot.table.get(slot.attribute)
+            if tensor is None or tensor.shape != view.shape or tensor.data_ptr() == view.data_ptr():
+                continue
+            if tensor.requires_grad or not slot.is_parameter:  # what was frozen meanwhile stays local
+                yield view, tensor.detach()
+
     def is_complete(self) -> bool:
         """Whether exactly the module's trained tensors are in the vector; walks the module, so not for every step."""
         return [id(slot.tensor) for slot in _parameters_first(self._trained_tensors())] == list(map(id, self.tensors))
@@ -119,6 +138,7 @@ class FlatBuffer:
         vector = FlatVector.zeros(layout, slots[0].tensor.device)
         if self._slots:
             vector.weight.copy_(self.vector.weight)
+        views: list[Tensor] = []
         with torch.no_grad():
             for segment, group in zip(vector.segments, groups.values(), strict=True):
                 offset = 0
@@ -126,13 +146,17 @@ class FlatBuffer:
                     view = _view_like(segment, offset, slot.tensor)
                     view.copy_(slot.tensor)
                     slot.tensor.data = view
+                    views.append(view)
                     offset += _real_numel(slot.tensor)
-        self._slots, self.vector = slots, vector
+        self._slots, self._views, self.vector = slots, views, vector
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
         self.parameter_segments = tuple(
             segment[: sum(_real_numel(slot.tensor) for slot in group if slot.is_parameter)]
             for segment, group in zip(vector.segments, groups.values(), strict=True)
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": []}  # a copy's tensors are no views; attach() makes them so
 
     def _trained_tensors(self) -> Iterator[_Slot]:
         seen: set[int] = set()

@@ -92,6 +92,7 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         self._sync = True
         self._is_step_start = True
         self._is_closed = False
+        self._has_trained = False
         num_slices = max(nprocs_per_node, 1)  # _num_nodes refuses less
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_slices=num_slices)
         device = self._buffer.vector.raw.device
@@ -171,9 +172,20 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         """See `AveragingMixin`. Leaves the de-biased estimate in the parameters."""
         if self._is_closed:
             return
+        if not self._buffer.is_attached():
+            self._take_in()
         self._land()
-        if not (self._buffer.is_attached() and self._buffer.is_complete()):
+        if not self._buffer.is_complete():
             self._buffer.attach()
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        """Attach tensors that were put in place of ours; what is in flight is applied to their values."""
+        if self._engine.is_in_flight:
+            self._buffer.pull()
+            self._land()
+            self._buffer.push()
+        self._buffer.attach()
 
     def _land(self) -> None:
         if self._engine.is_in_flight:
@@ -280,8 +292,15 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
     @torch.compiler.disable
     def _before_forward(self) -> None:
         """[Note: One forward is one round]"""
-        is_recomputation = torch._C._current_graph_task_id() != -1  # of a checkpoint, inside a backward
-        if self.training and torch.is_grad_enabled() and not self._is_closed and not is_recomputation:
+        if self.training and torch.is_grad_enabled() and not self._is_closed:
+            if torch._C._current_graph_task_id() != -1:  # inside a backward: the recomputation of a checkpoint
+                if not self._has_trained:
+                    raise RuntimeError(
+                        "got a training forward inside a backward and none before it, expected rounds to run in the "
+                        "forward; checkpoint parts of the module, or pass use_reentrant=False"
+                    )
+                return
+            self._has_trained = True
             if self._is_step_start:
                 self._notify()
                 self._step_start()
@@ -289,8 +308,7 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
 
     def _step_start(self) -> None:
         if not self._buffer.is_attached():
-            self._land()
-            self._buffer.attach()
+            self._take_in()
         if self._node is not None:
             self._node.share_buffers(self._buffer.buffer_segments)
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):

@@ -22,9 +22,13 @@
 #   MASTER_PORT        port of the rendezvous on the first host (from the job id)
 #
 # 120 s before the time limit, or on `scancel --batch --signal=USR1 <job>`, USR1 reaches this script, which passes it
-# on: the workers save a checkpoint, exit with code 75 and the job is requeued; it resumes from there. A job that fails
-# by itself is not requeued.
+# on through srun and torchrun: the workers save a checkpoint, exit with code 75 and the job is requeued; it resumes from
+# there. They have 100 s for it. A job that fails by itself is not requeued.
 set -euo pipefail
+
+# From the first line on, lest a USR1 that comes before training has started ends this script.
+signalled=0
+trap 'signalled=1' USR1
 
 : "${SLURM_JOB_ID:?is not set: submit with sbatch, or run inside an allocation}"
 cd "${SLURM_SUBMIT_DIR:-.}"
@@ -44,13 +48,17 @@ if [[ -n ${NETWORK_INTERFACE:-} ]]; then
   export GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE
 fi
 
-# SLURM sends a signal to every process of a step, and torchrun would die of USR1 before its workers have saved: it
-# starts ignoring it, and only the workers install a handler. A requeued job meets under an id of its own.
+# Less than the 120 s before the time limit; torchrun's default of 30 s is short for a large model on a slow disk.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
+
+# Where SLURM tracks processes by cgroup, srun's signals reach the task itself, torchrun, and not its children: torchrun
+# passes them on, which without its option it would not do with USR1, but die of it and leave the workers behind. The
+# option overrides TORCHELASTIC_SIGNALS_TO_HANDLE. A requeued job meets under an id of its own.
 command=(
   srun "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --wait=600
-  bash -c "trap '' USR1; exec \"\$@\"" torchrun
   "$venv/bin/torchrun" "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc-per-node=$num_procs"
   --rdzv-backend=c10d "--rdzv-endpoint=$master:$port" "--rdzv-id=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+  --signals-to-handle=SIGTERM,SIGINT,SIGUSR1
   train/gossip_sgd.py --out-dir "${OUT_DIR:-runs/${SLURM_JOB_NAME:-gossip}}" --resume auto "$@"
 )
 
@@ -60,11 +68,12 @@ if [[ ${DRY_RUN:-0} != 0 ]]; then
   exit 0
 fi
 
-signalled=0
-interrupted=1
-trap 'signalled=1 interrupted=1; kill -USR1 "$!" 2>/dev/null || :' USR1
 "${command[@]}" &
 step=$!
+interrupted=1
+trap 'signalled=1 interrupted=1; kill -USR1 "$step" 2>/dev/null || :' USR1
+# A USR1 that came before there was a step: it has nothing to save, and a child that young may miss what is trapped here.
+((!signalled)) || kill -TERM "$step" 2>/dev/null || :
 # A trapped signal ends `wait` early: only a wait that no signal interrupted tells the status of the step.
 while ((interrupted)); do
   interrupted=0

@@ -40,33 +40,39 @@ class HangUp(Exception):
 def run_ranks(world_size: int, body: Callable[[dist.ProcessGroup], T], *, timeout: timedelta = TIMEOUT) -> list[T]:
     """`body(group)` on every rank at once; the results in rank order. Raises the error that came first.
 
-    A rank's group lives until all ranks are done, as a process would: an early end is not a dead peer. An error is:
-    its connections close, so that those who wait for it fail too. The random generators of torch are shared by all
-    threads: draw from a generator of your own.
+    A rank's group lives until all threads have ended, as a process would: an early end is not a dead peer. An error
+    is: its connections close, so that those who wait for it fail too. The random generators of torch are shared by
+    all threads: draw from a generator of your own.
     """
     store = dist.HashStore()
     done = threading.Barrier(world_size)
     errors: list[Exception] = []
     results: dict[int, T] = {}
+    groups: dict[int, dist.ProcessGroup] = {}
+    # A group that goes keeps the GIL while it joins its threads, which may want it; a backend lets go of it.
+    backends: dict[int, dist._Backend] = {}
 
     def rank_body(rank: int) -> None:
-        groups = []
         try:
-            groups.append(thread_group(store, rank, world_size, timeout))
-            results[rank] = body(groups[0])
+            groups[rank] = thread_group(store, rank, world_size, timeout)
+            backends[rank] = groups[rank]._get_backend(CPU)
+            results[rank] = body(groups[rank])
         except Exception as error:  # noqa: BLE001 (the first one is raised below, in the main thread)
             if not isinstance(error, HangUp):
                 errors.append(error)  # before the others get errors for it
                 done.abort()
             # The locals of the body hold the group, and only its end closes the connections.
             traceback.clear_frames(error.__traceback__)
-            groups.clear()
+            groups.pop(rank, None)
             gc.collect()
+            backends.pop(rank, None)
         with contextlib.suppress(threading.BrokenBarrierError):  # another rank failed
             done.wait(timeout.total_seconds() * 2)
 
     with ThreadPoolExecutor(world_size, thread_name_prefix="rank") as pool:
         futures = [pool.submit(rank_body, rank) for rank in range(world_size)]
+    groups.clear()
+    backends.clear()
     for future in futures:
         future.result()
     if errors:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gossip_modules import AllReduceDataParallel
@@ -72,8 +72,57 @@ def use_the_common_methods(rank: int) -> dict[str, Any]:
     return {"distance": distance, "average": average, "before": before}
 
 
+class Phases(nn.Module):
+    """Complex parameters beside real ones, as in Fourier neural operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.phase.abs().sum()
+
+
+def average_complex_parameters(rank: int) -> None:
+    """Ranks 0 and 1 have c and c + 1 + 1j: the average lies in the middle, each rank sqrt(1/2) from it."""
+    model = AllReduceDataParallel(Phases())
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.consensus_distance() == 0
+    phase = model.module.get_parameter("phase")
+    with torch.no_grad():
+        phase += rank * (1 + 1j)
+    linear = flatten(model.module.get_submodule("linear"))
+    assert model.consensus_distance() == pytest.approx(math.sqrt(3 / 2), rel=1e-6)
+    with model.averaged():
+        torch.testing.assert_close(phase.detach(), torch.full_like(phase, 1.5 + 0.5j).detach())
+    torch.testing.assert_close(phase.detach(), torch.full_like(phase, 1 + rank * (1 + 1j)).detach())
+    model.average_()
+    torch.testing.assert_close(phase.detach(), torch.full_like(phase, 1.5 + 0.5j).detach())
+    assert model.consensus_distance() == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(flatten(model.module.get_submodule("linear")), linear)
+
+
+def average_after_a_cast(rank: int) -> None:
+    """What was float32 at construction is averaged as float64, without rounding to float32."""
+    model = AllReduceDataParallel(net(), broadcast_buffers=False)
+    model.double()
+    with torch.no_grad():
+        for tensor in (*model.module.parameters(), *model.module.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(1 + rank * 1e-10)
+    num_parameters = sum(p.numel() for p in net().parameters())
+    assert model.consensus_distance() == pytest.approx(0.5e-10 * math.sqrt(num_parameters), rel=1e-4)
+    model.average_()
+    x = flatten(model.module)
+    torch.testing.assert_close(x, torch.full_like(x, 1 + 0.5e-10), rtol=0, atol=1e-14)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
 def body(rank: int) -> dict[str, Any]:
     """Everything in one start."""
+    average_complex_parameters(rank)
+    average_after_a_cast(rank)
     return {"num_steps": train_both(rank), **use_the_common_methods(rank)}
 
 

@@ -198,20 +198,31 @@ def test_a_round_that_never_arrives_early_is_applied_at_its_last_forward(max_sta
     engine.close()
 
 
-def test_training_waits_at_the_last_forward() -> None:
+def test_training_waits_at_the_last_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     gossiper, transport = scripted()
     engine, x = OverlapEngine(gossiper, Schedule(), max_staleness=1), vector()
     engine.round(x)
     engine.round(x)
+    assert engine.stats.wait_seconds == 0
+    assert engine._flight is not None
+    future, is_waiting = engine._flight.future, threading.Event()
+    result = future.result
+
+    def wait() -> float:
+        is_waiting.set()
+        return result(PATIENCE)
+
+    monkeypatch.setattr(future, "result", wait)
     training = threading.Thread(target=engine.round, args=(x,))
     training.start()
-    training.join(0.1)
+    assert is_waiting.wait(PATIENCE)
     assert training.is_alive()
+    assert value(x) == 0.0
     transport.gates[0].set()
     training.join(PATIENCE)
     assert not training.is_alive()
     assert value(x) == 5.0
-    assert engine.stats.wait_seconds > 0.05
+    assert engine.stats.wait_seconds > 0
     transport.gates[1].set()
     engine.flush(x)
     engine.close()
@@ -276,6 +287,33 @@ def test_an_error_of_the_gossip_thread_is_raised_in_training(flush: bool) -> Non
     assert value(x) == 2.0
     engine.close()
     assert_no_threads()
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_an_interrupt_while_waiting_keeps_the_correction(is_complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control-C before the round is complete, or just after: who then saves a checkpoint flushes again."""
+    gossiper, transport = scripted()
+    engine, x = OverlapEngine(gossiper, Schedule()), vector(2.0)
+    engine.round(x)
+    assert engine._flight is not None
+
+    def interrupted() -> float:
+        if is_complete:
+            transport.gates[0].set()
+            arrive(engine)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._flight.future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.flush(x)
+    assert engine.is_in_flight
+    assert value(x) == 2.0
+    transport.gates[0].set()
+    assert engine.flush(x)
+    assert value(x) == 6.0
+    assert engine.stats.num_rounds == 1
+    engine.close()
 
 
 def test_close_is_idempotent_and_ends_the_thread() -> None:

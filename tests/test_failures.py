@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
 from gossip_modules import GossipDataParallel, RingGraph, Schedule
 from tests.problems import mlp, sgd, train_step
@@ -80,6 +81,36 @@ def test_a_hung_peer_is_named_in_a_global_average() -> None:
     pattern = rf"^TimeoutError: rank 0: global average in round {ROUND} among ranks .*{VICTIM}"
     assert re.search(pattern, outcomes[0].error, re.DOTALL), outcomes[0].error
     assert all(outcomes[rank].seconds < SECONDS[signal.SIGSTOP] + 3 for rank in (0, 2, 3))
+
+
+def lose_a_peer_in_join(rank: int) -> None:
+    """Uneven inputs; one rank stops between two steps, before it has told the others of its next batch."""
+    wrapper = GossipDataParallel(mlp(), timeout=timedelta(seconds=SECONDS[signal.SIGSTOP]))
+    optimizer = sgd(wrapper)
+    with Join([wrapper]):
+        for step in range(1000):
+            if step == ROUND:
+                dist.barrier()
+                start_clock()
+                if rank == VICTIM:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            train_step(wrapper, optimizer, rank, step)
+
+
+@pytest.mark.e2e
+def test_a_hung_peer_in_join_is_an_error_in_time() -> None:
+    """Within the wrapper's timeout, not that of the default group, which is 30 s here."""
+    outcomes, timeout = (
+        run_processes(3, lose_a_peer_in_join, expect_result=False, hung=(VICTIM,)),
+        SECONDS[signal.SIGSTOP],
+    )
+    for rank in (0, 2):
+        what = r"telling ranks 0 to 2 of another batch \(Join\) failed after \d+\.\d s"
+        pattern = rf"^(Timeout|Connection)Error: rank {rank}: {what} \(timeout {timeout:g} s\)"
+        assert re.search(pattern, outcomes[rank].error), outcomes[rank].error
+        assert outcomes[rank].seconds < timeout + 3
+        assert outcomes[rank].exit_code == 1
+    assert any(outcomes[rank].error.startswith("TimeoutError") for rank in (0, 2))
 
 
 def sum_of_ranks(rank: int) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from gossip_modules import GossipDataParallel, NetworkXGraph, Schedule, SimpleGossipDataParallel
@@ -61,3 +62,24 @@ def test_all_finish_and_no_mass_is_lost() -> None:
         assert float(sum(result["weight"] for result in rank_results)) == pytest.approx(NUM_RANKS, abs=1e-12)
         torch.testing.assert_close(left.sum(0), put_in.sum(0), rtol=0, atol=2e-6)
         assert float((left - put_in).abs().max()) > 1e-3
+
+
+def join_in_a_subgroup(rank: int) -> str:
+    """Join counts the ranks of the default group, of which rank 1 takes no part."""
+    group = dist.new_group([0])
+    if rank == 1:
+        return ""
+    assert isinstance(group, dist.ProcessGroup)
+    wrapper = GossipDataParallel(mlp(), process_group=group)
+    with pytest.raises(ValueError, match=r"^got Join over a process group of 1 of 2 ranks, expected all; ") as caught:
+        Join([wrapper])
+    loss_of(wrapper, rank, 0).backward()  # without Join it trains
+    wrapper.close()
+    return str(caught.value)
+
+
+@pytest.mark.e2e
+def test_join_over_a_subgroup_is_refused() -> None:
+    refused, idle = (outcome.result for outcome in run_processes(2, join_in_a_subgroup))
+    assert idle == ""
+    assert "process group of 1 of 2 ranks" in refused

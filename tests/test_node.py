@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import networkx as nx
@@ -110,3 +111,46 @@ def test_nodes_equal_ranks_with_a_larger_batch(num_nodes: int) -> None:
         assert bool(result["gradient"].isfinite().all())
     for rank in range(0, len(results), PER_NODE):
         assert torch.equal(results[rank]["gradient"], results[rank + 1]["gradient"])
+
+
+def share_buffers(rank: int) -> dict[str, Any]:
+    """BatchNorm on two nodes of two; then one process alone evaluates."""
+    results: dict[str, Any] = {}
+    node_step = range(2)
+    for name, momentum in (("frozen", 0.0), ("running", 0.1)):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Linear(4, 2))
+        mean = model.get_buffer("1.running_mean")
+        wrapper = GossipDataParallel(model, nprocs_per_node=PER_NODE, timeout=timedelta(seconds=10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        mean.fill_(float(rank))
+        loss_of(wrapper, rank, 0)
+        results[f"{name} after a round"] = mean.clone()
+        mean.fill_(float(rank))
+        wrapper.average_()
+        results[f"{name} averaged"] = mean.clone()
+        for step in node_step:
+            train_step(wrapper, optimizer, rank, step)
+        if rank == 0:
+            wrapper.eval()
+            with torch.no_grad():
+                wrapper(batch(rank, 9)[0])
+            wrapper.train()
+        for step in node_step:
+            train_step(wrapper, optimizer, rank, step)
+        wrapper.average_()
+        results[f"{name} at the end"] = flatten(model)
+        results[f"{name} rounds"] = wrapper.comm_stats()["num_rounds"]
+        wrapper.close()
+    return results
+
+
+@pytest.mark.e2e
+def test_buffers_are_those_of_local_rank_0_and_one_process_may_evaluate_alone() -> None:
+    results = [outcome.result for outcome in run_processes(2 * PER_NODE, share_buffers)]
+    for result in results:
+        # Local ranks 0 are ranks 0 and 2: the nodes have 0 and 2, whose average is 1.
+        assert torch.equal(result["frozen after a round"], torch.full((4,), 1.0))
+        for name in ("frozen", "running"):
+            assert torch.equal(result[f"{name} averaged"], torch.full((4,), 1.0))
+            assert torch.equal(result[f"{name} at the end"], results[0][f"{name} at the end"])
+            assert result[f"{name} rounds"] == 5

@@ -5,7 +5,6 @@ import runpy
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -208,9 +207,9 @@ def test_launch_builds_one_torchrun_per_node(cluster: Path) -> None:
     assert process.returncode == 0, err
     assert shlex.split(out) == [
         *["srun", "--nodes=2", "--ntasks-per-node=1", "--wait=600"],
-        *["bash", "-c", "trap '' USR1; exec \"$@\"", "torchrun"],
         *[".venv/bin/torchrun", "--nnodes=2", "--nproc-per-node=8"],
         *["--rdzv-backend=c10d", "--rdzv-endpoint=node07:14321", "--rdzv-id=4321-0"],
+        "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1",
         *["train/gossip_sgd.py", "--out-dir", "out", "--resume", "auto", "--recipe", "sgp", "--tag", "two words"],
     ]
 
@@ -261,6 +260,18 @@ def test_launch_hands_usr1_to_training_and_requeues(cluster: Path, status: int, 
     assert (log.read_text(encoding="utf-8").splitlines() if log.exists() else []) == requeues
 
 
+def test_launch_requeues_on_a_usr1_that_comes_before_training(cluster: Path) -> None:
+    # scontrol, which launch.sh asks for the hosts before it starts the step, signals it.
+    write_executable(
+        cluster / "bin" / "scontrol",
+        '#!/bin/sh\ncase "$1" in show) kill -USR1 $PPID; echo node07 ;; *) echo "$*" >>log ;; esac\n',
+    )
+    process = launch(cluster, FAKE_SRUN="while :; do sleep 0.01; done")
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert (cluster / "log").read_text(encoding="utf-8") == "requeue 4321\n", out
+
+
 @pytest.mark.parametrize("recipe", ["ar", "dpsgd", "sgp", "osgp"])
 def test_submit_scripts_ask_for_what_the_trainer_understands(cluster: Path, recipe: str) -> None:
     write_executable(cluster / "bin" / "sbatch", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -275,10 +286,3 @@ def test_submit_scripts_ask_for_what_the_trainer_understands(cluster: Path, reci
     assert (config.recipe, config.data_dir, config.seed) == (recipe, "/data/image net", 7)
     assert (config.model, config.milestones) == ("resnet50", (30, 60, 80))
     assert config.nprocs_per_node == (1 if recipe == "ar" else 4), "AllReduce would warn that it has no effect"
-
-
-def test_trainers_ignore_usr1_until_they_listen() -> None:
-    wrapper = ["bash", "-c", "trap '' USR1; exec \"$@\"", "torchrun"]
-    program = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive')"
-    result = subprocess.run([*wrapper, sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == "alive\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from train.checkpoint import Checkpoints, fingerprint, write_atomically
+from train.checkpoint import Checkpoints
+from train.files import sha256, write_atomically
+from train.models import fingerprint
 from train.world import agree
 
 IDENTITY = {"world_size": 1, "recipe": "sgp", "model_fingerprint": "abc"}
@@ -93,6 +96,13 @@ def test_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None:
             assert steps(checkpoints.folder) == kept[step]
 
 
+class Bomb:
+    """Raises when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("ran code out of a checkpoint",))
+
+
 def damage(path: Path, how: str) -> None:
     file = path / "rank_0000.pt"
     content = bytearray(file.read_bytes())
@@ -104,6 +114,15 @@ def damage(path: Path, how: str) -> None:
         place = content.index(torch.arange(100.0).numpy().tobytes()) + 200
         content[place] ^= 255
         file.write_bytes(content)
+    elif how == "no manifest":
+        file.with_suffix(".json").unlink()
+    elif how == "bad manifest":
+        file.with_suffix(".json").write_text("{")
+    elif how in ("pickle", "other keys"):
+        torch.save({"x": Bomb()} if how == "pickle" else {"y": 1}, file)
+        manifest = json.loads(file.with_suffix(".json").read_text())
+        manifest |= {"num_bytes": file.stat().st_size, "sha256": sha256(file)}
+        file.with_suffix(".json").write_text(json.dumps(manifest))
     else:
         file.unlink()
 
@@ -111,6 +130,10 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
+        ("pickle", r"rank 0: got .*rank_0000.pt with more than tensors and plain values \(UnpicklingError\)"),
+        ("other keys", r"rank 0: got .*rank_0000.pt without x, expected a checkpoint of this script"),
+        ("no manifest", r"rank 0: got .*step_00000002 without rank_0000.json"),
+        ("bad manifest", r"rank 0: got .*rank_0000.json damaged \(.*\), expected a manifest"),
         ("truncated", r"rank 0: got .*rank_0000.pt of \d+ bytes, expected \d+: truncated"),
         ("foreign", r"rank 0: got .*rank_0000.pt with other bytes than were written"),
         ("flipped", r"rank 0: got .*rank_0000.pt with other bytes than were written"),
@@ -124,7 +147,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(
     second = checkpoints.save(2, {"x": torch.arange(100.0)})
     damage(second, how)
     with pytest.raises(ValueError, match=rf"{message}.*resume from the one before: --resume .*step_00000001"):
-        checkpoints.load(second)
+        checkpoints.load(second, keys={"x"})
     assert torch.equal(checkpoints.load(first)["x"], torch.arange(100.0))
     damage(first, "truncated")
     with pytest.raises(ValueError, match=r"truncated; there is no earlier one: start afresh"):
@@ -152,8 +175,95 @@ def test_what_to_resume_from(checkpoints: Checkpoints, tmp_path: Path) -> None:
     other = Checkpoints(tmp_path / "elsewhere" / "checkpoints", Ranks(1)[0], IDENTITY)
     assert other.choose(str(tmp_path)) == path
     assert other.load(path)["x"] == 5
-    with pytest.raises(ValueError, match=r"got no checkpoint complete on all ranks in .*nowhere"):
-        other.choose(str(tmp_path / "nowhere"))
+    for name in ("nowhere", "step_latest"):
+        with pytest.raises(ValueError, match=rf"got no checkpoint in .*{name}.*expected step_00000040"):
+            other.choose(str(tmp_path / name))
+    other.save(1, {"x": 6})
+    with pytest.raises(ValueError, match=r"checkpoints of an earlier run .*and --resume .*pass --resume auto"):
+        other.choose(str(tmp_path))
+
+
+def test_other_names_are_no_checkpoints(checkpoints: Checkpoints) -> None:
+    (checkpoints.folder / "step_latest").mkdir(parents=True)
+    assert checkpoints.choose("auto") is None
+    path = checkpoints.save(1, {"x": 5})
+    assert checkpoints.choose("auto") == path
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_sets_the_later_ones_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, keep_last=3)
+    first = checkpoints.save(10, {"x": 10})
+    checkpoints.save(20, {"x": 20}, test_accuracy_percent=99.0)
+    checkpoints.save(30, {"x": 30})
+    damage(checkpoints.folder / "step_00000030", "truncated")
+    checkpoints.load(first)
+    checkpoints.set_aside_after(10)
+    assert "moved step_00000020, step_00000030 to" in capsys.readouterr().out
+    assert checkpoints.newest() == first
+    later = checkpoints.save(15, {"x": 15})
+    assert checkpoints.newest() == later
+    assert sorted(path.name for path in (checkpoints.folder / "superseded").iterdir()) == [
+        "step_00000020",
+        "step_00000030",
+    ]
+
+
+def test_the_checkpoint_just_written_outlives_later_steps(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, keep_last=1)
+    checkpoints.save(20, {"x": 20})
+    assert checkpoints.save(10, {"x": 10}).is_dir()
+
+
+def test_the_next_save_removes_what_a_killed_job_left(checkpoints: Checkpoints) -> None:
+    half = checkpoints.folder / "step_00000001"
+    half.mkdir(parents=True)
+    (half / ".rank_0000.pt.77.tmp").write_text("half")
+    (half / "rank_0000.pt").write_text("whole, without manifest")
+    assert checkpoints.choose("auto") is None
+    path = checkpoints.save(2, {"x": 1})
+    (path / ".rank_0000.json.77.tmp").write_text("half")
+    checkpoints.save(3, {"x": 1})
+    assert steps(checkpoints.folder) == [2, 3]
+    assert sorted(file.name for file in path.iterdir()) == ["rank_0000.json", "rank_0000.pt"]
+
+
+def test_a_checkpoint_that_some_ranks_lack_stops_a_run_or_is_named_when_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save(member: Member, step: int) -> None:
+        Checkpoints(tmp_path, member, IDENTITY | {"world_size": 2}).save(step, {"x": 1})
+
+    def choose(member: Member) -> Path | None:
+        return Checkpoints(tmp_path, member, IDENTITY).choose("auto")
+
+    Ranks(2).run(lambda member: save(member, 1))
+    for error in Ranks(3).run(choose):
+        assert isinstance(error, ValueError)
+        assert "got no checkpoint in" in str(error)
+        assert "step_00000001, saved by 2 ranks, not complete on rank 2: " in str(error)
+    Ranks(2).run(lambda member: save(member, 2))
+    (tmp_path / "step_00000002" / "rank_0000.json").write_text("{")
+    assert Ranks(2).run(choose) == [tmp_path / "step_00000001"] * 2
+    assert re.search(r"skipped step_00000002, .*not complete on rank 0: got .* damaged", capsys.readouterr().out)
+
+
+def test_other_settings_are_named_in_a_warning(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, settings={"lr": 0.1, "milestones": [1]}).save(1, {"x": 1})
+    Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, settings={"lr": 0.1, "milestones": [1]}).load(path)
+    with pytest.warns(UserWarning, match=r"other settings \(lr=0.1 before, 0.2 now\)"):
+        Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, settings={"lr": 0.2, "milestones": [1]}).load(path)
+
+
+def test_any_exception_on_one_rank_stops_all() -> None:
+    def body(member: Member) -> Any:
+        values = {"x": 1} if member.rank else {}
+        return member.on_every_rank(lambda: values["x"])
+
+    for error in Ranks(2).run(body):
+        assert isinstance(error, ValueError)
+        assert str(error) == "rank 0: KeyError: 'x'"
 
 
 def test_only_what_is_complete_on_every_rank_counts(tmp_path: Path) -> None:
@@ -187,9 +297,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
     def fail(temporary: Path) -> None:
         temporary.write_text("half")
-        raise OSError("disk full")
+        raise RuntimeError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match=r"got .*/file, expected a file that can be written \(disk full\)"):
         write_atomically(path, fail)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

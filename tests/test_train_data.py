@@ -15,7 +15,7 @@ from PIL import Image
 from train.config import Config
 from train.data import Data, load_data
 from train.images import BatchKey, TensorImages, random_shift
-from train.shards import dirichlet_shards, iid_shards
+from train.shards import dirichlet_shards, iid_shards, log_dirichlet
 
 LABELS = np.repeat(np.arange(5), 40)
 
@@ -53,6 +53,30 @@ def test_dirichlet_alpha_sets_how_uneven_the_classes_are() -> None:
     assert np.array_equal(
         dirichlet_shards(LABELS, 4, alpha=0.1, seed=3), dirichlet_shards(LABELS, 4, alpha=0.1, seed=3)
     )
+
+
+@pytest.mark.parametrize("alpha", [1e-320, 1e-100, 1e-4])
+def test_dirichlet_of_tiny_alpha_gives_whole_classes(alpha: float) -> None:
+    shards = dirichlet_shards(LABELS, 5, alpha=alpha, seed=3)
+    assert len(np.unique(shards)) == 200
+    # A shard is as long as a class: a class goes to one rank, or what is left of it to the next one that draws it.
+    assert all(len(np.unique(LABELS[shard])) == 1 for shard in shards)
+
+
+def test_dirichlet_shares_have_the_moments_of_the_distribution() -> None:
+    concentration = np.array([0.5, 1.0, 2.5])
+    logs = np.array([log_dirichlet(concentration, np.random.default_rng([7, i])) for i in range(4000)])
+    shares = np.exp(logs) / np.exp(logs).sum(axis=1, keepdims=True)
+    mean = concentration / 4
+    variance = mean * (1 - mean) / 5
+    assert np.allclose(shares.mean(axis=0), mean, atol=4 * np.sqrt(variance.max() / 4000))
+    assert np.allclose(shares.var(axis=0), variance, rtol=0.15)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+def test_dirichlet_refuses_alpha_that_is_not_positive(alpha: float) -> None:
+    with pytest.raises(ValueError, match=r"got alpha=.*, expected a positive number"):
+        dirichlet_shards(LABELS, 4, alpha=alpha, seed=3)
 
 
 def test_an_epoch_continued_from_a_step_is_the_tail_of_the_epoch(digits: Data) -> None:
@@ -147,6 +171,14 @@ def test_image_folder_errors(tmp_path: Path) -> None:
     config = image_tree(tmp_path / "a")
     with pytest.raises(ValueError, match=r"no such folder.*expected train/ and val/ or test/.*--data-dir"):
         load_data(replace(config, data_dir=str(tmp_path / "b")), rank=0, world_size=1)
+    for index in range(9):
+        (tmp_path / "c" / f"n{index}").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"\(with n0, n1, n2, n3, n4 and 4 more\), expected train/"):
+        load_data(replace(config, data_dir=str(tmp_path / "c")), rank=0, world_size=1)
+    corrupt = tmp_path / "a" / "train" / "cat" / "0.png"
+    corrupt.write_bytes(corrupt.read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"got .*train/cat/0.png that does not decode \(.*\), expected an image"):
+        load_data(config, rank=0, world_size=1).train[BatchKey(np.array([0]), seed=None)]
     (tmp_path / "a" / "val" / "dog").rename(tmp_path / "a" / "val" / "wolf")
     with pytest.raises(ValueError, match=r"got other classes in .*val.*'dog', 'wolf'"):
         load_data(config, rank=0, world_size=1)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def train_twice(rank: int, recipe: str, folder: str, world_size: int) -> list[st
 def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path, recipe: str, world_size: int) -> None:
     outcomes = run_processes(world_size, train_twice, recipe, str(tmp_path), world_size)
     # Only what a process measures of itself may differ.
-    measured = {"/meters/train_seconds", "/meters/data_seconds", "/meters/bytes_sent"}
+    measured = {"/meters/train_seconds", "/meters/data_seconds"}
     for outcome in outcomes:
         assert set(outcome.result) <= measured
 
@@ -142,8 +143,8 @@ def test_torchrun_trains_reports_and_exports(tmp_path: Path) -> None:
     assert 100 * right / total == pytest.approx(accuracy)
 
 
-def start_and_wait_for_first_epoch(command: list[str]) -> subprocess.Popen[str]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
+def start_and_wait_for_first_epoch(command: list[str], stderr: int | None = None) -> subprocess.Popen[str]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=ENVIRONMENT, cwd=ROOT)
     assert process.stdout is not None
     assert any(line.startswith("epoch") for line in process.stdout), "ended before the first epoch did"
     return process
@@ -166,14 +167,78 @@ def test_sigusr1_checkpoints_and_exits_with_the_documented_code(tmp_path: Path) 
 
 
 @pytest.mark.e2e
-def test_sigterm_to_torchrun_checkpoints_every_rank(tmp_path: Path) -> None:
-    process = start_and_wait_for_first_epoch([*TORCHRUN, "--epochs", "1000", "--out-dir", str(tmp_path)])
-    process.terminate()
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, []),
+        (signal.SIGUSR1, ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]),  # as job_scripts/launch.sh
+    ],
+)
+def test_a_signal_to_torchrun_checkpoints_every_rank(tmp_path: Path, number: int, options: list[str]) -> None:
+    command = [*TORCHRUN[:-1], *options, SCRIPT, "--epochs", "1000", "--out-dir", str(tmp_path)]
+    process = start_and_wait_for_first_epoch(command)
+    process.send_signal(number)
     output, _ = process.communicate()
     assert process.returncode == 1  # torchrun's own
     assert "told to stop: checkpoint of step" in output
     (checkpoint,) = tmp_path.glob("checkpoints/*")
     assert sorted(file.name for file in checkpoint.glob("*.json")) == ["rank_0000.json", "rank_0001.json"]
+
+
+@pytest.mark.e2e
+def test_a_signal_to_one_worker_ends_all_with_the_documented_code(tmp_path: Path) -> None:
+    # torchrun sends SIGTERM to the others as soon as the first has left, at whatever point of their own end they are.
+    command = [*TORCHRUN[:-2], "3", SCRIPT, "--epochs", "1000", "--out-dir", str(tmp_path)]
+    process = start_and_wait_for_first_epoch(command, stderr=subprocess.PIPE)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGUSR1)
+    _, errors = process.communicate()
+    assert re.findall(r"exitcode +: (-?\d+)", errors) == ["75"] * 3
+
+
+def diverge_and_resume(rank: int, folder: str) -> list[str]:
+    """Runs that must end, or go on, as said; the errors of those that must end."""
+    world_size, root, errors = 2, Path(folder), []
+    short: dict[str, Any] = {"batch_size": 256, "warmup_epochs": 0, "milestones": (), "log_every": 1}
+
+    # Loss is NaN on all ranks after the first round: nothing is saved, everybody ends.
+    try:
+        run_in_process(rank, world_size, Config(out_dir=f"{root}/nan", lr=1e30, epochs=9, checkpoint_every=9, **short))
+    except ValueError as error:
+        errors.append(str(error))
+    assert not list(root.glob("nan/checkpoints/*"))
+
+    # The last step is saved though it is no multiple of checkpoint_every_steps.
+    done = Config(out_dir=f"{root}/done", epochs=2, checkpoint_every_steps=3, **short)
+    assert run_in_process(rank, world_size, done) == 0
+    assert [path.name for path in sorted(root.glob("done/checkpoints/*"))] == ["step_00000003", "step_00000004"]
+
+    # A finished run reports again, elsewhere too, where it clears what another run has left.
+    (root / "elsewhere").mkdir(exist_ok=True)
+    (root / "elsewhere" / f"rank_{rank:04d}.csv").write_text("of another run")
+    (root / "elsewhere" / "summary.json").write_text("{}")
+    dist.barrier()
+    elsewhere = replace(done, out_dir=f"{root}/elsewhere", resume=f"{root}/done")
+    assert run_in_process(rank, world_size, elsewhere) == 0
+    assert not list(root.glob("elsewhere/*.csv"))
+
+    # Options that make another run are refused.
+    for change in ({"graph": "ring"}, {"peers_per_itr": "0:1"}, {"gossip_every": 2}, {"amp": "bfloat16"}):
+        try:
+            run_in_process(rank, world_size, replace(done, resume="auto", **change))
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.e2e
+def test_what_ends_a_run_and_what_a_finished_one_still_does(tmp_path: Path) -> None:
+    for outcome in run_processes(2, diverge_and_resume, str(tmp_path)):
+        diverged, *refused = outcome.result
+        assert re.search(r"rank 0: got a loss of (nan|inf) by step .*training has diverged; lower --lr", diverged)
+        assert "rank 1: got a loss of" in diverged
+        for name, error in zip(("graph", "peers_per_itr", "gossip_every", "amp"), refused, strict=True):
+            assert re.search(rf"got .*rank_0000.pt of a run with {name}=.*, expected .* as in this run", error)
 
 
 def test_export_of_views_of_one_storage_in_channels_last_loads_into_a_plain_model(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import tyro
@@ -77,8 +81,39 @@ def test_senseless_numbers_are_refused() -> None:
         Config(epochs=0)
     with pytest.raises(ValueError, match=r"got checkpoint_every=-1, expected 0 or more; 0 switches it off"):
         Config(checkpoint_every=-1)
+    for options, message in (
+        ({"lr": float("nan")}, "got lr=nan, expected more than 0"),
+        ({"lr": float("inf")}, "got lr=inf, expected more than 0"),
+        ({"dirichlet_alpha": -0.1}, "got dirichlet_alpha=-0.1, expected 0 or more; 0 switches it off"),
+        ({"weight_decay": float("nan")}, "got weight_decay=nan, expected 0 or more"),
+        ({"seed": -1}, "got seed=-1, expected 0 or more"),
+        ({"label_smoothing": 1.0}, "got label_smoothing=1.0, expected 0 <= label_smoothing < 1"),
+        ({"momentum": 1.0}, "got momentum=1.0, expected 0 <= momentum < 1"),
+        ({"milestones": (5, 3)}, r"got milestones=\(5, 3\), expected ascending epochs; sort them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config(**options)
     with pytest.raises(ValueError, match=r"got batch_size=32 and accumulation_steps=5, .* divisor"):
         Config(accumulation_steps=5)
+
+
+def test_every_option_has_a_help_text() -> None:
+    (source,) = ast.parse(inspect.getsource(Config)).body
+    assert isinstance(source, ast.ClassDef)
+    silent = [
+        ast.unparse(option)
+        for option, text in pairwise(source.body)
+        if isinstance(option, ast.AnnAssign)
+        and not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant))
+    ]
+    assert silent == []
+
+
+def test_identity_and_settings_are_plain_and_apart() -> None:
+    config = Config(milestones=(3, 5))
+    values = {**config.identity, **config.settings}
+    assert json.loads(json.dumps(values)) == values
+    assert not config.identity.keys() & config.settings.keys()
 
 
 def test_the_methods_of_the_first_release() -> None:

@@ -217,3 +217,16 @@ def test_connect_refuses_a_group_without_a_backend() -> None:
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     with pytest.raises(ValueError, match=r"got a process group without a backend for cpu tensors.* pass a Gloo group"):
         connect(group, module_device=CPU, timeout=TIMEOUT)
+
+
+def test_a_collective_in_a_subgroup_says_how_its_ranks_are_numbered() -> None:
+    """The processes of a node: Gloo's part of the message counts from 0, ours has the global ranks."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        transport = ProcessGroupTransport(group, device=CPU, timeout=timedelta(seconds=0.3), names=[2, 3])
+        if group.rank() == 0:
+            what = r"sharing buffers among ranks \[2, 3\] \(numbered from 0 in what follows\)"
+            with pytest.raises(TimeoutError, match=rf"(?s)^rank 2: {what} failed after .*Ranks? 1\b"):
+                transport.broadcast(torch.zeros(1), source=0, what="sharing buffers")
+
+    run_ranks(2, body)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
-from visualization.curves import draw, draw_run, main, read_run
+from visualization.curves import draw, draw_run, main, read_run, zoom
 
 
 def write_run(folder: Path, *, num_ranks: int = 2, distance: float = 0.1) -> Path:
@@ -58,3 +59,14 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_folder_without_csv_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got .* without rank_\*\.csv, expected the --out-dir of a run"):
         draw_run(tmp_path)
+
+
+def test_zoom_shows_what_it_is_told_and_says_what_it_hides() -> None:
+    axis = Figure().subplots()
+    axis.plot([1, 2, 3], [9.0, 1.2, 1.0])
+    assert zoom(axis, pd.Series([1.2, 1.0]))
+    low, high = axis.get_ylim()
+    assert 0.9 < low < 1.0
+    assert 1.2 < high < 1.3
+    assert not zoom(axis, pd.Series([1.0, 9.0]))
+    assert not zoom(axis, pd.Series([1.0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import itertools
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gossip_modules import (
+    CompleteGraph,
     GossipDataParallel,
     MatrixMixing,
     MetropolisHastingsMixing,
@@ -158,6 +160,121 @@ def test_a_second_backward_through_one_graph_is_right() -> None:
         wrapper.close()
 
     run_ranks(3, body)
+
+
+def assert_gradients_equal(module: nn.Module, bare: nn.Module) -> None:
+    """All gradients are there, or missing, in both."""
+    for p, q in zip(module.parameters(), bare.parameters(), strict=True):
+        assert (p.grad is None) is (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_a_gradient_penalty_is_taken_at_the_estimate(with_loss: bool) -> None:
+    """Double backward, on a digraph where the push-sum weight moves."""
+
+    def penalty(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+        x = x.clone().requires_grad_()
+        out = model(x)
+
+        def loss() -> Tensor:
+            (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return (gradient.norm(dim=1) - 1).pow(2).mean() + (out.pow(2).mean() if with_loss else 0.0)
+
+        return loss
+
+    def body(group: dist.ProcessGroup) -> float:
+        model = mlp(group.rank()).double()
+        wrapper, optimizer = wrap(model, group, graph=irregular()), sgd(model)
+        for step in range(4):
+            x = batch(group.rank(), step)[0].double()
+            optimizer.zero_grad()
+            loss = penalty(wrapper, x)
+            bare = copy.deepcopy(model)
+            loss().backward()
+            penalty(bare, x)().backward()
+            assert_gradients_equal(model, bare)
+            optimizer.step()
+        return float(wrapper.get_extra_state()["weight"])
+
+    assert max(abs(weight - 1) for weight in run_ranks(3, body)) > 0.1
+
+
+def test_a_second_backward_from_a_captured_feature_is_right() -> None:
+    """A loss on what a hook saw inside, after a backward from the output."""
+
+    def losses(model: nn.Module, layer: nn.Module, x: Tensor) -> list[Tensor]:
+        features: list[Tensor] = []
+        with layer.register_forward_hook(lambda module, args, out: features.append(out)):
+            out = model(x)
+        return [out.sum(), features[0].pow(2).sum()]
+
+    def body(group: dist.ProcessGroup) -> float:
+        # Deep enough for the feature's gradient to need weights.
+        layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        model = fill_(layers, group.rank()).double()
+        wrapper, optimizer = wrap(model, group, graph=irregular()), sgd(model)
+        for step in range(4):
+            x = batch(group.rank(), step)[0].double()
+            optimizer.zero_grad()
+            from_output, from_feature = losses(wrapper, model.get_submodule("2"), x)
+            bare = copy.deepcopy(model)
+            from_output.backward(retain_graph=True)
+            from_feature.backward()
+            sum(losses(bare, bare.get_submodule("2"), x)).backward()  # type: ignore[union-attr]
+            assert_gradients_equal(model, bare)
+            optimizer.step()
+        return float(wrapper.get_extra_state()["weight"])
+
+    assert max(abs(weight - 1) for weight in run_ranks(3, body)) > 0.1
+
+
+@pytest.mark.parametrize("graph", [RingGraph(3), irregular()], ids=str)
+@pytest.mark.parametrize("options", MODES[:2])
+def test_a_checkpointed_wrapper_gossips_once_per_step(options: dict[str, Any], graph: NetworkXGraph) -> None:
+    """The forward that the backward repeats is no step of its own."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        model = mlp(group.rank()).double()
+        wrapper, optimizer = wrap(model, group, graph=graph, **options), sgd(model)
+        for step in range(4):
+            x = batch(group.rank(), step)[0].double()
+            optimizer.zero_grad()
+            out = checkpoint(wrapper, x, use_reentrant=False)
+            bare = copy.deepcopy(model)
+            out.pow(2).sum().backward()
+            bare(x).pow(2).sum().backward()
+            assert_gradients_equal(model, bare)
+            optimizer.step()
+        wrapper.close()
+        assert wrapper.comm_stats()["num_rounds"] == 4
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_ranks_stay_in_step_when_an_epoch_ends_inside_no_sync(options: dict[str, Any]) -> None:
+    """Two micro-batches per step: with 5 and with 6 of them an epoch has 3 steps."""
+
+    def body(group: dist.ProcessGroup) -> tuple[float, ...]:
+        wrapper = wrap(mlp(group.rank()), group, timeout=timedelta(seconds=3), **options)
+        optimizer = sgd(wrapper)
+        steps = []
+        for num_batches in (5 + group.rank(), 4, 6 - group.rank(), 2):
+            for number in range(num_batches):
+                with wrapper.no_sync() if number % 2 == 0 else contextlib.nullcontext():
+                    loss_of(wrapper, group.rank(), number).backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            wrapper.eval()
+            wrapper.train()
+            steps.append(wrapper._engine.step)
+        wrapper.close()
+        return tuple(steps)
+
+    assert run_ranks(2, body) == [(3, 5, 8, 9)] * 2
 
 
 @pytest.mark.parametrize("options", MODES)
@@ -365,19 +482,47 @@ def test_deepcopy_is_a_wrapper_of_its_own(options: dict[str, Any]) -> None:
         twin.close()
         assert torch.equal(flatten(wrapper.module), before)
         assert not torch.equal(flatten(twin.module), before)
-        # Both go on in the same way: the copy has all that decides how.
-        other = copy.deepcopy(wrapper)
-        for model in (wrapper, other):
-            plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(3):
-                train_step(model, plain, group.rank(), step)
-            model.flush()
+        # Two copies that take turns, each on data of its own, go on as two that train alone. With overlap each rank has
+        # its own order, so that rounds of both are under way at once.
+        pair, alone = ([copy.deepcopy(wrapper) for _ in range(2)] for _ in range(2))
+        turns = list(itertools.product(range(3), [1, 0] if wrapper.overlap and group.rank() % 2 else [0, 1]))
+        for models, order in ((pair, turns), (alone, sorted(turns, key=lambda turn: turn[1]))):
+            plain = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+            for step, number in order:
+                train_step(models[number], plain[number], group.rank(), 10 * number + step)
+            for model in models:
+                model.close()
         if not options.get("max_staleness"):  # else rounds are applied as soon as they are there
-            assert torch.equal(flatten(other.module), flatten(wrapper.module))
+            for model, other in zip(pair, alone, strict=True):
+                assert torch.equal(flatten(model.module), flatten(other.module))
         wrapper.close()
-        other.close()
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_a_copy_and_its_original_do_not_mix_up(options: dict[str, Any]) -> None:
+    """Both train in turn; with overlap, each rank in its own order, so that both have rounds under way at once."""
+
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        first = wrap(mlp(), group, **options)
+        models = [first, copy.deepcopy(first)]
+        models.append(copy.deepcopy(models[1]))
+        with torch.no_grad():
+            for i, model in enumerate(models):
+                for parameter in model.parameters():
+                    parameter.fill_(100.0 * i + group.rank())
+        shift = group.rank() if first.overlap else 0
+        for step in range(9):
+            for i in range(len(models)):
+                loss_of(models[(i + shift) % len(models)], 0, step)
+        for model in models:
+            model.close()
+        return [flatten(model.module) for model in models]
+
+    for result in run_ranks(4, body):
+        for i, x in enumerate(result):
+            torch.testing.assert_close(x, torch.full_like(x, 100.0 * i + 1.5))
 
 
 # State.
@@ -394,6 +539,31 @@ def test_state_dict_loads_into_the_bare_model() -> None:
     nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
     bare.load_state_dict(state)
     assert torch.equal(flatten(bare), flatten(wrapper.module))
+
+
+@pytest.mark.parametrize("options", MODES[:2])
+def test_after_a_step_the_module_itself_holds_the_estimate(options: dict[str, Any]) -> None:
+    """Who saves or evaluates the inner module gets z, not the push-sum numerator."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        wrapper = wrap(net(group.rank()), group, graph=irregular(), **options)
+        optimizer = sgd(wrapper)
+        for step in range(5):
+            train_step(wrapper, optimizer, group.rank(), step)
+            if not wrapper.overlap:  # else state_dict() applies a round first
+                inner = {f"module.{key}": x.clone() for key, x in wrapper.module.state_dict().items()}
+                outer = wrapper.state_dict()
+                assert list(inner) == list(outer)
+                assert all(torch.equal(inner[key], outer[key]) for key in inner)
+        weight = wrapper.get_extra_state()["weight"]
+        inside = flatten(wrapper.module)
+        wrapper._debias.to_numerator()
+        torch.testing.assert_close(flatten(wrapper.module), inside * weight)
+        wrapper._debias.to_estimate()
+        wrapper.close()
+        return float(weight)
+
+    assert max(abs(weight - 1) for weight in run_ranks(3, body)) > 0.1
 
 
 def test_state_dict_of_a_model_around_the_wrapper() -> None:
@@ -498,6 +668,108 @@ def test_load_state_dict_with_assign_keeps_gossiping(options: dict[str, Any]) ->
 
     first, second = run_ranks(2, body)
     torch.testing.assert_close(first, second)  # two ranks agree after one round of any W = J
+
+
+@pytest.mark.parametrize("graph", [RingGraph(2), RingGraph(3), irregular()], ids=str)
+@pytest.mark.parametrize("options", MODES)
+def test_its_own_state_assigned_makes_parameters_that_are_noticed(
+    options: dict[str, Any], graph: NetworkXGraph
+) -> None:
+    """New Parameter objects over the same memory: they gossip, and autograd and the optimizer hooks know them."""
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        wrapper = wrap(mlp(group.rank()), group, graph=graph, **options)
+        loss_of(wrapper, group.rank(), 0)
+        before = list(wrapper.parameters())
+        wrapper.load_state_dict(wrapper.state_dict(), assign=True)
+        parameters = list(wrapper.parameters())
+        assert not any(p is q for p, q in zip(before, parameters, strict=True))
+        optimizer = sgd(wrapper)
+        for step in range(2):
+            train_step(wrapper, optimizer, group.rank(), step)
+        assert all(p is q for p, q in zip(parameters, wrapper.parameters(), strict=True))
+        assert {id(p) for p in parameters} == {id(p) for p in wrapper._buffer.parameters}
+        assert wrapper._debias.is_stepped_by(optimizer)
+        early = loss_of(wrapper, group.rank(), 2)
+        for step in range(wrapper.max_staleness + 1):
+            loss_of(wrapper, group.rank(), step)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            early.backward()
+        for step in range(60):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.close()
+        return flatten(wrapper.module)
+
+    results = run_ranks(graph.world_size, body)
+    for x in results:
+        torch.testing.assert_close(x, results[0], rtol=0, atol=1e-5)
+
+
+def notice(wrapper: GossipWrapper, how: str) -> None:
+    """Whatever makes a wrapper look at requires_grad again."""
+    if how == "train":
+        wrapper.train()
+    elif how == "eval":
+        wrapper.eval().train()
+    elif how == "flush":
+        wrapper.flush()
+    elif how == "double":
+        wrapper.double()
+    else:
+        assert how == "inner double"
+        wrapper.module.double()
+
+
+HOW_NOTICED = ["train", "eval", "flush", "double", "inner double"]
+
+
+@pytest.mark.parametrize("how", HOW_NOTICED)
+@pytest.mark.parametrize("options", MODES)
+def test_parameters_unfrozen_after_wrapping_gossip(options: dict[str, Any], how: str) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = mlp(group.rank())
+        first = model.get_submodule("0").requires_grad_(False)
+        wrapper = wrap(model, group, **options)
+        loss_of(wrapper, group.rank(), 0)  # with overlap: a round of the second layer alone is in flight
+        assert torch.equal(first.get_parameter("weight"), mlp(group.rank()).get_parameter("0.weight"))
+        first.requires_grad_(True)
+        notice(wrapper, how)
+        for step in range(4):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.average_()
+        wrapper.close()
+        return flatten(first), flatten(model)
+
+    (first, whole), (other_first, other_whole) = run_ranks(2, body)
+    mean = (flatten(mlp(0)) + flatten(mlp(1))) / 2
+    torch.testing.assert_close(first, other_first)
+    torch.testing.assert_close(whole, other_whole)
+    torch.testing.assert_close(whole, mean.to(whole))
+
+
+@pytest.mark.parametrize("how", HOW_NOTICED)
+@pytest.mark.parametrize("options", MODES)
+def test_parameters_frozen_after_wrapping_stay_local(options: dict[str, Any], how: str) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = mlp(group.rank())
+        first, last = model.get_submodule("0"), model.get_submodule("2")
+        wrapper = wrap(model, group, **options)
+        loss_of(wrapper, group.rank(), 0)  # with overlap: a round of both layers is in flight
+        first.requires_grad_(False)
+        notice(wrapper, how)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float(group.rank()))
+        for step in range(4):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.average_()
+        wrapper.close()
+        return nn.utils.parameters_to_vector(first.parameters()).detach(), flatten(last)
+
+    results = run_ranks(2, body)
+    for rank, (first, last) in enumerate(results):
+        assert torch.equal(first, torch.full_like(first, float(rank)))
+        torch.testing.assert_close(last, torch.full_like(last, 0.5))
 
 
 @pytest.mark.parametrize("inner", [False, True])
@@ -613,6 +885,67 @@ def test_averaged_restores_bit_identically_where_weights_stay_one() -> None:
         assert torch.equal(flatten(wrapper.module), before)
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_the_average_after_close_is_weighted_as_before(options: dict[str, Any]) -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        wrapper = wrap(net(group.rank()), group, graph=irregular(), **options)
+        optimizer = sgd(wrapper)
+        for step in range(5):
+            train_step(wrapper, optimizer, group.rank(), step)
+        with wrapper.averaged():
+            before = flatten(wrapper.module)
+        weight = float(wrapper.get_extra_state()["weight"])
+        wrapper.close()
+        with wrapper.averaged():
+            torch.testing.assert_close(flatten(wrapper.module), before, rtol=0, atol=1e-6)
+        wrapper.average_()
+        torch.testing.assert_close(flatten(wrapper.module), before, rtol=0, atol=1e-6)
+        return weight
+
+    assert max(abs(weight - 1) for weight in run_ranks(3, body)) > 0.1
+
+
+# Very different weights.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row"),
+    [
+        (torch.float16, (0.5, 0.499, 0.001)),
+        (torch.float16, (0.5, 0.001, 0.499)),
+        (torch.float32, (0.5, 0.5, 1e-40)),
+        (torch.float32, (0.5, 1e-40, 0.5)),
+        (torch.float32, (0.5, 1e-6, 0.5 - 1e-6)),
+    ],
+)
+def test_overlap_stands_very_different_weights(dtype: torch.dtype, row: tuple[float, float, float]) -> None:
+    """No factor of a correction leaves the range of its dtype, and its value is that of the synchronous round."""
+    matrix = [[row[(j - i) % 3] for j in range(3)] for i in range(3)]
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        results = []
+        for overlap in (False, True):
+            module = fill_(nn.Linear(40, 5), group.rank()).to(dtype)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(300.0).add_(150.0)
+            mixing = MatrixMixing(CompleteGraph(3, peers_per_itr=2), matrix)
+            wrapper = wrap(module, group, mixing=mixing, overlap=overlap)
+            for _ in range(2):
+                wrapper(torch.ones(1, 40, dtype=dtype))
+            wrapper.close()
+            results.append(flatten(module).double())
+        return results[0], results[1]
+
+    start = torch.stack([flatten(fill_(nn.Linear(40, 5), rank)).to(dtype) * 300 + 150 for rank in range(3)]).double()
+    mixing = torch.tensor(matrix, dtype=torch.float64)
+    tolerance = 4 * torch.finfo(dtype).eps * float(start.max())
+    for (sync, overlapped), want in zip(run_ranks(3, body), mixing @ mixing @ start, strict=True):
+        assert bool(overlapped.isfinite().all())
+        torch.testing.assert_close(sync, want, rtol=0, atol=tolerance)
+        torch.testing.assert_close(overlapped, want, rtol=0, atol=tolerance)
 
 
 # What it costs, and where it shows.
@@ -749,6 +1082,11 @@ DISAGREEMENTS: list[tuple[Callable[[int, dist.ProcessGroup], GossipWrapper], str
     (lambda r, g: wrap(mlp(), g, overlap=r == 2), r"rank 2: options .*got .*overlap=True.*expected .*overlap=False"),
     (lambda r, g: wrap(mlp(), g, schedule=Schedule(1 + r // 2)), r"rank 2: options .*got .*gossip_every=2"),
     (lambda r, g: wrap(mlp(), g, gossip_buffers=r < 2), r"rank 2: options"),
+    (lambda r, g: wrap(mlp(), g, init_sync=r < 2), r"rank 2: options .*init_sync.*got .*False.*expected .*True"),
+    (
+        lambda r, g: wrap(mlp(), g, comm_device="cpu" if r < 2 else None),
+        r"rank 2: options .*comm_device.*got .*None.*cpu",
+    ),
     (lambda r, g: wrap(mlp(), g, push_sum=r < 2, graph=RingGraph(3)), r"rank 2: gossiper: got PushPull.*PushSum"),
     (lambda r, g: wrap(nn.Linear(3, 2 + r // 2), g), r"rank 2: model: got weight \(3, 3\) .*expected weight \(2, 3\)"),
     (lambda r, g: wrap(nn.Linear(3, 2, dtype=[torch.float32, torch.float64][r // 2]), g), r"rank 2: .*float64"),
@@ -780,13 +1118,21 @@ def test_a_missing_rank_is_named_at_construction() -> None:
     run_ranks(2, body)
 
 
-def test_wrappers_on_one_group_do_not_mix_up() -> None:
-    """Two wrapped models that take turns (a GAN): their rounds have the same numbers."""
+@pytest.mark.parametrize("options", MODES)
+def test_wrappers_on_one_group_do_not_mix_up(options: dict[str, Any]) -> None:
+    """Two wrapped models that take turns (a GAN): their rounds have the same numbers.
+
+    A group given by hand carries one wrapper's rounds at a time, so with overlap the second model wraps a copy.
+    """
 
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        first, second = wrap(mlp(group.rank()), group), wrap(mlp(10 + group.rank()), group)
-        for step, model in itertools.product(range(3), (first, second)):
+        first = wrap(mlp(group.rank()), group, **options)
+        second = copy.deepcopy(first) if first.overlap else wrap(mlp(), group)
+        second.module.load_state_dict(mlp(10 + group.rank()).state_dict())
+        for step, model in itertools.product(range(9), (first, second)):
             loss_of(model, 0, step)
+        first.close()
+        second.close()
         return flatten(first.module), flatten(second.module)
 
     results = run_ranks(4, body)
@@ -794,3 +1140,35 @@ def test_wrappers_on_one_group_do_not_mix_up() -> None:
         mean = torch.stack([flatten(mlp(10 * i + rank)) for rank in range(4)]).mean(0)
         for result in results:
             torch.testing.assert_close(result[i], mean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("graph", [RingGraph(3), irregular()], ids=str)
+def test_a_cast_under_a_round_in_flight_loses_no_mass(graph: NetworkXGraph, is_inner: bool) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = mlp(group.rank())
+        wrapper, start = wrap(model, group, graph=graph, overlap=True), flatten(model)
+        for step in range(2):
+            loss_of(wrapper, 0, step)
+        assert wrapper._engine.is_in_flight
+        (model if is_inner else wrapper).double()
+        loss_of(wrapper, 0, 2)
+        wrapper.flush()
+        wrapper.close()
+        return start, numerator(wrapper)
+
+    starts, ends = (torch.stack(list(values)) for values in zip(*run_ranks(3, body), strict=True))
+    torch.testing.assert_close(ends.sum(0), starts.sum(0), rtol=0, atol=1e-6)
+    assert float((ends - starts).abs().max()) > 1e-3
+
+
+def test_a_reentrant_checkpoint_of_the_whole_wrapper_is_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(), group)
+        x = torch.ones(2, 3, requires_grad=True)
+        loss = checkpoint(wrapper, x, use_reentrant=True).sum()
+        with pytest.raises(RuntimeError, match=r"got a training forward inside a backward and none before it"):
+            loss.backward()
+        wrapper.close()
+
+    run_ranks(2, body)

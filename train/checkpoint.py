@@ -12,37 +12,14 @@ local to each.
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from train.rank_files import RankFiles
-
-STEP_FOLDER = re.compile(r"step_(\d{8,})")
-
-
-class Agreement(Protocol):
-    """The part of a World that checkpoints need."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def on_every_rank(self, function: Callable[[], Any]) -> list[Any]: ...
-
-
-class Survey(NamedTuple):
-    """What all ranks together find in a folder."""
-
-    complete: list[int]
-    """Steps of which every rank has its files, ascending."""
-    lacking: dict[int, str]
-    """The other steps, with what they lack, ascending."""
-    unfinished: set[int]
-    """Those of them that no rank has a manifest of: the job was killed while it wrote them."""
+from train.survey import Survey, name_of, step_of, survey
+from train.world import Agreement
 
 
 class Checkpoints:
@@ -100,15 +77,15 @@ class Checkpoints:
         Raises:
             ValueError: there are some, none of them complete on the ranks of this run.
         """
-        survey = self._survey()
-        newest = survey.complete[-1] if survey.complete else -1
-        if newest < 0 and survey.lacking.keys() - survey.unfinished:
+        found = self._survey()
+        newest = found.complete[-1] if found.complete else -1
+        if newest < 0 and found.present:
             raise ValueError(
-                f"got no checkpoint in {self.folder} that is complete on all ranks of this run "
-                f"({'; '.join(survey.lacking.values())}), expected one; resume with as many ranks as it was saved by, "
+                f"got no checkpoint in {self.folder} that is complete on all ranks of this run (the newest: "
+                f"{found.lacking[max(found.present)]}), expected one; resume with as many ranks as it was saved by, "
                 "bring the missing files back, or start afresh in another --out-dir"
             )
-        for step, what in survey.lacking.items():
+        for step, what in found.lacking.items():
             if step > newest:
                 self._print(f"skipped {what}")
         return self._files(newest).folder if newest >= 0 else None
@@ -125,20 +102,22 @@ class Checkpoints:
         """
         if resume == "auto":
             return self.newest()
-        survey = self._survey()
+        found = self._survey()
         named = Path(resume)
-        is_step = STEP_FOLDER.fullmatch(named.name) is not None
+        is_step = step_of(named) is not None
         folder = named.parent if is_step else named / self.folder.name
         is_here = bool(resume) and folder.resolve() == self.folder.resolve()
-        present = {*survey.complete, *survey.lacking} - survey.unfinished
+        present = found.present
         if present and not is_here:
             raise ValueError(
-                f"got an --out-dir with checkpoints of an earlier run ({self._files(max(present)).folder}) and "
+                f"got an --out-dir with checkpoints of an earlier run ({self.folder / name_of(max(present))}) and "
                 f"{f'--resume {resume}' if resume else 'no --resume'}, expected a new folder; pass --resume auto to go "
                 "on from there, or another --out-dir"
             )
-        if not resume or is_step:
-            return (self.folder / named.name if is_here else named) if is_step else None
+        if not resume:
+            return None
+        if is_step:
+            return named
         path = Checkpoints(folder, self._world, self._identity).newest()
         if path is None:
             raise ValueError(
@@ -158,8 +137,7 @@ class Checkpoints:
             ValueError: on some rank it is missing, damaged, or from a run that cannot go on here.
         """
         source = Checkpoints(path.parent, self._world, self._identity)
-        before = [self._files(step).folder.name for step in source._survey().complete]
-        before = [name for name in before if name < path.name]
+        before = [name for name in map(name_of, source._survey().complete) if name < path.name]
         remedy = (
             f"resume from the one before: --resume {path.parent / before[-1]}"
             if before
@@ -171,8 +149,8 @@ class Checkpoints:
 
     def set_aside_after(self, step: int) -> None:
         """Move the checkpoints after `step` to superseded/: a run that goes on from `step` writes its own."""
-        survey = self._survey()
-        newer = [later for later in (*survey.complete, *survey.lacking) if later > step]
+        found = self._survey()
+        newer = [later for later in (*found.complete, *found.lacking) if later > step]
 
         def set_aside() -> None:
             for later in newer:
@@ -184,7 +162,7 @@ class Checkpoints:
 
         self._world.on_every_rank(set_aside)
         if newer:
-            names = ", ".join(self._files(later).folder.name for later in sorted(newer))
+            names = ", ".join(map(name_of, sorted(newer)))
             self._print(f"moved {names} to {self.folder / 'superseded'}: the run goes on from step {step}")
 
     def _load_own(self, path: Path, keys: Collection[str], remedy: str) -> dict[str, Any]:
@@ -216,50 +194,23 @@ class Checkpoints:
         return state
 
     def _remove_old(self, newest: int) -> None:
-        survey = self._survey()
-        kept = {newest, *survey.complete[-self._keep_last :]}
-        accuracy = {
-            step: self._files(step).read_manifest()["test_accuracy_percent"] or float("-inf")
-            for step in survey.complete
-        }
-        best = max(survey.complete, key=lambda step: (accuracy[step], step))
-        kept.add(best)
-        for step in (*survey.complete, *survey.lacking):
+        found = self._survey()
+        kept = {newest, *found.complete[-self._keep_last :]}
+        accuracy = {step: self._files(step).read_manifest().get("test_accuracy_percent") for step in found.complete}
+        measured = [step for step in found.complete if accuracy[step] is not None]
+        if measured:
+            kept.add(max(measured, key=lambda step: (accuracy[step], step)))
+        for step in (*found.complete, *found.lacking):
             if step not in kept:
                 self._files(step).remove()
             else:
                 self._files(step).remove_temporaries()
 
     def _survey(self) -> Survey:
-        mine: dict[int, tuple[str, int | None]] = {}
-        for path in self.folder.glob("step_*"):
-            match = STEP_FOLDER.fullmatch(path.name)
-            if match is None or not path.is_dir():
-                continue
-            try:
-                mine[int(match[1])] = ("", RankFiles(path, self._world.rank).read_manifest().get("world_size"))
-            except (ValueError, OSError) as error:
-                mine[int(match[1])] = (str(error), None)
-        survey = Survey([], {}, set())
-        ranks = self._world.gather(mine)
-        for step in sorted(set().union(*ranks)):
-            found = [rank.get(step, (f"no {self._files(step).folder}", None)) for rank in ranks]
-            missing = [rank for rank, (problem, _) in enumerate(found) if problem]
-            if not missing:
-                survey.complete.append(step)
-                continue
-            sizes = {size for _, size in found if size is not None}
-            saved_by = f", saved by {sizes.pop()} ranks," if sizes else ""
-            survey.lacking[step] = (
-                f"{self._files(step).folder.name}{saved_by} not complete on rank {', '.join(map(str, missing))}: "
-                f"{found[missing[0]][0]}"
-            )
-            if len(missing) == len(ranks):
-                survey.unfinished.add(step)
-        return survey
+        return survey(self.folder, self._world)
 
     def _files(self, step: int) -> RankFiles:
-        return RankFiles(self.folder / f"step_{step:08d}", self._world.rank)
+        return RankFiles(self.folder / name_of(step), self._world.rank)
 
     def _print(self, text: str) -> None:
         if self._world.rank == 0:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from train.data import DATASETS
 from train.models import MODELS
 from train.recipes import GRAPHS, RECIPES
+
+IDENTITY = (
+    *("recipe", "model", "dataset", "image_size", "batch_size", "accumulation_steps", "seed", "dirichlet_alpha", "amp"),
+    *("graph", "peers_per_itr", "max_staleness", "gossip_every", "average_every", "nprocs_per_node"),
+)
+SETTINGS = (
+    *("lr", "warmup_epochs", "milestone_factor", "momentum", "nesterov", "weight_decay", "label_smoothing"),
+    *("channels_last", "num_threads"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,8 +31,7 @@ class Config:
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
-    """'auto': go on from the newest complete checkpoint of out_dir, or start when there is none; else a folder, that of
-    a run or of one checkpoint."""
+    """'auto': the newest complete checkpoint of out_dir, or a new start; else the folder of a run or checkpoint."""
     seed: int = 1
     """The same on every rank; fixes the initial model, the shards, the order and the augmentation of the images."""
 
@@ -42,6 +51,7 @@ class Config:
     model: str = "cnn"
     """cnn (small), resnet20 (32x32), resnet50 (torchvision)."""
     epochs: int = 25
+    """Passes over the training set."""
     batch_size: int = 32
     """Images per rank and optimizer step."""
     accumulation_steps: int = 1
@@ -53,11 +63,15 @@ class Config:
     milestones: tuple[int, ...] = (15, 22)
     """Epochs after which the learning rate is multiplied by milestone_factor."""
     milestone_factor: float = 0.1
+    """What a milestone multiplies the learning rate by."""
     momentum: float = 0.9
+    """Of SGD; 0: none."""
     nesterov: bool = True
+    """Nesterov's form of the momentum."""
     weight_decay: float = 5e-4
     """Of weight matrices and kernels; biases and normalisation are left alone."""
     label_smoothing: float = 0.1
+    """Share of the target that is spread evenly over all classes."""
     amp: Literal["none", "bfloat16", "float16"] = "none"
     """Autocast dtype; float16 scales the loss with a GradScaler."""
     channels_last: bool = True
@@ -88,7 +102,7 @@ class Config:
     """Deterministic CUDA kernels, for bit-identical resumption on a GPU; a CPU needs nothing."""
 
     checkpoint_every: int = 0
-    """Epochs from one checkpoint to the next; 0: only on a signal."""
+    """Epochs from one checkpoint to the next; 0: only on a signal. With checkpoints, the last step has one."""
     checkpoint_every_steps: int = 0
     """Optimizer steps from one checkpoint to the next; 0: never within an epoch."""
     keep_last: int = 2
@@ -103,16 +117,35 @@ class Config:
             _require_choice(name, getattr(self, name), choices)
         positive = ("epochs", "batch_size", "accumulation_steps", "gossip_every", "nprocs_per_node", "num_threads")
         for name in (*positive, "keep_last", "validate_every", "log_every", "lr", "timeout_seconds"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected more than 0; see --help")
-        for name in ("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "warmup_epochs"):
-            if getattr(self, name) < 0:
+        not_negative = ("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "warmup_epochs")
+        more = ("dirichlet_alpha", "weight_decay", "image_size", "num_workers", "milestone_factor")
+        for name in (*not_negative, *more):
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected 0 or more; 0 switches it off")
+        if self.seed < 0:
+            raise ValueError(f"got seed={self.seed}, expected 0 or more; it seeds numpy's generators too")
+        for name in ("momentum", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected 0 <= {name} < 1; 0 switches it off")
+        if list(self.milestones) != sorted(self.milestones):
+            raise ValueError(f"got milestones={self.milestones}, expected ascending epochs; sort them")
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"got batch_size={self.batch_size} and accumulation_steps={self.accumulation_steps}, expected a "
                 "batch that cuts into equal micro-batches; choose a divisor of the batch size"
             )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The choices that a run shares with every checkpoint it can go on from, plain JSON values."""
+        return {name: getattr(self, name) for name in IDENTITY}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The choices that may change from there on, but make it another run; plain JSON values."""
+        return {"milestones": list(self.milestones), **{name: getattr(self, name) for name in SETTINGS}}
 
     @property
     def run_dir(self) -> Path:

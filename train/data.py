@@ -182,9 +182,8 @@ def _image_folder(config: Config) -> tuple[Images, Images]:
     root = Path(config.data_dir)
     held_out = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
     if held_out is None or not (root / "train").is_dir():
-        found = ", ".join(sorted(path.name for path in root.iterdir())) if root.is_dir() else "no such folder"
         raise ValueError(
-            f"got {config.data_dir!r} ({found or 'empty'}), expected train/ and val/ or test/ with a folder per class "
+            f"got {config.data_dir!r} ({_contents(root)}), expected train/ and val/ or test/ with a folder per class "
             "in it; point --data-dir there"
         )
     train, test = ImageFolder(root / "train"), ImageFolder(held_out)
@@ -207,6 +206,13 @@ def _image_folder(config: Config) -> tuple[Images, Images]:
         FolderImages(train, train_transform=train_transform, test_transform=test_transform),
         FolderImages(test, train_transform=train_transform, test_transform=test_transform),
     )
+
+
+def _contents(folder: Path) -> str:
+    if not folder.is_dir():
+        return "no such folder"
+    names = sorted(path.name for path in folder.iterdir())
+    return f"with {', '.join(names[:5])}{f' and {len(names) - 5} more' if names[5:] else ''}" if names else "empty"
 
 
 DATASETS: Mapping[str, Callable[[Config], tuple[Images, Images]]] = {

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from train.checkpoint import write_atomically
+from train.files import write_atomically
 
 
 def export_model(module: nn.Module, path: Path, *, metadata: Mapping[str, str]) -> None:

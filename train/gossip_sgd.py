@@ -18,11 +18,12 @@ averaged_model.safetensors (train/export.py says how to load it). The last line 
 `averaged model: test accuracy NN.NN %`.
 
 SIGTERM or SIGUSR1 to any training process: at the next iteration all ranks write a checkpoint and leave with code 75;
-start the same command again with --resume auto. torchrun passes a SIGTERM of its own on to its processes and allows
-them 30 seconds; it returns 1 whatever their code, and lists their codes, 75, when they left by themselves. It forwards
-SIGUSR1 only with TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 in its environment. A resumed run of a
-synchronous recipe (ar, dpsgd, sgp) is bit-identical to one that never stopped; osgp waits for the round in flight
-before a checkpoint.
+start the same command again with --resume auto. torchrun itself returns 1 then, whatever their code, and lists it, 75,
+for every process. It passes a SIGTERM of its own on to them and allows them 30 seconds
+(TORCH_ELASTIC_SHUTDOWN_TIMEOUT). SIGUSR1 kills it and leaves them behind without it, unless it was started with
+`torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1`, as job_scripts/launch.sh does: then it passes that on as well. A
+resumed run of a synchronous recipe (ar, dpsgd, sgp) is bit-identical to one that never stopped; osgp waits for the
+round in flight before a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,23 +43,22 @@ from torch import Tensor
 # Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from train.checkpoint import Checkpoints, fingerprint
+from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import load_data
 from train.evaluate import Validation, validate
 from train.export import export_model
 from train.log import EpochRow, RunLog
 from train.meters import Meters
-from train.models import MODELS
+from train.models import MODELS, fingerprint
 from train.optim import LearningRate, set_learning_rate, sgd
+from train.outputs import EXPORT, clear_outputs
 from train.precision import Precision
-from train.preemption import EXIT_CODE, StopRequest
+from train.preemption import EXIT_CODE, StopRequest, ignore_signals
 from train.recipes import RECIPES
 from train.report import RankResult, write_report
-from train.rng import rng_state, set_rng_state
+from train.state import TrainingState
 from train.world import World, start_world
-
-SAME_WHEN_RESUMED = ("recipe", "model", "dataset", "batch_size", "accumulation_steps", "seed", "dirichlet_alpha")
 
 
 class Run:
@@ -82,8 +82,13 @@ class Run:
         # From here on ranks differ: dropout must not fall on the same units everywhere.
         torch.manual_seed(config.seed * world.size + world.rank)
         self.wrapper = RECIPES[config.recipe].wrap(module, config, world, self.data)
-        self.optimizer = sgd(
-            module, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
+        self.meters = Meters(world.device)
+        self.state = TrainingState(
+            self.wrapper,
+            sgd(module, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay),
+            self.precision.make_scaler(),
+            self.meters,
+            world.device,
         )
         self.learning_rate = LearningRate(
             config.lr,
@@ -93,9 +98,6 @@ class Run:
             milestones=config.milestones,
             factor=config.milestone_factor,
         )
-        self.scaler = self.precision.make_scaler()
-        self.meters = Meters(world.device)
-        self.step = 0
         self.last_saved_step = -1
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
@@ -104,12 +106,18 @@ class Run:
                 "world_size": world.size,
                 "model_fingerprint": fingerprint(module),
                 "steps_per_epoch": self.data.steps_per_epoch,
-                **{name: getattr(config, name) for name in SAME_WHEN_RESUMED},
+                **config.identity,
             },
+            settings=config.settings,
             keep_last=config.keep_last,
         )
         self.resume()
         self.log = RunLog(self.folder, rank=world.rank, step=self.step)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.state.step
 
     def train(self) -> int:
         """Train, report and return the exit code of the process."""
@@ -124,12 +132,14 @@ class Run:
             if not self.train_epoch(epoch):
                 self.log.print(f"told to stop: checkpoint of step {self.step} written; go on with --resume auto")
                 return EXIT_CODE
+            world.on_every_rank(lambda: self.meters.require_finite(self.step))
             is_last = epoch + 1 == config.epochs
             validation = self.validate() if is_last or (epoch + 1) % config.validate_every == 0 else None
             stats, last_rate = self.wrapper.comm_stats(), self.learning_rate(self.step - 1)
             self.log.epoch(EpochRow.of(epoch + 1, self.step, last_rate, self.meters, stats, validation))
             self.meters.start_epoch()
-            if config.checkpoint_every and (is_last or (epoch + 1) % config.checkpoint_every == 0):
+            is_due = config.checkpoint_every > 0 and (epoch + 1) % config.checkpoint_every == 0
+            if is_due or (is_last and config.checkpoint_every_steps + config.checkpoint_every > 0):
                 self.save(validation.averaged_accuracy_percent if validation else None)
         self.report(validation or self.validate())
         return 0
@@ -146,6 +156,7 @@ class Run:
                 is_told_to_stop = self.stop.should_stop()
                 is_due = config.checkpoint_every_steps > 0 and self.step % config.checkpoint_every_steps == 0
                 if is_told_to_stop or (is_due and self.step > 0):
+                    self.world.on_every_rank(lambda: self.meters.require_finite(self.step))
                     meters.train_seconds += time.perf_counter() - start
                     self.save()
                     if is_told_to_stop:
@@ -156,6 +167,8 @@ class Run:
                 meters.data_seconds += time.perf_counter() - waiting
                 self.train_step(images, labels)
                 if self.step % config.log_every == 0:
+                    if not meters.is_finite:
+                        self.stop.request()  # not alone: all ranks end where they read it
                     self.log.point(self.step, loss=meters.loss, learning_rate=self.learning_rate(self.step - 1))
                     bar.set_postfix(loss=f"{meters.loss:.3f}")
         if self.world.device.type == "cuda":
@@ -166,19 +179,19 @@ class Run:
     def train_step(self, images: Tensor, labels: Tensor) -> None:
         """One optimizer step on a batch; only the last micro-batch gossips, or reduces gradients."""
         num_parts = self.config.accumulation_steps
-        set_learning_rate(self.optimizer, self.learning_rate(self.step))
+        set_learning_rate(self.state.optimizer, self.learning_rate(self.step))
         images, labels = self.precision.prepare(images), self.precision.prepare(labels)
         for index, (x, y) in enumerate(zip(images.chunk(num_parts), labels.chunk(num_parts), strict=True)):
             with nullcontext() if index == num_parts - 1 else self.wrapper.no_sync():
                 with self.precision.autocast():
                     outputs = self.wrapper(x)
                     loss = F.cross_entropy(outputs, y, label_smoothing=self.config.label_smoothing)
-                self.scaler.scale(loss / num_parts).backward()
+                self.state.scaler.scale(loss / num_parts).backward()
             self.meters.update(outputs, y, loss)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
+        self.state.scaler.step(self.state.optimizer)
+        self.state.scaler.update()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.step += 1
 
     def validate(self) -> Validation:
         """Collective: accuracy of this rank's model and of the averaged one."""
@@ -188,29 +201,20 @@ class Run:
         """Collective: write a checkpoint of the current step, unless there is one."""
         if self.step == self.last_saved_step:
             return
-        state = {
-            "step": self.step,
-            "wrapper": self.wrapper.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "meters": self.meters.state_dict(bytes_sent=self.wrapper.comm_stats()["bytes_sent"]),
-            "rng": rng_state(self.world.device),
-        }
-        self.checkpoints.save(self.step, state, test_accuracy_percent=test_accuracy_percent)
+        self.checkpoints.save(self.step, self.state.state_dict(), test_accuracy_percent=test_accuracy_percent)
         self.last_saved_step = self.step
 
     def resume(self) -> None:
-        """Collective: go on from the checkpoint that --resume names, if any."""
+        """Collective: go on from the checkpoint that --resume names, if any; clear away what another run left."""
         path = self.checkpoints.choose(self.config.resume)
-        if path is None:
-            return
-        state = self.checkpoints.load(path)
-        self.step = self.last_saved_step = state["step"]
-        self.wrapper.load_state_dict(state["wrapper"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.meters.load_state_dict(state["meters"])
-        set_rng_state(state["rng"], self.world.device)
+        if path is not None:
+            state = self.checkpoints.load(path, keys=TrainingState.KEYS)
+            self.world.on_every_rank(lambda: self.state.load_state_dict(state))
+            self.checkpoints.set_aside_after(self.step)
+        if path is None or path.parent.resolve() != self.checkpoints.folder.resolve():
+            clear_outputs(self.folder, self.world)
+        else:
+            self.last_saved_step = self.step
 
     def report(self, validation: Validation) -> None:
         """Collective: export the averaged model; on rank 0 write and print the results."""
@@ -219,7 +223,7 @@ class Run:
             if self.world.rank == 0:
                 export_model(
                     self.wrapper.module,
-                    self.folder / "averaged_model.safetensors",
+                    self.folder / EXPORT,
                     metadata={"model": self.config.model, "dataset": self.config.dataset, "recipe": self.config.recipe},
                 )
         if self.world.rank == 0:
@@ -253,4 +257,6 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Config, description=__doc__)))
+    exit_code = main(tyro.cli(Config, description=__doc__))
+    ignore_signals()
+    sys.exit(exit_code)

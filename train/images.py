@@ -97,8 +97,14 @@ class FolderImages(Images):
         with torch.random.fork_rng(devices=[]):
             if key.seed is not None:
                 torch.manual_seed(key.seed)
-            images = [transform(self.folder.loader(self.folder.samples[index][0])) for index in key.indices]
+            images = [transform(self._read(self.folder.samples[index][0])) for index in key.indices]
         return torch.stack(images), torch.from_numpy(self.labels[key.indices])
+
+    def _read(self, path: str) -> Any:
+        try:
+            return self.folder.loader(path)
+        except (OSError, SyntaxError, ValueError) as error:  # all that PIL raises; none of it names the file
+            raise ValueError(f"got {path} that does not decode ({error}), expected an image; replace it") from error
 
 
 def random_shift(images: Tensor, max_shift: int, generator: torch.Generator) -> Tensor:

@@ -10,9 +10,10 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from train.checkpoint import write_atomically
 from train.evaluate import Validation
+from train.files import write_atomically
 from train.meters import Meters
+from train.outputs import TENSORBOARD, csv_path
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, *, rank: int, step: int = 0) -> None:
-        self._path = folder / f"rank_{rank:04d}.csv"
+        self._path = csv_path(folder, rank)
         self._is_printing = rank == 0
         self._rows: list[dict[Any, Any]] = []
         if step and self._path.is_file():
@@ -97,7 +98,7 @@ class RunLog:
             # Imported here: only one rank pays the second it takes.
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(folder / "tensorboard", purge_step=step)
+            self._board = SummaryWriter(folder / TENSORBOARD, purge_step=step)
 
     def progress(self, epoch: int, *, first_step: int, num_steps: int) -> tqdm[int]:
         """The steps of an epoch that are left, with a progress bar on rank 0 of a terminal."""

@@ -48,6 +48,23 @@ class Meters:
         """Of the training images of the epoch so far, as augmented, while the model was changing."""
         return float(100 * self.sums[1] / self.sums[2])
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether every loss of the epoch so far was a number."""
+        return bool(self.sums.isfinite().all())
+
+    def require_finite(self, step: int) -> None:
+        """Check the losses of the epoch up to `step`: nobody trains on, or saves, what has diverged.
+
+        Raises:
+            ValueError: one of them was no number.
+        """
+        if not self.is_finite:
+            raise ValueError(
+                f"got a loss of {self.loss} by step {step}, expected a number: training has diverged; lower --lr, "
+                "lengthen --warmup-epochs, or leave --amp float16"
+            )
+
     def start_epoch(self) -> None:
         """Forget the epoch, keep the totals."""
         self.sums.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 
 import torch.nn.functional as F
@@ -94,3 +95,9 @@ def resnet50(in_channels: int, num_classes: int) -> nn.Module:
 
 
 MODELS: Mapping[str, Callable[[int, int], nn.Module]] = {"cnn": small_cnn, "resnet20": resnet20, "resnet50": resnet50}
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A short hash of the names, shapes and dtypes of a model's state."""
+    layout = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in module.state_dict().items()]
+    return hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16]

@@ -14,8 +14,18 @@ EXIT_CODE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
+def ignore_signals() -> None:
+    """From here on no signal ends this process before it returns its exit code.
+
+    At its very end Python puts default handlers back in place of ours, but not in place of an ignored signal, and
+    torchrun sends SIGTERM to all others as soon as one process has left.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopRequest:
-    """should_stop() turns true at the same call on every rank, once any rank has received a signal.
+    """should_stop() turns true at the same call on every rank, once any rank has received a signal or asked for it.
 
     Each call starts one all-reduce of one byte and reads the one started `lag` calls before, which has arrived behind
     a whole iteration of training: no iteration waits for the network, and all ranks read the same answer at the same
@@ -32,16 +42,20 @@ class StopRequest:
     def __init__(self, group: dist.ProcessGroup, *, lag: int = 1) -> None:
         self._group = group
         self._lag = lag
-        self._is_signalled = False
+        self._is_requested = False
         self._pending: deque[tuple[torch.Tensor, dist.Work]] = deque()
         self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._is_signalled = True
+        self.request()
+
+    def request(self) -> None:
+        """What a signal does: ask all ranks to stop."""
+        self._is_requested = True
 
     def should_stop(self) -> bool:
         """Collective, once per iteration: whether to write a checkpoint and leave now."""
-        flag = torch.tensor([self._is_signalled], dtype=torch.uint8)
+        flag = torch.tensor([self._is_requested], dtype=torch.uint8)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None, "an asynchronous all-reduce returns its work"
         self._pending.append((flag, work))

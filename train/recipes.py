@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
 from train.images import BatchKey
@@ -53,7 +54,8 @@ def settle_buckets(wrapper: gm.AllReduceDataParallel, images: Tensor) -> None:
     """
     before = {name: tensor.clone() for name, tensor in wrapper.module.state_dict().items()}
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
-        wrapper(images).sum().backward()
+        # Past our wrapper's own forward, which would count the traffic of a step that is none.
+        DistributedDataParallel.forward(wrapper, images).sum().backward()
     wrapper.module.load_state_dict(before)
     wrapper.zero_grad(set_to_none=True)
 

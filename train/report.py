@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from train.checkpoint import write_atomically
 from train.config import Config
 from train.evaluate import Validation
+from train.files import write_atomically
 from train.meters import Meters
+from train.outputs import SUMMARY, csv_path
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ def write_report(folder: Path, config: Config, validation: Validation, results: 
     # Imported here: only one rank pays the second that matplotlib takes.
     from visualization.curves import draw_run
 
-    draw_run(folder)
+    if any(csv_path(folder, rank).is_file() for rank in range(len(results))):
+        draw_run(folder)
+    else:
+        print("no curves: the checkpoint that was resumed had all epochs behind it, none was trained here")
     summary = {
         "averaged_test_accuracy_percent": validation.averaged_accuracy_percent,
         "consensus_distance": validation.consensus_distance,
@@ -60,7 +64,7 @@ def write_report(folder: Path, config: Config, validation: Validation, results: 
         "config": asdict(config),
     }
     text = json.dumps(summary, indent=1) + "\n"
-    write_atomically(folder / "summary.json", lambda temporary: temporary.write_text(text))
+    write_atomically(folder / SUMMARY, lambda temporary: temporary.write_text(text))
     rows = [
         {
             "rank": str(rank),

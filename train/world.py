@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,17 @@ class World:
         return agree(self.gather, function)
 
 
+class Agreement(Protocol):
+    """The part of a World that needs no process group."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+    def on_every_rank(self, function: Callable[[], Any]) -> list[Any]: ...
+
+
 def agree(gather: Callable[[Any], list[Any]], function: Callable[[], Any]) -> list[Any]:
     """Collective: call `function` and gather the results; if it raises anywhere, raise everywhere.
 
@@ -49,15 +60,16 @@ def agree(gather: Callable[[Any], list[Any]], function: Callable[[], Any]) -> li
     Raises:
         ValueError: naming the ranks and what went wrong there.
     """
-    result, problem = None, ""
+    result, problem, cause = None, "", None
     try:
         result = function()
-    except (ValueError, OSError) as error:
-        problem = str(error)
+    except Exception as error:  # noqa: BLE001 - raised below, on every rank
+        cause = error
+        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     answers = gather((result, problem))
     problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError("; ".join(problems)) from cause
     return [result for result, _ in answers]
 
 

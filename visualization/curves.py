@@ -17,6 +17,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+SETTLED = 0.2
+"""Share of the epochs after which the loss is to fill its axis: its start would press all recipes into one line."""
 ERROR_TICKS = (0, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
@@ -46,7 +48,9 @@ def draw(runs: Mapping[str, Path], path: Path) -> Path:
     """Draw the curves of `runs`, by name, into the PNG file `path`; returns it."""
     # A figure of its own, not one of pyplot: nothing global, no display needed.
     figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure.suptitle("Lines: mean over ranks. Bands: from the lowest rank to the highest.", fontsize="medium")
     errors, errors_over_time, losses, distances = figure.subplots(2, 2).flat
+    settled_losses = []
     for (name, folder), color in zip(runs.items(), cycle(mpl.color_sequences["tab10"])):
         table = read_run(folder)
         table["averaged_error"] = 100 - table["averaged_test_accuracy_percent"]
@@ -55,6 +59,7 @@ def draw(runs: Mapping[str, Path], path: Path) -> Path:
             draw_mean(axis, table, x=x, y="averaged_error", color=color, label=f"{name}: averaged model")
             draw_mean(axis, table, x=x, y="own_error", color=color, label=f"{name}: own models", linestyle=":")
         draw_mean(losses, table, x="epoch", y="loss", color=color, label=name)
+        settled_losses.append(table.loc[table["epoch"] > SETTLED * table["epoch"].max(), "loss"])
         draw_mean(distances, table, x="epoch", y="consensus_distance", color=color, label=name)
     for axis in (errors, errors_over_time):
         # Close to logarithmic, so that the end of training shows next to its start, yet with a place for 0.
@@ -63,9 +68,11 @@ def draw(runs: Mapping[str, Path], path: Path) -> Path:
         axis.set_ylim(0, 100)
     if any((line.get_ydata() > 0).any() for line in distances.get_lines()):
         distances.set_yscale("log")
+    is_zoomed = zoom(losses, pd.concat(settled_losses))
     finish(errors, title="Test error", xlabel="epoch", ylabel="error [%]")
     finish(errors_over_time, title="Test error over training time", xlabel="training time [s]", ylabel="error [%]")
-    finish(losses, title="Training loss: mean and range of ranks", xlabel="epoch", ylabel="loss")
+    title = "Training loss" + (" (first epochs above the frame)" if is_zoomed else "")
+    finish(losses, title=title, xlabel="epoch", ylabel="loss")
     finish(distances, title="Distance of ranks from their average", xlabel="epoch", ylabel="consensus distance")
     figure.savefig(path, dpi=120)
     return path
@@ -86,9 +93,20 @@ def draw_mean(axis: Axes, table: pd.DataFrame, *, x: str, y: str, color: Any, la
     epochs = table.dropna(subset=[y]).groupby("epoch")
     xs, mean, low, high = epochs[x].mean(), epochs[y].mean(), epochs[y].min(), epochs[y].max()
     if not (high > 0).any():
-        label += " (0)"  # AllReduce keeps ranks equal, which a log scale has no place for
+        label += ": 0 throughout"  # AllReduce keeps ranks equal, which a log scale has no place for
     axis.plot(xs, mean, color=color, linestyle=linestyle, label=label, linewidth=1.6)
     axis.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def zoom(axis: Axes, values: pd.Series) -> bool:
+    """Let `values` fill the vertical axis; whether something drawn lies outside."""
+    low, high = values.min(), values.max()
+    if not high > low:
+        return False
+    margin = 0.05 * (high - low)
+    is_zoomed = bool(axis.dataLim.y1 > high + margin)
+    axis.set_ylim(low - margin, high + margin)
+    return is_zoomed
 
 
 def finish(axis: Axes, *, title: str, xlabel: str, ylabel: str) -> None:

@@ -1,0 +1,39 @@
+"""The files that a run leaves in its folder, checkpoints apart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from train.world import Agreement
+
+TENSORBOARD, SUMMARY, CURVES, EXPORT = "tensorboard", "summary.json", "curves.png", "averaged_model.safetensors"
+
+
+def csv_path(folder: Path, rank: int) -> Path:
+    """The table of a rank."""
+    return folder / f"rank_{rank:04d}.csv"
+
+
+def clear_outputs(folder: Path, world: Agreement) -> None:
+    """Collective: delete what an earlier run left in `folder`, lest two runs mix, and say so.
+
+    Every rank deletes the tables that it finds, as the folder may be local to its machine; rank 0 the rest.
+    """
+
+    def clear() -> set[str]:
+        tables = list(folder.glob("rank_*.csv"))
+        for path in tables:
+            path.unlink(missing_ok=True)  # another rank may be faster
+        others = [folder / name for name in (TENSORBOARD, SUMMARY, CURVES, EXPORT) if world.rank == 0]
+        others = [path for path in others if path.exists()]
+        for path in others:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        return {path.name for path in (*tables, *others)}
+
+    names = set().union(*world.on_every_rank(clear))
+    if names and world.rank == 0:
+        print(f"cleared {folder} of an earlier run: {', '.join(sorted(names))}", flush=True)
