@@ -161,13 +161,17 @@ class Ours(Contender):
 
 
 def tensor_bytes() -> int:
-    """Bytes of all tensor storages alive in this process, each counted once."""
-    storages = {}
+    """Bytes of memory under all tensors alive in this process; what several tensors share counts once."""
+    spans = set()
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and thing.layout == torch.strided:
             storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    total = covered = 0
+    for start, stop in sorted(spans):
+        total += max(stop - max(start, covered), 0)
+        covered = max(covered, stop)
+    return total
 
 
 CONTENDERS: dict[str, Callable[[nn.Module], Contender]] = {
