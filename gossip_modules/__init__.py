@@ -1,6 +1,7 @@
 """Decentralised (gossip) data-parallel training in PyTorch: the public names."""
 
 from .ar_distributed import AllReduceDataParallel
+from .connect import connect
 from .distributed import GossipDataParallel
 from .dynamic_graphs import (
     DynamicBipartiteExponentialGraph,
@@ -24,7 +25,7 @@ from .mixing_manager import (
 from .schedule import Schedule
 from .simple_distributed import SimpleGossipDataParallel
 from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
-from .transport import ProcessGroupTransport, Transport, connect
+from .transport import ProcessGroupTransport, Transport
 from .wrapper import GossipWrapper
 
 __all__ = [

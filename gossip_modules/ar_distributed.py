@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .averaging import AveragingMixin
+from .connect import connect
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage
-from .transport import DEFAULT_TIMEOUT, connect
+from .transport import DEFAULT_TIMEOUT
 
 
 class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .connect import connect
 from .flat_vector import FlatVector
-from .transport import ProcessGroupTransport, connect
+from .transport import ProcessGroupTransport
 
 
 class Node:
@@ -86,3 +87,18 @@ class Node:
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
+
+
+def count_nodes(world_size: int, nprocs_per_node: int, process_group: dist.ProcessGroup | None) -> int:
+    """How many gossip ranks a world has; raises ValueError when the options cannot work."""
+    if nprocs_per_node < 1 or world_size % nprocs_per_node:
+        raise ValueError(
+            f"got nprocs_per_node={nprocs_per_node} in a world of {world_size}, expected a divisor of it; "
+            "start equally many processes on every node"
+        )
+    if nprocs_per_node > 1 and process_group is not None:
+        raise ValueError(
+            f"got a process group and nprocs_per_node={nprocs_per_node}, expected one of them; "
+            "groups inside and between nodes are made of the default group"
+        )
+    return world_size // nprocs_per_node

@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from .agreement import broadcast_tensors, check_agreement
 from .averaging import AveragingMixin
+from .connect import connect
 from .debias import Debias
 from .defaults import choose_gossiper, choose_mixing
 from .engine import Engine
@@ -25,9 +26,9 @@ from .gossiper import Gossiper
 from .graph_manager import GraphManager
 from .metadata_state import MetadataState
 from .mixing_manager import MixingManager
-from .node import Node
+from .node import Node, count_nodes
 from .schedule import Schedule
-from .transport import DEFAULT_TIMEOUT, connect
+from .transport import DEFAULT_TIMEOUT
 from .uneven_inputs import UnevenInputs
 
 DEFAULT_SCHEDULE = Schedule()
@@ -93,13 +94,13 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         self._is_step_start = True
         self._is_closed = False
         self._has_trained = False
-        num_slices = max(nprocs_per_node, 1)  # _num_nodes refuses less
+        num_slices = max(nprocs_per_node, 1)  # count_nodes refuses less
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_slices=num_slices)
         device = self._buffer.vector.raw.device
         # A collective of its own before any group is made: ranks that disagree would make different groups and hang.
         world = dist.group.WORLD if process_group is None and dist.is_initialized() else process_group
         hello = connect(world, module_device=device, comm_device=None, timeout=timeout)
-        num_nodes = _num_nodes(hello.world_size, nprocs_per_node, process_group)
+        num_nodes = count_nodes(hello.world_size, nprocs_per_node, process_group)
         mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes)
         gossiper = choose_gossiper(gossiper, push_sum=push_sum)
         options = (schedule, self._engine_options(), nprocs_per_node, gossip_buffers, init_sync, str(comm_device))
@@ -342,17 +343,3 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
 
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
         return [x[: part.numel()] for x, part in zip(vector.segments, self._buffer.parameter_segments, strict=True)]
-
-
-def _num_nodes(world_size: int, nprocs_per_node: int, process_group: dist.ProcessGroup | None) -> int:
-    if nprocs_per_node < 1 or world_size % nprocs_per_node:
-        raise ValueError(
-            f"got nprocs_per_node={nprocs_per_node} in a world of {world_size}, expected a divisor of it; "
-            "start equally many processes on every node"
-        )
-    if nprocs_per_node > 1 and process_group is not None:
-        raise ValueError(
-            f"got a process group and nprocs_per_node={nprocs_per_node}, expected one of them; "
-            "groups inside and between nodes are made of the default group"
-        )
-    return world_size // nprocs_per_node

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("graph_manager", "shift_graph", "dynamic_graphs", "static_graphs", "matching"),
         *("mixing_manager", "matrix_mixing"),
     ),
-    ("transport", "mpi"),
+    ("transport", "connect", "mpi"),
     ("gossiper", "compressed_gossiper", "agreement", "node"),
     ("engine", "gossip_thread", "async_engine", "averaging", "defaults", "debias", "metadata_state", "uneven_inputs"),
     ("wrapper",),

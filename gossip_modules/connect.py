@@ -1,0 +1,92 @@
+"""From a process group, given or made, to a transport: which backend, which wire device, which ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .transport import DEFAULT_TIMEOUT, ProcessGroupTransport, fail
+
+CPU = torch.device("cpu")
+
+
+def connect(
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    module_device: torch.device = CPU,
+    comm_device: torch.device | str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> ProcessGroupTransport:
+    """A transport over `process_group`, used as it is, or over a new group of our own when that is None.
+
+    Args:
+        process_group: carries nothing but our messages from now on; None makes a new group (collective over `ranks`).
+        ranks: global ranks of the new group, this one among them; None = all.
+        module_device: where the tensors live.
+        comm_device: where messages live; None = `module_device` if the group has NCCL for it, else the CPU.
+        timeout: for every wait.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: `comm_device` is neither the CPU nor `module_device`.
+    """
+    if process_group is None and not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised, expected a process group; start with torchrun and call "
+            "torch.distributed.init_process_group() before wrapping the module"
+        )
+    base = _world() if process_group is None else process_group
+    wire = torch.device(comm_device) if comm_device is not None else module_device
+    if wire.type not in ("cpu", module_device.type):
+        raise ValueError(f"got comm_device={wire}, expected 'cpu' or the module's device {module_device}")
+    if wire.type == "cuda":
+        wire = module_device
+        if comm_device is None and _backend(base, wire) != "nccl":
+            wire = torch.device("cpu")
+    backend = _backend(base, wire)
+    if wire.type == "cuda" and backend == "gloo":
+        raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
+    if process_group is None:
+        subset = list(ranks) if ranks is not None and len(ranks) < dist.get_world_size() else None
+        start = time.monotonic()
+        try:
+            group = dist.new_group(
+                subset, timeout=timeout, backend=backend or "gloo", use_local_synchronization=subset is not None
+            )
+        except RuntimeError as error:
+            members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+            what = f"making a process group of ranks {members}"
+            fail(error, rank=dist.get_rank(), what=what, seconds=time.monotonic() - start, timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+        base = group
+    elif backend is None:
+        raise ValueError(
+            f"got a process group without a backend for {wire} tensors, expected one; for CPU tensors beside NCCL call "
+            "init_process_group('cpu:gloo,cuda:nccl'), or pass a Gloo group"
+        )
+    if ranks is None and dist.is_initialized():
+        ranks = dist.get_process_group_ranks(base)
+    transport = ProcessGroupTransport(base, device=wire, timeout=timeout, names=ranks)
+    if process_group is None:
+        # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
+        transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
+        transport.num_bytes_sent = 0
+    return transport
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    return world
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    try:
+        return group._get_backend(device).name().lower()
+    except RuntimeError:  # this group was made without a backend for that device
+        return None
