@@ -14,6 +14,7 @@ from torch import Tensor
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 ROUND_BITS, CHANNEL_BITS = 20, 10  # of a tag: Gloo's have 32 bits; rounds and channels wrap around
+PROBE_TAG = 1 << ROUND_BITS + CHANNEL_BITS  # no round has it
 MAX_STAGED = 64  # twins kept; more means that addresses change from call to call
 
 
@@ -144,8 +145,21 @@ class ProcessGroupTransport:
             self._wait(post(), self.timeout)
         except RuntimeError as error:
             names = list(self.names)
-            numbered = "" if names == list(range(self.world_size)) else " (numbered from 0 in what follows)"
-            self.fail(error, f"{what} among ranks {names}{numbered}", time.monotonic() - start)
+            numbered = "" if names == list(range(self.world_size)) else ", numbered from 0 in what follows"
+            seconds = time.monotonic() - start
+            closed = f", connections to ranks {gone} are closed" if (gone := self._closed_peers()) else ""
+            self.fail(error, f"{what} among ranks {names}", seconds, note=closed + numbered)
+
+    def _closed_peers(self) -> list[int]:
+        """After a failure on Gloo, the global ranks whose connection is gone: posting a receive says so at once."""
+        gone = []
+        for peer in range(self.world_size) if self.backend == "gloo" else ():
+            try:
+                if peer != self.rank:
+                    self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, PROBE_TAG)
+            except RuntimeError:
+                gone.append(self.names[peer])
+        return gone
 
     def _wait(self, work: dist.Work, timeout: timedelta) -> None:
         if self.backend == "nccl":
@@ -157,9 +171,9 @@ class ProcessGroupTransport:
         """The backend's tag of round `tag` on this channel."""
         return (self._channel % (1 << CHANNEL_BITS) << ROUND_BITS) + tag % (1 << ROUND_BITS)
 
-    def fail(self, error: RuntimeError, what: str, seconds: float) -> NoReturn:
+    def fail(self, error: RuntimeError, what: str, seconds: float, *, note: str = "") -> NoReturn:
         """See the function `fail`; the rank is this one."""
-        fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=self.timeout)
+        fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=self.timeout, note=note)
 
     def _stage(self, x: Tensor, *, fill: bool = False, keep: bool = False) -> Tensor:
         """`x` itself where it can go on the wire, else a twin that can: filled if asked, kept for the next round."""
@@ -231,7 +245,7 @@ class _Exchange:
         self.transport._unstage(self.staged)
 
 
-def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: timedelta) -> NoReturn:
+def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: timedelta, note: str = "") -> NoReturn:
     """Raise what the backend reported as an error that says who waited for whom, and for how long.
 
     Raises:
@@ -239,5 +253,5 @@ def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: 
         ConnectionError: sooner.
     """
     limit = timeout.total_seconds()
-    message = f"rank {rank}: {what} failed after {seconds:.1f} s (timeout {limit:g} s): {error}"
+    message = f"rank {rank}: {what} failed after {seconds:.1f} s (timeout {limit:g} s){note}: {error}"
     raise (TimeoutError if seconds > 0.95 * limit else ConnectionError)(message) from error

@@ -186,6 +186,18 @@ def test_a_collective_names_itself_and_who_is_missing(make: Make, name: str) -> 
 # Of this transport.
 
 
+def test_a_collective_names_the_rank_that_died() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() == 2:
+            raise HangUp
+        transport = ProcessGroupTransport(group, device=CPU, timeout=timedelta(seconds=SECONDS))
+        pattern = rf"^rank {group.rank()}: a sum among ranks \[0, 1, 2\] .*, connections to ranks \[.*2\] are closed"
+        with pytest.raises((ConnectionError, TimeoutError), match=pattern):
+            transport.all_reduce(torch.zeros(4), what="a sum")
+
+    run_ranks(3, body, timeout=timedelta(seconds=1))  # also how long rank 1 waits for rank 0's verdict
+
+
 def test_names_are_global_ranks() -> None:
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 0:
@@ -225,8 +237,8 @@ def test_a_collective_in_a_subgroup_says_how_its_ranks_are_numbered() -> None:
     def body(group: dist.ProcessGroup) -> None:
         transport = ProcessGroupTransport(group, device=CPU, timeout=timedelta(seconds=0.3), names=[2, 3])
         if group.rank() == 0:
-            what = r"sharing buffers among ranks \[2, 3\] \(numbered from 0 in what follows\)"
-            with pytest.raises(TimeoutError, match=rf"(?s)^rank 2: {what} failed after .*Ranks? 1\b"):
+            what = r"sharing buffers among ranks \[2, 3\] failed .*, numbered from 0 in what follows"
+            with pytest.raises(TimeoutError, match=rf"(?s)^rank 2: {what}: .*Ranks? 1\b"):
                 transport.broadcast(torch.zeros(1), source=0, what="sharing buffers")
 
     run_ranks(2, body)
