@@ -1,4 +1,4 @@
-"""The one nn.Module base of the gossip wrappers: hooks, no_sync, eval flush, state, uneven inputs."""
+"""The one nn.Module base of the gossip wrappers: the round before a forward, no_sync, eval flush, state."""
 
 from __future__ import annotations
 
@@ -94,6 +94,8 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         self._is_step_start = True
         self._is_closed = False
         self._has_trained = False
+        if find_unused_parameters and nprocs_per_node == 1:
+            warnings.warn("find_unused_parameters has no effect with nprocs_per_node=1", stacklevel=3)
         num_slices = max(nprocs_per_node, 1)  # count_nodes refuses less
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_slices=num_slices)
         device = self._buffer.vector.raw.device

@@ -1172,3 +1172,8 @@ def test_a_reentrant_checkpoint_of_the_whole_wrapper_is_refused() -> None:
         wrapper.close()
 
     run_ranks(2, body)
+
+
+def test_a_setting_without_effect_warns() -> None:
+    with pytest.warns(UserWarning, match="find_unused_parameters has no effect with nprocs_per_node=1"):
+        GossipDataParallel(mlp(), process_group=solo_group(), find_unused_parameters=True).close()
