@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .flat_vector import FlatLayout, FlatVector
+from .flat_vector import FlatLayout, FlatVector, Part
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -30,6 +30,15 @@ class _Slot(NamedTuple):
         """Where the module holds the tensor under its name."""
         return self.owner._parameters if self.is_parameter else self.owner._buffers
 
+    @property
+    def part(self) -> Part:
+        """What a code may know of it; complex numbers are pairs. Memory order is dim 0 by the rest in any format."""
+        return Part((*self.tensor.shape, 2) if self.tensor.is_complex() else tuple(self.tensor.shape), self.is_buffer)
+
+    @property
+    def is_buffer(self) -> bool:
+        return not self.is_parameter
+
     def signature(self) -> str:
         """Everything that two ranks must agree on."""
         strides = "" if self.tensor.is_contiguous() else f" strides {tuple(self.tensor.stride())}"
@@ -40,7 +49,8 @@ class FlatBuffer:
     """The trained tensors of a module as views of one FlatVector: gossip on the vector is gossip on the module.
 
     Trainable parameters and persistent floating-point buffers (BatchNorm statistics) are re-pointed into one
-    contiguous vector with one segment per dtype, parameters first. Frozen parameters, integer buffers,
+    contiguous vector with one segment per dtype: matrices first, those of one shape side by side, then parameters of
+    one dimension, then buffers, so that codes of matrices work in few batches. Frozen parameters, integer buffers,
     non-persistent buffers and buffers that hold an infinity or NaN (attention masks) stay where they are. A tensor
     shared by several modules is taken once. Strides are kept, so `channels_last` stays `channels_last`.
 
@@ -90,7 +100,7 @@ class FlatBuffer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that view the vector: the parameters, then the buffers."""
+        """All tensors that view the vector: matrices, vectors, buffers."""
         return [slot.tensor for slot in self._slots]
 
     def signature(self) -> list[str]:
@@ -124,16 +134,16 @@ class FlatBuffer:
 
     def is_complete(self) -> bool:
         """Whether exactly the module's trained tensors are in the vector; walks the module, so not for every step."""
-        return [id(slot.tensor) for slot in _parameters_first(self._trained_tensors())] == list(map(id, self.tensors))
+        return [id(slot.tensor) for slot in _in_order(self._trained_tensors())] == list(map(id, self.tensors))
 
     def attach(self) -> None:
         """Make the module's trained tensors views of the vector (again), keeping their values and strides."""
-        slots = _parameters_first(self._trained_tensors())
+        slots = _in_order(self._trained_tensors())
         _check(slots)
         dtypes = list(dict.fromkeys(_real_dtype(slot.tensor) for slot in slots))
         groups = {dtype: [slot for slot in slots if _real_dtype(slot.tensor) == dtype] for dtype in dtypes}
-        numels = {dtype: sum(_real_numel(slot.tensor) for slot in group) for dtype, group in groups.items()}
-        layout = FlatLayout.of(numels.items(), self.num_slices)
+        parts = {dtype: [slot.part for slot in group] for dtype, group in groups.items()}
+        layout = FlatLayout.of(parts.items(), self.num_slices)
         # A new vector, not the old one: the tensors may still view the old one at other offsets.
         vector = FlatVector.zeros(layout, slots[0].tensor.device)
         if self._slots:
@@ -181,9 +191,20 @@ class FlatBuffer:
                 yield name
 
 
-def _parameters_first(slots: Iterator[_Slot]) -> list[_Slot]:
-    """Parameters before buffers; the sort is stable, so the module's order is kept inside each kind."""
-    return sorted(slots, key=lambda slot: not slot.is_parameter)
+def _in_order(slots: Iterator[_Slot]) -> list[_Slot]:
+    """Matrices by shape, vectors, buffers; the sort is stable, so the module's order is kept where these are equal."""
+
+    def key(slot: _Slot) -> tuple[int, tuple[int, ...]]:
+        if nn.parameter.is_lazy(slot.tensor):
+            raise ValueError(
+                f"got the uninitialised lazy parameter '{slot.name}', expected known shapes; "
+                "run one forward pass before wrapping"
+            )
+        if slot.part.is_matrix:
+            return 0, slot.part.shape
+        return (2 if slot.is_buffer else 1), ()
+
+    return sorted(slots, key=key)
 
 
 def _real_dtype(tensor: Tensor) -> torch.dtype:
@@ -214,12 +235,6 @@ def _check(slots: list[_Slot]) -> None:
             "got a module without trainable parameters, expected at least one parameter with requires_grad=True; "
             "wrap the module that is trained"
         )
-    for slot in slots:
-        if nn.parameter.is_lazy(slot.tensor):
-            raise ValueError(
-                f"got the uninitialised lazy parameter '{slot.name}', expected known shapes; "
-                "run one forward pass before wrapping"
-            )
     devices: dict[torch.device, str] = {}
     for slot in slots:
         devices.setdefault(slot.tensor.device, slot.name)
