@@ -1,0 +1,125 @@
+"""Whole numbers in as few bits as they need: codes of 1, 2, 4 or 8 bits, and sorted indices."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# The integer whose bytes are the 8 / bits codes that share one packed byte.
+_LANES = {1: torch.int64, 2: torch.int32, 4: torch.int16, 8: torch.uint8}
+_LOW_BITS = (1, 2, 4, 8, 16)
+
+
+def packed_size(num_codes: int, bits: int) -> int:
+    """Bytes that `num_codes` codes of `bits` bits take: ceil(num_codes * bits / 8)."""
+    return -(-num_codes * bits // 8)
+
+
+def pack(codes: Tensor, bits: int, packed: Tensor) -> None:
+    """packed <- the low `bits` bits of each code, the first code in the lowest bits of a byte.
+
+    Args:
+        codes: int8 or uint8 [n], contiguous, in storage of its own; not changed.
+        bits: 1, 2, 4 or 8.
+        packed: uint8 [packed_size(n, bits)], written; the bits that are left over in its last byte are zero.
+    """
+    if bits == 8:
+        packed.copy_(codes.view(torch.uint8))
+        return
+    per_byte = 8 // bits
+    lanes = codes.view(torch.uint8).bitwise_and((1 << bits) - 1)
+    if lanes.numel() % per_byte:
+        lanes = torch.nn.functional.pad(lanes, (0, -lanes.numel() % per_byte))
+    # The codes of a byte lie in the bytes of one integer: each step moves half of them beside the others.
+    lanes = lanes.view(_LANES[bits])
+    shift = 8 - bits
+    while shift < per_byte * 4:
+        lanes.bitwise_or_(lanes >> shift)
+        shift *= 2
+    packed.copy_(lanes.bitwise_and_(0xFF))
+
+
+def unpack(packed: Tensor, bits: int, num_codes: int, *, signed: bool = False) -> Tensor:
+    """The codes that `pack` wrote: uint8 [num_codes], or int8 in two's complement when `signed`."""
+    if bits == 8:
+        codes = packed
+    else:
+        codes = _codes_of_bytes(bits, signed, packed.device).index_select(0, packed.int()).view(torch.uint8)[:num_codes]
+    return codes.view(torch.int8) if signed else codes
+
+
+@lru_cache(maxsize=64)
+def _codes_of_bytes(bits: int, signed: bool, device: torch.device) -> Tensor:
+    """Entry b: the codes in the byte b, as the bytes of one integer."""
+    shifts = torch.arange(0, 8, bits, device=device)
+    codes = torch.arange(256, device=device)[:, None] >> shifts & ((1 << bits) - 1)
+    if signed:
+        half = 1 << (bits - 1)
+        codes = ((codes ^ half) - half) & 0xFF
+    return codes.to(torch.uint8).flatten().view(_LANES[bits])
+
+
+def indices_size(num_indices: int, d: int) -> int:
+    """Bytes that `num_indices` different indices below d take; see `pack_indices`."""
+    return min(_sizes(num_indices, d))
+
+
+def pack_indices(indices: Tensor, d: int, packed: Tensor) -> None:
+    """packed <- sorted indices below d, in low_bits + 1 + d / (k 2^low_bits) bits each for the best low_bits.
+
+    That is 9.4 bits at k = d / 100 and 5.5 at k = d / 10, where log2(binomial(d, k)) / k, the least, is 8.1 and 4.7.
+    The low_bits lowest bits of every index are stored as they are. What is above them never falls, so it is stored as
+    steps: index i sets bit i + (index >> low_bits) of a bit string, whose zeros count the steps. All sizes follow from
+    k and d. Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", J. ACM 1974.
+
+    Args:
+        indices: int64 [k], ascending, different from each other; not changed.
+        d: every index is less.
+        packed: uint8 [indices_size(k, d)], written; starts at an even byte of its storage.
+    """
+    k, low_bits = indices.numel(), _low_bits(indices.numel(), d)
+    num_low_bytes = packed_size(k, low_bits)
+    lows = indices.bitwise_and((1 << low_bits) - 1)
+    if low_bits == 16:
+        packed[:num_low_bytes].view(torch.int16).copy_(lows.sub_(1 << 15))
+    else:
+        pack(lows.to(torch.uint8), low_bits, packed[:num_low_bytes])
+    steps = torch.zeros(_num_step_bits(k, d, low_bits), dtype=torch.uint8, device=indices.device)
+    if steps.numel():
+        steps.scatter_(0, (indices >> low_bits) + torch.arange(k, device=indices.device), 1)
+        pack(steps, 1, packed[num_low_bytes:])
+
+
+def unpack_indices(packed: Tensor, num_indices: int, d: int) -> Tensor:
+    """The indices that `pack_indices` wrote, int64 [num_indices]. Does not wait for the device."""
+    k, low_bits = num_indices, _low_bits(num_indices, d)
+    num_low_bytes = packed_size(k, low_bits)
+    if low_bits == 16:
+        indices = packed[:num_low_bytes].view(torch.int16).long().add_(1 << 15)
+    else:
+        indices = unpack(packed[:num_low_bytes], low_bits, k).long()
+    num_step_bits = _num_step_bits(k, d, low_bits)
+    if num_step_bits:
+        is_index = unpack(packed[num_low_bytes:], 1, num_step_bits)
+        num_indices_through = is_index.cumsum(0)
+        num_steps_through = torch.arange(1, num_step_bits + 1, device=packed.device).sub_(num_indices_through)
+        # Where a step is, its number goes to one place more, which is dropped: the device need not say how many.
+        place = num_indices_through.sub_(1).masked_fill_(is_index == 0, k)
+        indices += indices.new_empty(k + 1).scatter_(0, place, num_steps_through)[:k] << low_bits
+    return indices
+
+
+def _num_step_bits(k: int, d: int, low_bits: int) -> int:
+    num_steps = max(d - 1, 0) >> low_bits
+    return k + num_steps if num_steps else 0
+
+
+def _sizes(k: int, d: int) -> list[int]:
+    return [packed_size(k, low_bits) + packed_size(_num_step_bits(k, d, low_bits), 1) for low_bits in _LOW_BITS]
+
+
+def _low_bits(k: int, d: int) -> int:
+    sizes = _sizes(k, d)
+    return _LOW_BITS[sizes.index(min(sizes))]

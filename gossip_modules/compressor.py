@@ -1,0 +1,187 @@
+"""How to say a flat vector in fewer bytes: the contract of a lossy codec, and a cast."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+class Compressor(ABC):
+    """A lossy codec of a flat vector: `compress` writes a message of fixed size, `add_decompressed` adds what it means.
+
+    Messages are uint8 tensors whose size follows from the length and dtype of the vector alone, so all ranks agree on
+    it. They may be views of a larger buffer, at multiples of 8 bytes. What is random is a pure function of the seed
+    and of the round t: a compressor has no state, and ranks with equal seeds make equal choices.
+
+    A message adds the same bits wherever it is added to equal targets: products are rounded before they are added, so
+    no fused multiply-add, which only some loops use, can tell ranks apart.
+    """
+
+    @abstractmethod
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        """The size of the message of a vector of length d."""
+
+    @abstractmethod
+    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        """`compress`, of what has passed its checks; d >= 1."""
+
+    @abstractmethod
+    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        """`add_decompressed`, of what has passed its checks; d >= 1. dtype: one that x may have had."""
+
+    def message_like(self, x: Tensor) -> Tensor:
+        """A new zeroed message for vectors like x: uint8 [num_bytes] on its device.
+
+        Raises:
+            ValueError: x is not what `compress` takes.
+        """
+        _check_vector(x, _DTYPES)
+        return x.new_zeros(self.num_bytes(x.numel(), x.dtype), dtype=torch.uint8)
+
+    def compress(self, x: Tensor, message: Tensor, *, t: int = 0) -> None:
+        """message <- C(x).
+
+        Args:
+            x: float32 or float64 [d], contiguous; not changed.
+            message: uint8 [num_bytes], as `message_like(x)` makes; every byte is written.
+            t: the round, >= 0; it chooses what is random.
+
+        Raises:
+            ValueError: x or message is of another kind or size.
+        """
+        _check_vector(x, _DTYPES)
+        expected = self.num_bytes(x.numel(), x.dtype)
+        if message.dtype != torch.uint8 or message.shape != (expected,):
+            raise ValueError(
+                f"got a message {message.dtype} {list(message.shape)}, expected torch.uint8 [{expected}] for "
+                f"{x.numel()} elements of {x.dtype} with {self}; make it with message_like(x)"
+            )
+        if x.numel():
+            self._encode(x, message, t)
+
+    def add_decompressed(self, message: Tensor, target: Tensor, *, alpha: float = 1.0) -> None:
+        """target <- target + alpha * C(x), rounded once where target is narrower than x.
+
+        Args:
+            message: uint8 [num_bytes], what `compress` wrote; not changed.
+            target: [d], contiguous, changed in place; of x's dtype, or any other floating dtype.
+            alpha: the factor.
+
+        Raises:
+            ValueError: target is of another kind, or message is no message of a vector so long.
+        """
+        d = target.numel()
+        _check_vector(target, (*_DTYPES, torch.bfloat16, torch.float16))
+        sizes = {self.num_bytes(d, dtype): dtype for dtype in _DTYPES}
+        if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() not in sizes:
+            raise ValueError(
+                f"got a message {message.dtype} {list(message.shape)}, expected torch.uint8 "
+                f"[{' or '.join(map(str, sizes))}] for {d} elements with {self}; sender and receiver must use equal "
+                "compressors, and target must be as long as what was compressed"
+            )
+        if d:
+            self._add(message, target, sizes[message.numel()], alpha)
+
+    @abstractmethod
+    def __repr__(self) -> str:
+        """All settings; ranks compare it."""
+
+
+class Cast(Compressor):
+    """C(x) = x in a narrower floating dtype: half the bytes of float32.
+
+    Finite values beyond its range become the largest it has; infinities and NaN stay what they are. Where nothing
+    overflows or is subnormal, ||x - C(x)|| <= u ||x|| with u = 2^-8 (bfloat16) or 2^-11 (float16).
+
+    Args:
+        dtype: torch.bfloat16 or torch.float16.
+
+    Raises:
+        ValueError: another dtype.
+
+    Example:
+        >>> x, y = torch.randn(1000), torch.zeros(1000)
+        >>> cast = Cast(torch.bfloat16)
+        >>> message = cast.message_like(x)  # 2000 bytes
+        >>> cast.compress(x, message)
+        >>> cast.add_decompressed(message, y)
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"got dtype={dtype}, expected torch.bfloat16 or torch.float16; others save nothing")
+        self.dtype = dtype
+
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        """See `Compressor`."""
+        return 2 * d
+
+    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        largest, tiny = torch.finfo(self.dtype).max, torch.finfo(x.dtype).tiny
+        narrow = message.view(self.dtype)
+        for start, stop, _ in pieces(x, 1):
+            piece = x[start:stop]
+            # Adding tiny * x gives back infinity; it changes a finite number by less than rounding does.
+            narrow[start:stop] = piece.clamp(-largest, largest).add_(piece, alpha=tiny)
+
+    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        narrow = message.view(self.dtype)
+        for start, stop, _ in pieces(target, 1):
+            target[start:stop] += narrow[start:stop].to(wide(target)).mul_(alpha)
+
+    def __repr__(self) -> str:
+        return f"Cast({self.dtype})"
+
+
+def pieces(x: Tensor, block_size: int) -> Iterator[tuple[int, int, slice]]:
+    """Cut x into (start, stop, blocks) of whole blocks, or parts of one: few enough entries for temporaries.
+
+    All blocks of a piece are of equal size; starts are multiples of 8 if block_size is. The message does not depend
+    on where x is cut. On a CPU pieces fit in its cache.
+    """
+    d, longest = x.numel(), 1 << (17 if x.device.type == "cpu" else 24)
+    full = d // block_size * block_size
+    if block_size > longest:
+        for start_of_block in range(0, d, block_size):
+            end_of_block = min(start_of_block + block_size, d)
+            block = start_of_block // block_size
+            for start in range(start_of_block, end_of_block, longest):
+                yield start, min(start + longest, end_of_block), slice(block, block + 1)
+        return
+    step = longest // block_size * block_size
+    for start in range(0, full, step):
+        stop = min(start + step, full)
+        yield start, stop, slice(start // block_size, stop // block_size)
+    if full < d:
+        yield full, d, slice(full // block_size, full // block_size + 1)
+
+
+def wide(target: Tensor) -> torch.dtype:
+    """The dtype in which something is added to target: its own, or float32 where that is narrower."""
+    return torch.promote_types(target.dtype, torch.float32)
+
+
+def random_words(seed: int, t: int, num_words: int) -> list[int]:
+    """`num_words` random numbers of 64 bits, a pure function of (seed, t) on every machine."""
+    return [int(word) for word in np.random.SeedSequence((seed, t)).generate_state(num_words, np.uint64)]
+
+
+def checked_seed(seed: int) -> int:
+    """The seed, or ValueError."""
+    if seed < 0:
+        raise ValueError(f"got seed={seed}, expected seed >= 0; pass the seed that all ranks share")
+    return seed
+
+
+def _check_vector(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if x.dtype not in dtypes or x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"got {x.dtype} {list(x.shape)} with strides {x.stride()}, expected a contiguous vector of "
+            f"{' or '.join(map(str, dtypes))}; flatten it, or cast it first"
+        )

@@ -1,0 +1,157 @@
+"""Compressors that send every entry in few bits: one for its sign, or some for a random rounding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .bit_packing import pack, packed_size, unpack
+from .compressor import Compressor, checked_seed, pieces, random_words, wide
+
+
+class SignNorm(Compressor):
+    """C(x) = mean |x| * sign(x) in each block: one bit per entry and a float32 per block. sign(0) = +1.
+
+    ||x - C(x)||^2 = (1 - ||x||_1^2 / (m ||x||_2^2)) ||x||^2 in a block of m entries. Infinity or NaN in an entry makes
+    its whole block so.
+
+    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019,
+    arXiv 1901.09847, Lemma 8.
+
+    Args:
+        block_size: entries per scale, a multiple of 8; the last block may be shorter. None: one scale for all.
+
+    Raises:
+        ValueError: a block size that is no positive multiple of 8.
+
+    Example:
+        >>> x, y = torch.randn(1000), torch.zeros(1000)
+        >>> sign = SignNorm()
+        >>> message = sign.message_like(x)  # 129 bytes
+        >>> sign.compress(x, message)
+        >>> sign.add_decompressed(message, y)
+    """
+
+    def __init__(self, block_size: int | None = 2048) -> None:
+        self.block_size = None if block_size is None else _checked_multiple_of_8("block_size", block_size)
+
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        """See `Compressor`."""
+        return 4 * -(-d // (self.block_size or max(d, 1))) + packed_size(d, 1)
+
+    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        block_size = self.block_size or x.numel()
+        scales, bits = _scales_and_codes(message, x.numel(), block_size)
+        sums = _norms(x, block_size, 1)
+        sums[:-1] /= block_size
+        sums[-1] /= x.numel() - (scales.numel() - 1) * block_size
+        scales.copy_(sums)
+        for start, stop, _ in pieces(x, block_size):
+            pack((x[start:stop] < 0).view(torch.uint8), 1, bits[start // 8 : packed_size(stop, 1)])
+
+    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        block_size = self.block_size or target.numel()
+        scales, bits = _scales_and_codes(message, target.numel(), block_size)
+        scales = scales.to(wide(target)) * alpha
+        for start, stop, blocks in pieces(target, block_size):
+            codes = unpack(bits[start // 8 : packed_size(stop, 1)], 1, stop - start, signed=True)
+            _add_scaled(codes.mul_(2).add_(1), scales[blocks], target[start:stop])
+
+    def __repr__(self) -> str:
+        return f"SignNorm({self.block_size})"
+
+
+class QSGD(Compressor):
+    """C(x) = ||x||_2 / s * xi(s x / ||x||_2) in each bucket, xi rounding at random to a whole number, E xi(y) = y.
+
+    With s = 2^(bits-1) - 1 an entry is a sign and bits - 1 bits, packed, and a bucket of B entries has one float32.
+    E ||x - C(x)||^2 <= omega ||x||^2, omega = min(B / s^2, sqrt(B) / s). C / (1 + omega), the default, is a
+    contraction: E ||x - C(x)||^2 <= (1 - 1 / (1 + omega)) ||x||^2. Infinity or NaN in an entry makes its whole
+    bucket infinite or NaN.
+
+    Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017,
+    arXiv 1610.02132, Section 3.1; scaled as in Koloskova et al., "Decentralized Stochastic Optimization and Gossip
+    Algorithms with Compressed Communication", ICML 2019, arXiv 1902.00340, Section 3.5.
+
+    Args:
+        bits: per entry, 8, 4 or 2.
+        bucket_size: entries per norm, a multiple of 8; the last bucket may be shorter.
+        seed: rounding is a function of (seed, t) on each kind of device, >= 0.
+        unbiased: do not divide by 1 + omega, so that E C(x) = x.
+
+    Raises:
+        ValueError: a setting out of range.
+
+    Example:
+        >>> x, y = torch.randn(1000), torch.zeros(1000)
+        >>> qsgd = QSGD(bits=4)
+        >>> message = qsgd.message_like(x)  # 508 bytes
+        >>> qsgd.compress(x, message, t=7)
+        >>> qsgd.add_decompressed(message, y)
+    """
+
+    def __init__(self, bits: int = 8, bucket_size: int = 512, seed: int = 0, *, unbiased: bool = False) -> None:
+        if bits not in (2, 4, 8):
+            raise ValueError(f"got bits={bits}, expected 2, 4 or 8, which fill bytes; for 1 bit use SignNorm")
+        self.bits = bits
+        self.bucket_size = _checked_multiple_of_8("bucket_size", bucket_size)
+        self.seed = checked_seed(seed)
+        self.unbiased = unbiased
+        self.num_levels = 2 ** (bits - 1) - 1
+        omega = min(bucket_size / self.num_levels**2, math.sqrt(bucket_size) / self.num_levels)
+        self._step = 1 / self.num_levels / (1 if unbiased else 1 + omega)  # what level 1 means, in norms
+
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        """See `Compressor`."""
+        return 4 * -(-d // self.bucket_size) + packed_size(d, self.bits)
+
+    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        norms, packed = _scales_and_codes(message, x.numel(), self.bucket_size)
+        norms.copy_(_norms(x, self.bucket_size, 2))
+        generator = torch.Generator(x.device).manual_seed(random_words(self.seed, t, 1)[0])
+        for start, stop, buckets in pieces(x, self.bucket_size):
+            levels = x[start:stop].view(buckets.stop - buckets.start, -1) / norms[buckets, None]
+            levels.mul_(self.num_levels).add_(torch.empty_like(levels).uniform_(generator=generator))
+            # Sums may round up to s + 1. 0 / 0 is level 0; so is what is not finite, since its norm says it.
+            levels.floor_().clamp_(-self.num_levels, self.num_levels).nan_to_num_(nan=0.0)
+            begin, end = (packed_size(i, self.bits) for i in (start, stop))
+            pack(levels.to(torch.int8).flatten(), self.bits, packed[begin:end])
+
+    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        norms, packed = _scales_and_codes(message, target.numel(), self.bucket_size)
+        scales = norms.to(wide(target)) * (alpha * self._step)
+        for start, stop, buckets in pieces(target, self.bucket_size):
+            begin, end = (packed_size(i, self.bits) for i in (start, stop))
+            levels = unpack(packed[begin:end], self.bits, stop - start, signed=True)
+            _add_scaled(levels, scales[buckets], target[start:stop])
+
+    def __repr__(self) -> str:
+        return f"QSGD(bits={self.bits}, bucket_size={self.bucket_size}, seed={self.seed}, unbiased={self.unbiased})"
+
+
+def _checked_multiple_of_8(name: str, size: int) -> int:
+    if size < 8 or size % 8:
+        raise ValueError(f"got {name}={size}, expected a positive multiple of 8, so that blocks begin with a byte")
+    return size
+
+
+def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
+    """||x||_p of every block, float64 [blocks]: there the squares of float32 neither overflow nor vanish."""
+    sums = torch.zeros(-(-x.numel() // block_size), dtype=torch.float64, device=x.device)
+    for start, stop, blocks in pieces(x, block_size):
+        rows = x[start:stop].view(blocks.stop - blocks.start, -1)
+        sums[blocks] += torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float64).pow_(p)
+    return sums.pow_(1 / p)
+
+
+def _scales_and_codes(message: Tensor, d: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """The two parts of a message: a float32 per block, and the packed bytes."""
+    num_scale_bytes = 4 * -(-d // block_size)
+    return message[:num_scale_bytes].view(torch.float32), message[num_scale_bytes:]
+
+
+def _add_scaled(codes: Tensor, scales: Tensor, target: Tensor) -> None:
+    """target += codes * scales: int8 [d], one scale per equal part of them, and [d] of any floating dtype."""
+    target += codes.to(scales.dtype).view(scales.numel(), -1).mul_(scales[:, None]).flatten()

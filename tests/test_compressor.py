@@ -1,0 +1,459 @@
+"""Contract of every compressor: size, round trip against dense numpy, contraction, randomness, odd values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gossip_modules.compressor import Cast, Compressor
+from gossip_modules.quantizer import QSGD, SignNorm
+from gossip_modules.sparsifier import RandomK, TopK
+
+Array = NDArray[Any]
+DIMENSIONS = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 70_000, 200_000]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+def kept(d: int, ratio: float) -> int:
+    """k of TopK and RandomK."""
+    return 0 if d == 0 else max(1, int(d * ratio))
+
+
+def top_k_size(d: int, itemsize: int, ratio: float) -> int:
+    """Values, low bits of the indices, and a bit per index and per step of the rest; the best number of low bits."""
+    k = kept(d, ratio)
+    sizes = []
+    for b in (1, 2, 4, 8, 16):
+        steps = math.floor((d - 1) / 2**b) if d else 0
+        sizes.append(math.ceil(k * b / 8) + (math.ceil((k + steps) / 8) if steps else 0))
+    return k * itemsize + min(sizes)
+
+
+def blocks_of(x: Array, size: int | None) -> list[Array]:
+    """x in blocks, the last one short."""
+    return [x[i : i + (size or x.size)] for i in range(0, x.size, size or x.size)] if x.size else []
+
+
+def cast_oracle(x: Array, message: bytes, compressor: Any) -> Array:
+    """numpy's float16, or the upper half of a float32 rounded to even."""
+    # float64 goes through float32 on its way.
+    if compressor.dtype == torch.float16:
+        return x.clip(-65504, 65504).astype(np.float32).astype(np.float16).astype(x.dtype)
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+    return rounded.astype(np.uint32).view(np.float32).astype(x.dtype)
+
+
+def top_k_oracle(x: Array, message: bytes, compressor: Any) -> Array:
+    """All but the k largest are zero."""
+    result = np.zeros_like(x)
+    largest = np.argsort(-abs(x))[: kept(x.size, compressor.ratio)]
+    result[largest] = x[largest]
+    return result
+
+
+def random_k_oracle(x: Array, message: bytes, compressor: Any) -> Array:
+    """The positions follow from the first 16 bytes, and are different from each other."""
+    result, k = np.zeros_like(x), kept(x.size, compressor.ratio)
+    if k:
+        start, stride = np.frombuffer(message[:16], np.int64)
+        positions = [int(start + i * stride) % x.size for i in range(k)]
+        assert len(set(positions)) == k
+        result[positions] = x[positions] * (x.size / k if compressor.unbiased else 1)
+    return result
+
+
+def sign_norm_oracle(x: Array, message: bytes, compressor: Any) -> Array:
+    """Mean magnitude times sign, block by block."""
+    blocks = [np.mean(abs(b), dtype=np.float64) * np.where(b < 0, -1, 1) for b in blocks_of(x, compressor.block_size)]
+    return np.concatenate([np.empty(0), *blocks]).astype(x.dtype)
+
+
+def qsgd_oracle(x: Array, message: bytes, compressor: Any) -> Array:
+    """Levels are read bit by bit from the message; each is one of the two beside s x / ||x||."""
+    size, bits = compressor.bucket_size, compressor.bits
+    s = 2 ** (bits - 1) - 1
+    blocks = blocks_of(x, size)
+    string = np.unpackbits(np.frombuffer(message[4 * len(blocks) :], np.uint8), bitorder="little")
+    codes = string[: x.size * bits].reshape(-1, bits).astype(int) @ (1 << np.arange(bits))
+    levels = np.where(codes >= 1 << bits - 1, codes - (1 << bits), codes)
+    omega = min(size / s**2, math.sqrt(size) / s)
+    result = []
+    for b, level in zip(blocks, blocks_of(levels, size), strict=True):
+        norm = float(np.linalg.norm(b.astype(np.float64)))
+        assert (abs(level - s * b / (norm or 1)) < 1 + 1e-4).all()
+        assert (abs(level) <= s).all()
+        result.append(level * norm / s / (1 if compressor.unbiased else 1 + omega))
+    return np.concatenate([np.empty(0), *result]).astype(x.dtype)
+
+
+class Case(NamedTuple):
+    """A compressor and what it promises: bytes for (d, itemsize), C(x), and E ||x - C(x)||^2 <= error(x)."""
+
+    make: Callable[[], Compressor]
+    size: Callable[[int, int], int]
+    oracle: Callable[[Array, bytes, Any], Array]
+    error: Callable[[Array], float]
+    is_random: bool = False
+    is_unbiased: bool = False
+
+
+def energy(x: Array) -> float:
+    """||x||^2."""
+    return float((x.astype(np.float64) ** 2).sum())
+
+
+def sign_error(x: Array, block_size: int | None) -> float:
+    """sum over blocks of ||x||_2^2 - ||x||_1^2 / m."""
+    return sum(energy(b) - float(abs(b.astype(np.float64)).sum()) ** 2 / b.size for b in blocks_of(x, block_size))
+
+
+def cast_case(dtype: torch.dtype, unit_roundoff: float) -> Case:
+    """A cast loses a share of each entry."""
+    return Case(lambda: Cast(dtype), lambda d, i: 2 * d, cast_oracle, lambda x: unit_roundoff**2 * energy(x))
+
+
+def top_k_case(ratio: float) -> Case:
+    """delta = k / d."""
+    return Case(
+        lambda: TopK(ratio),
+        lambda d, i: top_k_size(d, i, ratio),
+        top_k_oracle,
+        lambda x: (1 - kept(x.size, ratio) / x.size) * energy(x),
+    )
+
+
+def random_k_case(ratio: float, unbiased: bool) -> Case:
+    """delta = k / d; unbiased, omega = d / k - 1."""
+    return Case(
+        lambda: RandomK(ratio, seed=3, unbiased=unbiased),
+        lambda d, i: d and 16 + kept(d, ratio) * i,
+        random_k_oracle,
+        lambda x: (x.size / kept(x.size, ratio) - 1 if unbiased else 1 - kept(x.size, ratio) / x.size) * energy(x),
+        is_random=True,
+        is_unbiased=unbiased,
+    )
+
+
+def sign_norm_case(block_size: int | None) -> Case:
+    """delta = ||x||_1^2 / (m ||x||_2^2) in each block."""
+    return Case(
+        lambda: SignNorm(block_size),
+        lambda d, i: 4 * math.ceil(d / (block_size or max(d, 1))) + math.ceil(d / 8),
+        sign_norm_oracle,
+        lambda x: sign_error(x, block_size),
+    )
+
+
+def qsgd_case(bits: int, bucket_size: int, unbiased: bool) -> Case:
+    """omega = min(B / s^2, sqrt(B) / s); biased, delta = 1 / (1 + omega)."""
+    s = 2 ** (bits - 1) - 1
+    omega = min(bucket_size / s**2, math.sqrt(bucket_size) / s)
+    return Case(
+        lambda: QSGD(bits, bucket_size, seed=3, unbiased=unbiased),
+        lambda d, i: 4 * math.ceil(d / bucket_size) + math.ceil(d * bits / 8),
+        qsgd_oracle,
+        lambda x: (omega if unbiased else 1 - 1 / (1 + omega)) * energy(x),
+        is_random=True,
+        is_unbiased=unbiased,
+    )
+
+
+CASES: dict[str, Case] = {
+    "bfloat16": cast_case(torch.bfloat16, 2**-8),
+    "float16": cast_case(torch.float16, 2**-11),
+    "top 1 %": top_k_case(0.01),
+    "top 10 %": top_k_case(0.1),
+    "top 100 %": top_k_case(1.0),
+    "random 1 %": random_k_case(0.01, False),
+    "random 25 %, unbiased": random_k_case(0.25, True),
+    "sign": sign_norm_case(2048),
+    "sign, blocks of 8": sign_norm_case(8),
+    "sign, large blocks": sign_norm_case(1 << 18),
+    "sign, one block": sign_norm_case(None),
+    "8 bits": qsgd_case(8, 512, False),
+    "4 bits": qsgd_case(4, 64, False),
+    "2 bits": qsgd_case(2, 512, False),
+    "8 bits, unbiased": qsgd_case(8, 1 << 18, True),
+    "4 bits, unbiased": qsgd_case(4, 512, True),
+    "2 bits, unbiased": qsgd_case(2, 8, True),
+}
+UNBIASED = [name for name, case in CASES.items() if case.is_unbiased]
+
+
+def vector(d: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normal entries, no two of equal magnitude."""
+    return torch.from_numpy(np.random.default_rng((seed, d)).standard_normal(d)).to(dtype)
+
+
+def compressed(compressor: Compressor, x: Tensor, t: int = 0) -> Tensor:
+    """The message of x."""
+    message = compressor.message_like(x)
+    compressor.compress(x, message, t=t)
+    return message
+
+
+def decompressed(compressor: Compressor, x: Tensor, t: int = 0) -> Tensor:
+    """C(x)."""
+    result = torch.zeros_like(x)
+    compressor.add_decompressed(compressed(compressor, x, t), result)
+    return result
+
+
+def raw(message: Tensor) -> bytes:
+    """The bytes of a message."""
+    return message.cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_round_trip_is_the_dense_oracle(name: str, dtype: torch.dtype, device: str) -> None:
+    """Also: the size, x is not changed, alpha, and a target that holds something."""
+    compressor = CASES[name].make()
+    for d in DIMENSIONS:
+        x, target = vector(d, dtype).to(device), vector(d, dtype, seed=1).to(device)
+        x_before, target_before = x.cpu().numpy().copy(), target.cpu().numpy().copy()
+        message = compressed(compressor, x, t=5)
+        assert message.dtype == torch.uint8
+        assert message.numel() == CASES[name].size(d, x.element_size()) == compressor.num_bytes(d, dtype)
+        assert (x.cpu().numpy() == x_before).all()
+        oracle = CASES[name].oracle(x_before, raw(message), compressor)
+        compressor.add_decompressed(message, target, alpha=-0.75)
+        compressor.add_decompressed(message, target, alpha=0.5)
+        assert (x.cpu().numpy() == x_before).all()
+        np.testing.assert_allclose(target.cpu().numpy(), target_before - 0.25 * oracle, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("d", [64, 1000])
+@pytest.mark.parametrize("name", CASES)
+def test_error_is_what_the_paper_says(name: str, d: int) -> None:
+    """On average over 500 rounds, within 4 standard errors; on vectors dense, of few large entries, and of one."""
+    compressor = CASES[name].make()
+    one = torch.zeros(d)
+    one[d // 3] = -2.0
+    for x in (vector(d), vector(d).exp().pow(3), one, torch.ones(d)):
+        errors = [
+            energy((x - decompressed(compressor, x, t)).numpy()) for t in range(500 if CASES[name].is_random else 1)
+        ]
+        slack = 4 * np.std(errors) / math.sqrt(len(errors)) + 1e-6 * energy(x.numpy())
+        assert np.mean(errors) <= CASES[name].error(x.numpy()) + slack
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_the_mean_over_rounds_is_x(name: str) -> None:
+    """Within 5 standard errors in each of 40 entries."""
+    compressor, x, num_rounds = CASES[name].make(), vector(40), 2000
+    samples = torch.stack([decompressed(compressor, x, t) for t in range(num_rounds)]).double()
+    assert ((samples.mean(0) - x).abs() <= 5 * samples.std(0) / math.sqrt(num_rounds) + 1e-6).all()
+
+
+def test_random_k_chooses_all_entries_alike() -> None:
+    """Each of 30 entries with probability 1/10: counts over 3000 rounds are within 5 standard deviations of 300."""
+    x = torch.ones(30)
+    counts = sum(decompressed(RandomK(0.1), x, t) for t in range(3000))
+    assert isinstance(counts, Tensor)
+    assert counts.sum() == 9000
+    assert ((counts - 300).abs() < 5 * math.sqrt(3000 * 0.1 * 0.9)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_messages_follow_from_x_seed_and_round(name: str, device: str) -> None:
+    """Two ranks write equal bytes in any order of rounds, whatever the message held before."""
+    x = vector(1000).to(device)
+    first, second = CASES[name].make(), CASES[name].make()
+    assert repr(first) == repr(second)
+    forwards = [raw(compressed(first, x, t)) for t in range(3)]
+    for t in (2, 0, 1):
+        message = second.message_like(x).fill_(0xA5)
+        second.compress(x, message, t=t)
+        assert raw(message) == forwards[t]
+    assert len(set(forwards)) == (3 if CASES[name].is_random else 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(RandomK(0.1, seed=0), RandomK(0.1, seed=1)), (QSGD(4, seed=0), QSGD(4, seed=1))], ids=str
+)
+def test_seeds_differ(one: Compressor, other: Compressor) -> None:
+    x = vector(1000)
+    assert raw(compressed(one, x)) != raw(compressed(other, x))
+    assert repr(one) != repr(other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_equal_targets_stay_equal_bits(name: str, device: str) -> None:
+    """Sender and receiver: another place in memory, another number of threads, a message inside a larger buffer."""
+    compressor, x, target = CASES[name].make(), vector(70_001).to(device), vector(70_001, seed=1).to(device)
+    message = compressed(compressor, x)
+    buffer = torch.full((message.numel() + 40,), 7, dtype=torch.uint8, device=device)
+    received = buffer[24 : 24 + message.numel()]
+    compressor.compress(x, received)
+    assert raw(received) == raw(message)
+    assert (buffer[:24] == 7).all()
+    assert (buffer[24 + message.numel() :] == 7).all()
+    elsewhere = torch.zeros(x.numel() + 3, device=device)[3:].copy_(target)
+    compressor.add_decompressed(message, target, alpha=0.3)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        compressor.add_decompressed(received, elsewhere, alpha=0.3)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(target, elsewhere)
+    assert raw(received) == raw(message) == raw(compressed(compressor, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", CASES)
+def test_a_message_means_the_same_on_both_devices(name: str) -> None:
+    compressor, x, target = CASES[name].make(), vector(200_000), vector(200_000, seed=1)
+    message, on_gpu = compressed(compressor, x), target.cuda()
+    compressor.add_decompressed(message, target, alpha=0.3)
+    compressor.add_decompressed(message.cuda(), on_gpu, alpha=0.3)
+    assert torch.equal(target, on_gpu.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_narrow_target_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    compressor, x, narrow = CASES[name].make(), vector(1000), vector(1000, dtype, seed=1)
+    wide, message = narrow.float(), compressed(compressor, x)
+    compressor.add_decompressed(message, narrow, alpha=0.3)
+    compressor.add_decompressed(message, wide, alpha=0.3)
+    assert torch.equal(narrow, wide.to(dtype))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_zeros_stay_zero(name: str) -> None:
+    assert not decompressed(CASES[name].make(), torch.zeros(1000)).any()
+
+
+@pytest.mark.parametrize("scale", [2.0**100, 2.0**-110])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "float16"])
+def test_scale_does_not_matter(name: str, scale: float) -> None:
+    """Powers of two go through every step exactly, though squares of these leave float32."""
+    compressor, x = CASES[name].make(), vector(1000)
+    assert torch.equal(decompressed(compressor, x * scale), decompressed(compressor, x) * scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("random")])
+def test_what_is_not_finite_shows(name: str, bad: float, device: str) -> None:
+    x = vector(70_000)
+    x[1234] = bad
+    assert not decompressed(CASES[name].make(), x.to(device))[1234].isfinite()
+
+
+def test_bad_entries_stay_in_their_block() -> None:
+    for compressor in (SignNorm(64), QSGD(4, 64), QSGD(8, 64), QSGD(2, 64), Cast(torch.float16), TopK(0.1)):
+        x = vector(256)
+        x[70], x[75] = math.nan, math.inf
+        result = decompressed(compressor, x)
+        assert result[:64].isfinite().all(), compressor
+        assert result[128:].isfinite().all(), compressor
+
+
+def test_cast_saturates() -> None:
+    x = torch.tensor([1e6, -1e6, 65504.0, 65519.0, math.inf, -math.inf, math.nan, -0.0])
+    expected = torch.tensor([65504.0, -65504.0, 65504.0, 65504.0, math.inf, -math.inf, math.nan, 0.0])
+    torch.testing.assert_close(decompressed(Cast(torch.float16), x), expected, equal_nan=True, rtol=0, atol=0)
+    for narrow in (torch.float16, torch.bfloat16):
+        for dtype in (torch.float32, torch.float64):
+            huge = torch.tensor([-1.0, 1.0], dtype=dtype) * torch.finfo(dtype).max
+            assert decompressed(Cast(narrow), huge).tolist() == [torch.finfo(narrow).min, torch.finfo(narrow).max]
+
+
+def test_sign_of_zero_is_plus() -> None:
+    assert decompressed(SignNorm(), torch.tensor([0.0, -0.0, -3.0, 1.0])).tolist() == [1.0, 1.0, -1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        vector(700_000),
+        torch.zeros(700_000),
+        torch.ones(700_000),
+        torch.cat([torch.zeros(650_000), vector(50_000)]),
+        torch.arange(700_000) % 11 * 1e-3 + (torch.arange(700_000) % 11 == 3) * vector(700_000),
+        torch.cat([torch.full((3000,), math.nan), vector(697_000)]),
+    ],
+    ids=["normal", "zeros", "ones", "sparse", "periodic", "nan"],
+)
+@pytest.mark.parametrize("ratio", [0.01, 1e-5])
+def test_top_k_is_exact_whatever_the_sample_says(ratio: float, x: Tensor) -> None:
+    """The k kept magnitudes are the k largest, also where the sample is misleading."""
+    k = kept(x.numel(), ratio)
+    compressor = TopK(ratio)
+    values = compressed(compressor, x)[: 4 * k].view(torch.float32).abs().sort().values
+    assert torch.equal(values.nan_to_num(nan=9e9), x.abs().topk(k).values.flip(0).nan_to_num(nan=9e9))
+
+
+def test_top_k_starts_over_where_the_sample_excludes_too_many() -> None:
+    """Every entry that is sampled is large, all others are small: the threshold leaves fewer than k."""
+    d, k = 700_000, 70_000
+    x = vector(d) * 1e-3
+    x[:: d // (1 << 16) | 1] += 10.0
+    assert (x > 5).sum() < k
+    values = compressed(TopK(0.1), x)[: 4 * k].view(torch.float32).abs().sort().values
+    assert torch.equal(values, x.abs().topk(k).values.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Cast(torch.float32), "got dtype=torch.float32, expected torch.bfloat16 or torch.float16"),
+        (lambda: Cast(torch.int8), "got dtype=torch.int8"),
+        (lambda: TopK(0.0), "got ratio=0.0, expected 0 < ratio <= 1"),
+        (lambda: TopK(1.1), "got ratio=1.1"),
+        (lambda: TopK(math.nan), "got ratio=nan"),
+        (lambda: RandomK(-0.1), "got ratio=-0.1"),
+        (lambda: RandomK(0.1, seed=-1), "got seed=-1, expected seed >= 0"),
+        (lambda: SignNorm(0), "got block_size=0, expected a positive multiple of 8"),
+        (lambda: SignNorm(12), "got block_size=12"),
+        (lambda: QSGD(3), "got bits=3, expected 2, 4 or 8"),
+        (lambda: QSGD(8, 4), "got bucket_size=4, expected a positive multiple of 8"),
+        (lambda: QSGD(8, seed=-1), "got seed=-1"),
+    ],
+)
+def test_wrong_settings(make: Callable[[], Compressor], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_tensors(name: str) -> None:
+    compressor, x = CASES[name].make(), vector(100)
+    message = compressed(compressor, x)
+    for bad in (x.long(), x.half(), x.bfloat16(), x.view(10, 10), vector(200)[::2]):
+        with pytest.raises(ValueError, match=r"got torch\..* expected a contiguous vector of .*; flatten it"):
+            compressor.compress(bad, message)
+        with pytest.raises(ValueError, match=r"expected a contiguous vector"):
+            compressor.message_like(bad)
+    for target in (x.long(), x.view(10, 10), vector(200)[::2]):
+        with pytest.raises(ValueError, match=r"expected a contiguous vector"):
+            compressor.add_decompressed(message, target)
+    for bad in (message[:-1], message.to(torch.int8), message[None]):
+        with pytest.raises(ValueError, match=r"got a message .* expected torch.uint8 \[\d+\].*; make it with"):
+            compressor.compress(x, bad)
+        with pytest.raises(
+            ValueError, match=r"got a message .* expected torch.uint8 \[\d+( or \d+)?\] for 100 elements"
+        ):
+            compressor.add_decompressed(bad, x)
