@@ -73,6 +73,11 @@ class MixingManager(ABC):
         """Whether in every round rows and columns sum to one: then the push-sum weight stays 1 and need not travel."""
         return self.is_column_stochastic and self.is_row_stochastic
 
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Whether in every round W[i, j] = W[j, i]: what one rank of a link gives away, the other takes."""
+        return self.graph.in_every_round(self._is_symmetric_round)
+
     def spectral_gap(self, *, num_rounds: int | None = None) -> float:
         """1 - rho(P - J)^(1/T), the speed of consensus: P = W(T-1) ... W(0), J = 1 1^T / n, rho the spectral radius.
 
@@ -111,6 +116,10 @@ class MixingManager(ABC):
     def __repr__(self) -> str:
         """Complete: with the same repr, two mixings have the same weights on all ranks in all rounds."""
         return f"{type(self).__name__}({self.graph!r})"
+
+    def _is_symmetric_round(self, t: int) -> bool:
+        rows = [self.weights(rank, t).inp for rank in range(self.graph.world_size)]
+        return all(abs(w - rows[j].get(i, 0.0)) < _ROUNDING for i, row in enumerate(rows) for j, w in row.items())
 
     def _row_sums(self, t: int) -> list[float]:
         rows = (self.weights(rank, t) for rank in range(self.graph.world_size))
@@ -183,6 +192,10 @@ class MetropolisHastingsMixing(MixingManager):
         degree = graph.out_degree(rank, t)
         inp = {j: 1 / (1 + max(degree, graph.out_degree(j, t))) for j in graph.in_peers(rank, t)}
         return MixingWeights(own=1 - math.fsum(inp.values()), inp=inp)
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        return True
 
     @cached_property
     def is_row_stochastic(self) -> bool:

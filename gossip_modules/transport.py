@@ -30,6 +30,7 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    names: Sequence[int]  # the global rank of each member, for error messages
     num_bytes_sent: int
 
     def exchange(

@@ -1,0 +1,117 @@
+"""Moniqua: gossip of the models modulo a bound on how far neighbours are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .bit_packing import pack, packed_size, unpack
+from .compressed_gossiper import BroadcastGossiper, Memory
+from .compressor import checked_seed, pieces, random_words
+
+_CHECKSUM_BYTES = 8
+
+
+class Moniqua(BroadcastGossiper):
+    """n_i = floor(x_i / h + u);  send n_i mod L;  x_i <- x_i + step_size h sum_j W_ij ((n_j - n_i) mod L).
+
+    Neighbours whose entries differ by less than theta need not send the leading digits: the last `bits` of a number on
+    a grid of spacing h = theta / (L / 2 - 1), L = 2^bits, tell n_j - n_i, the remainder of least absolute value. The
+    dither u in [0, 1) is the same on all ranks, which makes the difference of equal entries zero and that of others
+    right on average. No memory, no copy of a model, any undirected graph.
+
+    Differences are whole numbers and opposite at the two ends of a link, so the mean is kept to float rounding. A
+    message carries a checksum of all n_i, leading digits included, from which a neighbour knows whether an entry
+    differed by more than theta: an error, not a wrong model.
+
+    Lu, De Sa, "Moniqua: Modulo Quantized Communication in Decentralized SGD", ICML 2020, arXiv 2002.11787,
+    Algorithm 1 with shared randomness.
+
+    Args:
+        theta: bound on |x_i - x_j| in every entry of neighbours, in units of the parameters.
+        bits: per entry, 2, 4 or 8.
+        step_size: of consensus; 1 is right for 8 bits, fewer want less.
+        seed: of the dither; the same on all ranks.
+
+    Raises:
+        ValueError: an argument out of range.
+        RuntimeError: (rounds) neighbours are further apart than theta, or not finite.
+
+    Example:
+        >>> model = GossipDataParallel(model, push_sum=False, gossiper=Moniqua(theta=0.5, bits=8))
+    """
+
+    def __init__(self, theta: float, *, bits: int = 8, step_size: float = 1.0, seed: int = 0) -> None:
+        super().__init__(step_size=step_size)
+        if not (isinstance(theta, int | float) and 0 < theta < math.inf):
+            raise ValueError(
+                f"Moniqua: got theta={theta!r}, expected a positive number: more than any entry of two neighbours' "
+                "models ever differs by"
+            )
+        if bits not in (2, 4, 8):
+            raise ValueError(f"Moniqua: got bits={bits!r}, expected 2, 4 or 8; one bit cannot tell up from down")
+        self.theta, self.bits, self.seed = float(theta), bits, checked_seed(seed)
+        self.num_levels = 1 << bits
+        self.spacing = self.theta / (self.num_levels // 2 - 1)
+
+    def remember(self, x: Tensor) -> Memory:
+        """See `BroadcastGossiper`: nothing."""
+        return {}
+
+    def message_like(self, x: Tensor) -> Tensor:
+        """See `BroadcastGossiper`."""
+        return x.new_zeros(_CHECKSUM_BYTES + packed_size(x.numel(), self.bits), dtype=torch.uint8)
+
+    def say(self, x: Tensor, memory: Memory, message: Tensor) -> None:
+        """See `BroadcastGossiper`."""
+        dither = random_words(self.seed, self.num_messages, 1)[0] / 2**64
+        checksum = torch.zeros(1, dtype=torch.int64, device=x.device)
+        for start, stop, _ in pieces(x, 8):
+            numbers = torch.floor(x[start:stop] / self.spacing + dither).int()
+            checksum += _weighed_sum(numbers, start)
+            pack((numbers & (self.num_levels - 1)).to(torch.uint8), self.bits, self._codes(message, start, stop))
+        message[:_CHECKSUM_BYTES].copy_(checksum.view(torch.uint8))
+
+    def hear(self, target: Tensor, memory: Memory, messages: Sequence[tuple[Tensor, float]]) -> None:
+        """See `BroadcastGossiper`."""
+        (own, _), *others = messages
+        half = self.num_levels // 2
+        wrong = torch.zeros(1, dtype=torch.bool, device=target.device)
+        for message, weight in others:
+            checksum = _checksum_of(own)
+            for start, stop, _ in pieces(target, 8):
+                mine, theirs = (unpack(self._codes(m, start, stop), self.bits, stop - start) for m in (own, message))
+                # Bytes wrap around modulo 256, a multiple of the number of levels.
+                levels = (theirs - mine + half) & (self.num_levels - 1)
+                numbers = levels.int() - half
+                checksum += _weighed_sum(numbers, start)
+                target[start:stop] += numbers.to(target.dtype).mul_(self.step_size * weight * self.spacing)
+            wrong |= (checksum - _checksum_of(message)) % (1 << 32) != 0
+        if bool(wrong):
+            names = self.transport.names
+            raise RuntimeError(
+                f"rank {names[self.transport.rank]}: round {self._t}: got a neighbour's model that differs in an entry "
+                f"by more than theta={self.theta}, or is not finite, expected less; raise theta, lower the learning "
+                "rate, or start from equal models"
+            )
+
+    def _codes(self, message: Tensor, start: int, stop: int) -> Tensor:
+        """The bytes of a message that hold entries [start, stop); start is a multiple of 8."""
+        first = _CHECKSUM_BYTES + start * self.bits // 8
+        return message[first : first + packed_size(stop - start, self.bits)]
+
+    def __repr__(self) -> str:
+        return f"Moniqua(theta={self.theta}, bits={self.bits}, step_size={self.step_size}, seed={self.seed})"
+
+
+def _weighed_sum(numbers: Tensor, start: int) -> Tensor:
+    """Sum of number k times the odd number 2 (start + k) + 1, as int64; right modulo 2**32, so int32 may wrap."""
+    odd = torch.arange(2 * start + 1, 2 * (start + numbers.numel()), 2, dtype=torch.int64, device=numbers.device).int()
+    return (numbers * odd).sum(dtype=torch.int64)
+
+
+def _checksum_of(message: Tensor) -> Tensor:
+    return message[:_CHECKSUM_BYTES].clone().view(torch.int64)
