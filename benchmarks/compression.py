@@ -1,0 +1,256 @@
+"""Does compressing pay? Encode and decode times against the time that the bytes saved take on a link.
+
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/compression.py
+    .venv/bin/python benchmarks/compression.py --device cuda --repeats 50
+    .venv/bin/python benchmarks/compression.py --num-elements 25600000 --output compression.csv
+
+First the compressors alone, on a normal vector as long as the parameters of ResNet-18; then whole gossipers, on a
+ResNet-18 with its buffers, between two ranks of which the other is an echo. "Encode" is what a sender does once a
+round, "decode" is adding its own message and that of one neighbour; times are medians, with one thread on a CPU.
+"Saved" is the time that one message takes less than float32 would, at 1 Gbit/s; the columns after it are that time over
+encode + decode at three speeds. Where it is above 1, compressing pays even with a single neighbour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
+
+from gossip_modules import (
+    QSGD,
+    Cast,
+    Choco,
+    Compressor,
+    DeepSqueeze,
+    FlatBuffer,
+    Gossiper,
+    MetropolisHastingsMixing,
+    Moniqua,
+    PowerGossip,
+    PushPull,
+    RandomK,
+    RingGraph,
+    SignNorm,
+    TopK,
+)
+
+COMPRESSORS: tuple[Compressor, ...] = (
+    Cast(torch.bfloat16),
+    Cast(torch.float16),
+    TopK(0.1),
+    TopK(0.01),
+    TopK(0.001),
+    RandomK(0.1),
+    RandomK(0.01),
+    SignNorm(),
+    SignNorm(None),
+    QSGD(8),
+    QSGD(4),
+    QSGD(2),
+)
+GOSSIPERS: tuple[tuple[str, Gossiper], ...] = (
+    ("PushPull, bfloat16 wire", PushPull(wire_dtype=torch.bfloat16)),
+    ("CHOCO, sign", Choco(SignNorm(), step_size=0.45)),
+    ("CHOCO, top 1 %", Choco(TopK(0.01), step_size=0.0375)),
+    ("DeepSqueeze, sign", DeepSqueeze(SignNorm(), step_size=0.01)),
+    ("Moniqua, 8 bits", Moniqua(theta=1.0)),
+    ("Moniqua, 2 bits", Moniqua(theta=1.0, bits=2, step_size=0.1)),
+    ("PowerGossip, rank 1, 1 iteration", PowerGossip()),
+    ("PowerGossip, rank 1, 2 iterations", PowerGossip(num_iterations=2)),
+    ("PowerGossip, rank 4, 1 iteration", PowerGossip(rank=4)),
+)
+LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}  # bits per second
+RESNET18_PARAMETERS = 11_181_642  # for ten classes
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What is measured: any way of turning a vector into a message and adding messages to a vector.
+
+    Attributes:
+        name: for the table.
+        encode: what a sender does once a round.
+        decode: what is done with its own message and that of one neighbour.
+        num_bytes: the size of one message.
+    """
+
+    name: str
+    encode: Callable[[], object]
+    decode: Callable[[], object]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured codec. Times are in milliseconds, medians."""
+
+    name: str
+    num_bytes: int
+    plain_bytes: int
+    encode_ms: float
+    decode_ms: float
+
+    def saved_ms(self, bits_per_second: float) -> float:
+        """The time that the bytes saved take on a link."""
+        return (self.plain_bytes - self.num_bytes) * 8 / bits_per_second * 1e3
+
+    def ratio(self, bits_per_second: float) -> float:
+        """Time saved over time spent; compressing pays above 1."""
+        return self.saved_ms(bits_per_second) / (self.encode_ms + self.decode_ms)
+
+
+def milliseconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median time of an action, after three that do not count."""
+    return statistics.median([timed(action, device) for _ in range(repeats + 3)][3:]) * 1e3
+
+
+def timed(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds that an action takes; on CUDA until the device has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def measure(codecs: Iterable[Codec], plain_bytes: int, device: torch.device, repeats: int) -> Iterable[Row]:
+    """Time each codec against messages of `plain_bytes`."""
+    for codec in codecs:
+        encode_ms = milliseconds(codec.encode, device, repeats)
+        decode_ms = milliseconds(codec.decode, device, repeats)
+        yield Row(codec.name, codec.num_bytes, plain_bytes, encode_ms, decode_ms)
+
+
+def codecs_of(compressors: Iterable[Compressor], x: Tensor) -> Iterable[Codec]:
+    """A codec per compressor; decoding adds the same message twice, with weights that cancel."""
+    target = torch.zeros_like(x)
+    for compressor in compressors:
+        message = compressor.message_like(x)
+
+        def decode(compressor: Compressor = compressor, message: Tensor = message) -> None:
+            compressor.add_decompressed(message, target, alpha=-0.5)
+            compressor.add_decompressed(message, target, alpha=0.5)
+
+        yield Codec(repr(compressor), partial(compressor.compress, x, message), decode, message.numel())
+
+
+class Echo:
+    """A transport between two ranks, of which the other says what this one says."""
+
+    rank = 0
+    world_size = 2
+    names: Sequence[int] = (0, 1)
+    num_bytes_sent = 0
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int
+    ) -> Echo:
+        """See `gossip_modules.transport.Transport`."""
+        for peer, tensors in sends.items():
+            for x, y in zip(tensors, recvs[peer], strict=True):
+                y.copy_(x)
+                self.num_bytes_sent += x.numel() * x.element_size()
+        return self
+
+    def wait(self) -> None:
+        """Done already."""
+
+    def all_reduce(self, x: Tensor, *, what: str) -> None:
+        """See `gossip_modules.transport.Transport`."""
+        x.mul_(2)
+
+    def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
+        """See `gossip_modules.transport.Transport`."""
+
+    def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
+        """See `gossip_modules.transport.Transport`."""
+        out.view(2, -1).copy_(x.expand(2, -1))
+
+
+def measure_gossipers(device: torch.device, repeats: int) -> Iterable[Row]:
+    """Whole rounds on a ResNet-18: `start` is encode, `finish` decode (all but the first encode, if it has phases)."""
+    from torchvision.models import resnet18
+
+    s = FlatBuffer(resnet18(num_classes=10).to(device)).vector
+    mixing = MetropolisHastingsMixing(RingGraph(2))
+    for name, gossiper in GOSSIPERS:
+        echo = Echo()
+        gossiper.bind(mixing, echo)
+        # Two rounds a time: PowerGossip's are of two kinds.
+        seconds: dict[str, list[float]] = {"encode": [], "decode": []}
+        for t in range(2 * repeats + 4):
+            if t == 4:
+                echo.num_bytes_sent = 0
+            for key, action in (("encode", partial(gossiper.start, s, t)), ("decode", partial(gossiper.finish, s))):
+                seconds[key].append(timed(action, device))
+        pairs = {key: [(x + y) / 2 for x, y in zip(v[4::2], v[5::2])] for key, v in seconds.items()}
+        encode_ms, decode_ms = (statistics.median(pairs[key]) * 1e3 for key in ("encode", "decode"))
+        yield Row(name, echo.num_bytes_sent // (2 * repeats), s.raw.numel(), encode_ms, decode_ms)
+
+
+def print_table(rows: Iterable[Row]) -> list[Row]:
+    """Print rows as they come; returns them."""
+    print(
+        "| codec | bytes per message | times fewer | encode ms | decode ms | ms saved at 1 Gbit/s | "
+        + " | ".join(f"ratio at {link}" for link in LINKS)
+        + " |"
+    )
+    print("|---" + "|---:" * (5 + len(LINKS)) + "|")
+    measured = []
+    for row in rows:
+        print(
+            f"| {row.name} | {row.num_bytes:,} | {row.plain_bytes / row.num_bytes:.1f} | {row.encode_ms:.2f} "
+            f"| {row.decode_ms:.2f} | {row.saved_ms(LINKS['1 Gbit/s']):.1f} | "
+            + " | ".join(f"{row.ratio(speed):.2f}" for speed in LINKS.values())
+            + " |",
+            flush=True,
+        )
+        measured.append(row)
+    return measured
+
+
+def write_csv(rows: Iterable[Row], path: Path) -> None:
+    """The measured columns and the ratios, one line per codec."""
+    lines = [{**asdict(r), **{f"ratio at {link}": r.ratio(speed) for link, speed in LINKS.items()}} for r in rows]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--num-elements", type=int, default=RESNET18_PARAMETERS, help="length of the vector")
+    parser.add_argument("--repeats", type=int, default=15, help="the median of so many is reported")
+    parser.add_argument("--output", type=Path, help="a CSV file to write as well")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device(arguments.device)
+    x = torch.randn(arguments.num_elements, generator=torch.Generator().manual_seed(0)).to(device)
+    plain_bytes = x.numel() * x.element_size()
+    rows = print_table(measure(codecs_of(COMPRESSORS, x), plain_bytes, device, arguments.repeats))
+    print()
+    with torch.no_grad():
+        rows += print_table(measure_gossipers(device, arguments.repeats))
+    if arguments.output:
+        write_csv(rows, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
