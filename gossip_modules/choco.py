@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,19 @@ class Choco(BroadcastGossiper):
         """See `CompressedGossiper`."""
         self._scratch = {(x.dtype, x.numel()): torch.empty_like(x) for x in coded}
         super().make_memory(coded)
+
+    def memory(self) -> dict[str, Any]:
+        """See `CompressedGossiper`; drift belongs to the neighbours and their weights."""
+        return {"mixing": repr(self.mixing), **super().memory()}
+
+    def set_memory(self, memory: Mapping[str, Any]) -> None:
+        """See `CompressedGossiper`."""
+        if memory["mixing"] != repr(self.mixing):
+            raise ValueError(
+                f"{self}: got state of {memory['mixing']}, expected {self.mixing}, since it holds a sum over the "
+                "neighbours; resume on the same graph"
+            )
+        super().set_memory(memory)
 
     def remember(self, x: Tensor) -> Memory:
         """See `BroadcastGossiper`. `public` is x̂; both begin at zero, as in the paper."""

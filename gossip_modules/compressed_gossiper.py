@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from abc import abstractmethod
@@ -68,7 +69,7 @@ class CompressedGossiper(Gossiper):
 
     @property
     def exact_step_size(self) -> float:
-        """The step size of what travels exactly: there is nothing to be careful about."""
+        """The step size of parameters that travel exactly: there is nothing to be careful about."""
         return 1.0
 
     # The memory of the algorithm.
@@ -100,7 +101,7 @@ class CompressedGossiper(Gossiper):
                 f"got state {sorted(state)} of {state.get('algorithm', 'another algorithm')}, expected that of "
                 f"{type(self).__name__}; load a checkpoint of the same gossiper"
             )
-        self._layout, self._loaded = None, state
+        self._layout, self._loaded = None, copy.deepcopy(dict(state))
 
     def prepare(self, s: FlatVector) -> None:
         """Know the layout of s, and have memory for it."""
@@ -115,7 +116,9 @@ class CompressedGossiper(Gossiper):
                 )
                 self._loaded = {}
         self._coded = sections(s.layout, self.is_coded)
-        self._exact = sections(s.layout, lambda part: not self.is_coded(part))
+        # Buffers apart from parameters, which may have another step size.
+        self._exact = sections(s.layout, lambda part: not part.is_buffer and not self.is_coded(part))
+        self._exact += sections(s.layout, lambda part: part.is_buffer)
         self._layout, self._device = s.layout, s.raw.device
         self.make_memory([_wide(section.of(s)) for section in self._coded])
         loaded, self._loaded = self._loaded, {}
@@ -143,7 +146,8 @@ class CompressedGossiper(Gossiper):
         """s <- s + sum of weight * (first pieces of the envelope)."""
         for envelope, weight in letters:
             for section, piece in zip(self._exact, envelope.pieces, strict=False):
-                add_(section.of(s), piece, alpha=self.exact_step_size * weight)
+                step_size = 1.0 if section.parts[0].is_buffer else self.exact_step_size
+                add_(section.of(s), piece, alpha=step_size * weight)
 
     def targets(self, s: FlatVector) -> list[Tensor]:
         """Where corrections are added: the sections in code themselves, or zeros in float32 where s is narrower."""

@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import torch
+
 from .dynamic_graphs import DynamicBipartiteExponentialGraph, NPeerDynamicDirectedExponentialGraph
 from .gossiper import Gossiper, PushPull, PushSum
 from .graph_manager import GraphManager
+from .laplacian_mixing import LaplacianMixing
+from .matcha_graph import MatchaGraph
 from .mixing_manager import MetropolisHastingsMixing, MixingManager, UniformMixing
 from .static_graphs import RingGraph
 
 
-def choose_gossiper(gossiper: Gossiper | None, *, push_sum: bool) -> Gossiper:
-    """`gossiper`, or push-sum, or push-pull."""
-    if gossiper is not None:
-        return gossiper
-    return PushSum() if push_sum else PushPull()
+def choose_gossiper(gossiper: Gossiper | None, *, push_sum: bool, wire_dtype: torch.dtype | None = None) -> Gossiper:
+    """`gossiper`, or push-sum, or push-pull, the latter two with that dtype on the wire.
+
+    Raises:
+        ValueError: a gossiper and a wire dtype.
+    """
+    if gossiper is None:
+        return (PushSum if push_sum else PushPull)(wire_dtype=wire_dtype)
+    if wire_dtype is not None:
+        raise ValueError(
+            f"got gossiper={gossiper} and wire_dtype={wire_dtype}, expected one of them; give it to the gossiper, "
+            "e.g. PushPull(wire_dtype=torch.bfloat16)"
+        )
+    return gossiper
 
 
 def choose_mixing(
-    graph: GraphManager | None, mixing: MixingManager | None, *, push_sum: bool, world_size: int
+    graph: GraphManager | None,
+    mixing: MixingManager | None,
+    *,
+    push_sum: bool,
+    world_size: int,
+    gossiper: Gossiper | None = None,
 ) -> MixingManager:
     """The mixing manager, with its graph.
 
     Push-sum: the one-peer exponential graph with uniform weights. Push-pull: pairs on the bipartite exponential graph
-    where the world is even, else both neighbours on a ring; Metropolis-Hastings weights where the graph is symmetric.
+    where the world is even, else both neighbours on a ring. A gossiper that needs symmetric weights: that ring in
+    every world. Where the graph is symmetric and push-sum is not asked for: Metropolis-Hastings weights, on a
+    MatchaGraph those of its own Laplacian.
 
     Raises:
         ValueError: `mixing` is over another graph than `graph`.
@@ -33,11 +53,12 @@ def choose_mixing(
                 f"got graph={graph} and a mixing over {mixing.graph}, expected one graph; pass mixing only"
             )
         return mixing
+    is_undirected = gossiper is not None and gossiper.needs_symmetric_weights
     if graph is None:
-        graph = _default_graph(push_sum, world_size)
-    if not push_sum and graph.is_symmetric:
-        return MetropolisHastingsMixing(graph)
-    return UniformMixing(graph)
+        graph = _undirected_ring(world_size) if is_undirected else _default_graph(push_sum, world_size)
+    if (push_sum and not is_undirected) or not graph.is_symmetric:
+        return UniformMixing(graph)
+    return LaplacianMixing(graph) if isinstance(graph, MatchaGraph) else MetropolisHastingsMixing(graph)
 
 
 def _default_graph(push_sum: bool, world_size: int) -> GraphManager:
@@ -45,4 +66,8 @@ def _default_graph(push_sum: bool, world_size: int) -> GraphManager:
         return NPeerDynamicDirectedExponentialGraph(world_size)
     if world_size % 2 == 0:
         return DynamicBipartiteExponentialGraph(world_size)
-    return RingGraph(world_size, peers_per_itr=2)
+    return _undirected_ring(world_size)
+
+
+def _undirected_ring(world_size: int) -> GraphManager:
+    return RingGraph(world_size, peers_per_itr=2 if world_size > 2 else 1)

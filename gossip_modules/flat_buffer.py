@@ -32,12 +32,8 @@ class _Slot(NamedTuple):
 
     @property
     def part(self) -> Part:
-        """What a code may know of it; complex numbers are pairs. Memory order is dim 0 by the rest in any format."""
-        return Part((*self.tensor.shape, 2) if self.tensor.is_complex() else tuple(self.tensor.shape), self.is_buffer)
-
-    @property
-    def is_buffer(self) -> bool:
-        return not self.is_parameter
+        """What a code may know of it. Memory order is dim 0 by the rest in any memory format."""
+        return Part.of(self.tensor, is_buffer=not self.is_parameter)
 
     def signature(self) -> str:
         """Everything that two ranks must agree on."""
@@ -202,7 +198,7 @@ def _in_order(slots: Iterator[_Slot]) -> list[_Slot]:
             )
         if slot.part.is_matrix:
             return 0, slot.part.shape
-        return (2 if slot.is_buffer else 1), ()
+        return (1 if slot.is_parameter else 2), ()
 
     return sorted(slots, key=key)
 

@@ -20,6 +20,12 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     is_buffer: bool = False
 
+    @classmethod
+    def of(cls, x: Tensor, *, is_buffer: bool = False) -> Part:
+        """What a code may know of a tensor. Complex numbers are pairs: columns of a matrix, elements of a vector."""
+        pair = (2,) if x.is_complex() else ()
+        return cls((*x.shape, *pair) if x.dim() > 1 else (x.numel() * prod(pair),), is_buffer)
+
     @property
     def numel(self) -> int:
         return prod(self.shape)
@@ -148,8 +154,8 @@ class FlatVector:
                 "complex tensor; pass x.contiguous(), or x.float() for integers"
             )
         flat = _as_real(x).view(-1)
-        part = Part(tuple(_as_real(x).shape))
-        layout = FlatLayout((Segment(flat.dtype, 0, flat.numel(), (part,)),), flat.numel() * flat.element_size())
+        segment = Segment(flat.dtype, 0, flat.numel(), (Part.of(x),))
+        layout = FlatLayout((segment,), flat.numel() * flat.element_size())
         return cls(layout, flat.view(torch.uint8))
 
     @classmethod

@@ -73,13 +73,16 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     TF32 is a setting of the process: products that training starts meanwhile are more precise than asked for.
     """
+    matmul = torch.backends.cuda.matmul
+    # torch 2.9 has a new name for it, and forbids the old one to those who have used the new.
+    name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(matmul, name)
+    is_changed = device.type == "cuda" and before != exact
     with torch.autocast(device.type, enabled=False):
-        if device.type != "cuda" or torch.get_float32_matmul_precision() == "highest":
-            yield
-            return
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+        if is_changed:
+            setattr(matmul, name, exact)
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
+            if is_changed:
+                setattr(matmul, name, before)

@@ -19,6 +19,7 @@ from .mixing_manager import MixingManager, MixingWeights
 MatrixLike: TypeAlias = Any  # Tensor, ndarray or nested sequences of numbers, [n, n]
 
 _TOLERANCE = 1e-6  # of row and column sums: float32 matrices are welcome
+_SYMMETRY = 1e-12  # what one rank of a link gives away and the other does not take is lost in each round
 _MAX_MATRICES = 2**16  # a longer schedule is better computed than stored
 
 
@@ -78,6 +79,10 @@ class MatrixMixing(MixingManager):
     @property
     def period(self) -> int:
         return self._period
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        return all(bool(torch.allclose(matrix, matrix.T, rtol=0, atol=_SYMMETRY)) for matrix in self._matrices.values())
 
     @cached_property
     def is_row_stochastic(self) -> bool:

@@ -12,7 +12,9 @@ from .bit_packing import pack, packed_size, unpack
 from .compressed_gossiper import BroadcastGossiper, Memory
 from .compressor import checked_seed, pieces, random_words
 
-_CHECKSUM_BYTES = 8
+_HEADER_BYTES = 8
+_WORD = 1 << 32
+_MULTIPLIER = 0x9E3779B1 - _WORD  # 2**32 over the golden ratio, odd, as int32
 
 
 class Moniqua(BroadcastGossiper):
@@ -63,34 +65,36 @@ class Moniqua(BroadcastGossiper):
 
     def message_like(self, x: Tensor) -> Tensor:
         """See `BroadcastGossiper`."""
-        return x.new_zeros(_CHECKSUM_BYTES + packed_size(x.numel(), self.bits), dtype=torch.uint8)
+        return x.new_zeros(_HEADER_BYTES + packed_size(x.numel(), self.bits), dtype=torch.uint8)
 
     def say(self, x: Tensor, memory: Memory, message: Tensor) -> None:
         """See `BroadcastGossiper`."""
         dither = random_words(self.seed, self.num_messages, 1)[0] / 2**64
         checksum = torch.zeros(1, dtype=torch.int64, device=x.device)
+        is_bad = torch.zeros(1, dtype=torch.bool, device=x.device)
         for start, stop, _ in pieces(x, 8):
-            numbers = torch.floor(x[start:stop] / self.spacing + dither).int()
+            places = torch.floor(x[start:stop] / self.spacing + dither)
+            is_bad |= ~(places.abs().max() < _WORD // 2)  # also NaN
+            numbers = places.int()
             checksum += _weighed_sum(numbers, start)
             pack((numbers & (self.num_levels - 1)).to(torch.uint8), self.bits, self._codes(message, start, stop))
-        message[:_CHECKSUM_BYTES].copy_(checksum.view(torch.uint8))
+        message[:_HEADER_BYTES].copy_((checksum % _WORD + is_bad * _WORD).view(torch.uint8))
 
     def hear(self, target: Tensor, memory: Memory, messages: Sequence[tuple[Tensor, float]]) -> None:
         """See `BroadcastGossiper`."""
         (own, _), *others = messages
         half = self.num_levels // 2
-        wrong = torch.zeros(1, dtype=torch.bool, device=target.device)
+        is_wrong = _header(own) >= _WORD
         for message, weight in others:
-            checksum = _checksum_of(own)
+            checksum = _header(own)
             for start, stop, _ in pieces(target, 8):
                 mine, theirs = (unpack(self._codes(m, start, stop), self.bits, stop - start) for m in (own, message))
                 # Bytes wrap around modulo 256, a multiple of the number of levels.
-                levels = (theirs - mine + half) & (self.num_levels - 1)
-                numbers = levels.int() - half
+                numbers = ((theirs - mine + half) & (self.num_levels - 1)).int() - half
                 checksum += _weighed_sum(numbers, start)
                 target[start:stop] += numbers.to(target.dtype).mul_(self.step_size * weight * self.spacing)
-            wrong |= (checksum - _checksum_of(message)) % (1 << 32) != 0
-        if bool(wrong):
+            is_wrong |= checksum % _WORD != _header(message)
+        if bool(is_wrong):
             names = self.transport.names
             raise RuntimeError(
                 f"rank {names[self.transport.rank]}: round {self._t}: got a neighbour's model that differs in an entry "
@@ -100,7 +104,7 @@ class Moniqua(BroadcastGossiper):
 
     def _codes(self, message: Tensor, start: int, stop: int) -> Tensor:
         """The bytes of a message that hold entries [start, stop); start is a multiple of 8."""
-        first = _CHECKSUM_BYTES + start * self.bits // 8
+        first = _HEADER_BYTES + start * self.bits // 8
         return message[first : first + packed_size(stop - start, self.bits)]
 
     def __repr__(self) -> str:
@@ -108,10 +112,16 @@ class Moniqua(BroadcastGossiper):
 
 
 def _weighed_sum(numbers: Tensor, start: int) -> Tensor:
-    """Sum of number k times the odd number 2 (start + k) + 1, as int64; right modulo 2**32, so int32 may wrap."""
-    odd = torch.arange(2 * start + 1, 2 * (start + numbers.numel()), 2, dtype=torch.int64, device=numbers.device).int()
-    return (numbers * odd).sum(dtype=torch.int64)
+    """Sum of the numbers, each times an odd number that is a hash of its place; right modulo 2**32, so int32 may wrap.
+
+    Differences that are wrong by multiples of the number of levels must not cancel, so the factors have no pattern.
+    """
+    places = torch.arange(numbers.numel(), dtype=torch.int32, device=numbers.device).add_(start % (_WORD // 2))
+    factors = places.mul_(_MULTIPLIER)
+    factors = factors.bitwise_xor_(factors >> 15).bitwise_or_(1)
+    return factors.mul_(numbers).sum(dtype=torch.int64)
 
 
-def _checksum_of(message: Tensor) -> Tensor:
-    return message[:_CHECKSUM_BYTES].clone().view(torch.int64)
+def _header(message: Tensor) -> Tensor:
+    """The checksum, plus 2**32 where a number was too large or no number: int64 [1], a copy."""
+    return message[:_HEADER_BYTES].clone().view(torch.int64)

@@ -50,7 +50,7 @@ class PowerGossip(CompressedGossiper):
         num_iterations: power iterations, hence messages per link, in a round.
         warm_start: go on from the last factors; False draws new ones, the same at both ends.
         step_size: None = 2 / (least positive + largest eigenvalue of I - W), the best one of plain gossip, on a static
-            graph, and 1 on others. Exact parts are mixed with it too.
+            graph, and 1 on others. Parameters that travel exactly are mixed with it too.
         compress_vectors: whether parameters of one dimension go in code as well; they dominate at high compression.
         check_every: iterations of a link from one checksum to the next; 0 = never.
         seed: of the first factors; the same on all ranks.

@@ -54,7 +54,8 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         graph: who sends to whom; None = `defaults.choose_mixing`. Its world size is the number of nodes.
         mixing: the weights, over that graph; None = see `defaults.choose_mixing`.
         push_sum: SGP (any directed graph) rather than D-PSGD (push-pull).
-        gossiper: an algorithm of its own instead; `push_sum` then only chooses the default graph and mixing.
+        gossiper: an algorithm of its own instead; where it needs no particular graph, `push_sum` chooses the default.
+        wire_dtype: torch.bfloat16 or torch.float16: what travels is rounded to it, parameters are not: see `PushPull`.
         schedule: which steps gossip, which average globally.
         process_group: used as it is, so it must carry nothing else; None = a new group over all ranks.
         nprocs_per_node: consecutive ranks that form one node and hold one model: see `Node`.
@@ -78,6 +79,7 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         mixing: MixingManager | None = None,
         push_sum: bool = True,
         gossiper: Gossiper | None = None,
+        wire_dtype: torch.dtype | None = None,
         schedule: Schedule = DEFAULT_SCHEDULE,
         process_group: dist.ProcessGroup | None = None,
         nprocs_per_node: int = 1,
@@ -103,8 +105,8 @@ class GossipWrapper(MetadataState, UnevenInputs, AveragingMixin):
         world = dist.group.WORLD if process_group is None and dist.is_initialized() else process_group
         hello = connect(world, module_device=device, comm_device=None, timeout=timeout)
         num_nodes = count_nodes(hello.world_size, nprocs_per_node, process_group)
-        mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes)
-        gossiper = choose_gossiper(gossiper, push_sum=push_sum)
+        gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
+        mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper)
         options = (schedule, self._engine_options(), nprocs_per_node, gossip_buffers, init_sync, str(comm_device))
         check_agreement(
             hello,
