@@ -156,6 +156,9 @@ class Echo:
     names: Sequence[int] = (0, 1)
     num_bytes_sent = 0
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int
     ) -> Echo:
@@ -188,7 +191,7 @@ def measure_gossipers(device: torch.device, repeats: int) -> Iterable[Row]:
     s = FlatBuffer(resnet18(num_classes=10).to(device)).vector
     mixing = MetropolisHastingsMixing(RingGraph(2))
     for name, gossiper in GOSSIPERS:
-        echo = Echo()
+        echo = Echo(device)
         gossiper.bind(mixing, echo)
         # Two rounds a time: PowerGossip's are of two kinds.
         seconds: dict[str, list[float]] = {"encode": [], "decode": []}

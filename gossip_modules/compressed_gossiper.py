@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .envelope import Envelope, sections
+from .envelope import Envelope, Header, sections
 from .flat_vector import FlatLayout, FlatVector, Part, add_
 from .gossiper import Gossiper, Messages
 from .mixing_manager import MixingManager, MixingWeights
@@ -26,8 +26,8 @@ class CompressedGossiper(Gossiper):
     Floating-point buffers (BatchNorm statistics) always travel exactly and are mixed by W itself: a lossy code may
     make a variance negative. Segments narrower than float32 are coded in float32.
 
-    [Note: out of step] Messages carry a number, so that a peer whose memory belongs to another round (resumed from
-    another checkpoint, say) is an error and never silent corruption.
+    [Note: out of step] Ahead of every message goes a header with its number, so that a peer whose memory belongs to
+    another round (resumed from another checkpoint, say) is an error and never silent corruption.
 
     Args:
         step_size: of consensus, gamma in the papers; positive.
@@ -161,17 +161,41 @@ class CompressedGossiper(Gossiper):
             if _is_narrow(section.of(s)):
                 add_(section.of(s), target, alpha=1.0)
 
-    def read_header(self, envelope: Envelope, peer: int, *, number: int) -> int:
-        """The checksum of a message, once its number is known to be right: [Note: out of step]."""
-        got, checksum = envelope.header()
-        if got != number % (1 << 32):
-            names = self.transport.names
+    # Headers.
+
+    def post_headers(self, peers: Sequence[int]) -> None:
+        """Exchange headers with all peers of this round, ahead of the messages."""
+        device = self.transport.device
+        self._headers = {peer: Header(*self.header_of(peer), device=device) for peer in peers}
+        self._inbox_headers = {peer: Header(device=device) for peer in peers}
+        sends, recvs = ({p: (h.raw,) for p, h in headers.items()} for headers in (self._headers, self._inbox_headers))
+        self._pending_headers = self.transport.exchange(sends, recvs, tag=self._t)
+
+    @abstractmethod
+    def header_of(self, peer: int) -> tuple[int, int]:
+        """The number of the next message to and from this peer, and a checksum on which both must agree."""
+
+    def _wait(self) -> None:
+        """[Note: out of step] Before the message, whose size may be another where its number is."""
+        assert self._pending is not None, "no round is in flight: start() comes first"
+        self._pending_headers.wait()
+        for peer, header in self._inbox_headers.items():
+            got, expected = header.read(), self._headers[peer].read()
+            if got == expected:
+                continue
+            who = f"rank {self.transport.names[self.transport.rank]}: round {self._t}"
+            if got[0] != expected[0]:
+                raise RuntimeError(
+                    f"{who}: rank {self.transport.names[peer]} sent its message number {got[0]}, expected number "
+                    f"{expected[0]}: the two remember different rounds; resume all ranks from the same checkpoint, or "
+                    "all without one"
+                )
             raise RuntimeError(
-                f"rank {names[self.transport.rank]}: round {self._t}: rank {names[peer]} sent its message number "
-                f"{got}, expected number {number}: the two remember different rounds; resume all ranks from the same "
-                "checkpoint, or all without one"
+                f"{who}: what rank {self.transport.names[peer]} remembers has the checksum {got[1]}, expected "
+                f"{expected[1]}, which this rank has; resume all ranks from the same checkpoint, and check the "
+                "machines if this comes back"
             )
-        return checksum
+        super()._wait()
 
 
 class BroadcastGossiper(CompressedGossiper):
@@ -214,7 +238,7 @@ class BroadcastGossiper(CompressedGossiper):
         self.prepare(s)
         assert self._own is not None
         own = self._own
-        own.stamp(self.num_messages)
+        self.post_headers(in_peers)
         self.copy_exact(s, own)
         for x, memory, message in zip(self.coded(s), self._memory, own.pieces[len(self._exact) :], strict=True):
             self.say(x, memory, message)
@@ -226,8 +250,6 @@ class BroadcastGossiper(CompressedGossiper):
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
         """See `Gossiper`. Reads the messages, never s."""
         assert self._own is not None
-        for j in weights.inp:
-            self.read_header(self._inbox[j], j, number=self.num_messages)
         self.num_messages += 1
         letters = [(self._own, weights.own - 1), *((self._inbox[j], weight) for j, weight in weights.inp.items())]
         self.add_exact(s, letters)
@@ -235,6 +257,10 @@ class BroadcastGossiper(CompressedGossiper):
         for index, (target, memory) in enumerate(zip(targets, self._memory, strict=True), start=len(self._exact)):
             self.hear(target, memory, [(letter.pieces[index], weight) for letter, weight in letters])
         self.apply_targets(s, targets)
+
+    def header_of(self, peer: int) -> tuple[int, int]:
+        """See `CompressedGossiper`."""
+        return self.num_messages, 0
 
     def make_memory(self, coded: Sequence[Tensor]) -> None:
         """See `CompressedGossiper`."""

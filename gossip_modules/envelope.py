@@ -1,4 +1,4 @@
-"""A compressed message: a header, what stays exact, what is in code; and which part of a vector is which."""
+"""A compressed message: its header, its pieces, and which part of a vector is which."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD = 1 << 32  # header words are unsigned 32-bit numbers
 
 
 class Envelope:
-    """One message in one uint8 run: a header of two words, then pieces of any dtype, each aligned to 8 bytes.
+    """One message: pieces of any dtype in one uint8 run, each aligned to 8 bytes.
 
     Args:
         sizes: dtype and number of elements of each piece.
@@ -23,7 +23,7 @@ class Envelope:
     """
 
     def __init__(self, sizes: Sequence[tuple[torch.dtype, int]], device: torch.device) -> None:
-        starts, stop = [], _ALIGNMENT
+        starts, stop = [], 0
         for dtype, numel in sizes:
             starts.append(stop)
             stop = align(stop + numel * dtype.itemsize, _ALIGNMENT)
@@ -34,15 +34,24 @@ class Envelope:
             for start, (dtype, numel) in zip(starts, sizes, strict=True)
         )
 
-    def stamp(self, number: int, checksum: int = 0) -> None:
-        """Write the header: which message of its sender this is, and a checksum whose meaning is the algorithm's."""
-        words = torch.tensor([number % _WORD, checksum % _WORD], dtype=torch.int64)
-        # By way of int32, the wrapped words' own bits: torch has few operations on unsigned numbers.
-        self.raw[:_ALIGNMENT].copy_(torch.where(words < _WORD // 2, words, words - _WORD).int().view(torch.uint8))
 
-    def header(self) -> tuple[int, int]:
-        """Number and checksum that the sender has stamped, modulo 2**32. Waits for the device."""
-        number, checksum = self.raw[:_ALIGNMENT].view(torch.int32).tolist()
+class Header:
+    """What goes before a message, 8 bytes: its number among those of its sender, and a checksum; both modulo 2**32.
+
+    Args:
+        number: of the message.
+        checksum: whose meaning is the algorithm's.
+        device: where it lives.
+    """
+
+    def __init__(self, number: int = 0, checksum: int = 0, *, device: torch.device) -> None:
+        words = torch.tensor([number % _WORD, checksum % _WORD], dtype=torch.int64)
+        # The bits of unsigned words as int32, since torch has few operations on unsigned numbers.
+        self.raw = torch.where(words < _WORD // 2, words, words - _WORD).to(device, torch.int32)
+
+    def read(self) -> tuple[int, int]:
+        """Number and checksum. Waits for the device."""
+        number, checksum = self.raw.tolist()
         return number % _WORD, checksum % _WORD
 
 

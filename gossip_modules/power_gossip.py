@@ -125,7 +125,6 @@ class PowerGossip(CompressedGossiper):
             self._factors.append({"left": zeros[0], "right": zeros[1]})
             draws = [self._draw(number, side, batch, [0] * num_links).to(like.device) for side in (0, 1)]
             self._fallbacks.append((draws[0], draws[1]))
-        self._checksums: dict[int, int] = {}
         self._boxes: dict[tuple[int, int, bool], tuple[Envelope, Envelope]] = {}
 
     def memory(self) -> dict[str, Any]:
@@ -158,10 +157,9 @@ class PowerGossip(CompressedGossiper):
         """See `Gossiper`. One power iteration of every link: its message holds this rank's products."""
         self.prepare(s)
         self._letters = {peer: self._letters_of(peer) for peer in in_peers}
-        for peer, (outgoing, _) in self._letters.items():
-            self._checksums[peer] = self._checksum(peer)
-            outgoing.stamp(self._iterations[peer], self._checksums[peer])
-            if self.phase == 0:
+        self.post_headers(in_peers)
+        if self.phase == 0:
+            for outgoing, _ in self._letters.values():
                 self.copy_exact(s, outgoing)
         coded = self.coded(s)
         self._bases: dict[int, list[Tensor]] = {}
@@ -178,9 +176,8 @@ class PowerGossip(CompressedGossiper):
 
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
         """See `Gossiper`. Reads the messages, never s."""
-        for peer, (outgoing, incoming) in self._letters.items():
-            self._require_equal(peer, incoming)
-            if self.phase == 0:
+        if self.phase == 0:
+            for peer, (outgoing, incoming) in self._letters.items():
                 self.add_exact(s, [(incoming, weights.inp[peer]), (outgoing, -weights.inp[peer])])
         targets = self.targets(s)
         with full_precision(s.raw.device):
@@ -237,10 +234,13 @@ class PowerGossip(CompressedGossiper):
         """What an envelope holds of batch `number`."""
         return envelope.pieces[len(envelope.pieces) - len(self._batches) + number]
 
+    def header_of(self, peer: int) -> tuple[int, int]:
+        """See `CompressedGossiper`: the iteration of the link, and of those that are checked a sum of both factors."""
+        iteration = self._iterations[peer]
+        is_checked = self.check_every > 0 and iteration % self.check_every == 0
+        return iteration, self._checksum(peer) if is_checked else 0
+
     def _checksum(self, peer: int) -> int:
-        """Of both factors of a link, in the iterations that are checked; else 0."""
-        if self.check_every == 0 or self._iterations[peer] % self.check_every:
-            return 0
         link = self._peers.index(peer)
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         for factors in self._factors:
@@ -248,15 +248,6 @@ class PowerGossip(CompressedGossiper):
                 words = factor[link].reshape(-1).view(torch.int32).long()
                 total = total * 31 + (words * torch.arange(1, 2 * words.numel(), 2, device=words.device)).sum()
         return int(total) % (1 << 32)
-
-    def _require_equal(self, peer: int, incoming: Envelope) -> None:
-        if self.read_header(incoming, peer, number=self._iterations[peer]) != self._checksums[peer]:
-            names = self.transport.names
-            raise RuntimeError(
-                f"rank {names[self.transport.rank]}: round {self._t}: the factors of the link to rank {names[peer]} "
-                f"differ at its two ends in iteration {self._iterations[peer]}, expected equal bits; resume all ranks "
-                "from the same checkpoint, and check the machines if this comes back"
-            )
 
     def __repr__(self) -> str:
         return f"PowerGossip({self._options})"

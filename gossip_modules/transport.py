@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-ROUND_BITS, CHANNEL_BITS = 20, 10  # of a tag: Gloo's have 32 bits; rounds and channels wrap around
-PROBE_TAG = 1 << ROUND_BITS + CHANNEL_BITS  # no round has it
+ROUND_BITS, SIZE_BITS, CHANNEL_BITS = 16, 9, 5  # of a tag: torch has 31 bits; rounds and channels wrap around
+PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
 MAX_STAGED = 64  # twins kept; more means that addresses change from call to call
 
 
@@ -30,6 +30,7 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    device: torch.device  # where messages live on the wire
     names: Sequence[int]  # the global rank of each member, for error messages
     num_bytes_sent: int
 
@@ -168,9 +169,15 @@ class ProcessGroupTransport:
         else:
             work.wait(timeout)
 
-    def wire_tag(self, tag: int) -> int:
-        """The backend's tag of round `tag` on this channel."""
-        return (self._channel % (1 << CHANNEL_BITS) << ROUND_BITS) + tag % (1 << ROUND_BITS)
+    def wire_tag(self, tag: int, num_bytes: int) -> int:
+        """The backend's tag of a message of round `tag` on this channel.
+
+        It depends on the size, so that messages of two sizes do not meet: Gloo ends the process when a message is
+        longer than what the receiver has room for. Such a receiver waits in vain instead, and says for whom.
+        """
+        size = num_bytes % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
+        channel = self._channel % (1 << CHANNEL_BITS)
+        return (channel << SIZE_BITS | size) << ROUND_BITS | tag % (1 << ROUND_BITS)
 
     def fail(self, error: RuntimeError, what: str, seconds: float, *, note: str = "") -> NoReturn:
         """See the function `fail`; the rank is this one."""
@@ -230,7 +237,7 @@ class _Exchange:
             what = f"round {tag}: {'send to' if is_send else 'receive from'} rank {transport.names[peer]}"
             post = transport.group.send if is_send else transport.group.recv
             try:
-                self.works.append((what, post([x], peer, transport.wire_tag(tag))))
+                self.works.append((what, post([x], peer, transport.wire_tag(tag, x.numel() * x.element_size()))))
             except RuntimeError as error:
                 transport.fail(error, what, 0.0)
 

@@ -212,7 +212,7 @@ def test_a_copy_shares_the_connection_on_a_channel_of_its_own() -> None:
     transport = over_group(solo_group())
     twice = [copy.deepcopy(transport), copy.deepcopy(copy.deepcopy(transport))]
     assert all(other.group is transport.group for other in twice)
-    assert len({other.wire_tag(7) for other in (transport, *twice)}) == 3
+    assert len({other.wire_tag(7, 8) for other in (transport, *twice)}) == 3
 
 
 def test_connect_without_torch_distributed() -> None:
@@ -240,5 +240,20 @@ def test_a_collective_in_a_subgroup_says_how_its_ranks_are_numbered() -> None:
             what = r"sharing buffers among ranks \[2, 3\] failed .*, numbered from 0 in what follows"
             with pytest.raises(TimeoutError, match=rf"(?s)^rank 2: {what}: .*Ranks? 1\b"):
                 transport.broadcast(torch.zeros(1), source=0, what="sharing buffers")
+
+    run_ranks(2, body)
+
+
+def test_messages_of_two_sizes_do_not_meet() -> None:
+    """Gloo would abort the process on a message that is longer than the receiver's room."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        transport = ProcessGroupTransport(group, device=CPU, timeout=timedelta(seconds=SECONDS))
+        peer = 1 - transport.rank
+        inbox = torch.zeros(3 + transport.rank)
+        with pytest.raises(
+            (TimeoutError, ConnectionError), match=rf"round 0: (send to|receive from) rank {peer} failed"
+        ):
+            transport.exchange({peer: [torch.ones(3 + transport.rank)]}, {peer: [inbox]}, tag=0).wait()
 
     run_ranks(2, body)
