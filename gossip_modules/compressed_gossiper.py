@@ -16,6 +16,7 @@ from .envelope import Envelope, Header, sections
 from .flat_vector import FlatLayout, FlatVector, Part, add_
 from .gossiper import Gossiper, Messages
 from .mixing_manager import MixingManager, MixingWeights
+from .transport import Pending
 
 Memory = dict[str, Tensor]
 
@@ -46,6 +47,7 @@ class CompressedGossiper(Gossiper):
         self._layout: FlatLayout | None = None
         self._device: torch.device | None = None
         self._loaded: Mapping[str, Any] = {}
+        self._pending_headers: Pending | None = None
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`: weights must be symmetric, and for some algorithms the graph static."""
@@ -178,7 +180,9 @@ class CompressedGossiper(Gossiper):
     def _wait(self) -> None:
         """[Note: out of step] Before the message, whose size may be another where its number is."""
         assert self._pending is not None, "no round is in flight: start() comes first"
-        self._pending_headers.wait()
+        assert self._pending_headers is not None, "headers are posted with every message"
+        pending, self._pending_headers = self._pending_headers, None
+        pending.wait()
         for peer, header in self._inbox_headers.items():
             got, expected = header.read(), self._headers[peer].read()
             if got == expected:
