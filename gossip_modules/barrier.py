@@ -1,0 +1,128 @@
+"""min <c, x> subject to A(x) positive definite and G x < h: Newton's method on a logarithmic barrier."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+_SHRINK = 0.1  # of the barrier's weight from one centre to the next
+_MAX_NEWTON_STEPS = 60  # per centre; a handful is usual
+_NEAR, _AT = 1e-2, 1e-9  # squared Newton decrement close enough to a centre on the way, and to the last one
+_ROUNDING = 1e-11  # of differences of the barrier
+
+
+class Halfspaces(NamedTuple):
+    """G x < h."""
+
+    normals: Array  # G, [num_constraints, m]
+    offsets: Array  # h, [num_constraints]
+
+
+class MatrixInequality(Protocol):
+    """A(x) > 0 for a symmetric matrix A of size k whose entries are polynomials of x [m]."""
+
+    def matrix(self, x: Array) -> Array:
+        """A(x), [k, k]."""
+
+    def derivatives(self, x: Array) -> Array:
+        """dA/dx_i, [m, k, k]."""
+
+    def curvature(self, x: Array, weight: Array) -> Array | None:
+        """tr(weight d2A/dx_i dx_j), [m, m], for a symmetric weight [k, k]; None where A is linear in x."""
+
+
+def minimize(objective: Array, inequality: MatrixInequality, halfspaces: Halfspaces, x: Array, *, gap: float) -> Array:
+    """The minimiser of <objective, x> where A(x) > 0 and G x < h, followed from centre to centre.
+
+    The centre of weight w minimises <c, x> / w - log det A(x) - sum log(h - G x). On a convex problem it is unique
+    and within w (k + num_constraints) of the minimum; of several optimal points the path ends in the middle. On others
+    the result is a stationary point, which depends on the start: negative curvature is turned around in the
+    Newton system, so every step goes downhill.
+
+    Args:
+        objective: c, [m].
+        inequality: of size k.
+        halfspaces: the linear constraints.
+        x: a strictly feasible start, [m]; not changed.
+        gap: how far from the minimum to stop, on convex problems.
+
+    Returns:
+        x, strictly feasible, [m].
+    """
+    slack = halfspaces.offsets - halfspaces.normals @ x
+    assert (slack > 0).all(), "the start must be strictly inside the halfspaces"
+    assert _factor(inequality, x) is not None, "A(x) must be positive definite at the start"
+    num_barriers = len(slack) + len(inequality.matrix(x))
+    weight = max(abs(float(objective @ x)), num_barriers * gap) / num_barriers
+    while weight * num_barriers > gap:
+        x = _center(objective / weight, inequality, halfspaces, x, decrement=_NEAR)
+        weight *= _SHRINK
+    return _center(objective * num_barriers / gap, inequality, halfspaces, x, decrement=_AT)
+
+
+def _center(
+    objective: Array, inequality: MatrixInequality, halfspaces: Halfspaces, x: Array, *, decrement: float
+) -> Array:
+    for _ in range(_MAX_NEWTON_STEPS):
+        factor = _factor(inequality, x)
+        assert factor is not None, "the line search keeps x feasible"
+        root = np.linalg.inv(factor)
+        scaled = (root @ inequality.derivatives(x) @ root.T).reshape(len(x), -1)
+        normals = halfspaces.normals / (halfspaces.offsets - halfspaces.normals @ x)[:, None]
+        trace = scaled[:, :: len(factor) + 1].sum(axis=1)
+        gradient = objective - trace + normals.sum(axis=0)
+        hessian = scaled @ scaled.T + normals.T @ normals
+        curvature = inequality.curvature(x, root.T @ root)
+        direction = -_solve(hessian if curvature is None else hessian - curvature, gradient)
+        slope = float(gradient @ direction)
+        step = _line_search(objective, inequality, halfspaces, x, factor, direction, slope)
+        x = x + step * direction
+        if step == 0 or -slope < decrement:
+            break
+    return x
+
+
+def _solve(hessian: Array, gradient: Array) -> Array:
+    """|H|^-1 g, with the absolute eigenvalues of H: its inverse where H is positive definite."""
+    scale = 1 / np.sqrt(np.abs(np.diag(hessian)))  # entries differ by many orders of magnitude near a boundary
+    values, vectors = np.linalg.eigh(hessian * np.outer(scale, scale))
+    absolute = np.maximum(np.abs(values), 1e-14 * np.abs(values).max())
+    result: Array = scale * (vectors @ ((vectors.T @ (scale * gradient)) / absolute))
+    return result
+
+
+def _line_search(
+    objective: Array,
+    inequality: MatrixInequality,
+    halfspaces: Halfspaces,
+    x: Array,
+    factor: Array,
+    direction: Array,
+    slope: float,
+) -> float:
+    """The first of 1, 1/2, 1/4, ... (shortened to stay inside) that decreases the barrier enough; 0: rounding won."""
+    rates = (halfspaces.normals @ direction) / (halfspaces.offsets - halfspaces.normals @ x)
+    step = min(1.0, 0.99 / max(float(rates.max()), 1e-300))
+    log_det = np.log(np.diag(factor)).sum()
+    while step > 1e-10:
+        trial = _factor(inequality, x + step * direction)
+        if trial is not None:
+            # Differences, not values: near the optimum the values are so large that a decrease drowns in them.
+            change = step * float(objective @ direction) - float(np.log1p(-step * rates).sum())
+            change -= 2 * float(np.log(np.diag(trial)).sum() - log_det)
+            if change <= 0.1 * step * slope + _ROUNDING:
+                return step
+        step /= 2
+    return 0.0
+
+
+def _factor(inequality: MatrixInequality, x: Array) -> Array | None:
+    """The Cholesky factor of A(x), lower; None where A is not positive definite."""
+    try:
+        return np.asarray(np.linalg.cholesky(inequality.matrix(x)), dtype=np.float64)
+    except np.linalg.LinAlgError:
+        return None

@@ -1,0 +1,83 @@
+"""W(t) = I - alpha L(t): the same weight on every link, the weights of MATCHA and of the fastest D-PSGD."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+from .contraction import dpsgd_weight
+from .graph_manager import GraphManager
+from .matcha_graph import MatchaGraph
+from .mixing_manager import MixingManager, MixingWeights
+
+
+class LaplacianMixing(MixingManager):
+    """W[i, j] = alpha for each peer j, own 1 - alpha * degree: doubly stochastic on every undirected graph.
+
+    The own weight may be negative, and at the best alpha of an irregular graph often is: that is no mistake. On a
+    static graph alpha = 2 / (l_2 + l_n), from the second smallest and the largest eigenvalue of the Laplacian, gives
+    the fastest consensus of all alpha (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and
+    Control Letters, 2004). On a `MatchaGraph` it is the alpha planned with its probabilities (Wang et al., ICC 2019,
+    arXiv:1905.09435).
+
+    Args:
+        graph: symmetric in every round.
+        alpha: of every link, finite and above 0; None: the graph's own for a `MatchaGraph`, the best for a static
+            graph.
+
+    Raises:
+        ValueError: the graph is not symmetric, alpha is out of range, or there is none to take.
+
+    >>> from gossip_modules.static_graphs import RingGraph
+    >>> LaplacianMixing(RingGraph(4, peers_per_itr=2), alpha=0.25).weights(rank=0, t=0)
+    MixingWeights(own=0.5, inp={3: 0.25, 1: 0.25})
+    """
+
+    def __init__(self, graph: GraphManager, alpha: float | None = None) -> None:
+        super().__init__(graph)
+        if not graph.is_symmetric:
+            raise ValueError(
+                f"LaplacianMixing: got {graph!r}, expected a graph whose peers answer each other in every round. Take "
+                f"UniformMixing with push-sum, or a symmetric graph: MatchaGraph, hypercube, or a ring with "
+                f"peers_per_itr=2."
+            )
+        self.alpha = _default_alpha(graph) if alpha is None else float(alpha)
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(
+                f"LaplacianMixing: got alpha={alpha}, expected a finite weight above 0. Leave it out to have the best."
+            )
+
+    def weights(self, rank: int, t: int) -> MixingWeights:
+        peers = self.graph.in_peers(rank, t)
+        return MixingWeights(own=1 - self.alpha * len(peers), inp=dict.fromkeys(peers, self.alpha))
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        return True
+
+    @cached_property
+    def is_row_stochastic(self) -> bool:
+        return True
+
+    @cached_property
+    def is_column_stochastic(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        """Complete: with the same repr, two mixings have the same weights on all ranks in all rounds."""
+        return f"{super().__repr__()[:-1]}, alpha={self.alpha})"
+
+
+def _default_alpha(graph: GraphManager) -> float:
+    if isinstance(graph, MatchaGraph):
+        return graph.alpha
+    if graph.is_dynamic:
+        raise ValueError(
+            f"LaplacianMixing: got {graph!r}, whose links change, without alpha; expected a MatchaGraph or a static "
+            f"graph, whose best alpha is known. Give alpha, e.g. 0.5 where a round is one matching."
+        )
+    if graph.world_size == 1:
+        return 1.0
+    # Each link as a matching of its own: only their union matters for a static graph.
+    ranks = range(graph.world_size)
+    return dpsgd_weight(((i, j),) for i in ranks for j in graph.out_peers(i, 0) if i < j).alpha

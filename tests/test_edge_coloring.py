@@ -1,0 +1,185 @@
+"""Matchings: every graph becomes at most max degree + 1 of them, always the same, and nothing else passes for them."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+from gossip_modules import edge_coloring
+from gossip_modules.edge_coloring import Edge, as_matchings, decompose, graph_edges, link_costs, world_size
+
+
+def graphs() -> Iterator[nx.Graph]:
+    for n in range(1, 10):
+        yield nx.complete_graph(n)  # an odd one needs max degree + 1
+    yield nx.petersen_graph()
+    yield nx.random_regular_graph(3, 20, seed=0)
+    for seed in range(60):
+        graph = nx.gnp_random_graph(2 + seed % 17, 0.2 + 0.7 * (seed % 7) / 7, seed=seed)
+        largest = max(nx.connected_components(graph), key=len)
+        yield nx.convert_node_labels_to_integers(graph.subgraph(largest))
+
+
+def max_degree(graph: nx.Graph) -> int:
+    return max(degree for _, degree in graph.degree)
+
+
+def total(matchings: list[edge_coloring.Matching], costs: dict[Edge, float]) -> float:
+    return sum(max(costs[edge] for edge in matching) for matching in matchings)
+
+
+def sites(n: int) -> tuple[nx.Graph, dict[Edge, float]]:
+    """Two sites of n / 2 ranks; links between them are ten times slower."""
+    graph = nx.gnp_random_graph(n, 0.6, seed=3)
+    return graph, {(u, v): 0.01 if (u < n // 2) == (v < n // 2) else 0.1 for u, v in graph_edges(graph)}
+
+
+def test_matchings_hold_every_link_once_and_are_few() -> None:
+    sizes = set()
+    for graph in graphs():
+        matchings = decompose(graph)
+        assert sorted(edge for matching in matchings for edge in matching) == graph_edges(graph)
+        assert not matchings or as_matchings(matchings) == tuple(matchings)
+        assert len(matchings) <= max_degree(graph) + 1
+        sizes.add(len(matchings) - max_degree(graph))
+    assert sizes == {0, 1}  # both the swaps along paths and the fans have been at work
+
+
+def test_complete_and_petersen_graphs_have_their_chromatic_index() -> None:
+    assert [len(decompose(nx.complete_graph(n))) for n in range(2, 9)] == [1, 3, 3, 5, 5, 7, 7]
+    assert len(decompose(nx.petersen_graph())) == 4
+
+
+@pytest.mark.parametrize(
+    "graph", [nx.cycle_graph(8), nx.hypercube_graph(4), nx.grid_2d_graph(5, 6), nx.complete_bipartite_graph(4, 7)]
+)
+def test_bipartite_graphs_need_only_max_degree(graph: nx.Graph) -> None:
+    assert len(decompose(nx.convert_node_labels_to_integers(graph))) == max_degree(graph)
+
+
+def test_the_graph_is_left_alone_and_its_order_does_not_matter() -> None:
+    graph = nx.gnp_random_graph(12, 0.5, seed=1)
+    edges = list(graph.edges)
+    matchings = decompose(graph)
+    assert list(graph.edges) == edges
+    for seed in range(5):
+        shuffled = edges.copy()
+        random.Random(seed).shuffle(shuffled)
+        other = nx.Graph()
+        other.add_nodes_from(reversed(range(12)))
+        other.add_edges_from((v, u) for u, v in shuffled)
+        assert decompose(other) == matchings
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_another_process_finds_the_same_matchings(hash_seed: str) -> None:
+    program = (
+        "import networkx as nx, runpy, sys\n"
+        "decompose = runpy.run_path(sys.argv[1])['decompose']\n"
+        "print(decompose(nx.gnp_random_graph(16, 0.5, seed=1)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(Path(edge_coloring.__file__))],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.strip() == str(decompose(nx.gnp_random_graph(16, 0.5, seed=1)))
+
+
+def test_links_of_similar_cost_share_a_matching() -> None:
+    graph, costs = sites(16)
+    plain, packed = decompose(graph), decompose(graph, costs=costs)
+    assert sorted(edge for matching in packed for edge in matching) == graph_edges(graph)
+    assert total(packed, costs) < 0.85 * total(plain, costs)
+    slow = nx.Graph([edge for edge, cost in costs.items() if cost == 0.1])
+    assert sum(any(costs[e] == 0.1 for e in matching) for matching in packed) <= max_degree(slow) + 1
+
+
+def test_costs_never_make_the_schedule_longer() -> None:
+    for seed, graph in enumerate(graphs()):
+        generator = random.Random(seed)
+        costs = {edge: generator.lognormvariate(0, 1) for edge in graph_edges(graph)}
+        packed = decompose(graph, costs=costs)
+        assert sorted(edge for matching in packed for edge in matching) == graph_edges(graph)
+        assert total(packed, costs) <= total(decompose(graph), costs) + 1e-12
+        assert len(packed) < 2 * max(max_degree(graph), 1)
+
+
+def test_equal_costs_change_nothing_but_the_order() -> None:
+    graph = nx.gnp_random_graph(10, 0.5, seed=2)
+    assert sorted(decompose(graph, costs=dict.fromkeys(graph_edges(graph), 2.0))) == sorted(decompose(graph))
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (nx.DiGraph([(0, 1)]), "got a DiGraph, expected an undirected graph .*Convert"),
+        (nx.MultiGraph([(0, 1), (0, 1)]), "got a MultiGraph, expected .*without parallel links"),
+        (nx.Graph([(1, 2)]), r"got the nodes \[1, 2\], expected the ranks 0 to 1. Rename"),
+        (nx.Graph([("a", "b")]), r"got the nodes \['a', 'b'\], expected the ranks"),
+        (nx.Graph(), r"got the nodes \[\], expected the ranks"),
+        (nx.Graph([(0, 1), (1, 1)]), r"got self-loops at \[1\], expected none: .*Remove"),
+        (nx.Graph([(0, 1), (2, 3)]), r"got a base graph in 2 pieces \(one is \[0, 1\]\), expected a connected one"),
+    ],
+)
+def test_graphs_that_cannot_gossip_are_refused(graph: nx.Graph, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decompose(graph)
+
+
+@pytest.mark.parametrize(
+    ("matchings", "message"),
+    [
+        ([[(0, 1), (1, 2)]], r"got \[\(0, 1\), \(1, 2\)\] as matching 0, expected .*no rank twice"),
+        ([[(0, 1)], []], r"got \[\] as matching 1, expected at least one link"),
+        ([[(0, 1)], [(1, 0)]], r"got the links \[\(0, 1\)\] again in matching 1, expected each link in one"),
+        ([[(0, 0)]], r"got \(0, 0\) as a link, expected a pair of different ranks"),
+        ([[(0, -1)]], r"got \(0, -1\) as a link"),
+        ([[(0, 1, 2)]], r"got \(0, 1, 2\) as a link"),
+        ([[(0, 0.5)]], r"got \(0, 0.5\) as a link"),
+        ([[(0, 2)]], r"got matchings of the ranks \[0, 2\], expected each of 0 to 2"),
+        ([], r"got matchings of the ranks \[\]"),
+        ([[(0, 1), (2, 3)]], "got a base graph in 2 pieces"),
+    ],
+)
+def test_what_is_no_matching_is_refused(matchings: list[list[tuple[int, int]]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        as_matchings(matchings)
+
+
+def test_matchings_are_normalised_in_place_of_their_order() -> None:
+    assert as_matchings([[(3, 2), (1, 0)], [[2, 1]]]) == (((0, 1), (2, 3)), ((1, 2),))
+    assert world_size(as_matchings([[(3, 2), (1, 0)], [[2, 1]]])) == 4
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({(0, 1): 1.0}, r"got 1 costs, none for the links \[\(1, 2\)\]"),
+        ({(0, 1): 1.0, (1, 2): 1.0, (0, 2): 1.0}, r"some for \[\(0, 2\)\] which are no links"),
+        ({(0, 1): 1.0, (1, 2): 1.0, (2, 1): 1.0}, "got 3 costs"),
+        ({(0, 1): float("nan"), (1, 2): 1.0}, r"got the costs \{\(0, 1\): nan\}, expected finite seconds above 0"),
+        ({(0, 1): 0.0, (1, 2): 1.0}, "expected finite seconds above 0"),
+    ],
+)
+def test_costs_must_fit_the_links(costs: dict[Edge, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decompose(nx.path_graph(3), costs=costs)
+
+
+def test_costs_may_name_a_link_from_either_end() -> None:
+    assert link_costs([(0, 1), (1, 2)], {(1, 0): 3, (1, 2): 1}) == {(0, 1): 3.0, (1, 2): 1.0}
+
+
+def test_example() -> None:
+    assert doctest.testmod(edge_coloring).failed == 0
