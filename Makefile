@@ -1,10 +1,11 @@
-# make venv     create .venv and install the pinned set
-# make train    train four workers by Stochastic Gradient Push on real handwritten digits
-# make compare  the four recipes on the same data and budget, as a table and a picture
-# make test     the tests
-# make check    ruff and mypy
-# make bench    step times beside raw send/recv, DistributedDataParallel and Decent-DP
-# make clean    remove .venv, caches and builds (runs/ stays)
+# make venv       create .venv and install the pinned set
+# make train      train four workers by Stochastic Gradient Push on real handwritten digits
+# make compare    the exact recipes on the same data and budget, as a table and a picture
+# make consensus  how fast workers agree, by every way to compress, in steps and in bits
+# make test       the tests
+# make check      ruff and mypy
+# make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
+# make clean      remove .venv, caches and builds (runs/ stays)
 #
 # Every command creates .venv when it is missing. Another interpreter: make venv PYTHON=python3.12
 
@@ -17,7 +18,7 @@ INSTALLED = $(VENV)/.installed
 BENCH_INSTALLED = $(VENV)/.bench-installed
 
 .DELETE_ON_ERROR:
-.PHONY: venv train compare test check bench clean
+.PHONY: venv train compare consensus test check bench clean
 
 venv: $(INSTALLED)
 
@@ -49,6 +50,9 @@ train: $(INSTALLED)
 
 compare: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python train/compare.py
+
+consensus: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python train/consensus.py
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest

@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-recipe=${1:?is missing: name a recipe, one of ar, dpsgd, sgp, osgp}
+recipe=${1:?is missing: name a recipe of train/recipes.py, e.g. sgp}
 shift
 : "${DATA_DIR:?is not set: name the folder that holds train/ and val/}"
 num_gpus=${GPUS_PER_NODE:-8}

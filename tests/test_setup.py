@@ -272,7 +272,7 @@ def test_launch_requeues_on_a_usr1_that_comes_before_training(cluster: Path) -> 
     assert (cluster / "log").read_text(encoding="utf-8") == "requeue 4321\n", out
 
 
-@pytest.mark.parametrize("recipe", ["ar", "dpsgd", "sgp", "osgp"])
+@pytest.mark.parametrize("recipe", ["ar", "dpsgd", "sgp", "osgp", "matcha", "choco", "powergossip"])
 def test_submit_scripts_ask_for_what_the_trainer_understands(cluster: Path, recipe: str) -> None:
     write_executable(cluster / "bin" / "sbatch", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     env = environment(cluster / "bin", DATA_DIR="/data/image net", GPUS_PER_NODE="4", NUM_NODES="16")

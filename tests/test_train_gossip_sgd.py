@@ -90,7 +90,13 @@ def train_twice(rank: int, recipe: str, folder: str, world_size: int) -> list[st
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("recipe", "world_size"), [("ar", 3), ("dpsgd", 2), ("sgp", 3)])
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [
+        *[("ar", 3), ("dpsgd", 2), ("sgp", 3), ("matcha", 3)],
+        *[("choco", 2), ("deepsqueeze", 2), ("moniqua", 2), ("powergossip", 3)],
+    ],
+)
 def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path, recipe: str, world_size: int) -> None:
     outcomes = run_processes(world_size, train_twice, recipe, str(tmp_path), world_size)
     # Only what a process measures of itself may differ.
@@ -223,7 +229,8 @@ def diverge_and_resume(rank: int, folder: str) -> list[str]:
     assert not list(root.glob("elsewhere/*.csv"))
 
     # Options that make another run are refused.
-    for change in ({"graph": "ring"}, {"peers_per_itr": "0:1"}, {"gossip_every": 2}, {"amp": "bfloat16"}):
+    changes: tuple[dict[str, Any], ...] = ({"graph": "ring"}, {"peers_per_itr": "0:1"}, {"gossip_every": 2})
+    for change in (*changes, {"amp": "bfloat16"}, {"wire_dtype": "bfloat16"}):
         try:
             run_in_process(rank, world_size, replace(done, resume="auto", **change))
         except ValueError as error:
@@ -237,7 +244,7 @@ def test_what_ends_a_run_and_what_a_finished_one_still_does(tmp_path: Path) -> N
         diverged, *refused = outcome.result
         assert re.search(r"rank 0: got a loss of (nan|inf) by step .*training has diverged; lower --lr", diverged)
         assert "rank 1: got a loss of" in diverged
-        for name, error in zip(("graph", "peers_per_itr", "gossip_every", "amp"), refused, strict=True):
+        for name, error in zip(("graph", "peers_per_itr", "gossip_every", "amp", "wire_dtype"), refused, strict=True):
             assert re.search(rf"got .*rank_0000.pt of a run with {name}=.*, expected .* as in this run", error)
 
 

@@ -5,15 +5,24 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import tyro
+from torch import Tensor, nn
 
 import gossip_modules as gm
+from tests.ranks import CPU, TIMEOUT, run_ranks
 from train.config import Config
-from train.recipes import GRAPHS, RECIPES, make_graph, peers_by_round
+from train.graphs import GRAPHS, base_graph, make_graph, make_static_graph, peers_by_round
+from train.recipes import METHOD_OPTIONS, RECIPES
 
 
 def test_peers_by_round_counts_rounds_up_to_the_epoch() -> None:
@@ -70,7 +79,7 @@ def test_command_line_fills_the_configuration() -> None:
     assert str(Config(out_dir="x/y").run_dir) == "x/y"
 
 
-@pytest.mark.parametrize("name", ["recipe", "dataset", "model", "graph"])
+@pytest.mark.parametrize("name", ["recipe", "dataset", "model", "graph", "compressor", "wire_dtype"])
 def test_unknown_choices_are_named(name: str) -> None:
     with pytest.raises(ValueError, match=rf"got {name}='nonesuch', expected one of .*; see --help"):
         replace(Config(), **{name: "nonesuch"})  # type: ignore[arg-type]
@@ -89,6 +98,12 @@ def test_senseless_numbers_are_refused() -> None:
         ({"seed": -1}, "got seed=-1, expected 0 or more"),
         ({"label_smoothing": 1.0}, "got label_smoothing=1.0, expected 0 <= label_smoothing < 1"),
         ({"momentum": 1.0}, "got momentum=1.0, expected 0 <= momentum < 1"),
+        ({"budget": 0.0}, "got budget=0.0, expected 0 < budget <= 1"),
+        ({"compression_ratio": 1.5}, "got compression_ratio=1.5, expected 0 < compression_ratio <= 1"),
+        ({"compression_bits": 3}, "got compression_bits=3, expected one of 2, 4, 8"),
+        ({"step_size": -0.1}, "got step_size=-0.1, expected 0 or more"),
+        ({"theta": 0.0}, "got theta=0.0, expected more than 0"),
+        ({"power_rank": 0}, "got power_rank=0, expected more than 0"),
         ({"milestones": (5, 3)}, r"got milestones=\(5, 3\), expected ascending epochs; sort them"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -116,5 +131,149 @@ def test_identity_and_settings_are_plain_and_apart() -> None:
     assert not config.identity.keys() & config.settings.keys()
 
 
-def test_the_methods_of_the_first_release() -> None:
-    assert list(RECIPES) == ["ar", "dpsgd", "sgp", "osgp"]
+def test_every_method_has_a_recipe() -> None:
+    plain = ["ar", "dpsgd", "sgp", "osgp"]
+    assert list(RECIPES) == [*plain, "matcha", "choco", "deepsqueeze", "moniqua", "powergossip"]
+
+
+UNDIRECTED: dict[str, dict[str, Any]] = {
+    "matcha": {"budget": 1.0},
+    "choco": {},
+    "deepsqueeze": {},
+    "moniqua": {"theta": 20.0},
+    "powergossip": {},
+}
+"""Recipes for undirected graphs only, with what mixes a few normal numbers."""
+
+
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """What a recipe says to GossipDataParallel, given the size of the world and options."""
+
+    def wrap(size: int, **options: Any) -> dict[str, Any]:
+        monkeypatch.setattr(gm, "GossipDataParallel", lambda module, **arguments: arguments)
+        world = SimpleNamespace(rank=0, size=size, backend="gloo")
+        config = Config(**options)
+        wrapper = RECIPES[config.recipe].wrap(nn.Linear(2, 2), config, world, SimpleNamespace(steps_per_epoch=10))  # type: ignore[arg-type]
+        assert isinstance(wrapper, dict)
+        return wrapper
+
+    return wrap
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("recipe", UNDIRECTED)
+def test_a_recipe_brings_a_world_of_any_size_together(
+    wrapped: Callable[..., dict[str, Any]], recipe: str, size: int
+) -> None:
+    arguments = [wrapped(size, recipe=recipe, seed=3, **UNDIRECTED[recipe]) for _ in range(size)]
+    start = torch.randn(size, 12, 10, generator=torch.Generator().manual_seed(0))
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        own = arguments[group.rank()]
+        gossiper = own.get("gossiper") or gm.PushPull(wire_dtype=own["wire_dtype"])
+        mixing = own.get("mixing") or gm.MetropolisHastingsMixing(own["graph"])
+        gossiper.bind(mixing, gm.ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
+        x = start[group.rank()].clone()
+        for t in range(20):
+            gossiper.mix(x, t)
+        return x
+
+    ends = torch.stack(run_ranks(size, body))
+    assert torch.allclose(ends.mean(0), start.mean(0), atol=1e-5)
+    if size > 1:
+        assert (ends - ends.mean(0)).norm() < 0.99 * (start - start.mean(0)).norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recipe": "choco"}, r"Choco\(SignNorm\(2048\), step_size=0\.45\)"),
+        ({"recipe": "choco", "compressor": "topk"}, r"Choco\(TopK\(0\.01\), step_size=0\.0375\)"),
+        (
+            {"recipe": "choco", "compressor": "randomk", "seed": 4},
+            r"Choco\(RandomK\(0\.01, seed=4.*\), step_size=0\.01\)",
+        ),
+        ({"recipe": "choco", "compressor": "qsgd", "compression_bits": 4}, r"Choco\(QSGD\(bits=4.*step_size=0\.34\)"),
+        ({"recipe": "choco", "compressor": "float16"}, r"Choco\(Cast\(torch\.float16\), step_size=1\.0\)"),
+        (
+            {"recipe": "choco", "compressor": "topk", "compression_ratio": 0.1, "step_size": 0.3},
+            r"Choco\(TopK\(0\.1\), step_size=0\.3\)",
+        ),
+        ({"recipe": "deepsqueeze"}, r"DeepSqueeze\(SignNorm\(2048\), step_size=0\.01\)"),
+        ({"recipe": "moniqua", "theta": 0.5}, r"Moniqua\(theta=0\.5, bits=8, step_size=1\.0, seed=1\)"),
+        (
+            {"recipe": "powergossip", "power_rank": 2, "power_iterations": 3, "warm_start": False},
+            r"PowerGossip\(rank=2, num_iterations=3, warm_start=False, step_size=None, compress_vectors=False",
+        ),
+    ],
+)
+def test_options_reach_the_gossiper(wrapped: Callable[..., dict[str, Any]], options: dict[str, Any], said: str) -> None:
+    arguments = wrapped(8, **options)
+    assert re.match(said, repr(arguments["gossiper"]))
+    assert repr(arguments["graph"]) == repr(gm.RingGraph(8, peers_per_itr=2))
+
+
+def test_a_step_size_that_nobody_published_has_to_be_given(wrapped: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(
+        ValueError, match=r"got recipe=choco with compressor=topk and compression_ratio=0.1 and no step"
+    ):
+        wrapped(4, recipe="choco", compressor="topk", compression_ratio=0.1)
+    with pytest.raises(ValueError, match=r"got recipe=deepsqueeze with compressor=qsgd and no step_size, expected one"):
+        wrapped(4, recipe="deepsqueeze", compressor="qsgd")
+
+
+@pytest.mark.parametrize(
+    ("name", "degree"), [("auto", 2), ("ring", 2), ("torus", 3), ("hypercube", 3), ("complete", 7)]
+)
+def test_static_graphs_have_all_neighbours_in_every_round(name: str, degree: int) -> None:
+    graph = make_static_graph(name, num_nodes=8)
+    assert graph.is_symmetric
+    assert not graph.is_dynamic
+    assert len(graph.out_peers(0, 5)) == degree
+    base = base_graph(name, num_nodes=8)
+    assert list(base.nodes) == list(range(8))
+    assert {frozenset(edge) for edge in base.edges} == {
+        frozenset((i, j)) for i in range(8) for j in graph.out_peers(i, 0)
+    }
+
+
+def test_static_graphs_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"got graph='matcha1' for 8 nodes, expected the 16 nodes that it has"):
+        make_static_graph("matcha1", num_nodes=8)
+    with pytest.raises(ValueError, match=r"got graph='exponential', expected one of auto, ring, .*undirected graph"):
+        make_static_graph("exponential", num_nodes=8)
+    with pytest.raises(ValueError, match=r"got graph='matcha0', expected one of .*--recipe matcha --budget 1"):
+        make_graph("matcha0", num_nodes=8, peers_per_itr=1, push_sum=False)
+    for index in range(6):
+        graph = gm.select_graph(index)
+        assert set(base_graph(f"matcha{index}", num_nodes=len(graph)).edges) == set(graph.edges)
+
+
+def test_matcha_plans_on_the_base_graph(wrapped: Callable[..., dict[str, Any]]) -> None:
+    mixing = wrapped(8, recipe="matcha", graph="matcha0", budget=0.3, seed=5)["mixing"]
+    assert isinstance(mixing, gm.LaplacianMixing)
+    assert isinstance(mixing.graph, gm.MatchaGraph)
+    assert mixing.graph.seed == 5
+    assert sum(mixing.graph.probabilities) <= 0.3 * len(mixing.graph.matchings) + 1e-6
+
+
+def test_options_without_effect_are_named_and_have_none(wrapped: Callable[..., dict[str, Any]]) -> None:
+    with pytest.warns(UserWarning, match="^peers_per_itr, max_staleness, budget: without effect with --recipe choco$"):
+        arguments = wrapped(4, recipe="choco", max_staleness=2, budget=0.1, peers_per_itr="3")
+    assert arguments["max_staleness"] == 0
+    with pytest.warns(UserWarning, match="^compression_ratio: without effect"):
+        wrapped(4, recipe="choco", compression_ratio=0.5)
+    with pytest.warns(UserWarning, match="^overlap, max_staleness, step_size: without effect with --recipe sgp$"):
+        assert not wrapped(4, recipe="sgp", overlap=True, max_staleness=1, step_size=0.5)["overlap"]
+    assert wrapped(4, recipe="osgp", max_staleness=2)["max_staleness"] == 2
+    for recipe in ("dpsgd", *UNDIRECTED):
+        assert wrapped(4, recipe=recipe, overlap=True, max_staleness=1)["overlap"]
+    for recipe in ("dpsgd", "sgp", "osgp", "matcha"):
+        assert wrapped(4, recipe=recipe, wire_dtype="bfloat16")["wire_dtype"] is torch.bfloat16
+
+
+def test_every_option_of_a_method_is_one_of_the_configuration_and_in_its_identity() -> None:
+    assert set(METHOD_OPTIONS) <= Config().identity.keys()
+    for recipe in RECIPES.values():
+        assert recipe.heeded(Config()) <= set(METHOD_OPTIONS)

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from train.compression import COMPRESSORS, WIRE_DTYPES
 from train.data import DATASETS
+from train.graphs import GRAPHS, PREDEFINED_GRAPHS
 from train.models import MODELS
-from train.recipes import GRAPHS, RECIPES
+from train.recipes import METHOD_OPTIONS, RECIPES
 
 IDENTITY = (
     *("recipe", "model", "dataset", "image_size", "batch_size", "accumulation_steps", "seed", "dirichlet_alpha", "amp"),
-    *("graph", "peers_per_itr", "max_staleness", "gossip_every", "average_every", "nprocs_per_node"),
+    *METHOD_OPTIONS,
 )
 SETTINGS = (
     *("lr", "warmup_epochs", "milestone_factor", "momentum", "nesterov", "weight_decay", "label_smoothing"),
     *("channels_last", "num_threads"),
 )
+CHOICES: Mapping[str, Collection[object]] = {
+    "recipe": RECIPES,
+    "dataset": DATASETS,
+    "model": MODELS,
+    "graph": [*GRAPHS, *PREDEFINED_GRAPHS],
+    "wire_dtype": WIRE_DTYPES,
+    "compressor": COMPRESSORS,
+    "compression_bits": (2, 4, 8),
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class Config:
     """Train an image classifier by gossip. The defaults train handwritten digits by SGP within a minute."""
 
     recipe: str = "sgp"
-    """Method, an entry of train/recipes.py: ar, dpsgd, sgp, osgp."""
+    """Method, an entry of train/recipes.py: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
@@ -78,17 +89,46 @@ class Config:
     """Memory format of images and convolutions."""
 
     graph: str = "auto"
-    """Who talks to whom, an entry of GRAPHS in train/recipes.py; auto: the library's choice for the recipe."""
+    """Who talks to whom, by a name in train/graphs.py; auto: the library's choice for ar, dpsgd, sgp and osgp. For the
+    others ring (auto), torus, hypercube, complete, or matcha0 to matcha5, each with all neighbours."""
     peers_per_itr: str = "1"
-    """Peers per round, one number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one."""
+    """Peers per round, one number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one. For dpsgd,
+    sgp and osgp."""
+    overlap: bool = False
+    """Run each round under the next step, not before it; osgp always does, ar and sgp never."""
     max_staleness: int = 0
-    """osgp: forwards that a round may complete late before training waits for it."""
+    """With overlap: forwards that a round may complete late before training waits for it."""
     gossip_every: int = 1
     """Steps from one round to the next."""
     average_every: int = 0
     """Rounds from one exact global average to the next; 0: never."""
     nprocs_per_node: int = 1
     """Processes that average gradients among themselves and gossip as one."""
+
+    wire_dtype: str = "none"
+    """none, bfloat16 or float16: what the parameters of dpsgd, sgp, osgp and matcha are rounded to when they travel."""
+    budget: float = 0.5
+    """matcha: share of the base graph's links in use, on average over the rounds."""
+    compressor: str = "sign"
+    """choco, deepsqueeze: sign, topk, randomk, qsgd, bfloat16, float16."""
+    compression_ratio: float = 0.01
+    """topk, randomk: share of the entries that is sent."""
+    compression_bits: int = 8
+    """qsgd, moniqua: bits per entry, 2, 4 or 8."""
+    step_size: float = 0.0
+    """Of consensus, for choco, deepsqueeze, moniqua and powergossip. 0, the published ones on a ring: choco sign 0.45,
+    topk 0.0375 and randomk 0.01 (both at a ratio of 0.01), qsgd 0.34, casts 1; deepsqueeze sign 0.01; moniqua 1;
+    powergossip from the spectrum of the graph. Others have none and must be given one."""
+    theta: float = 1.0
+    """moniqua: more than any parameter of two neighbours ever differs by; the resolution is theta / 127 at 8 bits."""
+    power_rank: int = 1
+    """powergossip: rank of what is sent of a matrix."""
+    power_iterations: int = 1
+    """powergossip: power iterations, hence messages per neighbour, in a round."""
+    warm_start: bool = True
+    """powergossip: iterations go on from the last round's; otherwise they start at random."""
+    compress_vectors: bool = False
+    """powergossip: parameters of one dimension are compressed too, as one matrix."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl where every rank has a GPU of its own, else gloo."""
@@ -113,14 +153,17 @@ class Config:
     """Optimizer steps from one point of TensorBoard and of the progress bar to the next."""
 
     def __post_init__(self) -> None:
-        for name, choices in {"recipe": RECIPES, "dataset": DATASETS, "model": MODELS, "graph": GRAPHS}.items():
-            _require_choice(name, getattr(self, name), choices)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                expected = ", ".join(map(str, choices))
+                raise ValueError(f"got {name}={getattr(self, name)!r}, expected one of {expected}; see --help")
         positive = ("epochs", "batch_size", "accumulation_steps", "gossip_every", "nprocs_per_node", "num_threads")
-        for name in (*positive, "keep_last", "validate_every", "log_every", "lr", "timeout_seconds"):
+        more = ("keep_last", "validate_every", "log_every", "lr", "timeout_seconds", "theta")
+        for name in (*positive, *more, "power_rank", "power_iterations"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected more than 0; see --help")
         not_negative = ("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "warmup_epochs")
-        more = ("dirichlet_alpha", "weight_decay", "image_size", "num_workers", "milestone_factor")
+        more = ("dirichlet_alpha", "weight_decay", "image_size", "num_workers", "milestone_factor", "step_size")
         for name in (*not_negative, *more):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected 0 or more; 0 switches it off")
@@ -129,6 +172,9 @@ class Config:
         for name in ("momentum", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected 0 <= {name} < 1; 0 switches it off")
+        for name in ("budget", "compression_ratio"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected 0 < {name} <= 1; 1 leaves nothing out")
         if list(self.milestones) != sorted(self.milestones):
             raise ValueError(f"got milestones={self.milestones}, expected ascending epochs; sort them")
         if self.batch_size % self.accumulation_steps:
@@ -151,8 +197,3 @@ class Config:
     def run_dir(self) -> Path:
         """Where this run writes."""
         return Path(self.out_dir or f"runs/{self.dataset}_{self.recipe}")
-
-
-def _require_choice(name: str, got: str, choices: Collection[str]) -> None:
-    if got not in choices:
-        raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}; see --help")

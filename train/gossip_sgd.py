@@ -1,7 +1,11 @@
-r"""Train an image classifier by gossip: AllReduce SGD, D-PSGD, SGP or Overlap SGP.
+r"""Train an image classifier by gossip: AllReduce SGD, D-PSGD, SGP, Overlap SGP, or with less to say: MATCHA,
+CHOCO-SGD, DeepSqueeze, Moniqua, PowerGossip.
 
     torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe sgp       # handwritten digits, seconds
     torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe osgp --max-staleness 1
+    torchrun --standalone --nproc-per-node 8 train/gossip_sgd.py --recipe matcha --graph matcha0 --budget 0.5
+    torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe choco --compressor topk
+    torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe powergossip --power-iterations 2
     python train/gossip_sgd.py                                                      # a world of one
     python -m train.gossip_sgd --help
 
@@ -22,8 +26,8 @@ start the same command again with --resume auto. torchrun itself returns 1 then,
 for every process. It passes a SIGTERM of its own on to them and allows them 30 seconds
 (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). SIGUSR1 kills it and leaves them behind without it, unless it was started with
 `torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1`, as job_scripts/launch.sh does: then it passes that on as well. A
-resumed run of a synchronous recipe (ar, dpsgd, sgp) is bit-identical to one that never stopped; osgp waits for the
-round in flight before a checkpoint.
+resumed run of a synchronous recipe (all but osgp, without --overlap) is bit-identical to one that never stopped; with
+overlap the round in flight is waited for before a checkpoint.
 """
 
 from __future__ import annotations

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
+from train.compression import COMPRESSORS, WIRE_DTYPES, choco, deep_squeeze, moniqua, power_gossip
+from train.graphs import base_graph, make_graph, make_static_graph, peers_by_round
 from train.images import BatchKey
 
 if TYPE_CHECKING:
@@ -23,19 +25,48 @@ if TYPE_CHECKING:
 
 Wrapper: TypeAlias = gm.GossipDataParallel | gm.AllReduceDataParallel
 
+METHOD_OPTIONS = (
+    *("graph", "peers_per_itr", "gossip_every", "average_every", "nprocs_per_node", "overlap", "max_staleness"),
+    *("wire_dtype", "budget", "compressor", "compression_ratio", "compression_bits", "step_size", "theta"),
+    *("power_rank", "power_iterations", "warm_start", "compress_vectors"),
+)
+"""Options of Config that a recipe may heed; one that it does not is named in a warning."""
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method: what a table calls it, and how it wraps a model given (module, config, world, data)."""
+    """A method: what a table calls it, how it wraps a model given (module, config, world, data), what it heeds.
+
+    `max_staleness` is heeded with overlap, and a compressor brings options of its own.
+    """
 
     title: str
-    wrap: Callable[[nn.Module, Config, World, Data], Wrapper]
+    make: Callable[[nn.Module, Config, World, Data], Wrapper]
+    options: frozenset[str] = frozenset()
+    always_overlaps: bool = False
+
+    def wrap(self, module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
+        """The wrapper around `module`; rank 0 warns of options that are set and have no effect."""
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(config)}
+        heeded = self.heeded(config)
+        idle = [name for name in METHOD_OPTIONS if name not in heeded and getattr(config, name) != defaults[name]]
+        if idle and world.rank == 0:
+            warnings.warn(f"{', '.join(idle)}: without effect with --recipe {config.recipe}", stacklevel=2)
+        config = replace(config, **{name: defaults[name] for name in idle})
+        return self.make(module, replace(config, overlap=True) if self.always_overlaps else config, world, data)
+
+    def heeded(self, config: Config) -> frozenset[str]:
+        """The METHOD_OPTIONS that shape a run of `config`."""
+        options = self.options
+        if "compressor" in options:
+            options |= COMPRESSORS[config.compressor].options
+        if self.always_overlaps or ("overlap" in options and config.overlap):
+            options |= {"max_staleness"}
+        return options
 
 
 def wrap_all_reduce(module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
     """AllReduce SGD: gradients averaged over all ranks at every step."""
-    numbers = {"gossip_every": 1, "average_every": 0, "max_staleness": 0, "nprocs_per_node": 1}
-    _warn_without_effect(config, world, {"graph": "auto", "peers_per_itr": "1", **numbers})
     wrapper = gm.AllReduceDataParallel(module)
     images, _ = data.train[BatchKey(data.shard[:2], seed=None)]
     settle_buckets(wrapper, images.to(world.device))
@@ -61,31 +92,34 @@ def settle_buckets(wrapper: gm.AllReduceDataParallel, images: Tensor) -> None:
 
 
 def wrap_gossip(
-    module: nn.Module, config: Config, world: World, data: Data, *, push_sum: bool, overlap: bool
+    module: nn.Module,
+    config: Config,
+    world: World,
+    data: Data,
+    *,
+    whom: Callable[[Config, int, Data], dict[str, Any]],
+    what: Callable[[Config], dict[str, Any]],
+    push_sum: bool = False,
 ) -> Wrapper:
-    """Gossip: parameters mixed with those of a few peers before every forward."""
-    if not overlap:
-        _warn_without_effect(config, world, {"max_staleness": 0})
+    """Gossip: parameters mixed with those of a few peers before every forward.
+
+    Args:
+        module, config, world, data: of the run.
+        whom: arguments of the wrapper that say who talks to whom, of (config, number of nodes, data).
+        what: arguments of the wrapper that say what is said.
+        push_sum: whether the graph may be directed.
+    """
     if world.size % config.nprocs_per_node:
         raise ValueError(
             f"got nprocs_per_node={config.nprocs_per_node} for {world.size} processes, expected a divisor; change one"
         )
-    max_staleness = config.max_staleness if overlap else 0
     return gm.GossipDataParallel(
         module,
-        graph=make_graph(
-            config.graph,
-            num_nodes=world.size // config.nprocs_per_node,
-            peers_per_itr=peers_by_round(
-                config.peers_per_itr,
-                steps_per_epoch=data.steps_per_epoch,
-                steps_per_round=max(config.gossip_every, max_staleness + 1),
-            ),
-            push_sum=push_sum,
-        ),
+        **whom(config, world.size // config.nprocs_per_node, data),
+        **what(config),
         push_sum=push_sum,
-        overlap=overlap,
-        max_staleness=max_staleness,
+        overlap=config.overlap,
+        max_staleness=config.max_staleness,
         schedule=gm.Schedule(gossip_every=config.gossip_every, average_every=config.average_every),
         nprocs_per_node=config.nprocs_per_node,
         # Gloo moves host memory only, so parameters on a GPU are staged.
@@ -94,74 +128,65 @@ def wrap_gossip(
     )
 
 
+def peers_of_a_graph(config: Config, num_nodes: int, data: Data, *, push_sum: bool) -> dict[str, Any]:
+    """Some peers of any graph in each round."""
+    peers = peers_by_round(
+        config.peers_per_itr,
+        steps_per_epoch=data.steps_per_epoch,
+        steps_per_round=max(config.gossip_every, config.max_staleness + 1),
+    )
+    return {"graph": make_graph(config.graph, num_nodes=num_nodes, peers_per_itr=peers, push_sum=push_sum)}
+
+
+def all_neighbours(config: Config, num_nodes: int, data: Data) -> dict[str, Any]:
+    """All neighbours on an undirected graph that never changes."""
+    return {"graph": make_static_graph(config.graph, num_nodes=num_nodes)}
+
+
+def random_matchings(config: Config, num_nodes: int, data: Data) -> dict[str, Any]:
+    """Matchings of a base graph, each by its own coin."""
+    base = base_graph(config.graph, num_nodes=num_nodes)
+    return {"mixing": gm.LaplacianMixing(gm.MatchaGraph(base, budget=config.budget, seed=config.seed))}
+
+
+def parameters(config: Config) -> dict[str, Any]:
+    """The parameters themselves, maybe in fewer bits."""
+    return {"wire_dtype": WIRE_DTYPES[config.wire_dtype]}
+
+
+def code(config: Config, *, gossiper: Callable[[Config], gm.Gossiper]) -> dict[str, Any]:
+    """A lossy code of the parameters."""
+    return {"gossiper": gossiper(config)}
+
+
+_GOSSIP = frozenset({"graph", "gossip_every", "average_every", "nprocs_per_node"})
+
+
+def _exact(title: str, *options: str, push_sum: bool, always_overlaps: bool = False) -> Recipe:
+    whom = partial(peers_of_a_graph, push_sum=push_sum)
+    make = partial(wrap_gossip, whom=whom, what=parameters, push_sum=push_sum)
+    return Recipe(title, make, _GOSSIP | {"peers_per_itr", "wire_dtype", *options}, always_overlaps)
+
+
+def _compressed(title: str, gossiper: Callable[[Config], gm.Gossiper], *options: str) -> Recipe:
+    make = partial(wrap_gossip, whom=all_neighbours, what=partial(code, gossiper=gossiper))
+    return Recipe(title, make, _GOSSIP | {"overlap", "step_size", *options})
+
+
 RECIPES: Mapping[str, Recipe] = {
     "ar": Recipe("AllReduce SGD", wrap_all_reduce),
-    "dpsgd": Recipe("D-PSGD", partial(wrap_gossip, push_sum=False, overlap=False)),
-    "sgp": Recipe("SGP", partial(wrap_gossip, push_sum=True, overlap=False)),
-    "osgp": Recipe("Overlap SGP", partial(wrap_gossip, push_sum=True, overlap=True)),
+    "dpsgd": _exact("D-PSGD", "overlap", push_sum=False),
+    "sgp": _exact("SGP", push_sum=True),
+    "osgp": _exact("Overlap SGP", push_sum=True, always_overlaps=True),
+    "matcha": Recipe(
+        "MATCHA",
+        partial(wrap_gossip, whom=random_matchings, what=parameters),
+        _GOSSIP | {"budget", "overlap", "wire_dtype"},
+    ),
+    "choco": _compressed("CHOCO-SGD", choco, "compressor"),
+    "deepsqueeze": _compressed("DeepSqueeze", deep_squeeze, "compressor"),
+    "moniqua": _compressed("Moniqua", moniqua, "theta", "compression_bits"),
+    "powergossip": _compressed(
+        "PowerGossip", power_gossip, "power_rank", "power_iterations", "warm_start", "compress_vectors"
+    ),
 }
-
-GRAPHS: Mapping[str, Callable[..., gm.GraphManager] | None] = {
-    "auto": None,
-    "exponential": gm.DynamicDirectedExponentialGraph,
-    "npeer-exponential": gm.NPeerDynamicDirectedExponentialGraph,
-    "bipartite-exponential": gm.DynamicBipartiteExponentialGraph,
-    "linear": gm.DynamicDirectedLinearGraph,
-    "bipartite-linear": gm.DynamicBipartiteLinearGraph,
-    "ring": gm.RingGraph,
-    "torus": gm.TorusGraph,
-    "hypercube": gm.HypercubeGraph,
-    "complete": gm.CompleteGraph,
-}
-
-
-def make_graph(
-    name: str, *, num_nodes: int, peers_per_itr: int | Mapping[int, int], push_sum: bool
-) -> gm.GraphManager | None:
-    """The graph of that name in GRAPHS; None lets the wrapper choose, which it can for one peer per round.
-
-    Args:
-        name: key of GRAPHS.
-        num_nodes: ranks of the graph.
-        peers_per_itr: peers per round, or by first round.
-        push_sum: whether the graph may be directed.
-    """
-    graph = GRAPHS[name]
-    if graph is not None:
-        return graph(num_nodes, peers_per_itr=peers_per_itr)
-    if peers_per_itr == 1:
-        return None
-    if push_sum:
-        return gm.NPeerDynamicDirectedExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
-    if num_nodes % 2 == 0:
-        return gm.DynamicBipartiteExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
-    return gm.RingGraph(num_nodes, peers_per_itr=peers_per_itr)
-
-
-def peers_by_round(text: str, *, steps_per_epoch: int, steps_per_round: int) -> int | dict[int, int]:
-    """Peers per round out of '2', or, by the first round of each epoch named, out of '0:2,30:1'.
-
-    Args:
-        text: one number, or comma-separated <epoch>:<peers>, the first epoch being 0.
-        steps_per_epoch: optimizer steps, hence training forwards, in an epoch.
-        steps_per_round: steps from one round to the next.
-
-    Raises:
-        ValueError: the text says something else.
-    """
-    try:
-        if ":" not in text:
-            return int(text)
-        pairs = [(int(epoch), int(peers)) for epoch, peers in (pair.split(":") for pair in text.split(","))]
-    except ValueError as error:
-        raise ValueError(
-            f"got peers_per_itr={text!r}, expected a number or <epoch>:<peers> pairs; write '2' or '0:2,30:1'"
-        ) from error
-    # Rounds happen at the multiples of steps_per_round: the first one in an epoch rounds its first step up.
-    return {-(-epoch * steps_per_epoch // steps_per_round): peers for epoch, peers in pairs}
-
-
-def _warn_without_effect(config: Config, world: World, defaults: Mapping[str, object]) -> None:
-    changed = [name for name, default in defaults.items() if getattr(config, name) != default]
-    if changed and world.rank == 0:
-        warnings.warn(f"{', '.join(changed)}: without effect with --recipe {config.recipe}", stacklevel=3)

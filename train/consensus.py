@@ -1,0 +1,242 @@
+"""The consensus experiment: how fast workers in a ring agree on the mean of their matrices, in steps and in bits sent.
+
+    python train/consensus.py                                                   # a table and a picture, two minutes
+    python train/consensus.py --methods power-r1-i1 plain --steps 1500          # to an error of 1e-4
+    python train/consensus.py --data sparse --methods choco-topk --step-sizes 0.01 0.03 0.1 0.3
+
+There is no training: every worker holds one matrix and only gossips. The error is the mean over workers of the squared
+distance to the true mean, relative to the start. All workers are threads of this process over real Gloo groups, and
+bits are those that really went out, mean over workers. A run ends when its error has grown tenfold (it diverges), has
+fallen below 1e-5, or after --steps. Vogels, Karimireddy, Jaggi, "Practical Low-Rank Communication Compression in
+Decentralized Deep Learning", NeurIPS 2020, arXiv 2008.01425, section 5.1.
+
+Writes consensus.csv and consensus.png to --out-dir.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+
+# Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gossip_modules as gm
+from train.consensus_data import DATA, make_matrices
+from train.consensus_methods import METHODS, Method
+from train.report import table
+from train.thread_ranks import CPU, TIMEOUT, run_ranks
+from visualization.consensus import THRESHOLDS, best_runs, draw
+
+DIVERGED = 10.0
+SETTLED = 1e-5
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Which runs to make."""
+
+    methods: tuple[str, ...] = (
+        *("plain", "bfloat16", "choco-sign", "choco-topk", "choco-qsgd", "deepsqueeze-sign", "moniqua-8"),
+        *("power-r1-i1", "power-r1-i2", "power-r2-i1", "power-r1-i1-cold"),
+    )
+    """plain, bfloat16, float16; choco- and deepsqueeze- with sign, topk, randomk, qsgd, bfloat16, float16; moniqua-8,
+    -4 and -2; power-r<rank>-i<iterations> of 1 and 2, and the same with -cold; or all."""
+    step_sizes: tuple[float, ...] = ()
+    """Of consensus, for every method; none: the best one of plain gossip, and for tuned methods `num_step_sizes` from
+    0.01 to it, evenly in the logarithm."""
+    num_step_sizes: int = 4
+    """Step sizes of tuned methods."""
+    steps: int = 600
+    """Rounds of a run, at most."""
+    data: str = "random"
+    """random, offset, sparse, lognormal, faces: see train/consensus_data.py."""
+    data_dir: Path = Path("data")
+    """Folder that may hold scikit_learn/ with the faces."""
+    num_workers: int = 8
+    """Workers in the ring."""
+    matrix_size: int = 0
+    """Rows and columns of a matrix; 0: 100, or the 64 of faces."""
+    seed: int = 0
+    """Of the matrices and of all that is random in a method."""
+    out_dir: Path = Path("runs/consensus")
+    """Folder of what is written."""
+
+    def __post_init__(self) -> None:
+        for name, got, choices in (("data", (self.data,), DATA), ("methods", self.methods, ("all", *METHODS))):
+            if unknown := [item for item in got if item not in choices]:
+                raise ValueError(f"got {name}={', '.join(unknown)}, expected {', '.join(choices)}; see --help")
+        for name in ("num_step_sizes", "steps", "num_workers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected 1 or more; see --help")
+        if not all(0 < step_size < float("inf") for step_size in self.step_sizes):
+            raise ValueError(f"got step_sizes={self.step_sizes}, expected positive numbers; leave them out for a grid")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Methods to run."""
+        return tuple(METHODS) if "all" in self.methods else self.methods
+
+    def step_sizes_of(self, method: str, best: float) -> list[float]:
+        """The step sizes to run a method with; `best` is that of plain gossip."""
+        if self.step_sizes or not METHODS[method].is_tuned:
+            return list(self.step_sizes) or [best]
+        return np.geomspace(min(0.01, best), best, self.num_step_sizes).round(6).tolist()
+
+
+class Watch:
+    """Sees the matrices of all workers between two rounds; decides when a run ends. Shared by the threads."""
+
+    def __init__(self, matrices: list[Tensor], steps: int) -> None:
+        self.matrices, self.steps = matrices, steps
+        self.mean = torch.stack(matrices).double().mean(0)
+        self.transports: dict[int, gm.Transport] = {}
+        self.points: list[dict[str, Any]] = []
+        self.is_over = False
+        self.has_diverged = False
+        self._step = -1
+        self._start = 0.0
+        self._best = float("inf")
+        self._barrier = threading.Barrier(len(matrices), action=self._look)
+
+    def wait(self) -> bool:
+        """Between two rounds, on every worker: whether to go on."""
+        # Where another worker has failed, its round fails here as well, or this wait does.
+        self._barrier.wait(TIMEOUT.total_seconds())
+        return not self.is_over
+
+    def abort(self) -> None:
+        """A worker has failed: nobody waits for it."""
+        self._barrier.abort()
+
+    def _look(self) -> None:
+        """Called by one of the threads while all others wait."""
+        self._step += 1
+        distance = float((torch.stack(self.matrices).double() - self.mean).square().sum((1, 2)).mean())
+        self._start = self._start or distance
+        error = distance / self._start if self._start else 0.0
+        self.has_diverged = not error < DIVERGED  # NaN as well
+        self.is_over = self.has_diverged or error < SETTLED or self._step == self.steps
+        has_passed = any(error <= threshold < self._best for threshold in THRESHOLDS)
+        self._best = min(self._best, error)
+        if is_logged(self._step) or has_passed or self.is_over:
+            bits = 8 * sum(transport.num_bytes_sent for transport in self.transports.values())
+            self.points.append(
+                {"step": self._step, "error": error, "megabits": bits / len(self.matrices) / 1e6}
+                | {"diverged": self.has_diverged}
+            )
+
+
+def is_logged(step: int) -> bool:
+    """Every step below 10, every tenth to 100, then every hundredth."""
+    return step < 10 or step % (10 if step < 100 else 100) == 0
+
+
+def run(method: Method, step_size: float, matrices: list[Tensor], *, steps: int, seed: int) -> list[dict[str, Any]]:
+    """One run of one method: its points (step, error, megabits sent per worker, diverged).
+
+    Args:
+        method: how to gossip, on a ring.
+        step_size: of consensus.
+        matrices: one per worker, float32; not changed.
+        steps: rounds, at most.
+        seed: of what is random in the method.
+    """
+    matrices = [matrix.clone() for matrix in matrices]
+    watch = Watch(matrices, steps)
+    mixing = ring(len(matrices))
+    theta = 2 * largest_difference(matrices, mixing)
+    if method.mixes:
+        eye = torch.eye(len(matrices), dtype=torch.float64)
+        mixing = gm.MatrixMixing(mixing.graph, eye - step_size * (eye - mixing.matrix(0)))
+
+    def body(group: dist.ProcessGroup) -> None:
+        transport = gm.ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT)
+        watch.transports[transport.rank] = transport
+        gossiper = method.make(step_size, theta, seed)
+        gossiper.bind(mixing, transport)
+        try:
+            for t in range(steps + 1):
+                if not watch.wait():
+                    return
+                gossiper.mix(matrices[transport.rank], t)
+        except BaseException:
+            watch.abort()
+            raise
+
+    run_ranks(len(matrices), body)
+    return watch.points
+
+
+def ring(num_workers: int) -> gm.MixingManager:
+    """Equal weights for a worker and its neighbours in a ring."""
+    return gm.MetropolisHastingsMixing(gm.RingGraph(num_workers, peers_per_itr=min(2, max(1, num_workers - 1))))
+
+
+def best_step_size(mixing: gm.MixingManager) -> float:
+    """2 / (least positive + largest eigenvalue of I - W), the fastest for plain gossip: 1.308 on a ring of 8."""
+    eigenvalues = 1 - torch.linalg.eigvalsh(mixing.matrix(0))
+    positive = eigenvalues[eigenvalues > 1e-9]
+    return round(2 / float(positive.min() + positive.max()), 6) if len(positive) else 1.0
+
+
+def largest_difference(matrices: list[Tensor], mixing: gm.MixingManager) -> float:
+    """max |x_i - x_j| over entries and neighbours; 1 where all are equal."""
+    links = [(i, j) for i in range(len(matrices)) for j in mixing.graph.out_peers(i, 0)]
+    return max((float((matrices[i] - matrices[j]).abs().max()) for i, j in links), default=0.0) or 1.0
+
+
+def summarize(points: pd.DataFrame) -> str:
+    """The best run of each method as a table: steps and megabits to each threshold."""
+    rows = []
+    for method, best in best_runs(points).items():
+        row = {"method": method, "step size": f"{best['step_size'].iloc[0]:.4g}"}
+        for threshold in THRESHOLDS:
+            reached = best[best["error"] <= threshold].head(1)
+            row[f"steps to {threshold:g}"] = "".join(map(str, reached["step"]))
+            row[f"Mbit to {threshold:g}"] = "".join(f"{megabits:.2f}" for megabits in reached["megabits"])
+        runs = points[points["method"] == method].groupby("step_size")["diverged"].any()
+        row |= {"last error": f"{best['error'].iloc[-1]:.2g}", "diverged": f"{int(runs.sum())} of {len(runs)}"}
+        rows.append(row)
+    return table(rows)
+
+
+def main(experiment: Experiment) -> None:
+    """Make the runs, then write, draw and print them."""
+    torch.set_num_threads(1)
+    matrices = make_matrices(
+        experiment.data,
+        num_workers=experiment.num_workers,
+        size=experiment.matrix_size,
+        seed=experiment.seed,
+        data_dir=experiment.data_dir,
+    )
+    best = best_step_size(ring(experiment.num_workers))
+    points: list[dict[str, Any]] = []
+    run_here = partial(run, matrices=matrices, steps=experiment.steps, seed=experiment.seed)
+    for name in experiment.names:
+        for step_size in experiment.step_sizes_of(name, best):
+            curve = run_here(METHODS[name], step_size)
+            points += [{"data": experiment.data, "method": name, "step_size": step_size, **point} for point in curve]
+            end = "diverged" if curve[-1]["diverged"] else f"error {curve[-1]['error']:.2g}"
+            print(f"{name}, step size {step_size:.4g}: {end} after {curve[-1]['step']} steps", flush=True)
+    experiment.out_dir.mkdir(parents=True, exist_ok=True)
+    frame = pd.DataFrame(points)
+    frame.to_csv(experiment.out_dir / "consensus.csv", index=False)
+    picture = draw(experiment.out_dir / "consensus.csv", experiment.out_dir / "consensus.png")
+    print(f"\n{summarize(frame)}\n\ncurves in {picture}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Experiment, description=__doc__))

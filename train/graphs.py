@@ -1,0 +1,126 @@
+"""Graphs of the command line: who talks to whom, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import networkx as nx
+
+import gossip_modules as gm
+
+GRAPHS: Mapping[str, Callable[..., gm.GraphManager] | None] = {
+    "auto": None,
+    "exponential": gm.DynamicDirectedExponentialGraph,
+    "npeer-exponential": gm.NPeerDynamicDirectedExponentialGraph,
+    "bipartite-exponential": gm.DynamicBipartiteExponentialGraph,
+    "linear": gm.DynamicDirectedLinearGraph,
+    "bipartite-linear": gm.DynamicBipartiteLinearGraph,
+    "ring": gm.RingGraph,
+    "torus": gm.TorusGraph,
+    "hypercube": gm.HypercubeGraph,
+    "complete": gm.CompleteGraph,
+}
+"""Graphs that take a number of peers per round."""
+
+STATIC_GRAPHS: Mapping[str, Callable[..., gm.GraphManager]] = {
+    "auto": gm.RingGraph,
+    "ring": gm.RingGraph,
+    "torus": gm.TorusGraph,
+    "hypercube": gm.HypercubeGraph,
+    "complete": gm.CompleteGraph,
+}
+"""Graphs that are undirected and never change when a round takes all neighbours."""
+
+PREDEFINED_GRAPHS: Mapping[str, int] = {f"matcha{index}": index for index in range(6)}
+"""The graphs of the MATCHA experiments: undirected, and never changing."""
+
+
+def make_graph(
+    name: str, *, num_nodes: int, peers_per_itr: int | Mapping[int, int], push_sum: bool
+) -> gm.GraphManager | None:
+    """The graph of that name in GRAPHS; None lets the wrapper choose, which it can for one peer per round.
+
+    Args:
+        name: key of GRAPHS.
+        num_nodes: ranks of the graph.
+        peers_per_itr: peers per round, or by first round.
+        push_sum: whether the graph may be directed.
+
+    Raises:
+        ValueError: a predefined graph, which has no number of peers per round.
+    """
+    if name in PREDEFINED_GRAPHS:
+        raise ValueError(
+            f"got graph={name!r}, expected one of {', '.join(GRAPHS)} for a recipe that chooses peers_per_itr; for "
+            "D-PSGD on it take --recipe matcha --budget 1"
+        )
+    graph = GRAPHS[name]
+    if graph is not None:
+        return graph(num_nodes, peers_per_itr=peers_per_itr)
+    if peers_per_itr == 1:
+        return None
+    if push_sum:
+        return gm.NPeerDynamicDirectedExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
+    if num_nodes % 2 == 0:
+        return gm.DynamicBipartiteExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
+    return gm.RingGraph(num_nodes, peers_per_itr=peers_per_itr)
+
+
+def make_static_graph(name: str, *, num_nodes: int) -> gm.GraphManager:
+    """The graph of that name with all its neighbours in every round: undirected, and the same for ever.
+
+    Args:
+        name: key of STATIC_GRAPHS or PREDEFINED_GRAPHS.
+        num_nodes: ranks of the graph.
+
+    Raises:
+        ValueError: another name, or a predefined graph of another size.
+    """
+    if name in PREDEFINED_GRAPHS:
+        graph = gm.NetworkXGraph(gm.select_graph(PREDEFINED_GRAPHS[name]))
+        if graph.world_size != num_nodes:
+            raise ValueError(
+                f"got graph={name!r} for {num_nodes} nodes, expected the {graph.world_size} nodes that it has; start "
+                f"as many, or take --graph ring"
+            )
+        return graph
+    if name not in STATIC_GRAPHS:
+        raise ValueError(
+            f"got graph={name!r}, expected one of {', '.join([*STATIC_GRAPHS, *PREDEFINED_GRAPHS])}: this recipe wants "
+            "an undirected graph that never changes; choose one of them"
+        )
+    kind = STATIC_GRAPHS[name]
+    num_neighbours = len(kind(num_nodes).phone_book(0))
+    return kind(num_nodes, peers_per_itr=max(1, num_neighbours))
+
+
+def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
+    """`make_static_graph` as a networkx graph, nodes ascending: what MATCHA takes apart."""
+    graph = make_static_graph(name, num_nodes=num_nodes)
+    base = nx.Graph()
+    base.add_nodes_from(range(num_nodes))
+    base.add_edges_from((i, j) for i in range(num_nodes) for j in graph.phone_book(i))
+    return base
+
+
+def peers_by_round(text: str, *, steps_per_epoch: int, steps_per_round: int) -> int | dict[int, int]:
+    """Peers per round out of '2', or, by the first round of each epoch named, out of '0:2,30:1'.
+
+    Args:
+        text: one number, or comma-separated <epoch>:<peers>, the first epoch being 0.
+        steps_per_epoch: optimizer steps, hence training forwards, in an epoch.
+        steps_per_round: steps from one round to the next.
+
+    Raises:
+        ValueError: the text says something else.
+    """
+    try:
+        if ":" not in text:
+            return int(text)
+        pairs = [(int(epoch), int(peers)) for epoch, peers in (pair.split(":") for pair in text.split(","))]
+    except ValueError as error:
+        raise ValueError(
+            f"got peers_per_itr={text!r}, expected a number or <epoch>:<peers> pairs; write '2' or '0:2,30:1'"
+        ) from error
+    # Rounds happen at the multiples of steps_per_round: the first one in an epoch rounds its first step up.
+    return {-(-epoch * steps_per_epoch // steps_per_round): peers for epoch, peers in pairs}

@@ -1,0 +1,84 @@
+"""Curves of the consensus experiment: error against steps and against bits sent, each method with its best step size.
+
+python -m visualization.consensus runs/consensus/consensus.csv          # writes consensus.png beside it
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import cycle
+from pathlib import Path
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.figure import Figure
+
+THRESHOLDS = (1e-2, 1e-4)
+"""Errors, relative to the start, that a run is judged by."""
+COLUMNS = ("method", "step_size", "step", "error", "megabits", "diverged")
+
+
+def best_runs(points: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Of each method the run with the best step size, in the order of the table.
+
+    That is the run with fewest bits to the smallest of THRESHOLDS that any of the method's runs has reached; where none
+    has reached any, the one with the least error at its end.
+
+    Args:
+        points: the COLUMNS, a row per logged step.
+    """
+    best = {}
+    for method, rows in points.groupby("method", sort=False):
+        runs = [run for _, run in rows.groupby("step_size")]
+        best[str(method)] = min(runs, key=_rank)
+    return best
+
+
+def _rank(run: pd.DataFrame) -> tuple[float, ...]:
+    """Smaller is better."""
+    megabits = [run.loc[run["error"] <= threshold, "megabits"].min() for threshold in sorted(THRESHOLDS)]
+    return (*(float("inf") if pd.isna(m) else m for m in megabits), float(run["error"].fillna(float("inf")).iloc[-1]))
+
+
+def draw(csv: Path, path: Path) -> Path:
+    """Draw the CSV of train/consensus.py into the PNG file `path`; returns it.
+
+    Raises:
+        ValueError: a column is missing, or there are no rows.
+    """
+    points = pd.read_csv(csv)
+    if missing := [name for name in COLUMNS if name not in points] or (["rows"] if points.empty else []):
+        raise ValueError(f"got {csv} without {', '.join(missing)}, expected the CSV of train/consensus.py")
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    styles = cycle([(color, line) for line in ("-", "--", ":") for color in mpl.color_sequences["tab10"]])
+    for (method, run), (color, line) in zip(best_runs(points).items(), styles):
+        run = run[run["step"] > 0]  # a logarithm has no place for 0
+        label = f"{method}, step size {run['step_size'].iloc[0]:.3g}{' (diverges)' if run['diverged'].any() else ''}"
+        for axis, x in zip(axes, ("step", "megabits"), strict=True):
+            axis.plot(run[x], run["error"], color=color, linestyle=line, linewidth=1.6, label=label)
+    for axis, xlabel in zip(axes, ("step", "sent per worker [Mbit]"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel=xlabel)
+        for threshold in THRESHOLDS:
+            axis.axhline(threshold, color="gray", linewidth=0.8, alpha=0.6)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("squared distance to the mean, relative to the start")
+    data = f" of {points['data'].iloc[0]} matrices" if "data" in points else ""
+    figure.suptitle(f"Consensus{data}: each method with its best step size", fontsize="medium")
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside right center")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def main() -> None:
+    """Draw the CSV named on the command line, beside it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path, help="consensus.csv")
+    parser.add_argument("--output", type=Path, help="PNG to write; default: beside the CSV")
+    options = parser.parse_args()
+    print(draw(options.csv, options.output or options.csv.with_suffix(".png")))
+
+
+if __name__ == "__main__":
+    main()
