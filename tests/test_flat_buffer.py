@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules import FlatBuffer
+from gossip_modules.flat_vector import Part
 from tests.problems import fill_, net, train_step
 from tests.reference import flatten
 
@@ -119,6 +120,57 @@ def test_one_segment_per_dtype() -> None:
     for segment in buffer.vector.segments:
         segment.mul_(2)
     assert torch.equal(wave.detach(), torch.tensor([2 + 4j, 6 - 8j]))
+
+
+class Mixed(nn.Module):
+    """Matrices of several shapes in no order, vectors, a scalar, buffers, complex numbers and other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.wide = nn.Linear(5, 3, bias=False)
+        self.register_buffer("mean", torch.zeros(6))
+        self.conv = nn.Conv2d(2, 3, 2)
+        self.also_wide = nn.Linear(5, 3)
+        self.wave = nn.Parameter(torch.zeros(3, 2, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.tied = self.wide
+        self.register_buffer("table", torch.zeros(2, 2))
+        self.register_parameter("narrow", nn.Parameter(torch.zeros(2, 2, dtype=torch.float16)))
+        self.register_buffer("narrow_mean", torch.zeros(2, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_order_is_matrices_by_shape_then_vectors_then_buffers(channels_last: bool) -> None:
+    model = Mixed()
+    if channels_last:
+        model.conv.to(memory_format=torch.channels_last)
+    buffer = FlatBuffer(model)
+    layout = {segment.dtype: segment.parts for segment in buffer.vector.layout.segments}
+    assert layout == {
+        torch.float32: (
+            *(Part((3, 2, 2)), Part((3, 2, 2, 2)), Part((3, 5)), Part((3, 5))),
+            *(Part((4,)), Part((1,)), Part((3,)), Part((3,))),
+            *(Part((6,), True), Part((2, 2), True)),
+        ),
+        torch.float16: (Part((2, 2)), Part((2,), True)),
+    }
+    offset, (segment,) = 0, [x for x in buffer.vector.segments if x.dtype is torch.float32]
+    for part, tensor in zip(layout[torch.float32], (x for x in buffer.tensors if x.dtype is not torch.float16)):
+        assert tensor.data_ptr() == segment.data_ptr() + 4 * offset
+        offset += part.numel
+    assert {x.dtype: x.numel() for x in buffer.buffer_segments} == {torch.float32: 6 + 4, torch.float16: 2}
+
+
+def test_rows_of_a_part_are_filters_in_any_memory_format() -> None:
+    """Dim 0 by the rest, in the order of memory: what a code of matrices sees."""
+    model = nn.Conv2d(2, 3, 2, bias=False).to(memory_format=torch.channels_last)
+    buffer = FlatBuffer(model)
+    (segment,) = buffer.vector.layout.segments
+    assert [part.shape for _, part in segment.places()] == [(3, 2, 2, 2)]
+    for k in range(3):
+        model.weight.detach()[k] = k
+    assert buffer.vector.segments[0].view(3, 8).tolist() == [[float(k)] * 8 for k in range(3)]
 
 
 def test_narrow_dtypes_are_mixed_in_float32() -> None:

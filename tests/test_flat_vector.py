@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 from torch import Tensor
 
 from gossip_modules import FlatVector
-from gossip_modules.flat_vector import ALIGNMENT, CHUNK, FlatLayout
+from gossip_modules.flat_vector import ALIGNMENT, CHUNK, FlatLayout, Part, add_
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LAYOUT = FlatLayout.of([(torch.float32, 7), (torch.bfloat16, 5), (torch.float64, 3)])
@@ -54,6 +56,87 @@ def test_slices_partition_every_segment(num_slices: int) -> None:
         assert torch.equal(torch.cat([x for part in slices for x in part.segments if x.dtype is dtype]), whole)
     slices[0].weight.fill_(3)
     assert float(vector.weight) == 3, "slices share the weight"
+
+
+PARTS = [
+    Part((3, 5)),
+    Part((2, 2, 3)),
+    Part((7,)),
+    Part(()),
+    Part((0, 4)),
+    Part((4, 6), True),
+    Part((1, 9)),
+    Part((9, 1)),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_a_cut_keeps_all_elements_and_whole_rows(part: Part) -> None:
+    """Cut anywhere: no element is lost, a matrix is whole rows of the same shape, buffers stay buffers."""
+    row = prod(part.shape[1:])
+    for first in range(part.numel + 1):
+        for last in range(first + 1, part.numel + 1):
+            pieces = list(part.cut(first, last))
+            assert sum(piece.numel for piece in pieces) == last - first
+            assert all(piece.is_buffer is part.is_buffer and piece.numel > 0 for piece in pieces)
+            place = first
+            for piece in pieces:
+                if piece.is_matrix:
+                    assert piece.shape[1:] == part.shape[1:]
+                    assert place % row == 0
+                place += piece.numel
+            whole = max(last // row - -(-first // row), 0) * row if part.is_matrix and row else 0
+            assert sum(piece.numel for piece in pieces if piece.is_matrix) == whole, "some whole row is no matrix"
+    assert list(part.cut(0, part.numel)) == [part]
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
+def test_slices_know_their_parts(num_slices: int) -> None:
+    layout = FlatLayout.of([(torch.float32, PARTS), (torch.float64, PARTS[::-1]), (torch.bfloat16, 9)], num_slices)
+    size = layout.num_bytes // num_slices
+    numels: dict[torch.dtype, int] = {}
+    for index in range(num_slices):
+        for segment in layout.cut(index * size, (index + 1) * size).segments:
+            assert sum(part.numel for part in segment.parts) == segment.numel
+            numels[segment.dtype] = numels.get(segment.dtype, 0) + segment.numel
+    assert numels == {segment.dtype: segment.numel for segment in layout.segments}
+
+
+def test_places_are_those_of_the_parts() -> None:
+    layout = FlatLayout.of([(torch.float32, PARTS), (torch.float64, 5)])
+    known, unknown = layout.segments
+    assert [part for _, part in known.places()] == PARTS
+    assert [first for first, _ in known.places()] == [0, 15, 27, 34, 35, 35, 59, 68]
+    assert list(unknown.places()) == [(0, Part((5,)))]
+
+
+def test_matrices_are_parameters_of_two_dimensions_or_more() -> None:
+    assert [part.is_matrix for part in PARTS] == [True, True, False, False, True, False, True, True]
+    assert [part.numel for part in PARTS] == [15, 12, 7, 1, 0, 24, 9, 9]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("other", DTYPES)
+def test_addition_of_two_dtypes_rounds_once(dtype: torch.dtype, other: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(CHUNK + 5, generator=generator).to(dtype)
+    y = torch.randn(CHUNK + 5, generator=generator).to(other)
+    expected = x.double() + 0.3 * y.double()
+    add_(x, y, alpha=0.3)
+    tolerance = 1.01 * max(torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps) if dtype.itemsize < 8 else 1e-15
+    assert bool(((x.double() - expected).abs() <= tolerance * (1 + expected.abs() + y.double().abs())).all())
+
+
+def test_narrow_messages_are_added_to_wide_segments() -> None:
+    x = random_vector(0)
+    narrow = FlatVector.zeros(LAYOUT.with_dtypes(lambda dtype: torch.bfloat16), torch.device("cpu"))
+    expected = []
+    for mine, theirs in zip(x.segments, narrow.segments, strict=True):
+        theirs.copy_(torch.arange(theirs.numel()))
+        expected.append(mine.double() - 0.5 * theirs.double())
+    weight = float(x.weight)
+    x.add_segments_(narrow, alpha=-0.5)
+    assert_close(x, [*expected, torch.tensor([weight], dtype=torch.float64)])
 
 
 @pytest.mark.parametrize(

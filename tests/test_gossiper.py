@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -15,6 +17,7 @@ from gossip_modules import (
     CompleteGraph,
     FlatVector,
     GlobalAverage,
+    GossipDataParallel,
     Gossiper,
     MatrixMixing,
     MetropolisHastingsMixing,
@@ -28,6 +31,7 @@ from gossip_modules import (
     connect,
 )
 from gossip_modules.flat_vector import FlatLayout
+from tests.problems import loss_of, net, sgd
 from tests.ranks import CPU, TIMEOUT, run_ranks, solo_group
 
 GOSSIPERS: dict[str, Callable[[], Gossiper]] = {"PushPull": PushPull, "PushSum": PushSum}
@@ -238,6 +242,172 @@ def test_world_of_one_keeps_its_value(make: Callable[[], Gossiper]) -> None:
     gossiper.difference(s)
     assert not s.segments[0].any()
     assert gossiper.transport.num_bytes_sent == 0
+
+
+# [Note: narrow wire]
+
+WIRES = [torch.bfloat16, torch.float16]
+NARROW: list[tuple[Callable[..., Gossiper], MixingManager]] = [
+    (PushPull, DOUBLY_STOCHASTIC[0]),
+    (PushSum, DOUBLY_STOCHASTIC[2]),
+    (PushSum, UniformMixing(DIGRAPH)),
+]
+
+
+@pytest.mark.parametrize("wire_dtype", WIRES)
+@pytest.mark.parametrize(("make", "mixing"), NARROW, ids=str)
+def test_law_holds_of_what_was_sent(make: Callable[..., Gossiper], mixing: MixingManager, wire_dtype: Any) -> None:
+    """x + (W - I) round(x), weight included; `difference` is the same correction."""
+
+    def body(group: dist.ProcessGroup) -> list[FlatVector]:
+        gossiper, x = bound(make(wire_dtype=wire_dtype), mixing, group), FlatVector.over(value_of(group.rank()))
+        seen = [x.clone()]
+        for t in range(4):
+            s = x.clone()
+            gossiper.start(s, t)
+            alpha = gossiper.difference(s)
+            corrected = x.clone().add_(s, alpha=alpha)
+            gossiper.mix(x, t)
+            torch.testing.assert_close(corrected.segments[0], x.segments[0], rtol=0, atol=1e-12)
+            torch.testing.assert_close(corrected.weight, x.weight, rtol=0, atol=1e-12)
+            seen.append(x.clone())
+        return seen
+
+    rounds = list(zip(*run_ranks(4, body), strict=True))
+    for t, (before, after) in enumerate(pairwise(rounds)):
+        x, got = (torch.stack([v.segments[0] for v in row]) for row in (before, after))
+        w, weights = (torch.cat([v.weight for v in row]) for row in (before, after))
+        law = mixing.matrix(t) - torch.eye(4)
+        torch.testing.assert_close(got, x + law @ x.to(wire_dtype).double(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(weights, w + law @ w, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("wire_dtype", WIRES)
+@pytest.mark.parametrize(("make", "mixing"), NARROW, ids=str)
+def test_narrow_wire_keeps_the_total(make: Callable[..., Gossiper], mixing: MixingManager, wire_dtype: Any) -> None:
+    """To the rounding of float32 in memory over 50 rounds, and ranks agree to the resolution of the wire."""
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        gossiper = bound(make(wire_dtype=wire_dtype), mixing, group)
+        s = FlatVector.over(value_of(group.rank(), (64,), torch.float32))
+        for t in range(50):
+            gossiper.mix(s, t)
+        return s.segments[0].double(), s.weight
+
+    ranks = run_ranks(4, body)
+    x, weights = torch.stack([x for x, _ in ranks]), torch.cat([w for _, w in ranks])
+    total = sum(value_of(rank, (64,), torch.float32).double() for rank in range(4))
+    torch.testing.assert_close(x.sum(0), total, rtol=0, atol=2e-5)
+    assert float(weights.sum()) == pytest.approx(4, abs=1e-12)
+    spread = x / weights[:, None] - total / 4
+    assert float(spread.abs().max()) < 10 * torch.finfo(wire_dtype).eps
+
+
+def test_narrow_wire_halves_the_bytes() -> None:
+    layout = FlatLayout.of([(torch.float32, 160), (torch.bfloat16, 64), (torch.float64, 64)])
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper = bound(PushSum(wire_dtype=torch.bfloat16), UniformMixing(RingGraph(2)), group)
+        gossiper.mix(FlatVector.zeros(layout, CPU), 0)
+        assert gossiper.transport.num_bytes_sent == 2 * (160 + 64 + 64)
+        wide = bound(PushSum(), UniformMixing(RingGraph(2)), group)
+        x = torch.zeros(160)
+        for make in (gossiper, wide):
+            before = make.transport.num_bytes_sent
+            make.mix(x, 1)
+            assert make.transport.num_bytes_sent - before == (320 if make is gossiper else 640)
+
+    run_ranks(2, body)
+
+
+def test_narrow_wire_leaves_narrow_segments_alone() -> None:
+    """bfloat16 travels as it is, whatever the wire: float16 would cut its range."""
+    layout = FlatLayout.of([(torch.bfloat16, 8), (torch.float32, 8)])
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper = bound(PushPull(wire_dtype=torch.float16), UniformMixing(RingGraph(2)), group)
+        s = FlatVector.zeros(layout, CPU)
+        s.segments[0].fill_(1e30 * (1 + group.rank()))
+        s.segments[1].fill_(1.0 + group.rank())
+        gossiper.mix(s, 0)
+        torch.testing.assert_close(s.segments[0].double(), torch.full((8,), 1.5e30).double(), rtol=0.01, atol=0)
+        torch.testing.assert_close(s.segments[1], torch.full((8,), 1.5))
+
+    run_ranks(2, body)
+
+
+def test_half_precision_saturates() -> None:
+    """Numbers beyond 65,504 move by as much as the wire can say, and nothing becomes infinite."""
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        gossiper = bound(PushPull(wire_dtype=torch.float16), UniformMixing(RingGraph(2)), group)
+        return gossiper.mix(torch.tensor([1e6, -1e6, 70000.0, 1.0]) * (1 - group.rank()), 0)
+
+    first, second = run_ranks(2, body)
+    torch.testing.assert_close(first, torch.tensor([1e6 - 32752, -1e6 + 32752, 70000 - 32752, 0.5]))
+    torch.testing.assert_close(second, torch.tensor([32752.0, -32752, 32752, 0.5]))
+
+
+@pytest.mark.parametrize("make", [PushPull, PushSum])
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.int8, torch.float64, "bfloat16"])
+def test_other_wires_are_refused(make: Callable[..., Gossiper], wire_dtype: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16"
+    ):
+        make(wire_dtype=wire_dtype)
+
+
+def test_ranks_compare_the_wire() -> None:
+    shown = {repr(make(wire_dtype=wire)) for make in (PushPull, PushSum) for wire in (None, *WIRES)}
+    assert len(shown) == 6
+
+
+def test_wrapper_takes_a_wire_or_a_gossiper() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        for push_sum in (True, False):
+            options: dict[str, Any] = {"push_sum": push_sum, "init_sync": False, "process_group": group}
+            sent = []
+            for wire_dtype in (None, torch.bfloat16):
+                wrapper = GossipDataParallel(net(group.rank()), wire_dtype=wire_dtype, **options)
+                before = wrapper.comm_stats()["bytes_sent"]
+                loss_of(wrapper, group.rank(), 0)
+                sent.append(wrapper.comm_stats()["bytes_sent"] - before)
+            assert sent == [192, 128]  # 34 parameters and 8 statistics, in whole cache lines
+            with pytest.raises(ValueError, match=r"got gossiper=PushPull\(\) and wire_dtype=torch.float16, expected"):
+                GossipDataParallel(net(), gossiper=PushPull(), wire_dtype=torch.float16, **options)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_training_over_a_narrow_wire_loses_no_gradient_step(overlap: bool) -> None:
+    """Float64 in memory: the total of all models is what they began with and what their optimizers did."""
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        model = net(group.rank()).double()
+        x = torch.cat([p.detach().flatten() for p in model.parameters()])
+        wrapper = GossipDataParallel(
+            model,
+            graph=RingGraph(3, peers_per_itr=2),
+            gossiper=PushPull(wire_dtype=torch.bfloat16),
+            push_sum=False,
+            overlap=overlap,
+            init_sync=False,
+            process_group=group,
+        )
+        optimizer = sgd(model)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(wrapper, group.rank(), step).backward()
+            before = torch.cat([p.detach().flatten() for p in model.parameters()])
+            optimizer.step()
+            x += torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+        wrapper.close()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) - x
+
+    lost = torch.stack(run_ranks(3, body))
+    assert float(lost.sum(0).abs().max()) < 1e-13
+    assert float(lost.abs().max()) > 1e-3, "nothing was mixed"
 
 
 def test_global_average_is_exact_and_resets_the_weight() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import FlatBuffer, GossipDataParallel, SimpleGossipDataParallel
+from gossip_modules import (
+    Choco,
+    DeepSqueeze,
+    FlatBuffer,
+    FlatVector,
+    GossipDataParallel,
+    MetropolisHastingsMixing,
+    Moniqua,
+    PowerGossip,
+    RingGraph,
+    SignNorm,
+    SimpleGossipDataParallel,
+    TopK,
+    connect,
+)
+from gossip_modules.compressed_gossiper import CompressedGossiper
+from gossip_modules.flat_vector import FlatLayout, Part
 from tests.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.processes import run_processes
-from tests.ranks import run_ranks
+from tests.ranks import TIMEOUT, run_ranks
 from tests.reference import Snapshot, flatten
+from tests.test_compressed_gossiper import vector_of
 from tests.test_oracle import FixedStaleness, assert_equal, irregular_digraph, oracle, run
 
 pytestmark = [
@@ -102,6 +120,89 @@ def test_state_average_and_copies_on_the_card() -> None:
             other.close()
 
     run_ranks(3, body)
+
+
+COMPRESSED: dict[str, Callable[[], CompressedGossiper]] = {
+    "Choco SignNorm": lambda: Choco(SignNorm(64), step_size=0.3),
+    "Choco TopK": lambda: Choco(TopK(0.1), step_size=0.3),
+    "DeepSqueeze": lambda: DeepSqueeze(TopK(0.1), step_size=0.2),
+    "Moniqua": lambda: Moniqua(20.0),
+    "PowerGossip": lambda: PowerGossip(rank=2, check_every=1),
+}
+# Values whose order of magnitude decides (TopK, the levels of Moniqua) are compared and rounded without sums.
+CODED = FlatLayout.of(
+    [
+        (torch.float64, [Part((40, 30)), Part((40, 30)), Part((64, 3, 3, 3)), Part((50,)), Part((7,), True)]),
+        (torch.float32, [Part((16, 16)), Part((9,), True)]),
+        (torch.bfloat16, [Part((8, 16))]),
+    ]
+)
+
+
+def gossip_on(name: str, devices: tuple[str, str], num_rounds: int = 4) -> list[list[Tensor]]:
+    """Two ranks, each on its device: what they hold after each round, in float64 on the CPU."""
+
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        device = torch.device(devices[group.rank()])
+        gossiper = COMPRESSED[name]()
+        mixing = MetropolisHastingsMixing(RingGraph(2))
+        gossiper.bind(mixing, connect(group, module_device=device, comm_device="cpu", timeout=TIMEOUT))
+        s = FlatVector(CODED, vector_of(group.rank(), CODED).raw.to(device))
+        rounds = []
+        for t in range(num_rounds):
+            gossiper.mix(s, t)
+            rounds.append(torch.cat([segment.double().cpu() for segment in s.segments]))
+        return rounds
+
+    return run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu")], ids=str)
+def test_compressed_gossip_on_the_card_equals_the_cpu(name: str, devices: tuple[str, str]) -> None:
+    """Also between a card and a CPU: PowerGossip's checksums then prove that both ends hold the same bits."""
+    for got, want in zip(gossip_on(name, devices), gossip_on(name, ("cpu", "cpu")), strict=True):
+        torch.testing.assert_close(torch.stack(got), torch.stack(want), rtol=0, atol=2e-2)  # bfloat16 included
+        exact = slice(0, 2400 + 1728 + 57)  # the float64 segment
+        torch.testing.assert_close(got[-1][exact], want[-1][exact], rtol=0, atol=1e-6)
+
+
+def test_power_gossip_multiplies_in_full_precision_on_the_card() -> None:
+    """Whatever TF32 and autocast say: no bit changes; and the setting is what it was."""
+    before = torch.get_float32_matmul_precision()
+    want = gossip_on("PowerGossip", ("cuda", "cuda"))
+    try:
+        torch.set_float32_matmul_precision("medium")
+        got = gossip_on("PowerGossip", ("cuda", "cuda"))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for one, other in zip(got, want, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_state_moves_with_the_model(name: str) -> None:
+    """From the card to the CPU between two rounds: the memory goes along, with no warning that it is lost."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = GossipDataParallel(
+            net(group.rank()).cuda(),
+            gossiper=COMPRESSED[name](),
+            comm_device="cpu",
+            init_sync=False,
+            process_group=group,
+        )
+        for device in ("cuda", "cpu", "cuda"):
+            wrapper.to(device)
+            optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
+            for step in range(2):
+                train_step(wrapper, optimizer, group.rank(), step)
+        assert wrapper.comm_stats()["num_rounds"] == 6
+        assert bool(flatten(wrapper.module).isfinite().all())
+        wrapper.close()
+
+    run_ranks(2, body)
 
 
 def test_flat_buffer_moves_to_the_card_and_back() -> None:

@@ -25,6 +25,8 @@ from gossip_modules.dynamic_graphs import (
     NPeerDynamicDirectedExponentialGraph,
 )
 from gossip_modules.graph_manager import GraphManager
+from gossip_modules.laplacian_mixing import LaplacianMixing
+from gossip_modules.matcha_graph import MatchaGraph
 from gossip_modules.matrix_mixing import MatrixMixing
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
 from gossip_modules.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
@@ -108,6 +110,32 @@ def test_predicates_say_what_the_sums_show(n: int) -> None:
         assert mixing.is_row_stochastic == are_rows
         assert mixing.is_column_stochastic == are_columns
         assert mixing.is_doubly_stochastic == (are_rows and are_columns)
+
+
+@EVERY_SIZE
+def test_is_symmetric_says_what_the_matrices_show(n: int) -> None:
+    for mixing in mixings_of_size(n):
+        matrices = [mixing.matrix(t) for t in mixing.graph.distinct_rounds()]
+        assert mixing.is_symmetric == all(torch.allclose(matrix, matrix.T, rtol=0, atol=1e-12) for matrix in matrices)
+
+
+def test_symmetry_is_asked_of_every_matrix_of_a_schedule() -> None:
+    graph = RingGraph(3, peers_per_itr=2)
+    even, skew = (
+        torch.full((3, 3), 1 / 3).double(),
+        torch.tensor([[0.5, 0.5, 0], [0, 0.5, 0.5], [0.5, 0, 0.5]]).double(),
+    )
+    assert MatrixMixing(graph, [even, even]).is_symmetric
+    assert not MatrixMixing(graph, [even, skew]).is_symmetric
+    assert not MatrixMixing(graph, skew).is_symmetric
+
+
+def test_laplacian_weights_are_symmetric_on_random_graphs_too() -> None:
+    graph = MatchaGraph(nx.cycle_graph(4), budget=0.5)
+    assert graph.is_dynamic
+    assert LaplacianMixing(graph).is_symmetric
+    assert MetropolisHastingsMixing(graph).is_symmetric
+    assert LaplacianMixing(NetworkXGraph(nx.star_graph(4))).is_symmetric
 
 
 @EVERY_SIZE
