@@ -160,7 +160,7 @@ class Echo:
         self.device = device
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int, what: str = ""
     ) -> Echo:
         """See `gossip_modules.transport.Transport`."""
         for peer, tensors in sends.items():

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compressed_gossiper import BroadcastGossiper, Memory
+from .broadcast_gossiper import BroadcastGossiper, checked_compressor
+from .compressed_gossiper import Memory
 from .compressor import Compressor
 
 
@@ -39,7 +40,7 @@ class Choco(BroadcastGossiper):
 
     def __init__(self, compressor: Compressor, *, step_size: float) -> None:
         super().__init__(step_size=step_size)
-        self.compressor = compressor
+        self.compressor = checked_compressor(compressor)
         self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}  # of differences, by kind of section
 
     def make_memory(self, coded: Sequence[Tensor]) -> None:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,15 +21,23 @@ from .transport import Pending
 
 Memory = dict[str, Tensor]
 
+_HEADER_TAG = -1  # no round has it: headers must meet when rounds do not
+_WORD = 1 << 32
+
 
 class CompressedGossiper(Gossiper):
     """x <- x + step_size (W - I) s', where s' is what the peers know of s from messages that are smaller than s.
 
-    Floating-point buffers (BatchNorm statistics) always travel exactly and are mixed by W itself: a lossy code may
-    make a variance negative. Segments narrower than float32 are coded in float32.
+    Floating-point buffers (BatchNorm statistics) always travel exactly and are mixed by weights that are not negative:
+    a lossy code may make a variance negative. Segments narrower than float32 are coded in float32.
 
-    [Note: out of step] Ahead of every message goes a header with its number, so that a peer whose memory belongs to
-    another round (resumed from another checkpoint, say) is an error and never silent corruption.
+    [Note: out of step] Ahead of every message goes a header of 8 bytes: its number, and a digest of all that the two
+    ranks have told each other before. So a peer that remembers another round or another run (resumed from another
+    checkpoint, say) is an error and never silent corruption. After a round that failed, memory is of no use: only a
+    checkpoint, or none, on all ranks goes on.
+
+    Subclasses write `make_memory`, `memory`, `set_memory`, `number_of`, `letters_of`, `write` and `read`; most are a
+    `BroadcastGossiper`.
 
     Args:
         step_size: of consensus, gamma in the papers; positive.
@@ -38,16 +47,19 @@ class CompressedGossiper(Gossiper):
     needs_static_graph = False
 
     def __init__(self, *, step_size: float) -> None:
-        if not (isinstance(step_size, int | float) and 0 < step_size < math.inf):
+        if not (isinstance(step_size, int | float | np.number) and 0 < float(step_size) < math.inf):
             raise ValueError(
                 f"{type(self).__name__}: got step_size={step_size!r}, expected a positive number; 1 mixes as the "
                 "weights say, strong compression wants less"
             )
         self.step_size = float(step_size)
         self._layout: FlatLayout | None = None
-        self._device: torch.device | None = None
+        self._device = torch.device("cpu")
         self._loaded: Mapping[str, Any] = {}
+        self._digests: dict[int, int] = {}
+        self._letters: dict[int, tuple[Envelope, Envelope]] = {}
         self._pending_headers: Pending | None = None
+        self._is_torn = False  # inside a round, or after one that failed
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`: weights must be symmetric, and for some algorithms the graph static."""
@@ -74,7 +86,7 @@ class CompressedGossiper(Gossiper):
         """The step size of parameters that travel exactly: there is nothing to be careful about."""
         return 1.0
 
-    # The memory of the algorithm.
+    # What a subclass writes.
 
     @abstractmethod
     def make_memory(self, coded: Sequence[Tensor]) -> None:
@@ -92,9 +104,101 @@ class CompressedGossiper(Gossiper):
     def set_memory(self, memory: Mapping[str, Any]) -> None:
         """Copy in what `memory()` gave."""
 
+    @abstractmethod
+    def number_of(self, peer: int) -> int:
+        """The number of the next message to and from this peer."""
+
+    def checksum_of(self, peer: int) -> int:
+        """Of what both ends must remember alike, for the header; where there is no such thing, 0."""
+        return 0
+
+    @abstractmethod
+    def letters_of(self, peer: int) -> tuple[Envelope, Envelope]:
+        """The outgoing and the incoming message of this peer in this phase, of equal sizes."""
+
+    @abstractmethod
+    def write(self, s: FlatVector) -> None:
+        """Fill the outgoing messages of this round, `self._letters`."""
+
+    @abstractmethod
+    def read(self, s: FlatVector, weights: MixingWeights) -> None:
+        """s <- s + the correction that the messages tell; it never reads s, which may be zeros."""
+
+    # A round.
+
+    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
+        """See `Gossiper`."""
+        self.prepare(s)
+        if self._is_torn and self.phase == 0:
+            raise RuntimeError(
+                f"{self}: got a round after one that failed, expected none: what ranks remember of each other may "
+                "differ; start again from a checkpoint on all ranks"
+            )
+        self._is_torn = True
+        self._letters = {peer: self.letters_of(peer) for peer in in_peers}
+        self._post_headers()
+        self.write(s)
+        sends = {peer: (outgoing.raw,) for peer, (outgoing, _) in self._letters.items()}
+        return sends, {peer: (incoming.raw,) for peer, (_, incoming) in self._letters.items()}
+
+    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
+        """See `Gossiper`."""
+        self.read(s, weights)
+        self._is_torn = self.phase + 1 < self.num_phases
+
+    def _post_headers(self) -> None:
+        device = self.transport.device
+        self._headers = {
+            peer: (
+                Header(self.number_of(peer), self._digests.get(peer, 0) + self.checksum_of(peer), device=device),
+                Header(device=device),
+            )
+            for peer in self._letters
+        }
+        sends = {peer: (mine.raw,) for peer, (mine, _) in self._headers.items()}
+        recvs = {peer: (theirs.raw,) for peer, (_, theirs) in self._headers.items()}
+        what = f"round {self._t}, header"
+        self._pending_headers = self.transport.exchange(sends, recvs, tag=_HEADER_TAG, what=what)
+
+    def _wait(self) -> None:
+        """[Note: out of step] Headers before messages, whose size may be another where the number is."""
+        headers, messages = self._pending_headers, self._pending
+        self._pending_headers = self._pending = None
+        assert messages is not None, "no round is in flight: start() comes first"
+        assert headers is not None, "headers are posted with every message"
+        headers.wait()
+        for peer, (mine, theirs) in self._headers.items():
+            self._require_equal(peer, mine.read(), theirs.read())
+        messages.wait()
+        for peer, letters in self._letters.items():
+            total = sum(int(envelope.raw.view(torch.int64).sum()) for envelope in letters)
+            self._digests[peer] = (31 * self._digests.get(peer, 0) + total) % _WORD
+
+    def _require_equal(self, peer: int, mine: tuple[int, int], theirs: tuple[int, int]) -> None:
+        names = self.transport.names
+        who = f"rank {names[self.transport.rank]}: round {self._t}"
+        remedy = "resume all ranks from the same checkpoint, or all without one"
+        if mine[0] != theirs[0]:
+            raise RuntimeError(
+                f"{who}: rank {names[peer]} sent its message number {theirs[0]}, expected number {mine[0]}: the two "
+                f"remember different rounds; {remedy}"
+            )
+        if mine[1] != theirs[1]:
+            raise RuntimeError(
+                f"{who}: rank {names[peer]} remembers another past of message number {mine[0]} (digest {theirs[1]}), "
+                f"expected that of this rank (digest {mine[1]}); {remedy}, and check the machines if this comes back"
+            )
+
+    # State.
+
     def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory, like a module's."""
-        return dict(self._loaded) if self._layout is None else {"algorithm": type(self).__name__, **self.memory()}
+        """See `Mixer`; shares memory, like a module's. Empty after a round that failed."""
+        if self._layout is None:
+            return dict(self._loaded)
+        if self._is_torn:
+            return {}
+        digests = {"peers": list(self._digests), "digests": list(self._digests.values())}
+        return {"algorithm": type(self).__name__, **digests, **self.memory()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`; an empty state starts afresh. Takes effect in the next round, where shapes are checked."""
@@ -103,37 +207,31 @@ class CompressedGossiper(Gossiper):
                 f"got state {sorted(state)} of {state.get('algorithm', 'another algorithm')}, expected that of "
                 f"{type(self).__name__}; load a checkpoint of the same gossiper"
             )
-        self._layout, self._loaded = None, copy.deepcopy(dict(state))
+        self._layout, self._loaded, self._is_torn = None, copy.deepcopy(dict(state)), False
 
     def prepare(self, s: FlatVector) -> None:
         """Know the layout of s, and have memory for it."""
         if self._layout == s.layout and self._device == s.raw.device:
             return
-        if self._layout is not None:
-            if self._layout == s.layout:
-                self._loaded = self.state_dict()  # moved to another device
-            else:
-                warnings.warn(
-                    f"{self}: other tensors are trained than before, so its memory starts afresh", stacklevel=2
-                )
-                self._loaded = {}
+        loaded = self._loaded
+        if self._layout is not None and self._layout == s.layout:
+            loaded = self.state_dict()  # moved to another device
+        elif self._layout is not None:
+            what = "other tensors, or tensors of other dtypes, are trained than before"
+            warnings.warn(f"{self}: {what}, so its memory starts afresh", stacklevel=2)
+        self._layout, self._device = None, s.raw.device
         self._coded = sections(s.layout, self.is_coded)
-        # Buffers apart from parameters, which may have another step size.
+        # Buffers apart from parameters, which may have another step size and other weights.
         self._exact = sections(s.layout, lambda part: not part.is_buffer and not self.is_coded(part))
         self._exact += sections(s.layout, lambda part: part.is_buffer)
-        self._layout, self._device = s.layout, s.raw.device
+        self.exact_sizes = [(s.layout.segments[part.segment].dtype, part.last - part.first) for part in self._exact]
         self.make_memory([_wide(section.of(s)) for section in self._coded])
-        loaded, self._loaded = self._loaded, {}
         if loaded:
             self.set_memory(loaded)
+        self._digests = dict(zip(loaded.get("peers", ()), loaded.get("digests", ()), strict=True))
+        self._layout, self._loaded = s.layout, {}
 
     # Sections of s.
-
-    @property
-    def exact_sizes(self) -> list[tuple[torch.dtype, int]]:
-        """Pieces of a message that hold what travels exactly."""
-        assert self._layout is not None
-        return [(self._layout.segments[section.segment].dtype, section.last - section.first) for section in self._exact]
 
     def coded(self, s: FlatVector) -> list[Tensor]:
         """The values that go in code, one tensor per section, float32 or float64; views of s where it is as wide."""
@@ -144,144 +242,27 @@ class CompressedGossiper(Gossiper):
         for section, piece in zip(self._exact, envelope.pieces, strict=False):
             piece.copy_(section.of(s))
 
-    def add_exact(self, s: FlatVector, letters: Sequence[tuple[Envelope, float]]) -> None:
-        """s <- s + sum of weight * (first pieces of the envelope)."""
-        for envelope, weight in letters:
-            for section, piece in zip(self._exact, envelope.pieces, strict=False):
-                step_size = 1.0 if section.parts[0].is_buffer else self.exact_step_size
-                add_(section.of(s), piece, alpha=step_size * weight)
+    def add_exact(self, s: FlatVector, weights: MixingWeights) -> None:
+        """s <- s + (W - I) s for what travels exactly: the first pieces of the envelopes."""
+        for peer, letters in self._letters.items():
+            for section, mine, theirs in zip(self._exact, *(letter.pieces for letter in letters), strict=False):
+                if section.parts[0].is_buffer:
+                    alpha = self._buffer_weights.inp[peer]
+                else:
+                    alpha = self.exact_step_size * weights.inp[peer]
+                add_(section.of(s), theirs, alpha=alpha)
+                add_(section.of(s), mine, alpha=-alpha)
 
     def targets(self, s: FlatVector) -> list[Tensor]:
         """Where corrections are added: the sections in code themselves, or zeros in float32 where s is narrower."""
-        return [
-            torch.zeros_like(x) if _is_narrow(section.of(s)) else x for section, x in zip(self._coded, self.coded(s))
-        ]
+        pairs = zip(self._coded, self.coded(s), strict=True)
+        return [torch.zeros_like(x) if _is_narrow(section.of(s)) else x for section, x in pairs]
 
     def apply_targets(self, s: FlatVector, targets: Sequence[Tensor]) -> None:
         """s <- s + what was added to the targets."""
         for section, target in zip(self._coded, targets, strict=True):
             if _is_narrow(section.of(s)):
                 add_(section.of(s), target, alpha=1.0)
-
-    # Headers.
-
-    def post_headers(self, peers: Sequence[int]) -> None:
-        """Exchange headers with all peers of this round, ahead of the messages."""
-        device = self.transport.device
-        self._headers = {peer: Header(*self.header_of(peer), device=device) for peer in peers}
-        self._inbox_headers = {peer: Header(device=device) for peer in peers}
-        sends, recvs = ({p: (h.raw,) for p, h in headers.items()} for headers in (self._headers, self._inbox_headers))
-        self._pending_headers = self.transport.exchange(sends, recvs, tag=self._t)
-
-    @abstractmethod
-    def header_of(self, peer: int) -> tuple[int, int]:
-        """The number of the next message to and from this peer, and a checksum on which both must agree."""
-
-    def _wait(self) -> None:
-        """[Note: out of step] Before the message, whose size may be another where its number is."""
-        assert self._pending is not None, "no round is in flight: start() comes first"
-        assert self._pending_headers is not None, "headers are posted with every message"
-        pending, self._pending_headers = self._pending_headers, None
-        pending.wait()
-        for peer, header in self._inbox_headers.items():
-            got, expected = header.read(), self._headers[peer].read()
-            if got == expected:
-                continue
-            who = f"rank {self.transport.names[self.transport.rank]}: round {self._t}"
-            if got[0] != expected[0]:
-                raise RuntimeError(
-                    f"{who}: rank {self.transport.names[peer]} sent its message number {got[0]}, expected number "
-                    f"{expected[0]}: the two remember different rounds; resume all ranks from the same checkpoint, or "
-                    "all without one"
-                )
-            raise RuntimeError(
-                f"{who}: what rank {self.transport.names[peer]} remembers has the checksum {got[1]}, expected "
-                f"{expected[1]}, which this rank has; resume all ranks from the same checkpoint, and check the "
-                "machines if this comes back"
-            )
-        super()._wait()
-
-
-class BroadcastGossiper(CompressedGossiper):
-    """Compressed gossip where a rank says the same to all its peers; an algorithm writes `say` and `hear`.
-
-    Both are called for each section in code, with what `remember` allocated for it.
-    """
-
-    def __init__(self, *, step_size: float) -> None:
-        super().__init__(step_size=step_size)
-        self.num_messages = 0
-        self._memory: list[Memory] = []
-        self._own: Envelope | None = None
-        self._inbox: dict[int, Envelope] = {}
-
-    @abstractmethod
-    def remember(self, x: Tensor) -> Memory:
-        """New memory for a section of values like x, by name."""
-
-    @abstractmethod
-    def message_like(self, x: Tensor) -> Tensor:
-        """A message for a section of values like x: uint8 [num_bytes]."""
-
-    @abstractmethod
-    def say(self, x: Tensor, memory: Memory, message: Tensor) -> None:
-        """message <- the code of x, which is not changed; `memory` is updated."""
-
-    @abstractmethod
-    def hear(self, target: Tensor, memory: Memory, messages: Sequence[tuple[Tensor, float]]) -> None:
-        """target <- target + step_size (W - I) s'.
-
-        Args:
-            target: where the correction is added, like x.
-            memory: updated.
-            messages: every message with its weight in the row of W - I, this rank's own first.
-        """
-
-    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
-        """See `Gossiper`."""
-        self.prepare(s)
-        assert self._own is not None
-        own = self._own
-        self.post_headers(in_peers)
-        self.copy_exact(s, own)
-        for x, memory, message in zip(self.coded(s), self._memory, own.pieces[len(self._exact) :], strict=True):
-            self.say(x, memory, message)
-        for j in in_peers:
-            if j not in self._inbox:
-                self._inbox[j] = Envelope(own.sizes, own.raw.device)
-        return dict.fromkeys(out_peers, (own.raw,)), {j: (self._inbox[j].raw,) for j in in_peers}
-
-    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
-        """See `Gossiper`. Reads the messages, never s."""
-        assert self._own is not None
-        self.num_messages += 1
-        letters = [(self._own, weights.own - 1), *((self._inbox[j], weight) for j, weight in weights.inp.items())]
-        self.add_exact(s, letters)
-        targets = self.targets(s)
-        for index, (target, memory) in enumerate(zip(targets, self._memory, strict=True), start=len(self._exact)):
-            self.hear(target, memory, [(letter.pieces[index], weight) for letter, weight in letters])
-        self.apply_targets(s, targets)
-
-    def header_of(self, peer: int) -> tuple[int, int]:
-        """See `CompressedGossiper`."""
-        return self.num_messages, 0
-
-    def make_memory(self, coded: Sequence[Tensor]) -> None:
-        """See `CompressedGossiper`."""
-        self.num_messages = 0
-        self._memory = [self.remember(x) for x in coded]
-        sizes = [*self.exact_sizes, *((torch.uint8, self.message_like(x).numel()) for x in coded)]
-        assert self._device is not None
-        self._own, self._inbox = Envelope(sizes, self._device), {}
-
-    def memory(self) -> dict[str, Any]:
-        """See `CompressedGossiper`."""
-        return {"num_messages": self.num_messages, "sections": self._memory}
-
-    def set_memory(self, memory: Mapping[str, Any]) -> None:
-        """See `CompressedGossiper`."""
-        self.num_messages = memory["num_messages"]
-        copy_memory(self, self._memory, memory["sections"])
 
 
 def copy_memory(gossiper: CompressedGossiper, into: Sequence[Memory], from_: Sequence[Mapping[str, Tensor]]) -> None:

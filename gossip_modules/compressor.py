@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -174,9 +175,18 @@ def random_words(seed: int, t: int, num_words: int) -> list[int]:
 
 def checked_seed(seed: int) -> int:
     """The seed, or ValueError."""
-    if seed < 0:
-        raise ValueError(f"got seed={seed}, expected seed >= 0; pass the seed that all ranks share")
-    return seed
+    return checked_integer("seed", seed, 0, "pass the seed that all ranks share")
+
+
+def checked_integer(name: str, value: int, least: int, remedy: str) -> int:
+    """`value` as an int of at least `least`, or ValueError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ValueError(f"got {name}={value!r}, expected an integer of at least {least}; {remedy}")
+    return number
 
 
 def _check_vector(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

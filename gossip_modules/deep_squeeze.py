@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .compressed_gossiper import BroadcastGossiper, Memory
+from .broadcast_gossiper import BroadcastGossiper, checked_compressor
+from .compressed_gossiper import Memory
 from .compressor import Compressor
 
 
@@ -32,7 +33,7 @@ class DeepSqueeze(BroadcastGossiper):
 
     def __init__(self, compressor: Compressor, *, step_size: float) -> None:
         super().__init__(step_size=step_size)
-        self.compressor = compressor
+        self.compressor = checked_compressor(compressor)
 
     def remember(self, x: Tensor) -> Memory:
         """See `BroadcastGossiper`. `error` is e."""

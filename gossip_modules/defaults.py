@@ -41,8 +41,7 @@ def choose_mixing(
 
     Push-sum: the one-peer exponential graph with uniform weights. Push-pull: pairs on the bipartite exponential graph
     where the world is even, else both neighbours on a ring. A gossiper that needs symmetric weights: that ring in
-    every world. Where the graph is symmetric and push-sum is not asked for: Metropolis-Hastings weights, on a
-    MatchaGraph those of its own Laplacian.
+    every world. A MatchaGraph: its Laplacian. Another symmetric graph without push-sum: Metropolis-Hastings weights.
 
     Raises:
         ValueError: `mixing` is over another graph than `graph`.
@@ -56,9 +55,11 @@ def choose_mixing(
     is_undirected = gossiper is not None and gossiper.needs_symmetric_weights
     if graph is None:
         graph = _undirected_ring(world_size) if is_undirected else _default_graph(push_sum, world_size)
+    if isinstance(graph, MatchaGraph):
+        return LaplacianMixing(graph)
     if (push_sum and not is_undirected) or not graph.is_symmetric:
         return UniformMixing(graph)
-    return LaplacianMixing(graph) if isinstance(graph, MatchaGraph) else MetropolisHastingsMixing(graph)
+    return MetropolisHastingsMixing(graph)
 
 
 def _default_graph(push_sum: bool, world_size: int) -> GraphManager:

@@ -190,15 +190,15 @@ class FlatBuffer:
 def _in_order(slots: Iterator[_Slot]) -> list[_Slot]:
     """Matrices by shape, vectors, buffers; the sort is stable, so the module's order is kept where these are equal."""
 
-    def key(slot: _Slot) -> tuple[int, tuple[int, ...]]:
+    def key(slot: _Slot) -> tuple[bool, bool, bool, tuple[int, ...]]:
         if nn.parameter.is_lazy(slot.tensor):
             raise ValueError(
                 f"got the uninitialised lazy parameter '{slot.name}', expected known shapes; "
                 "run one forward pass before wrapping"
             )
-        if slot.part.is_matrix:
-            return 0, slot.part.shape
-        return (1 if slot.is_parameter else 2), ()
+        part = slot.part
+        # Complex first, since their addresses must be multiples of twice as many bytes.
+        return part.is_buffer, not slot.tensor.is_complex(), not part.is_matrix, part.shape if part.is_matrix else ()
 
     return sorted(slots, key=key)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -100,6 +101,7 @@ class FlatLayout:
             start = align(segments[-1].stop)
         return cls(tuple(segments), align(start, ALIGNMENT * num_slices))
 
+    @lru_cache(maxsize=64)  # noqa: B019 (layouts are few, small and equal by value)
     def cut(self, start: int, stop: int) -> FlatLayout:
         """The layout of bytes [start, stop): each segment's part in that range, counted from `start`."""
         parts = []
@@ -111,10 +113,20 @@ class FlatLayout:
                 parts.append(Segment(segment.dtype, first - start, numel, segment.cut(*elements)))
         return FlatLayout(tuple(parts), stop - start)
 
+    def where(self, *, is_buffer: bool) -> FlatLayout:
+        """The part of each segment that is buffers, or that is not; over the same bytes."""
+        halves = []
+        for segment in self.segments:
+            num_buffers = sum(part.numel for _, part in segment.places() if part.is_buffer)
+            middle = segment.numel - num_buffers  # buffers are last
+            first, last = (middle, segment.numel) if is_buffer else (0, middle)
+            start = segment.start + first * segment.dtype.itemsize
+            halves.append(Segment(segment.dtype, start, last - first, segment.cut(first, last)))
+        return FlatLayout(tuple(halves), self.num_bytes)
+
     def with_dtypes(self, choose: Callable[[torch.dtype], torch.dtype]) -> FlatLayout:
         """The same segments in other dtypes."""
-        segments = ((choose(s.dtype), s.numel) for s in self.segments)
-        return FlatLayout.of(segments)
+        return FlatLayout.of((choose(segment.dtype), segment.parts or segment.numel) for segment in self.segments)
 
 
 class FlatVector:
@@ -181,6 +193,10 @@ class FlatVector:
             start = offsets[x.dtype]
             offsets[x.dtype] += x.numel()
             yield x, segments[x.dtype][start : offsets[x.dtype]].view(x.shape)
+
+    def where(self, *, is_buffer: bool) -> FlatVector:
+        """The elements that are buffers, or that are not; shares memory, with a weight of its own."""
+        return FlatVector(self.layout.where(is_buffer=is_buffer), self.raw)
 
     def like(self) -> FlatVector:
         """A new vector of zeros with this layout and device, weight one."""

@@ -140,6 +140,7 @@ class Gossiper(Mixer):
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
         rank = self.transport.rank
         self._t, self._weights = t, self.mixing.weights(rank, t)
+        self._buffer_weights = self.mixing.buffer_weights(rank, t)
         self._out_peers = self.mixing.graph.out_peers(rank, t)
         self._post(s, phase=0)
 
@@ -224,20 +225,37 @@ class PushPull(Gossiper):
 
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
         """See `Gossiper`, and [Note: narrow wire]."""
-        messages, coefficients = self._messages(weights)
-        if self._sent is None:
+        messages = self._messages(weights)
+        if self._buffer_weights == weights:
+            self._mix(s, self._sent, messages, weights)
+        else:
+            for is_buffer, row in ((False, weights), (True, self._buffer_weights)):
+                sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
+                self._mix(s.where(is_buffer=is_buffer), sent, [m.where(is_buffer=is_buffer) for m in messages], row)
+
+    def decode_difference(self, s: FlatVector, weights: MixingWeights) -> float:
+        """See `Gossiper`. Costs a copy of s where buffers have weights of their own."""
+        if self._sent is not None:
+            return super().decode_difference(s, weights)
+        if self._buffer_weights == weights:
+            return s.difference_(weights.own - 1, self._messages(weights), list(weights.inp.values()))
+        before = s.clone()
+        self.decode(s, weights)
+        s.add_(before, alpha=-1.0)
+        return 1.0
+
+    def _mix(
+        self, s: FlatVector, sent: FlatVector | None, messages: Sequence[FlatVector], weights: MixingWeights
+    ) -> None:
+        """s <- s + (W - I) s, with what was sent in the place of s if it was rounded."""
+        coefficients = list(weights.inp.values())
+        if sent is None:
             s.combine_(weights.own, messages, coefficients)
             return
-        for message, weight in ((self._sent, weights.own - 1), *zip(messages, coefficients, strict=True)):
+        for message, weight in ((sent, weights.own - 1), *zip(messages, coefficients, strict=True)):
             s.add_segments_(message, alpha=weight)
             if self.is_weighted:
                 s.weight.add_(message.weight, alpha=weight)
-
-    def decode_difference(self, s: FlatVector, weights: MixingWeights) -> float:
-        """See `Gossiper`."""
-        if self._sent is not None:
-            return super().decode_difference(s, weights)
-        return s.difference_(weights.own - 1, *self._messages(weights))
 
     def _narrow(self, s: FlatVector) -> FlatVector:
         """A copy of s in the dtype of the wire; numbers beyond its range become its largest."""
@@ -254,8 +272,8 @@ class PushPull(Gossiper):
         self._sent.weight.copy_(s.weight)
         return self._sent
 
-    def _messages(self, weights: MixingWeights) -> tuple[list[FlatVector], list[float]]:
-        return self._inbox[: len(weights.inp)], list(weights.inp.values())
+    def _messages(self, weights: MixingWeights) -> list[FlatVector]:
+        return self._inbox[: len(weights.inp)]
 
     def _pieces(self, v: FlatVector) -> Sequence[Tensor]:
         return (v.raw,)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from .contraction import dpsgd_weight
+import numpy as np
+
+from .contraction import contraction, dpsgd_weight, laplacian
+from .edge_coloring import Edge
 from .graph_manager import GraphManager
 from .matcha_graph import MatchaGraph
 from .mixing_manager import MixingManager, MixingWeights
@@ -22,8 +25,9 @@ class LaplacianMixing(MixingManager):
 
     Args:
         graph: symmetric in every round.
-        alpha: of every link, finite and above 0; None: the graph's own for a `MatchaGraph`, the best for a static
-            graph.
+        alpha: of every link, finite, above 0 and so small that ranks come to agree: below 2 / l_n on a static graph,
+            with `contraction` below 1 on a `MatchaGraph`; on others it is not checked. None: the graph's own for a
+            `MatchaGraph`, the best for a static graph.
 
     Raises:
         ValueError: the graph is not symmetric, alpha is out of range, or there is none to take.
@@ -46,10 +50,23 @@ class LaplacianMixing(MixingManager):
             raise ValueError(
                 f"LaplacianMixing: got alpha={alpha}, expected a finite weight above 0. Leave it out to have the best."
             )
+        if alpha is not None:
+            _check_contracts(graph, self.alpha)
 
     def weights(self, rank: int, t: int) -> MixingWeights:
         peers = self.graph.in_peers(rank, t)
         return MixingWeights(own=1 - self.alpha * len(peers), inp=dict.fromkeys(peers, self.alpha))
+
+    def buffer_weights(self, rank: int, t: int) -> MixingWeights:
+        """See `MixingManager`: a smaller alpha, the same on all ranks, for which no self-weight is below zero."""
+        own, inp = self.weights(rank, t)
+        if self.alpha <= self._largest_convex_alpha:
+            return MixingWeights(own, inp)
+        return MixingWeights(1 - self._largest_convex_alpha * len(inp), dict.fromkeys(inp, self._largest_convex_alpha))
+
+    @cached_property
+    def _largest_convex_alpha(self) -> float:
+        return 1 / max(1, *(len(self.graph.phone_book(rank)) for rank in range(self.graph.world_size)))
 
     @cached_property
     def is_symmetric(self) -> bool:
@@ -79,5 +96,32 @@ def _default_alpha(graph: GraphManager) -> float:
     if graph.world_size == 1:
         return 1.0
     # Each link as a matching of its own: only their union matters for a static graph.
-    ranks = range(graph.world_size)
-    return dpsgd_weight(((i, j),) for i in ranks for j in graph.out_peers(i, 0) if i < j).alpha
+    return dpsgd_weight((link,) for link in _links(graph)).alpha
+
+
+def _links(graph: GraphManager) -> list[Edge]:
+    """All links that are ever used, of a static or a `MatchaGraph`."""
+    if isinstance(graph, MatchaGraph):
+        used = (m for m, p in zip(graph.matchings, graph.probabilities, strict=True) if p > 0)
+        return [link for matching in used for link in matching]
+    return [(i, j) for i in range(graph.world_size) for j in graph.out_peers(i, 0) if i < j]
+
+
+def _check_contracts(graph: GraphManager, alpha: float) -> None:
+    is_matcha = isinstance(graph, MatchaGraph)
+    if graph.world_size == 1 or (graph.is_dynamic and not is_matcha):
+        return
+    if isinstance(graph, MatchaGraph) and graph.is_dynamic and not graph.is_periodic:
+        rho = contraction(graph.matchings, graph.probabilities, alpha=alpha)
+        if rho >= 1:
+            raise ValueError(
+                f"LaplacianMixing: got alpha={alpha} on {graph!r}, where the distance from the average grows by the "
+                f"factor rho={rho:.6g}, expected a factor below 1. Leave alpha out to have the best, {graph.alpha}."
+            )
+        return
+    most = 2 / float(np.linalg.eigvalsh(laplacian(_links(graph), graph.world_size))[-1])
+    if alpha >= most * (1 - 1e-12):
+        raise ValueError(
+            f"LaplacianMixing: got alpha={alpha} on {graph!r}, expected below {most:.6g} = 2 / l_n of its Laplacian: "
+            f"from there on the distance from the average does not shrink. Leave it out to have the best."
+        )

@@ -43,6 +43,10 @@ class MixingManager(ABC):
     def weights(self, rank: int, t: int) -> MixingWeights:
         """Row `rank` of W(t). The keys of `inp` are exactly `graph.in_peers(rank, t)`, also where a weight is 0."""
 
+    def buffer_weights(self, rank: int, t: int) -> MixingWeights:
+        """The row for buffers, statistics that may not become negative: like `weights`, but never below zero."""
+        return self.weights(rank, t)
+
     def matrix(self, t: int) -> Tensor:
         """W(t), float64 [n, n]: for tests, analysis and plots."""
         matrix = torch.zeros(self.graph.world_size, self.graph.world_size, dtype=torch.float64)

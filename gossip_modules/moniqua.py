@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .bit_packing import pack, packed_size, unpack
-from .compressed_gossiper import BroadcastGossiper, Memory
+from .broadcast_gossiper import BroadcastGossiper
+from .compressed_gossiper import Memory
 from .compressor import checked_seed, pieces, random_words
 
 _HEADER_BYTES = 8
@@ -53,7 +54,7 @@ class Moniqua(BroadcastGossiper):
                 f"Moniqua: got theta={theta!r}, expected a positive number: more than any entry of two neighbours' "
                 "models ever differs by"
             )
-        if bits not in (2, 4, 8):
+        if not isinstance(bits, int) or bits not in (2, 4, 8):
             raise ValueError(f"Moniqua: got bits={bits!r}, expected 2, 4 or 8; one bit cannot tell up from down")
         self.theta, self.bits, self.seed = float(theta), bits, checked_seed(seed)
         self.num_levels = 1 << bits
@@ -98,8 +99,8 @@ class Moniqua(BroadcastGossiper):
             names = self.transport.names
             raise RuntimeError(
                 f"rank {names[self.transport.rank]}: round {self._t}: got a neighbour's model that differs in an entry "
-                f"by more than theta={self.theta}, or is not finite, expected less; raise theta, lower the learning "
-                "rate, or start from equal models"
+                f"by more than theta={self.theta}, or is not finite, expected less; raise theta, lower "
+                "step_size or the learning rate, or start from equal models"
             )
 
     def _codes(self, message: Tensor, start: int, stop: int) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .compressed_gossiper import CompressedGossiper, Memory, copy_memory
+from .compressor import checked_seed
 from .envelope import Envelope
 from .flat_vector import FlatVector, Part
-from .gossiper import Messages
 from .matrix_batches import Batch, batches_of, full_precision, side_by_side
 from .mixing_manager import MixingManager, MixingWeights
 from .orthonormal import orthonormalize
@@ -33,9 +33,9 @@ class PowerGossip(CompressedGossiper):
     and D̂ is taken from one end and given to the other, so the mean is kept.
 
     Matrices are parameters of two or more dimensions, dim 0 by the rest; all of a link's go in one message per
-    iteration. Parameters of one dimension travel exactly, with the first iteration of a round, or with
-    `compress_vectors` as one nearly square matrix. The graph may change as long as it stays undirected: each link
-    counts its own iterations.
+    iteration, after its header. Parameters of one dimension travel exactly, with the first iteration of a round, or
+    with `compress_vectors` as one nearly square matrix. The graph may change as long as it stays undirected: each link
+    counts its own iterations. Memory per link is a few times rank * (rows + columns) of each matrix.
 
     [Note: both ends are equal] P and Q are differences of the same two messages, so they are bit-equal at both ends
     on any hardware; the orthonormal factors are computed from them in float64 and never stored. Matrices are
@@ -84,7 +84,7 @@ class PowerGossip(CompressedGossiper):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"PowerGossip: got {name}={value!r}, expected an integer of at least {least}")
         self.rank, self.num_iterations, self.warm_start = rank, num_iterations, warm_start
-        self.compress_vectors, self.check_every, self.seed = compress_vectors, check_every, seed
+        self.compress_vectors, self.check_every, self.seed = compress_vectors, check_every, checked_seed(seed)
         self.num_phases = num_iterations
         self._options = (
             f"rank={rank}, num_iterations={num_iterations}, warm_start={warm_start}, step_size={step_size}, "
@@ -129,11 +129,11 @@ class PowerGossip(CompressedGossiper):
 
     def memory(self) -> dict[str, Any]:
         """See `CompressedGossiper`."""
-        return {"peers": self._peers, "iterations": list(self._iterations.values()), "factors": self._factors}
+        return {"links": self._peers, "iterations": list(self._iterations.values()), "factors": self._factors}
 
     def set_memory(self, memory: Mapping[str, Any]) -> None:
         """See `CompressedGossiper`."""
-        if list(memory["peers"]) != self._peers:
+        if list(memory["links"]) != self._peers:
             raise ValueError(
                 f"{self}: got state of links to {memory['peers']}, expected {self._peers}; load the checkpoint of this "
                 "rank, made on the same graph"
@@ -153,11 +153,8 @@ class PowerGossip(CompressedGossiper):
 
     # A round.
 
-    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
-        """See `Gossiper`. One power iteration of every link: its message holds this rank's products."""
-        self.prepare(s)
-        self._letters = {peer: self._letters_of(peer) for peer in in_peers}
-        self.post_headers(in_peers)
+    def write(self, s: FlatVector) -> None:
+        """See `CompressedGossiper`. One power iteration of every link: its message holds this rank's products."""
         if self.phase == 0:
             for outgoing, _ in self._letters.values():
                 self.copy_exact(s, outgoing)
@@ -171,14 +168,11 @@ class PowerGossip(CompressedGossiper):
                     products = (matrices.mT if side else matrices) @ side_by_side(basis)
                     for link, product in zip(links, products.split(batch.rank, dim=-1), strict=True):
                         self._piece(self._letters[self._peers[link]][0], number).view_as(product).copy_(product)
-        sends = {peer: (outgoing.raw,) for peer, (outgoing, _) in self._letters.items()}
-        return sends, {peer: (incoming.raw,) for peer, (_, incoming) in self._letters.items()}
 
-    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
-        """See `Gossiper`. Reads the messages, never s."""
+    def read(self, s: FlatVector, weights: MixingWeights) -> None:
+        """See `CompressedGossiper`."""
         if self.phase == 0:
-            for peer, (outgoing, incoming) in self._letters.items():
-                self.add_exact(s, [(incoming, weights.inp[peer]), (outgoing, -weights.inp[peer])])
+            self.add_exact(s, weights)
         targets = self.targets(s)
         with full_precision(s.raw.device):
             for side, links in self._groups():
@@ -220,13 +214,12 @@ class PowerGossip(CompressedGossiper):
             bases.append(orthonormalize(columns, fallback[links]).to(factor.dtype))
         return bases
 
-    def _letters_of(self, peer: int) -> tuple[Envelope, Envelope]:
-        """The outgoing and the incoming message of a link in this phase; kept for the next of the same kind."""
+    def letters_of(self, peer: int) -> tuple[Envelope, Envelope]:
+        """See `CompressedGossiper`; kept for the next phase of the same kind."""
         side, has_exact = self._iterations[peer] % 2, self.phase == 0
         if (peer, side, has_exact) not in self._boxes:
             sizes = [(f["left"].dtype, prod(b.factor_shape(side))) for b, f in zip(self._batches, self._factors)]
             sizes = [*(self.exact_sizes if has_exact else []), *sizes]
-            assert self._device is not None
             self._boxes[peer, side, has_exact] = Envelope(sizes, self._device), Envelope(sizes, self._device)
         return self._boxes[peer, side, has_exact]
 
@@ -234,13 +227,14 @@ class PowerGossip(CompressedGossiper):
         """What an envelope holds of batch `number`."""
         return envelope.pieces[len(envelope.pieces) - len(self._batches) + number]
 
-    def header_of(self, peer: int) -> tuple[int, int]:
-        """See `CompressedGossiper`: the iteration of the link, and of those that are checked a sum of both factors."""
-        iteration = self._iterations[peer]
-        is_checked = self.check_every > 0 and iteration % self.check_every == 0
-        return iteration, self._checksum(peer) if is_checked else 0
+    def number_of(self, peer: int) -> int:
+        """See `CompressedGossiper`."""
+        return self._iterations[peer]
 
-    def _checksum(self, peer: int) -> int:
+    def checksum_of(self, peer: int) -> int:
+        """See `CompressedGossiper`: of both factors, in the iterations that are checked."""
+        if self.check_every == 0 or self._iterations[peer] % self.check_every:
+            return 0
         link = self._peers.index(peer)
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         for factors in self._factors:

@@ -93,7 +93,7 @@ class QSGD(Compressor):
     """
 
     def __init__(self, bits: int = 8, bucket_size: int = 512, seed: int = 0, *, unbiased: bool = False) -> None:
-        if bits not in (2, 4, 8):
+        if not isinstance(bits, int) or bits not in (2, 4, 8):
             raise ValueError(f"got bits={bits}, expected 2, 4 or 8, which fill bytes; for 1 bit use SignNorm")
         self.bits = bits
         self.bucket_size = _checked_multiple_of_8("bucket_size", bucket_size)
@@ -132,7 +132,7 @@ class QSGD(Compressor):
 
 
 def _checked_multiple_of_8(name: str, size: int) -> int:
-    if size < 8 or size % 8:
+    if not isinstance(size, int) or size < 8 or size % 8:
         raise ValueError(f"got {name}={size}, expected a positive multiple of 8, so that blocks begin with a byte")
     return size
 

@@ -35,11 +35,12 @@ class Transport(Protocol):
     num_bytes_sent: int
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int, what: str = ""
     ) -> Pending:
         """Post one round: to each rank in `sends` its tensors, from each in `recvs` into its tensors; non-blocking.
 
-        Neither may be touched before `wait()` returned. All tensors of one peer go in their order.
+        Neither may be touched before `wait()` returned. Messages of equal tags meet in their order. `what` names the
+        exchange in errors, "round <tag>" by default.
         """
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
@@ -98,7 +99,7 @@ class ProcessGroupTransport:
         return other
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int, what: str = ""
     ) -> Pending:
         """See `Transport`."""
         staged = {peer: [self._stage(x, keep=True) for x in tensors] for peer, tensors in recvs.items()}
@@ -109,9 +110,8 @@ class ProcessGroupTransport:
         # 0.69 the other way round: Gloo answers a send only once the receive is there.
         operations = [(False, peer, x) for peer, xs in staged.items() for x in xs]
         operations += [(True, peer, x) for peer, xs in outgoing.items() for x in xs]
-        return _Exchange(
-            self, operations, [(x, y) for j in recvs for x, y in zip(recvs[j], staged[j], strict=True)], tag
-        )
+        pairs = [(x, y) for j in recvs for x, y in zip(recvs[j], staged[j], strict=True)]
+        return _Exchange(self, operations, pairs, tag, what or f"round {tag}")
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""
@@ -219,10 +219,10 @@ class _Exchange:
         operations: list[tuple[bool, int, Tensor]],
         staged: list[tuple[Tensor, Tensor]],
         tag: int,
+        what: str,
     ) -> None:
         self.transport = transport
         self.staged = staged
-        self.tag = tag
         self.start = time.monotonic()
         self.works: list[tuple[str, dist.Work]] = []
         if transport.backend == "nccl":
@@ -231,15 +231,15 @@ class _Exchange:
                     dist.P2POp(dist.isend if is_send else dist.irecv, x, transport.names[peer], transport.group)
                     for is_send, peer, x in operations
                 ]
-                self.works = [(f"round {tag}", work) for work in dist.batch_isend_irecv(batch)]
+                self.works = [(what, work) for work in dist.batch_isend_irecv(batch)]
             return
         for is_send, peer, x in operations:
-            what = f"round {tag}: {'send to' if is_send else 'receive from'} rank {transport.names[peer]}"
+            action = f"{what}: {'send to' if is_send else 'receive from'} rank {transport.names[peer]}"
             post = transport.group.send if is_send else transport.group.recv
             try:
-                self.works.append((what, post([x], peer, transport.wire_tag(tag, x.numel() * x.element_size()))))
+                self.works.append((action, post([x], peer, transport.wire_tag(tag, x.numel() * x.element_size()))))
             except RuntimeError as error:
-                transport.fail(error, what, 0.0)
+                transport.fail(error, action, 0.0)
 
     def wait(self) -> None:
         """See `Pending`."""

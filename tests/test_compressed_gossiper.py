@@ -554,8 +554,63 @@ def test_a_peer_that_ends_is_named(name: str) -> None:
                 raise HangUp
             gossiper.mix(s, t)
 
-    with pytest.raises(ConnectionError, match=r"rank [02]: round 2: (receive from|send to) rank 1 failed after"):
+    with pytest.raises(
+        ConnectionError, match=r"rank [02]: round 2(, header)?: (receive from|send to) rank 1 failed after"
+    ):
         run_ranks(3, body)
+
+
+@pytest.mark.parametrize("name", ["Choco TopK", "Moniqua", "PowerGossip rank 2, twice"])
+def test_another_run_of_the_same_number_is_seen(name: str) -> None:
+    """Two checkpoints of one step, of two runs: the digest of what was said before tells them apart."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        states = []
+        for run in range(2):
+            gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank() + 2 * run)
+            for t in range(3):
+                gossiper.mix(s, t)
+            states.append(gossiper.state_dict())
+        gossiper = bound(GOSSIPERS[name](), ring(2), group)
+        gossiper.load_state_dict(states[group.rank()])
+        message = rf"rank {group.rank()}: round 3: rank {1 - group.rank()} remembers another past of message number"
+        with pytest.raises(RuntimeError, match=message):
+            gossiper.mix(vector_of(group.rank()), 3)
+
+    run_ranks(2, body)
+
+
+def test_after_a_failed_round_only_a_checkpoint_goes_on() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper, s = bound(GOSSIPERS["Choco TopK"](), ring(2), group), vector_of(group.rank())
+        gossiper.mix(s, 0)
+        state = gossiper.state_dict() if group.rank() else {}
+        gossiper.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="the two remember different rounds"):
+            gossiper.mix(s, 1)
+        assert gossiper.state_dict() == {}
+        copy.deepcopy(gossiper)
+        with pytest.raises(RuntimeError, match=r"got a round after one that failed.* start again from a checkpoint"):
+            gossiper.mix(s, 2)
+
+    run_ranks(2, body)
+
+
+def test_a_wrapper_resumed_from_an_older_step_is_named() -> None:
+    """Round counters differ as well then, so headers must meet whatever the round."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(net(0), group, gossiper=PowerGossip(), init_sync=True)
+        states = []
+        for step in range(4):
+            states.append(copy.deepcopy(wrapper.state_dict()))
+            train(wrapper, group.rank(), [step])
+        if group.rank() == 1:
+            wrapper.load_state_dict(states[2])
+        with pytest.raises(RuntimeError, match=rf"rank {1 - group.rank()} sent its message number"):
+            train(wrapper, group.rank(), [4])
+
+    run_ranks(2, body)
 
 
 # Around a model.

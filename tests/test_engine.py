@@ -36,6 +36,8 @@ class ScriptedTransport:
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.num_bytes_sent = 0, 2, 0
+        self.device = torch.device("cpu")
+        self.names: Sequence[int] = (0, 1)
         self.gates: defaultdict[int, threading.Event] = defaultdict(threading.Event)
         self.errors: dict[int, Exception] = {}
         self.posted: list[int] = []
@@ -45,7 +47,7 @@ class ScriptedTransport:
         return self
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int, what: str = ""
     ) -> ScriptedPending:
         """See `Transport`."""
         self.posted.append(tag)

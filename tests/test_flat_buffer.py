@@ -200,6 +200,16 @@ def test_padding_divides_into_slices(num_slices: int) -> None:
     assert bool((buffer.vector.segments[0] > 0).all())
 
 
+def test_complex_parameters_lie_at_multiples_of_their_size() -> None:
+    """A complex128 beside an odd number of float64, which share a segment."""
+    model = nn.Module()
+    model.register_parameter("odd", nn.Parameter(torch.ones(3, 3, dtype=torch.float64)))
+    model.register_parameter("pair", nn.Parameter(torch.full((3,), 1 + 2j, dtype=torch.complex128)))
+    buffer = FlatBuffer(model)
+    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in buffer.tensors)
+    assert bool((model.get_parameter("pair") == 1 + 2j).all())
+
+
 # What moves the tensors.
 
 

@@ -19,6 +19,8 @@ from gossip_modules import (
     GlobalAverage,
     GossipDataParallel,
     Gossiper,
+    LaplacianMixing,
+    MatchaGraph,
     MatrixMixing,
     MetropolisHastingsMixing,
     MixingManager,
@@ -29,8 +31,9 @@ from gossip_modules import (
     RingGraph,
     UniformMixing,
     connect,
+    select_graph,
 )
-from gossip_modules.flat_vector import FlatLayout
+from gossip_modules.flat_vector import FlatLayout, Part
 from tests.problems import loss_of, net, sgd
 from tests.ranks import CPU, TIMEOUT, run_ranks, solo_group
 
@@ -434,6 +437,39 @@ def test_global_average_is_exact_and_resets_the_weight() -> None:
         for s in results:
             torch.testing.assert_close(s.segments[k], mean.to(dtype))
             assert torch.equal(s.segments[k], results[0].segments[k])
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+def test_statistics_stay_positive_where_self_weights_are_negative(wire_dtype: torch.dtype | None) -> None:
+    """Node 1 of this graph has five links and the self-weight -0.43; its running variance is 100 times the others'."""
+    mixing = LaplacianMixing(MatchaGraph(select_graph(0), budget=1.0))
+    layout = FlatLayout.of([(torch.float32, [Part((3, 2)), Part((4,), is_buffer=True)])])
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        gossiper = bound(PushPull(wire_dtype=wire_dtype), mixing, group)
+        results = []
+        for is_difference in (False, True):
+            s = FlatVector.zeros(layout, CPU)
+            s.segments[0][:6] = 1.0 + group.rank()
+            s.segments[0][6:] = 100.0 if group.rank() == 1 else 1.0
+            before = s.clone()
+            gossiper.start(s, 0)
+            if is_difference:
+                alpha = gossiper.difference(s)
+                s = before.add_(s, alpha=alpha)
+            else:
+                gossiper.finish(s)
+            results.append(s.segments[0])
+        return results[0], results[1]
+
+    ranks = run_ranks(8, body)
+    x = torch.stack([finished for finished, _ in ranks]).double()
+    torch.testing.assert_close(torch.stack([summed for _, summed in ranks]).double(), x, rtol=1e-5, atol=1e-4)
+    start = torch.arange(1.0, 9.0, dtype=torch.float64)
+    torch.testing.assert_close(x[:, 0], mixing.matrix(0) @ start, rtol=0, atol=1e-5)
+    assert float(mixing.matrix(0)[1, 1]) < -0.4
+    assert float(x[:, 6:].min()) > -1e-4
+    torch.testing.assert_close(x[:, 6:].sum(0), torch.full((4,), 107.0, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
 # Mistakes.

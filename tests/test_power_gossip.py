@@ -88,7 +88,7 @@ def begin_with(gossiper: CompressedGossiper, s: FlatVector, factors: list[dict[t
     gossiper.prepare(s)
     state, me = gossiper.state_dict(), gossiper.transport.rank
     for memory, chosen in zip(state["factors"], factors, strict=True):
-        for link, peer in zip(memory["right"], state["peers"], strict=True):
+        for link, peer in zip(memory["right"], state["links"], strict=True):
             link.copy_(chosen[min(me, peer), max(me, peer)])
     gossiper.load_state_dict(state)
 
@@ -142,7 +142,7 @@ def test_training_equals_the_dense_one() -> None:
         def make_memory(self, like: Any) -> None:
             super().make_memory(like)
             for memory, chosen in zip(self.memory()["factors"], factors, strict=True):
-                for link, peer in zip(memory["right"], self.memory()["peers"], strict=True):
+                for link, peer in zip(memory["right"], self.memory()["links"], strict=True):
                     link.copy_(chosen[min(self.transport.rank, peer), max(self.transport.rank, peer)])
 
     def mix(stacks: list[Tensor]) -> None:
@@ -245,7 +245,7 @@ def test_both_ends_hold_the_same_bits(graph: str, warm_start: bool, num_iteratio
 
     for t, states in enumerate(zip(*run_ranks(4, body), strict=True)):
         for i, j in links_of(MIXINGS[graph]):
-            ends = [(states[a], states[a]["peers"].index(b)) for a, b in ((i, j), (j, i))]
+            ends = [(states[a], states[a]["links"].index(b)) for a, b in ((i, j), (j, i))]
             assert ends[0][0]["iterations"][ends[0][1]] == ends[1][0]["iterations"][ends[1][1]]
             for one, other in zip(ends[0][0]["factors"], ends[1][0]["factors"], strict=True):
                 for side in ("left", "right"):
@@ -261,8 +261,8 @@ def test_ends_that_differ_are_an_error_in_time(check_every: int) -> None:
     def body(group: dist.ProcessGroup) -> None:
         gossiper, s = bound(PowerGossip(check_every=check_every), ring(2), group), vector_of(group.rank())
         message = (
-            rf"rank {group.rank()}: round \d: what rank {1 - group.rank()} remembers has the checksum \d+, expected "
-            r"\d+, which this rank has; resume all ranks from the same checkpoint"
+            rf"rank {group.rank()}: round \d: rank {1 - group.rank()} remembers another past of message number \d+ "
+            r"\(digest \d+\), expected that of this rank \(digest \d+\); resume all ranks from the same checkpoint"
         )
         for t in range(2):
             gossiper.mix(s, t)
@@ -303,7 +303,7 @@ def test_links_count_their_own_iterations() -> None:
         return gossiper.state_dict()
 
     for rank, state in enumerate(run_ranks(4, body)):
-        expected = [sum(peer in mixing.graph.out_peers(rank, t) for t in range(9)) for peer in state["peers"]]
+        expected = [sum(peer in mixing.graph.out_peers(rank, t) for t in range(9)) for peer in state["links"]]
         assert state["iterations"] == expected
         assert 0 < min(expected) < 9
 
@@ -332,9 +332,9 @@ def test_bytes_are_those_of_one_factor(rank: int, num_iterations: int) -> None:
         gossiper = bound(PowerGossip(rank=rank, num_iterations=num_iterations), STATIC["star"], group)
         exchange, messages = gossiper.transport.exchange, []
 
-        def counted(sends: Any, recvs: Any, *, tag: int) -> Any:
+        def counted(sends: Any, recvs: Any, *, tag: int, what: str = "") -> Any:
             messages.append({peer: len(tensors) for peer, tensors in sends.items()})
-            return exchange(sends, recvs, tag=tag)
+            return exchange(sends, recvs, tag=tag, what=what)
 
         gossiper.transport.exchange = counted  # type: ignore[method-assign]
         s, num_peers, iteration = vector_of(group.rank(), layout), 3 if group.rank() == 0 else 1, 0
