@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import ROUND_FLOOR, Context
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,12 @@ from .edge_coloring import Edge, Matching, as_matchings, link_costs, world_size
 
 Array = npt.NDArray[np.float64]
 
-_MAX_STEPS = 60
 _GAP = 1e-6  # of lambda_2, relative
-DIGITS = 6  # of a probability, so that machines which round differently still agree
+_SHARPEST = 1e-7  # relative gap asked on a subspace
+_MAX_GAP = 1e-4  # that is accepted where rounding allows no better
+_SINGULAR = 1e-13  # ratio of eigenvalues below which the smallest has no digits left
+_NEGLIGIBLE = 1e-6  # of an even share of the budget
+DIGITS = 6  # of a probability, significant, so that machines which round differently still agree
 
 
 def activation_probabilities(
@@ -34,7 +38,7 @@ def activation_probabilities(
     lowest at the previous p, which bounds lambda_2 from above, until the true lambda_2 meets the bound.
 
     Step 1 of MATCHA, Wang et al., ICC 2019, arXiv:1905.09435. Where several p are optimal the result is one in their
-    middle. Deterministic, and rounded to six digits, so the budget holds to the same precision.
+    middle. Deterministic, rounded to six significant digits within the budget.
 
     Args:
         matchings: of a connected base graph, see `decompose`.
@@ -48,7 +52,8 @@ def activation_probabilities(
         p, float64 [M].
 
     Raises:
-        ValueError: not matchings of a connected graph, or a budget or costs that are not as above.
+        ValueError: not matchings of a connected graph, a budget or costs that are not as above, or so extreme ones
+            that double precision does not tell the best plan to 1e-4.
 
     >>> activation_probabilities([((0, 1), (2, 3)), ((1, 2),)], budget=0.5).tolist()
     [0.5, 0.5]
@@ -100,22 +105,62 @@ def budget_limit(seconds: Array, budget: float | None, budget_seconds: float | N
 
 def best_connected(matchings: Sequence[Matching], seconds: Array, limit: float) -> Array:
     """`activation_probabilities` of checked matchings, with sum_j p_j seconds_j <= limit; float64 [M]."""
-    total = float(seconds.sum())
-    if limit >= total:
+    if limit >= float(seconds.sum()):
         return np.ones(len(matchings))
     n = world_size(matchings)
-    p = np.full(len(matchings), limit / total)
-    size = n - 1 if n <= MAX_WHOLE else 2 * NUM_NEW
-    basis = np.linalg.eigh(weighted_laplacian(matchings, p, n))[1][:, 1 : 1 + size]
+    even = even_split(seconds, limit)
+    best, connectivity, bound = even, 0.0, np.inf
+    basis = _first_basis(matchings, even)
     gap = 0.0 if n <= MAX_WHOLE else 0.1  # relative; a bound need not be sharper than the subspace is good
-    for _ in range(_MAX_STEPS):
-        p, bound = _solve_on(basis, matchings, seconds, limit, gap=max(0.1 * gap, 0.01 * _GAP))
+    while True:
+        is_sharpest = 0.1 * gap <= _SHARPEST
+        start = (best + even) / 2
+        p, upper = _solve_on(basis, matchings, seconds, limit, start=start, gap=max(0.1 * gap, _SHARPEST))
         values, vectors = np.linalg.eigh(weighted_laplacian(matchings, p, n))
-        if bound - values[1] <= _GAP * bound:
-            return np.round(p, DIGITS)
-        gap = (bound - values[1]) / bound
-        basis = extended(basis, vectors[:, 1 : 1 + NUM_NEW])
-    raise AssertionError(f"lambda_2 = {values[1]} did not meet its bound {bound} in {_MAX_STEPS} steps")
+        if values[1] > connectivity:
+            best, connectivity = p, float(values[1])
+        bound = min(bound, upper)
+        gap = (bound - connectivity) / bound
+        wider = extended(basis, vectors[:, 1 : 1 + NUM_NEW])
+        if gap <= _GAP or (is_sharpest and wider.shape == basis.shape):
+            break
+        basis = wider
+    if gap > _MAX_GAP:
+        raise _too_extreme(seconds, limit)
+    return rounded(best, matchings, seconds, limit)
+
+
+def even_split(seconds: Array, limit: float) -> Array:
+    """p that spends nine tenths of the budget, on each matching alike as far as p_j <= 0.9; float64 [M].
+
+    Each p_j is above the best one's 0.9 / M-th part, so that costs of any ratio are a fair start.
+    """
+    result: Array = np.minimum(0.9, 0.9 * limit / (len(seconds) * seconds))
+    return result
+
+
+def rounded(p: Array, matchings: Sequence[Matching], seconds: Array, limit: float) -> Array:
+    """p to six significant digits within the budget: what the budget does not allow is rounded down; float64 [M].
+
+    Matchings that get next to nothing get nothing, but for those that the connectivity depends on.
+    """
+    n = world_size(matchings)
+    tiny = [int(j) for j in np.argsort(p, kind="stable") if p[j] < _NEGLIGIBLE * even_split(seconds, limit)[j]]
+    least = (1 - _GAP) * np.linalg.eigvalsh(weighted_laplacian(matchings, p, n))[1] if tiny else 0.0
+    while tiny:
+        without = p.copy()
+        without[tiny] = 0
+        if np.linalg.eigvalsh(weighted_laplacian(matchings, without, n))[1] >= least:
+            p = without
+            break
+        tiny.pop()
+    nearest = np.array([float(f"{x:.{DIGITS}g}") for x in p])
+    down = np.array([float(Context(DIGITS, ROUND_FLOOR).create_decimal(float(x))) for x in p])
+    for j in np.argsort((p - nearest) * seconds, kind="stable"):
+        if nearest @ seconds <= limit * (1 + 1e-12):
+            break
+        nearest[j] = min(nearest[j], down[j])
+    return nearest
 
 
 def differences(basis: Array, matching: Matching) -> Array:
@@ -125,47 +170,76 @@ def differences(basis: Array, matching: Matching) -> Array:
     return result
 
 
+def _first_basis(matchings: Sequence[Matching], p: Array) -> Array:
+    """An orthonormal basis beside the vector 1: of all directions, or for many ranks of the least connected at p."""
+    n = world_size(matchings)
+    if n <= MAX_WHOLE:
+        basis = np.eye(n, n - 1)
+    else:
+        basis = np.linalg.eigh(weighted_laplacian(matchings, p, n))[1][:, 1 : 1 + 2 * NUM_NEW]
+    return np.asarray(np.linalg.qr(basis - basis.mean(axis=0))[0], dtype=np.float64)
+
+
 def _solve_on(
-    basis: Array, matchings: Sequence[Matching], seconds: Array, limit: float, *, gap: float
+    basis: Array, matchings: Sequence[Matching], seconds: Array, limit: float, *, start: Array, gap: float
 ) -> tuple[Array, float]:
-    """The optimal p when lambda_2 is the smallest eigenvalue on the subspace of `basis`, and an upper bound on it."""
-    rows = [differences(basis, matching) for matching in matchings]
-    inequality = _Connectivity(np.stack([row.T @ row for row in rows]))
+    """The optimal p when lambda_2 is the smallest eigenvalue on the subspace of `basis`, and an upper bound on it.
+
+    Solved for x_j = p_j / start_j, in a basis where sum_j start_j L_j is I: costs and eigenvalues of very different
+    size would else leave no digits. `start` is strictly feasible, `gap` relative.
+    """
+    rows = [np.sqrt(p) * differences(basis, matching) for p, matching in zip(start, matchings, strict=True)]
+    stacked = np.vstack(rows)
+    values, vectors = np.linalg.eigh(stacked.T @ stacked)
+    if values[0] <= _SINGULAR * values[-1]:
+        raise _too_extreme(seconds, limit)
+    to_identity = vectors * np.sqrt(1 / values)
+    laplacians = np.stack([row.T @ row for row in (row @ to_identity for row in rows)])
+    metric = np.diag(values[0] / values)
+    inequality = _Connectivity(laplacians, metric)
     num_matchings = len(matchings)
     ones = np.eye(num_matchings)
-    normals = np.vstack([-ones, ones, seconds])
-    offsets = np.concatenate([np.zeros(num_matchings), np.ones(num_matchings), [limit]])
-    p = np.full(num_matchings, 0.9 * limit / seconds.sum())
-    s = 0.5 * float(np.linalg.eigvalsh(np.tensordot(p, inequality.laplacians, 1))[0])
+    normals = np.vstack([-ones, ones, seconds * start / limit])
     x = minimize(
         np.append(np.zeros(num_matchings), -1.0),
         inequality,
-        Halfspaces(np.hstack([normals, np.zeros((len(normals), 1))]), offsets),
-        np.append(p, s),
-        gap=gap * s,
+        Halfspaces(
+            np.hstack([normals, np.zeros((len(normals), 1))]),
+            np.concatenate([np.zeros(num_matchings), 1 / start, [1.0]]),
+        ),
+        np.append(np.ones(num_matchings), 0.5),
+        gap=gap,
     )
     dual = np.asarray(np.linalg.inv(inequality.matrix(x)), dtype=np.float64)
-    return x[:-1], _upper_bound(dual, inequality.laplacians, seconds, limit)
+    gains = np.einsum("ij,mij->m", dual, laplacians) / np.einsum("ij,ij", dual, metric)
+    return x[:-1] * start, float(values[0]) * _upper_bound(gains, seconds * start, 1 / start, limit)
 
 
-def _upper_bound(weight: Array, laplacians: Array, seconds: Array, limit: float) -> float:
-    """max_p sum_j p_j tr(Z L_j) for Z = weight / tr(weight), which no lambda_2 exceeds: Z mixes unit vectors.
+def _upper_bound(gains: Array, seconds: Array, most: Array, limit: float) -> float:
+    """max_x <gains, x> with 0 <= x <= most, <seconds, x> <= limit, which no lambda_2 exceeds.
 
-    Budget goes to the matchings that give most per second, as far as it lasts.
+    gains_j = tr(Z L_j) for a Z that mixes unit vectors beside 1. Budget goes to what gives most per second, as far as
+    it lasts.
     """
-    gains = np.einsum("ij,mij->m", weight, laplacians) / np.trace(weight)
     order = np.argsort(-gains / seconds, kind="stable")
-    left = limit - np.concatenate([[0.0], np.cumsum(seconds[order])[:-1]])
-    return float(np.clip(left / seconds[order], 0, 1) @ gains[order])
+    costs = (seconds * most)[order]
+    left = limit - np.concatenate([[0.0], np.cumsum(costs)[:-1]])
+    return float(np.clip(left / costs, 0, 1) @ (gains * most)[order])
+
+
+def _too_extreme(seconds: Array, limit: float) -> ValueError:
+    return ValueError(
+        f"got a budget of {limit:g} for matchings that cost {seconds.min():g} to {seconds.max():g}, expected numbers "
+        f"whose best plan can be told in double precision. Give a larger budget, or leave out the slowest links."
+    )
 
 
 class _Connectivity:
-    """A(p, s) = sum_j p_j L_j - s I."""
+    """A(x, s) = sum_j x_j L_j - s metric."""
 
-    def __init__(self, laplacians: Array) -> None:
+    def __init__(self, laplacians: Array, metric: Array) -> None:
         self.laplacians = laplacians  # [M, k, k]
-        self.identity = np.eye(laplacians.shape[1])
-        self.slopes = np.concatenate([laplacians, -self.identity[None]])
+        self.slopes = np.concatenate([laplacians, -metric[None]])
 
     def matrix(self, x: Array) -> Array:
         result: Array = np.tensordot(x, self.slopes, 1)

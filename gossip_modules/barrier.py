@@ -10,9 +10,9 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 _SHRINK = 0.1  # of the barrier's weight from one centre to the next
-_MAX_NEWTON_STEPS = 60  # per centre; a handful is usual
+_MAX_NEWTON_STEPS = 2_000  # per centre; a handful is usual, a hundred or more from a start far from the path
 _NEAR, _AT = 1e-2, 1e-9  # squared Newton decrement close enough to a centre on the way, and to the last one
-_ROUNDING = 1e-11  # of differences of the barrier
+_QUADRATIC = 1e-5  # squared decrement from which on full steps square it, and decreases of the barrier are rounding
 
 
 class Halfspaces(NamedTuple):
@@ -67,6 +67,7 @@ def minimize(objective: Array, inequality: MatrixInequality, halfspaces: Halfspa
 def _center(
     objective: Array, inequality: MatrixInequality, halfspaces: Halfspaces, x: Array, *, decrement: float
 ) -> Array:
+    last = np.inf
     for _ in range(_MAX_NEWTON_STEPS):
         factor = _factor(inequality, x)
         assert factor is not None, "the line search keeps x feasible"
@@ -79,11 +80,14 @@ def _center(
         curvature = inequality.curvature(x, root.T @ root)
         direction = -_solve(hessian if curvature is None else hessian - curvature, gradient)
         slope = float(gradient @ direction)
+        if last < _QUADRATIC and -slope > last / 2:
+            return x  # Newton's method would have squared the decrement: rounding won
         step = _line_search(objective, inequality, halfspaces, x, factor, direction, slope)
         x = x + step * direction
         if step == 0 or -slope < decrement:
-            break
-    return x
+            return x
+        last = -slope
+    raise AssertionError(f"no centre within {_MAX_NEWTON_STEPS} Newton steps, squared decrement {-slope}")
 
 
 def _solve(hessian: Array, gradient: Array) -> Array:
@@ -114,7 +118,7 @@ def _line_search(
             # Differences, not values: near the optimum the values are so large that a decrease drowns in them.
             change = step * float(objective @ direction) - float(np.log1p(-step * rates).sum())
             change -= 2 * float(np.log(np.diag(trial)).sum() - log_det)
-            if change <= 0.1 * step * slope + _ROUNDING:
+            if change <= 0.1 * step * slope or -slope < _QUADRATIC:
                 return step
         step /= 2
     return 0.0

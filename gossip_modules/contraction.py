@@ -97,9 +97,11 @@ def mixing_weight(matchings: Iterable[Iterable[Edge]], probabilities: Sequence[f
     """
     checked = as_matchings(matchings)
     p = as_probabilities(probabilities, len(checked))
+    if not checked:
+        return MixingWeight(1.0, 0.0)  # a world of one always agrees
     mean, square = second_moment(checked, p)
     spectrum = np.linalg.eigvalsh(mean)
-    if spectrum[1] < 1e-12 * spectrum[-1]:
+    if spectrum[1] <= 1e-12 * spectrum[-1]:
         raise ValueError(
             f"got the probabilities {p.tolist()}, expected those above 0 to belong to matchings that connect all "
             f"ranks: the others could never agree. Take those of activation_probabilities(matchings, budget)."
@@ -129,6 +131,8 @@ def dpsgd_weight(matchings: Iterable[Iterable[Edge]]) -> MixingWeight:
     MixingWeight(alpha=0.5, rho=0.25)
     """
     checked = as_matchings(matchings)
+    if not checked:
+        return MixingWeight(1.0, 0.0)  # a world of one always agrees
     spectrum = np.linalg.eigvalsh(weighted_laplacian(checked, np.ones(len(checked)), world_size(checked)))
     low, high = float(spectrum[1]), float(spectrum[-1])
     return MixingWeight(float(f"{2 / (low + high):.{_DIGITS}g}"), ((high - low) / (high + low)) ** 2)

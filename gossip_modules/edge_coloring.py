@@ -74,7 +74,7 @@ def graph_edges(graph: nx.Graph) -> list[Edge]:
 
 
 def as_matchings(matchings: Iterable[Iterable[Iterable[int]]]) -> tuple[Matching, ...]:
-    """`matchings` checked and in the form that `decompose` gives; their order stays.
+    """`matchings` checked and in the form that `decompose` gives; their order stays. None at all: a world of one.
 
     Raises:
         ValueError: a pair that is no link, a rank twice in one matching, a link twice, or ranks that the links leave
@@ -96,12 +96,12 @@ def as_matchings(matchings: Iterable[Iterable[Iterable[int]]]) -> tuple[Matching
             )
         seen.update(matching)
     ranks_seen = {rank for edge in seen for rank in edge}
-    if not seen or ranks_seen != set(range(len(ranks_seen))):
+    if ranks_seen != set(range(len(ranks_seen))):
         raise ValueError(
             f"got matchings of the ranks {excerpt(sorted(ranks_seen))}, expected each of 0 to "
-            f"{max(ranks_seen, default=0)}: the others could never agree with them. Add links to the missing ranks."
+            f"{max(ranks_seen)}: the others could never agree with them. Add links to the missing ranks."
         )
-    _check_connected(len(ranks_seen), sorted(seen))
+    _check_connected(max(len(ranks_seen), 1), sorted(seen))
     return checked
 
 

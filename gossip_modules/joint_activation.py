@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .activation import DIGITS, best_connected, budget_limit, differences, matching_costs
+from .activation import DIGITS, best_connected, budget_limit, differences, even_split, matching_costs, rounded
 from .barrier import Halfspaces, minimize
 from .contraction import MAX_WHOLE, extended, mixing_weight, second_moment, top_vectors
 from .edge_coloring import Edge, Matching, as_matchings, world_size
@@ -46,9 +46,9 @@ def joint_probabilities(
 
     linear constraints, and one matrix inequality that is linear in each variable. It is not convex: an interior point
     method finds a stationary point from each of a few starts, the two-stage solutions that spend 1, 0.8 and 0.6 of the
-    budget. The best of all is taken, starts included, and of those equal to six digits the
-    cheapest: rho is never above that of the two stages, to these digits. Deterministic, p rounded to six digits. Takes
-    about a second for 64 ranks, and many times as long as the two stages for more.
+    budget. The best of all is taken, starts included, and of those whose 1 - rho is equal to six digits the
+    cheapest: rho is never above that of the two stages, to these digits. Deterministic, p rounded to six significant
+    digits. Takes about a second for 64 ranks, and many times as long as the two stages for more.
 
     Args and Raises: as `activation_probabilities`.
 
@@ -66,6 +66,8 @@ def joint_probabilities(
 
 def smallest_rho(matchings: Sequence[Matching], seconds: Array, limit: float) -> ActivationPlan:
     """`joint_probabilities` of checked matchings, with sum_j p_j seconds_j <= limit."""
+    if not matchings:
+        return ActivationPlan(np.empty(0), alpha=1.0, rho=0.0)  # a world of one always agrees
     candidates = []
     for share in _SHARES:
         start = best_connected(matchings, seconds, share * limit)
@@ -73,7 +75,10 @@ def smallest_rho(matchings: Sequence[Matching], seconds: Array, limit: float) ->
         candidates.append(ActivationPlan(start, alpha, rho))
         candidates.append(_improved(candidates[-1], matchings, seconds, limit))
     # Where matchings are of no more use, what they would cost decides.
-    return min(candidates, key=lambda best: (round(best.rho, DIGITS), float(best.probabilities @ seconds), best.rho))
+    return min(
+        candidates,
+        key=lambda best: (-float(f"{1 - best.rho:.{DIGITS}g}"), float(best.probabilities @ seconds), best.rho),
+    )
 
 
 def _improved(start: ActivationPlan, matchings: Sequence[Matching], seconds: Array, limit: float) -> ActivationPlan:
@@ -89,7 +94,7 @@ def _improved(start: ActivationPlan, matchings: Sequence[Matching], seconds: Arr
         if gap < _BOUND_GAP:
             break
         basis = extended(basis, vectors)
-    p = np.round(p, DIGITS)
+    p = rounded(p, matchings, seconds, limit)
     return ActivationPlan(p, *mixing_weight(matchings, p))
 
 
@@ -103,7 +108,7 @@ def _solve_on(
     """p, alpha and rho, when rho is the largest eigenvalue on the subspace of `basis`."""
     num_matchings = len(matchings)
     inequality = _Moment(basis, matchings)
-    p = np.clip(start.probabilities, _MARGIN * limit / seconds.sum(), 1 - _MARGIN)
+    p = np.clip(start.probabilities, _MARGIN * even_split(seconds, limit), 1 - _MARGIN)
     p *= min(1.0, (1 - _MARGIN) * limit / float(p @ seconds))
     x = np.concatenate([start.alpha * p, [start.alpha, 0.0]])
     x[-1] = 1.01 * float(np.linalg.eigvalsh(-inequality.matrix(x))[-1]) + 1e-3

@@ -126,10 +126,6 @@ class MatchaGraph(GraphManager):
     def in_peers(self, rank: int, t: int) -> tuple[int, ...]:
         return self.out_peers(rank, t)
 
-    def num_peers(self, t: int) -> int:
-        """The most peers that a rank has in any round: the max degree of the base graph."""
-        return super().num_peers(t)
-
     @property
     def is_symmetric(self) -> bool:
         """True: a matched pair exchanges both ways."""

@@ -128,6 +128,112 @@ def test_packing_slow_links_together_mixes_faster_in_the_same_time(index: int) -
     assert matching_costs(packed, costs).sum() < 0.8 * matching_costs(plain, costs).sum()
 
 
+def clusters(seconds: float) -> tuple[nx.Graph, dict[Edge, float]]:
+    """Two clusters of 40 ranks with links of 1 ms, joined by one link of `seconds`."""
+    graph = nx.disjoint_union(*(nx.random_regular_graph(4, 40, seed=seed) for seed in (0, 1)))
+    graph.add_edge(0, 40)
+    return graph, dict.fromkeys(graph_edges(graph), 1e-3) | {(0, 40): seconds}
+
+
+def path(num_ranks: int, ratio: float) -> tuple[nx.Graph, dict[Edge, float]]:
+    """A path of links of 1 ms but for one in the middle, which takes `ratio` times as long."""
+    costs = {(i, i + 1): 1e-3 for i in range(num_ranks - 1)}
+    costs[num_ranks // 2, num_ranks // 2 + 1] *= ratio
+    return nx.path_graph(num_ranks), costs
+
+
+def spread(graph: nx.Graph) -> tuple[nx.Graph, dict[Edge, float]]:
+    """Costs from 1e-8 to 1e8, uniform in their logarithm."""
+    generator = np.random.default_rng(0)
+    return graph, {edge: float(10 ** generator.uniform(-8, 8)) for edge in graph_edges(graph)}
+
+
+@pytest.mark.parametrize(
+    ("case", "budget"),
+    [
+        *((clusters(1.0), budget) for budget in (0.5, 0.1, 0.01, 1e-4)),
+        (clusters(100.0), 0.1),
+        (path(100, 1e4), 0.01),
+        *((path(100, 1e7), budget) for budget in (1e-3, 1e-5, 1e-7)),
+        *((path(3, 1e7), budget) for budget in (0.3, 1e-4, 1e-7)),
+        *((spread(nx.path_graph(100)), budget) for budget in (0.3, 1e-3, 1e-7)),
+        *((spread(nx.complete_graph(8)), budget) for budget in (0.3, 1e-3, 1e-7)),
+        (spread(nx.balanced_tree(2, 5)), 1e-3),
+    ],
+)
+def test_costs_of_any_ratio(case: tuple[nx.Graph, dict[Edge, float]], budget: float) -> None:
+    graph, costs = case
+    matchings = decompose(graph, costs=costs)
+    seconds = matching_costs(matchings, costs)
+    p = activation_probabilities(matchings, budget, costs=costs)
+    assert ((p >= 0) & (p <= 1)).all()
+    assert p @ seconds <= budget * seconds.sum() * (1 + 1e-12)
+    best = connectivity(matchings, p)
+    generator = np.random.default_rng(0)
+    for _ in range(10):
+        other = random_feasible(seconds, budget * seconds.sum(), generator)
+        for step in (0.02, 1.0):
+            assert connectivity(matchings, p + step * (other - p)) <= best * (1 + 3e-5)
+    assert 0 < mixing_weight(matchings, p).rho < 1
+
+
+SHAPES = {
+    "pair": nx.path_graph(2),
+    "star": nx.star_graph(16),
+    "complete 5": nx.complete_graph(5),
+    "complete 8": nx.complete_graph(8),
+    "bipartite": nx.complete_bipartite_graph(3, 3),
+    "barbell": nx.barbell_graph(6, 3),
+    "lollipop": nx.lollipop_graph(5, 20),
+    "tree": nx.balanced_tree(2, 5),
+    "Petersen": nx.petersen_graph(),
+}
+
+
+@pytest.mark.parametrize("slowest", [1.0, 100.0])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str, slowest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[float] = []
+    solve = module._solve_on
+
+    def solve_and_note(*args: Any, **options: Any) -> tuple[Array, float]:
+        p, bound = solve(*args, **options)
+        bounds.append(bound)
+        return p, bound
+
+    monkeypatch.setattr(module, "_solve_on", solve_and_note)
+    edges = graph_edges(SHAPES[name])
+    costs = dict.fromkeys(edges, 1.0) | {edges[len(edges) // 2]: slowest}
+    matchings = decompose(SHAPES[name], costs=costs)
+    seconds = matching_costs(matchings, costs)
+    for budget in (1e-3, 0.1, 0.5, 1.0):
+        bounds.clear()
+        p = activation_probabilities(matchings, budget, costs=costs)
+        assert ((p >= 0) & (p <= 1)).all()
+        assert p @ seconds <= budget * seconds.sum() * (1 + 1e-12)
+        assert connectivity(matchings, p) > 0
+        assert connectivity(matchings, p) >= (1 - 2e-5) * min(bounds, default=0.0)  # no p has more
+
+
+@pytest.mark.parametrize("budget", [1e-7, 1e-4])
+def test_small_budgets_scale_the_plan(budget: float) -> None:
+    matchings = predefined_matchings(0)
+    p = activation_probabilities(matchings, budget)
+    np.testing.assert_allclose(p / budget, activation_probabilities(matchings, 0.1) / 0.1, rtol=1e-4, atol=1e-9)
+    assert [float(f"{x:.6g}") for x in p] == p.tolist()
+    assert mixing_weight(matchings, p).rho < 1
+
+
+def test_what_double_precision_cannot_tell_is_refused() -> None:
+    graph, costs = path(20, 1e15)
+    with pytest.raises(ValueError, match=r"got a budget of .* expected numbers whose best plan .* larger budget"):
+        activation_probabilities(decompose(graph, costs=costs), 1e-15, costs=costs)
+
+
+def test_a_world_of_one_has_nothing_to_activate() -> None:
+    assert activation_probabilities([], 0.5).tolist() == []
+
+
 LINK_COSTS = {(0, 1): 1.0, (1, 2): 2.0}
 
 

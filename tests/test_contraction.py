@@ -122,6 +122,11 @@ def test_periodic_dpsgd_is_one_coin_for_all(probability: float) -> None:
     assert best.rho <= min(rho(alpha) for alpha in np.linspace(0.01, 1, 200)) + 1e-9
 
 
+def test_a_world_of_one_agrees() -> None:
+    assert mixing_weight([], []) == dpsgd_weight([]) == (1.0, 0.0)
+    assert contraction([], [], alpha=1.0) == 0
+
+
 def test_golden_dpsgd() -> None:
     assert dpsgd_weight(predefined_matchings(0)) == pytest.approx((0.2857, 0.6538), abs=1e-4)
     assert dpsgd_weight(predefined_matchings(5)) == pytest.approx((0.4361, 0.5543), abs=1e-4)
@@ -132,6 +137,8 @@ def test_mistakes_are_named() -> None:
     path = [((0, 1),), ((1, 2),)]
     with pytest.raises(ValueError, match=r"got the probabilities \[1.0, 0.0\], expected those above 0 .* connect all"):
         mixing_weight(path, [1.0, 0.0])
+    with pytest.raises(ValueError, match="connect all"):
+        mixing_weight(path, [0.0, 0.0])
     for wrong in ([0.5], [0.5, 1.1], [-1e-9, 0.5], [np.nan, 0.5]):
         with pytest.raises(ValueError, match="expected 2 numbers from 0 to 1"):
             mixing_weight(path, wrong)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gossip_modules import joint_activation as module
-from gossip_modules.activation import activation_probabilities
+from gossip_modules.activation import activation_probabilities, matching_costs
 from gossip_modules.base_graphs import predefined_matchings
 from gossip_modules.contraction import contraction, mixing_weight
 from gossip_modules.edge_coloring import decompose
@@ -58,6 +58,21 @@ def test_budget_in_seconds() -> None:
     assert found.rho == pytest.approx(joint_probabilities(matchings, 0.4).rho, abs=1e-6)
     with pytest.raises(ValueError, match=r"got budget_seconds=0\.2 without costs"):
         joint_probabilities(matchings, budget_seconds=0.2)
+
+
+@pytest.mark.parametrize("budget", [0.3, 1e-3, 1e-7])
+def test_small_budgets_and_costs_of_any_ratio(budget: float) -> None:
+    matchings = decompose(nx.path_graph(3))
+    costs = {(0, 1): 1e-3, (1, 2): 1e4}
+    found = joint_probabilities(matchings, budget, costs=costs)
+    two_stages = mixing_weight(matchings, activation_probabilities(matchings, budget, costs=costs)).rho
+    assert 1 - found.rho >= (1 - two_stages) * (1 - 1e-5)
+    assert found.probabilities @ matching_costs(matchings, costs) <= budget * (1e-3 + 1e4) * (1 + 1e-12)
+
+
+def test_a_world_of_one_agrees() -> None:
+    p, alpha, rho = joint_probabilities([], 0.5)
+    assert (p.tolist(), alpha, rho) == ([], 1.0, 0.0)
 
 
 def test_example() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from gossip_modules import laplacian_mixing
 from gossip_modules.base_graphs import predefined_matchings, select_graph
-from gossip_modules.contraction import dpsgd_weight, laplacian
+from gossip_modules.contraction import contraction, dpsgd_weight, laplacian
 from gossip_modules.dynamic_graphs import DynamicBipartiteExponentialGraph, DynamicDirectedExponentialGraph
 from gossip_modules.graph_manager import GraphManager
 from gossip_modules.laplacian_mixing import LaplacianMixing
@@ -80,6 +80,34 @@ def test_mistakes_are_named() -> None:
     for alpha in (0, -0.1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=rf"got alpha={alpha}, expected a finite weight above 0"):
             LaplacianMixing(MATCHA, alpha)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        RingGraph(6, peers_per_itr=2),
+        MatchaGraph(nx.cycle_graph(6), budget=1),
+        MatchaGraph(nx.cycle_graph(6), budget=0.3, periodic=True),
+    ],
+)
+def test_on_a_static_graph_alpha_is_below_two_by_the_largest_eigenvalue(graph: GraphManager) -> None:
+    assert LaplacianMixing(graph, 0.499).alpha == 0.499  # l_n = 4
+    for alpha in (0.5, 3.0):
+        with pytest.raises(ValueError, match=rf"got alpha={alpha} on .* expected below 0\.5 = 2 / l_n .* Leave it out"):
+            LaplacianMixing(graph, alpha)
+
+
+def test_on_a_random_graph_alpha_contracts_in_expectation() -> None:
+    low, high = MATCHA.alpha, 2.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        rho = contraction(MATCHA.matchings, MATCHA.probabilities, alpha=middle)
+        low, high = (middle, high) if rho < 1 else (low, middle)
+    LaplacianMixing(MATCHA, low - 1e-6)
+    with pytest.raises(
+        ValueError, match=r"the distance from the average grows by the factor rho=1\.0.* Leave alpha out"
+    ):
+        LaplacianMixing(MATCHA, high + 1e-6)
 
 
 def test_example() -> None:

@@ -220,6 +220,18 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
         MatchaGraph(nx.cycle_graph(4), **options)
 
 
+def test_a_world_of_one_however_it_is_said() -> None:
+    bases: list[Any] = [nx.empty_graph(1), []]
+    ways: list[dict[str, Any]] = [
+        {"budget": 0.5},
+        {"budget": 0.5, "joint": True},
+        {"budget": 0.5, "periodic": True},
+        {"probabilities": []},
+    ]
+    graphs = [MatchaGraph(base, **options) for base in bases for options in ways]
+    assert {(g.world_size, g.matchings, g.probabilities, g.alpha, g.rho) for g in graphs} == {(1, (), (), 1.0, 0.0)}
+
+
 def test_ranks_and_rounds_that_do_not_exist() -> None:
     graph = made("ring")
     with pytest.raises(ValueError, match="got rank 6, expected 0 to 5"):
