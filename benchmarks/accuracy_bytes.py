@@ -1,26 +1,34 @@
 """Test accuracy of the averaged model against bytes really sent per worker: 8 workers in a ring, equal epochs.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/accuracy_bytes.py --data-dir data/cifar10-jpeg
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/accuracy_bytes.py --methods dpsgd choco-sign --seeds 1   # digits
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/accuracy_bytes.py --data-dir "" --methods dpsgd choco-sign --seeds 1
 
 Trains by train/gossip_sgd.py under torchrun, a run per method and seed, one after the other; a run that has its
 summary.json is not made again, so the same command goes on where it was stopped. The images are a folder with
-train/<class>/ and test/<class>/ (--data-dir, or GOSSIP_DATA) for ResNet-20, so many of each class and scaled to so few
-pixels that a run takes a minute or two on two cores; without a folder, scikit-learn's digits for a small CNN. Writes
-accuracy_bytes.csv, .md and .png next to the runs. Bytes are all that a worker sent, the exact averages of the last
-evaluation included: 3.8 MB of ResNet-20.
+train/<class>/ and test/<class>/ (--data-dir, or GOSSIP_DATA), so many of each class and scaled to so few pixels that a
+run takes a minute or two on two cores; where neither is given, or it is empty, scikit-learn's digits. Runs,
+accuracy_bytes.csv, .md and .png go to a folder of --out-dir that is named after the data.
 
-Nothing was tuned here. Learning rates and step sizes are those that Vogels et al. (NeurIPS 2020, arXiv 2008.01425) and
-Koloskova et al. (ICLR 2020, arXiv 1907.09356) published for ResNet-20 on CIFAR-10 and 8 workers in a ring: 0.1 times
-11.3 for AllReduce, D-PSGD, PowerGossip and CHOCO top-1 %, 16 for CHOCO with signs, 4.8 for DeepSqueeze, at 1,024
-images per step, scaled linearly to the batch here; decay by 10 at half and three quarters of the epochs, weight decay
-1e-4, Nesterov momentum 0.9. Their 300 epochs are cut to a few. MATCHA, Moniqua with 8 bits and D-PSGD in bfloat16 take
-D-PSGD's learning rate.
+Bytes are what a worker sends in training. The one evaluation, at the end, sends exact averages as well, as many bytes
+for all methods; they are a column of their own. AllReduce's are by calculation: 2 (n - 1) / n of the gradients a step.
+
+Published for ResNet-20 on CIFAR-10 and 8 workers in a ring, by Vogels et al. (NeurIPS 2020, arXiv 2008.01425) and
+Koloskova et al. (ICLR 2020, arXiv 1907.09356), and used as they are: learning rates, 0.1 times 11.3 for AllReduce,
+D-PSGD, PowerGossip and CHOCO top-1 %, 16 for CHOCO with signs, 4.8 for DeepSqueeze, at 1,024 images per step, scaled
+linearly to the batch here; the step sizes of CHOCO and DeepSqueeze; weight decay 1e-4, Nesterov momentum 0.9, decay by
+10 at half and three quarters of the epochs. PowerGossip's step size follows from the spectrum of the ring.
+
+Not published, but chosen here: the small CNN (--model resnet20 for theirs), few pixels and epochs (theirs: 32 and 300),
+the batch, one epoch of warm-up, the third decay at 0.9 of the epochs, a factor for all learning rates (--lr-scale), and
+that MATCHA, Moniqua and D-PSGD in bfloat16 take D-PSGD's learning rate. Moniqua's theta, 1, and step size, 1, are
+defaults of train/config.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -54,6 +62,7 @@ class Method:
 METHODS: Mapping[str, Method] = {
     "ar": Method("AllReduce", {"recipe": "ar", "lr": 11.3 * LR}),
     "dpsgd": Method("D-PSGD", {"recipe": "dpsgd", "lr": 11.3 * LR, "graph": "ring", "peers_per_itr": "2"}),
+    "matcha-1.0": Method("MATCHA, budget 1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 1.0}),
     "matcha-0.5": Method("MATCHA, budget 0.5", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 0.5}),
     "matcha-0.1": Method("MATCHA, budget 0.1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 0.1}),
     "choco-sign": Method("CHOCO, signs", {"recipe": "choco", "lr": 16 * LR, "compressor": "sign"}),
@@ -69,7 +78,9 @@ METHODS: Mapping[str, Method] = {
         {"recipe": "dpsgd", "lr": 11.3 * LR, "graph": "ring", "peers_per_itr": "2", "wire_dtype": "bfloat16"},
     ),
 }
-OPTIONAL = ("moniqua-8", "dpsgd-bfloat16")
+OPTIONAL = ("matcha-1.0", "moniqua-8", "dpsgd-bfloat16")
+NOTE = " (1)"
+ARCHIVE = "cifar10-jpeg.tar.gz"
 
 
 @dataclass(frozen=True)
@@ -77,13 +88,19 @@ class Benchmark:
     """Which runs to make."""
 
     methods: tuple[str, ...] = tuple(name for name in METHODS if name not in OPTIONAL)
-    """Rows of the table; also moniqua-8 and dpsgd-bfloat16."""
+    """Rows of the table; also matcha-1.0 (D-PSGD's links with MATCHA's weights), moniqua-8 and dpsgd-bfloat16."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """A run of each method for each."""
     data_dir: str = field(default_factory=lambda: os.environ.get("GOSSIP_DATA", ""))
-    """Folder with train/<class>/ and test/<class>/; without these, digits."""
+    """Folder with train/<class>/ and test/<class>/; empty: digits."""
+    model: str = "cnn"
+    """cnn (small) or resnet20, which takes four times as long."""
     epochs: int = 0
-    """Passes over the training set; 0: 5 of images, 24 of digits."""
+    """Passes over the training set; 0: 8 of images, 24 of digits."""
+    milestones: tuple[float, ...] = (0.5, 0.75, 0.9)
+    """Shares of the epochs after which the learning rate is divided by 10, rounded to whole epochs, halves up."""
+    lr_scale: float = 1.0
+    """What all learning rates are multiplied by."""
     batch_size: int = 16
     """Images per worker and step."""
     image_size: int = 16
@@ -93,7 +110,7 @@ class Benchmark:
     num_workers: int = 8
     """Workers in the ring."""
     out_dir: Path = Path("runs/accuracy_bytes")
-    """Folder of the runs."""
+    """Folder of everything this writes."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.methods if name not in METHODS]
@@ -102,36 +119,59 @@ class Benchmark:
                 f"got methods={self.methods} and seeds={self.seeds}, expected some of {', '.join(METHODS)} and a seed; "
                 "see --help"
             )
+        if not 0 < self.lr_scale < float("inf") or not all(0 < share <= 1 for share in self.milestones):
+            raise ValueError(
+                f"got lr_scale={self.lr_scale} and milestones={self.milestones}, expected a positive number and shares "
+                "of the epochs, above 0 and at most 1; see --help"
+            )
+        root = Path(self.data_dir)
+        if self.has_images and not ((root / "train").is_dir() and (root / "test").is_dir()):
+            remedy = "name another folder, or pass --data-dir '' for digits"
+            if (root / ARCHIVE).is_file():
+                remedy = f"unpack it: mkdir data && tar -xzf {root / ARCHIVE} -C data, then --data-dir data"
+            raise ValueError(
+                f"got data_dir={self.data_dir!r} (of --data-dir or GOSSIP_DATA) without train/ and test/, expected a "
+                f"folder with both; {remedy}"
+            )
 
     @property
     def has_images(self) -> bool:
         """Whether the runs are on images rather than digits."""
-        return bool(self.data_dir) and (Path(self.data_dir) / "train").is_dir()
+        return bool(self.data_dir)
+
+    @property
+    def folder(self) -> Path:
+        """Where runs and tables go: those of other data have another folder."""
+        if not self.has_images:
+            return self.out_dir / "digits"
+        source = hashlib.sha256(str(Path(self.data_dir).resolve()).encode()).hexdigest()[:8]
+        return self.out_dir / f"images_{self.image_size}px_{self.train_images_per_class or 'all'}_{source}"
 
     @property
     def images(self) -> Path:
         """Where the small images go."""
-        return self.out_dir / "images"
+        return self.folder / "images"
 
     def config(self, method: str, seed: int) -> Config:
         """The configuration of a run."""
-        data: dict[str, Any] = {"dataset": "digits", "model": "cnn"}
+        data: dict[str, Any] = {"dataset": "digits"}
         if self.has_images:
             data = {"dataset": "imagefolder", "data_dir": str(self.images), "image_size": self.image_size}
-            data["model"] = "resnet20"
-        epochs = self.epochs or (5 if self.has_images else 24)
+        epochs = self.epochs or (8 if self.has_images else 24)
+        options = METHODS[method].options
         return Config(
-            **METHODS[method].options,
+            **{**options, "lr": options["lr"] * self.lr_scale},
             **data,
+            model=self.model,
             seed=seed,
             epochs=epochs,
             batch_size=self.batch_size,
-            milestones=(-(-epochs // 2), -(-3 * epochs // 4)),
+            milestones=tuple(math.floor(share * epochs + 0.5) for share in self.milestones),
             weight_decay=1e-4,
             label_smoothing=0.0,
             validate_every=epochs,
             log_every=1_000_000,
-            out_dir=str(self.out_dir / f"{method}_seed{seed}"),
+            out_dir=str(self.folder / f"{method}_seed{seed}"),
         )
 
 
@@ -169,45 +209,58 @@ def run(config: Config, num_workers: int) -> dict[str, Any] | None:
 
 
 def row_of(method: str, seed: int, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the CSV."""
+    """A line of the CSV. The one evaluation of the run is at its end, and what it sends is no part of training."""
     ranks = pd.DataFrame(summary["ranks"])
+    validation_megabytes = ranks["last_validation_bytes_sent"].mean() / 1e6
     return {
         "method": method,
         "title": METHODS[method].title,
         "seed": seed,
         "accuracy_percent": summary["averaged_test_accuracy_percent"],
         "own_accuracy_percent": ranks["own_test_accuracy_percent"].mean(),
-        "sent_megabytes": ranks["bytes_sent"].mean() / 1e6,
+        "sent_megabytes": ranks["bytes_sent"].mean() / 1e6 - validation_megabytes,
+        "evaluation_megabytes": validation_megabytes,
         "consensus_distance": summary["consensus_distance"],
         "train_seconds": ranks["time_seconds"].mean(),
     }
 
 
 def markdown(rows: pd.DataFrame) -> str:
-    """The table: means over seeds, and for the accuracy the spread, highest minus lowest; a line per method.
+    """The table: means over seeds; spread is the highest accuracy minus the lowest; a line per method, and notes.
+
+    Differences to the baseline are between runs of equal seeds: their mean, the least and the largest.
 
     Args:
         rows: of `row_of`.
     """
+    baseline = METHODS[BASELINE].title
     names = [name for name in METHODS if name in set(rows["method"])]
+    accuracies = rows.pivot(index="seed", columns="method", values="accuracy_percent")
     means = rows.groupby("method").mean(numeric_only=True)
-    accuracies = rows.groupby("method")["accuracy_percent"]
-    spreads = accuracies.max() - accuracies.min()
     lines = [
-        f"| method | seeds | accuracy, % | spread | to {METHODS[BASELINE].title}, points | sent per worker, MB "
-        f"| times fewer than {METHODS[BASELINE].title} | consensus distance | training, s |",
-        "|---" + "|---:" * 8 + "|",
+        f"| method | seeds | accuracy, % | spread | to {baseline}, points | range | sent per worker in training, MB "
+        f"| times fewer than {baseline} | evaluation, MB | consensus distance | training, s |",
+        "|---" + "|---:" * 10 + "|",
     ]
-    has_baseline = BASELINE in names
     for name in names:
-        mean = means.loc[name]
-        gap = f"{mean.accuracy_percent - means.loc[BASELINE].accuracy_percent:+.2f}" if has_baseline else ""
-        factor = f"{means.loc[BASELINE].sent_megabytes / mean.sent_megabytes:.1f}" if has_baseline else ""
+        mean, accuracy = means.loc[name], accuracies[name].dropna()
+        gap, extent, factor, mark = "", "", "", NOTE if name == "ar" else ""
+        if BASELINE in names:
+            factor = f"{means.loc[BASELINE].sent_megabytes / mean.sent_megabytes:.1f}"
+            gaps = (accuracy - accuracies[BASELINE]).dropna()
+            if len(gaps):
+                gap, extent = f"{gaps.mean():+.2f}", f"{gaps.min():+.2f} to {gaps.max():+.2f}"
         lines.append(
-            f"| {METHODS[name].title} | {accuracies.count()[name]} | {mean.accuracy_percent:.2f} | {spreads[name]:.2f} "
-            f"| {gap} | {mean.sent_megabytes:.1f} | {factor} | {mean.consensus_distance:.3g} "
-            f"| {mean.train_seconds:.0f} |"
+            f"| {METHODS[name].title}{mark} | {len(accuracy)} | {mean.accuracy_percent:.2f} "
+            f"| {accuracy.max() - accuracy.min():.2f} | {gap} | {extent} | {mean.sent_megabytes:.1f} | {factor} "
+            f"| {mean.evaluation_megabytes:.1f} | {mean.consensus_distance:.3g} | {mean.train_seconds:.0f} |"
         )
+    lines += ["", f"To {baseline}: mean and range of the differences between runs of the same seed."]
+    if "ar" in names:
+        lines += [
+            "",
+            f"{NOTE.strip()} By calculation: a ring all-reduce sends 2 (n - 1) / n of the gradients per step.",
+        ]
     return "\n".join(lines)
 
 
@@ -224,12 +277,13 @@ def main(benchmark: Benchmark) -> None:
     """Make the runs, seed by seed so that a table of all methods is there early, then print the table."""
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
-    benchmark.out_dir.mkdir(parents=True, exist_ok=True)
+    folder = benchmark.folder
+    folder.mkdir(parents=True, exist_ok=True)
     if benchmark.has_images:
         number, size = benchmark.train_images_per_class, benchmark.image_size
         shrink(Path(benchmark.data_dir), benchmark.images, size=size, train_images_per_class=number)
-    for seed in benchmark.seeds:
-        for method in benchmark.methods:
+    for seed in dict.fromkeys(benchmark.seeds):
+        for method in dict.fromkeys(benchmark.methods):
             config = benchmark.config(method, seed)
             print(f"== {METHODS[method].title}, seed {seed}: {config.model} on {config.dataset}", flush=True)
             summary = run(config, benchmark.num_workers)
@@ -237,11 +291,11 @@ def main(benchmark: Benchmark) -> None:
                 failed.append(str(config.run_dir))
                 continue
             rows.append(row_of(method, seed, summary))
-            write(rows, benchmark.out_dir)
+            write(rows, folder)
     if rows:
-        text = write(rows, benchmark.out_dir)
-        draw(benchmark.out_dir / "accuracy_bytes.csv", benchmark.out_dir / "accuracy_bytes.png")
-        print(f"\n{text}\n\nin {benchmark.out_dir}")
+        text = write(rows, folder)
+        draw(folder / "accuracy_bytes.csv", folder / "accuracy_bytes.png")
+        print(f"\n{text}\n\nin {folder}")
     if failed:
         raise SystemExit(f"got no result from {', '.join(failed)}: see the errors above; start again to repeat them")
 

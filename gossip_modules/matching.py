@@ -50,6 +50,7 @@ __all__ = [
 
 MAX_JOINT = 64  # ranks; for more the joint optimum takes minutes, and is left out
 _LINKS_WIDTH = 70
+_RADIUS = 0.4  # of a geometric graph
 
 
 class BaseGraph(NamedTuple):
@@ -158,6 +159,8 @@ def read_links(path: Path) -> BaseGraph:
         if len(seconds) > 1 or (u, v) in costs:
             raise ValueError(f'{path}:{number}: got {line!r}, expected a new link as "u v" or "u v seconds".')
         costs[u, v] = seconds[0] if seconds else None
+    if not costs:
+        raise ValueError(f'{path}: got no links, expected a line "u v" or "u v seconds" for each.')
     graph = nx.Graph()
     graph.add_edges_from(costs)
     known = {edge: seconds for edge, seconds in costs.items() if seconds is not None}
@@ -171,8 +174,13 @@ def geometric(num_ranks: int, radius: float, seed: int) -> BaseGraph:
     """Ranks at random places of the unit square, linked where they are closer than `radius`.
 
     Raises:
-        ValueError: the graph is in pieces.
+        ValueError: the graph is in pieces, or has no links to plan.
     """
+    if num_ranks < 2 or not radius > 0:
+        raise ValueError(
+            f"got {num_ranks} nodes and radius {radius:g}, expected 2 nodes or more and a radius above 0: there is no "
+            "link to plan."
+        )
     graph = nx.random_geometric_graph(num_ranks, radius, seed=seed)
     positions = [list(graph.nodes[rank]["pos"]) for rank in range(num_ranks)]
     return BaseGraph(f"geometric graph, radius {radius:g}", tuple(decompose(graph)), positions=positions)
@@ -189,19 +197,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     which.add_argument("--graph", type=int, help="predefined base graph, 0 to 5")
     which.add_argument("--nodes", type=int, help="ranks of a random geometric graph")
     which.add_argument("--edges", type=Path, help="file of links")
-    parser.add_argument("--radius", type=float, default=0.4, help="of the geometric graph (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the geometric graph (default: %(default)s)")
+    parser.add_argument("--radius", type=float, help=f"of the geometric graph (default: {_RADIUS})")
+    parser.add_argument("--seed", type=int, help="of the geometric graph (default: 0)")
     budgets = parser.add_mutually_exclusive_group(required=True)
     budgets.add_argument("--budget", type=float, help="share of the time of the full schedule, above 0 up to 1")
     budgets.add_argument("--budget-seconds", type=float, help="expected seconds per round")
     parser.add_argument("--output", type=Path, help="JSON file for the plan")
-    parser.add_argument("--num-budgets", type=int, default=20, help="points of rho against budget in the JSON file")
+    parser.add_argument(
+        "--num-budgets", type=int, default=20, help="points of rho against budget in the JSON file (default: 20)"
+    )
     options = parser.parse_args(arguments)
+    if options.nodes is None and (options.radius, options.seed) != (None, None):
+        parser.error("got --radius or --seed without --nodes, expected them with it: they are of the geometric graph")
+    if options.num_budgets < 0:
+        parser.error(f"got --num-budgets {options.num_budgets}, expected 0 or more")
+    if options.output is not None and (options.output.is_dir() or not options.output.parent.is_dir()):
+        parser.error(f"got --output {options.output}, expected a file in a folder that exists; make the folder first")
     try:
         if options.graph is not None:
             base = BaseGraph(f"base graph {options.graph}", predefined_matchings(options.graph))
         elif options.nodes is not None:
-            base = geometric(options.nodes, options.radius, options.seed)
+            radius = _RADIUS if options.radius is None else options.radius
+            base = geometric(options.nodes, radius, options.seed or 0)
         else:
             base = read_links(options.edges)
         costs = matching_costs(base.matchings, base.costs)

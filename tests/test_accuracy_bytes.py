@@ -17,6 +17,11 @@ from benchmarks.small_images import shrink
 from train.config import Config
 
 
+@pytest.fixture(autouse=True)
+def no_images_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOSSIP_DATA", raising=False)
+
+
 def image_folder(root: Path, *, per_class: int = 3) -> Path:
     for split in ("train", "test"):
         for label in ("cat", "dog"):
@@ -28,7 +33,8 @@ def image_folder(root: Path, *, per_class: int = 3) -> Path:
 
 
 def summary(config: Config, *, accuracy: float = 60.0, megabytes: float = 90.0) -> dict[str, Any]:
-    rank = {"own_test_accuracy_percent": 50.0, "time_seconds": 9.0, "wait_seconds": 1.0, "bytes_sent": megabytes * 1e6}
+    rank = {"own_test_accuracy_percent": 50.0, "time_seconds": 9.0, "wait_seconds": 1.0}
+    rank |= {"bytes_sent": (megabytes + 4) * 1e6, "last_validation_bytes_sent": 4e6}
     return {
         "averaged_test_accuracy_percent": accuracy,
         "consensus_distance": 0.5,
@@ -43,7 +49,18 @@ def test_the_command_line_says_the_configuration(method: str, tmp_path: Path) ->
     benchmark = Benchmark(methods=(method,), data_dir=str(image_folder(tmp_path / "images")), out_dir=tmp_path)
     config = benchmark.config(method, 2)
     assert tyro.cli(Config, args=arguments(config)) == config
-    assert (config.seed, config.model, config.milestones) == (2, "resnet20", (3, 4))
+    assert (config.seed, config.model, config.epochs, config.milestones) == (2, "cnn", 8, (4, 6, 7))
+
+
+def test_options_of_all_runs(tmp_path: Path) -> None:
+    data = str(image_folder(tmp_path))
+    benchmark = Benchmark(data_dir=data, model="resnet20", lr_scale=0.5, milestones=(0.29, 0.75), epochs=100)
+    config = benchmark.config("dpsgd", 1)
+    assert (config.model, config.milestones) == ("resnet20", (29, 75))
+    assert config.lr == pytest.approx(11.3 * 0.025 / 2)
+    for options in ({"lr_scale": 0.0}, {"milestones": (0.5, 1.1)}):
+        with pytest.raises(ValueError, match=r"got lr_scale=.* and milestones=.*, expected a positive number and shar"):
+            Benchmark(data_dir="", **options)
 
 
 def test_learning_rates_are_the_published_ratios() -> None:
@@ -53,16 +70,44 @@ def test_learning_rates_are_the_published_ratios() -> None:
     assert all(rate == pytest.approx(11.3) for rate in rates.values())
 
 
-def test_without_images_there_are_digits(tmp_path: Path) -> None:
-    config = Benchmark(data_dir=str(tmp_path)).config("dpsgd", 1)
+def test_without_a_folder_there_are_digits(tmp_path: Path) -> None:
+    config = Benchmark(data_dir="").config("dpsgd", 1)
     assert (config.dataset, config.model) == ("digits", "cnn")
+
+
+def test_a_folder_without_images_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"got data_dir='.*nowhere' \(of --data-dir or GOSSIP_DATA\) without train/ and"
+    ):
+        Benchmark(data_dir=str(tmp_path / "nowhere"))
+    (tmp_path / "cifar10-jpeg.tar.gz").touch()
+    monkeypatch.setenv("GOSSIP_DATA", str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"unpack it: mkdir data && tar -xzf .*cifar10-jpeg.tar.gz -C data, then --data"
+    ):
+        Benchmark()
+
+
+def test_runs_on_other_data_have_other_folders(tmp_path: Path) -> None:
+    one, two = (str(image_folder(tmp_path / name)) for name in ("one", "two"))
+    benchmarks = [
+        Benchmark(data_dir="", out_dir=tmp_path),
+        Benchmark(data_dir=one, out_dir=tmp_path),
+        Benchmark(data_dir=two, out_dir=tmp_path),
+        Benchmark(data_dir=one, image_size=32, out_dir=tmp_path),
+        Benchmark(data_dir=one, train_images_per_class=2, out_dir=tmp_path),
+    ]
+    configs = [benchmark.config("dpsgd", 1) for benchmark in benchmarks]
+    assert len({config.run_dir for config in configs}) == 5
+    assert len({config.data_dir for config in configs}) == 5
+    assert configs[1] == Benchmark(data_dir=one, out_dir=tmp_path).config("dpsgd", 1)
 
 
 def test_a_run_is_finished_when_all_of_it_is_the_same(tmp_path: Path) -> None:
     benchmark = Benchmark(out_dir=tmp_path, epochs=2)
     config = benchmark.config("dpsgd", 1)
     assert finished(config, 8) is None
-    config.run_dir.mkdir()
+    config.run_dir.mkdir(parents=True)
     (config.run_dir / "summary.json").write_text(json.dumps(summary(config)))
     assert finished(config, 8) is not None
     assert finished(config, 4) is None
@@ -80,7 +125,8 @@ def test_runs_make_a_table_and_one_that_fails_is_named(
         started.append((config.recipe, config.seed))
         if (config.recipe, config.seed) != ("choco", 2):
             config.run_dir.mkdir()
-            result = summary(config, accuracy=60.0 + config.seed - (config.recipe == "choco"), megabytes=90.0)
+            megabytes = 9.0 if config.recipe == "choco" else 90.0
+            result = summary(config, accuracy=60.0 + config.seed - (config.recipe == "choco"), megabytes=megabytes)
             (config.run_dir / "summary.json").write_text(json.dumps(result))
 
     monkeypatch.setattr("subprocess.run", train)
@@ -88,14 +134,27 @@ def test_runs_make_a_table_and_one_that_fails_is_named(
         with pytest.raises(SystemExit, match=r"got no result from .*choco-sign_seed2: see the errors above"):
             main(benchmark)
         assert len(started) == (4 if times == 1 else 5), "only what is missing is made again"
-    assert "| D-PSGD | 2 | 61.50 | 1.00 | +0.00 | 90.0 | 1.0 | 0.5 | 9 |" in capsys.readouterr().out
-    assert "| CHOCO, signs | 1 | 60.00 | 0.00 | -1.50 |" in (tmp_path / "accuracy_bytes.md").read_text()
-    assert (tmp_path / "accuracy_bytes.png").is_file()
+    # The seed that CHOCO lacks, where D-PSGD is a point better, is no part of the difference.
+    assert "| D-PSGD | 2 | 61.50 | 1.00 | +0.00 | +0.00 to +0.00 | 90.0 | 1.0 | 4.0 |" in capsys.readouterr().out
+    text = (tmp_path / "digits" / "accuracy_bytes.md").read_text()
+    assert "| CHOCO, signs | 1 | 60.00 | 0.00 | -1.00 | -1.00 to -1.00 | 9.0 | 10.0 | 4.0 |" in text
+    assert (tmp_path / "digits" / "accuracy_bytes.png").is_file()
+
+
+def test_differences_are_between_runs_of_the_same_seed(tmp_path: Path) -> None:
+    accuracies = {"dpsgd": (60.0, 70.0, 80.0), "matcha-0.5": (61.0, 70.0, 78.0)}
+    rows = [
+        accuracy_bytes.row_of(method, seed, summary(Benchmark().config(method, seed), accuracy=accuracy))
+        for method, values in accuracies.items()
+        for seed, accuracy in enumerate(values)
+    ]
+    assert "| MATCHA, budget 0.5 | 3 | 69.67 | 17.00 | -0.33 | -2.00 to +1.00 |" in write(rows, tmp_path)
 
 
 def test_a_table_without_the_baseline_compares_with_nothing(tmp_path: Path) -> None:
-    row = accuracy_bytes.row_of("ar", 1, summary(Benchmark().config("ar", 1)))
-    assert "| AllReduce | 1 | 60.00 | 0.00 |  | 90.0 |  | 0.5 | 9 |" in write([row], tmp_path)
+    text = write([accuracy_bytes.row_of("ar", 1, summary(Benchmark().config("ar", 1)))], tmp_path)
+    assert "| AllReduce (1) | 1 | 60.00 | 0.00 |  |  | 90.0 |  | 4.0 | 0.5 | 9 |" in text
+    assert text.splitlines()[-1].startswith("(1) By calculation: ")
 
 
 def test_unknown_methods_are_named() -> None:
@@ -117,3 +176,27 @@ def test_images_are_shrunk_once(tmp_path: Path) -> None:
     assert len(list((target / "train" / "cat").iterdir())) == 3
     with pytest.raises(ValueError, match=r"got .*nowhere without train, test, expected train/ and test/"):
         shrink(tmp_path / "nowhere", target, size=8, train_images_per_class=0)
+
+
+def test_images_that_nobody_made_here_are_left_alone(tmp_path: Path) -> None:
+    source = image_folder(tmp_path / "source")
+    for target in (source, source / "train" / "small", tmp_path):
+        with pytest.raises(ValueError, match=r"got target .* and source .*, expected folders apart"):
+            shrink(source, target, size=8, train_images_per_class=0)
+    precious = image_folder(tmp_path / "precious")
+    files = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"got target .*precious, which is there and not made by this function"):
+        shrink(source, precious, size=8, train_images_per_class=0)
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_images_of_a_call_that_broke_off_are_made_again(tmp_path: Path) -> None:
+    source, target = image_folder(tmp_path / "source"), tmp_path / "small"
+    damaged = source / "test" / "dog" / "9.jpg"
+    damaged.write_text("no image")
+    with pytest.raises(OSError, match="cannot identify"):
+        shrink(source, target, size=8, train_images_per_class=2)
+    damaged.unlink()
+    (target / "train" / "cat" / "7.bmp").touch()
+    shrink(source, target, size=8, train_images_per_class=2)
+    assert sorted(path.name for path in (target / "train" / "cat").iterdir()) == ["0.bmp", "1.bmp"]

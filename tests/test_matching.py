@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,7 @@ def test_a_geometric_graph_and_long_matchings(capsys: pytest.CaptureFixture[str]
         ("0 1\n1 0\n", "links.txt:2: got '1 0', expected a new link"),
         ("0 1 2 3\n", "links.txt:1: got '0 1 2 3'"),
         ("0\n", "links.txt:1: got '0'"),
+        ("# none yet\n", "links.txt: got no links, expected a line"),
         ("a b\n", "links.txt:1: got 'a b'"),
         ("0 1 1.0\n1 2\n", r"got no seconds for \['1 2'\], expected them for all links or for none"),
         ("0 1\n2 3\n", "in 2 pieces"),
@@ -102,12 +104,23 @@ def test_files_that_are_no_links(text: str, message: str, tmp_path: Path) -> Non
         (["--graph", "0"], "one of the arguments --budget --budget-seconds is required"),
         (["--nodes", "16", "--radius", "0.01", "--budget", "0.5"], "in 16 pieces"),
         (["--edges", "/nonexistent", "--budget", "0.5"], "No such file"),
+        (["--edges", os.devnull, "--budget", "0.5"], "got no links"),
+        (["--nodes", "1", "--budget", "0.5"], "got 1 nodes and radius 0.4, expected 2 nodes or more"),
+        (["--nodes", "-3", "--budget", "0.5"], "got -3 nodes and radius 0.4, expected 2 nodes or more"),
+        (["--nodes", "4", "--radius", "-1", "--budget", "0.5"], "expected 2 nodes or more and a radius above 0"),
+        (["--graph", "0", "--seed", "0", "--budget", "0.5"], "got --radius or --seed without --nodes"),
+        (["--edges", os.devnull, "--radius", "0.4", "--budget", "0.5"], "got --radius or --seed without --nodes"),
+        (["--graph", "0", "--budget", "0.5", "--num-budgets", "-1"], "got --num-budgets -1, expected 0 or more"),
+        (["--graph", "0", "--budget", "0.5", "--output", "/nonexistent/a"], "expected a file in a folder that exists"),
+        (["--graph", "0", "--budget", "0.5", "--output", "/"], "got --output /, expected a file in a folder"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
-    assert message in capsys.readouterr().err
+    streams = capsys.readouterr()
+    assert message in streams.err.splitlines()[-1]
+    assert streams.out == ""
 
 
 def test_every_name_of_the_mathematics_is_there() -> None:

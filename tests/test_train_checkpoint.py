@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from train.checkpoint import Checkpoints
+from train.config import Config
 from train.files import sha256, write_atomically
 from train.models import fingerprint
 from train.world import agree
@@ -94,6 +96,26 @@ def test_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None:
         kept = {4: [2, 3, 4], 5: [4, 5], 6: [5, 6], 7: [5, 6, 7]}
         if step in kept:
             assert steps(checkpoints.folder) == kept[step]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change"),
+    [
+        ("choco", {"compressor": "topk"}),
+        ("choco", {"step_size": 0.3}),
+        ("moniqua", {"theta": 2.0}),
+        ("powergossip", {"power_rank": 2}),
+        ("matcha", {"budget": 0.3}),
+    ],
+)
+def test_a_run_with_another_method_is_refused(tmp_path: Path, recipe: str, change: dict[str, Any]) -> None:
+    config = Config(recipe=recipe)
+    path = Checkpoints(tmp_path, Ranks(1)[0], config.identity).save(3, {"x": 1})
+    idle = replace(config, peers_per_itr="3")  # of other recipes
+    assert Checkpoints(tmp_path, Ranks(1)[0], idle.identity).load(path) == {"x": 1}
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=rf"of a run with {name}=.*, expected {value!r} as in this run"):
+        Checkpoints(tmp_path, Ranks(1)[0], replace(config, **change).identity).load(path)
 
 
 class Bomb:

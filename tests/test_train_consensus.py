@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
 
+import gossip_modules as gm
 from train.consensus import (
     SETTLED,
     Experiment,
@@ -20,10 +23,11 @@ from train.consensus import (
     main,
     ring,
     run,
+    significant,
     summarize,
 )
 from train.consensus_data import DATA, make_matrices
-from train.consensus_methods import METHODS
+from train.consensus_methods import METHODS, Method
 from train.thread_ranks import run_ranks
 
 
@@ -78,7 +82,7 @@ def test_plain_gossip_contracts_at_the_rate_of_the_spectrum() -> None:
     least, most = (2 - math.sqrt(2)) / 3, 4 / 3
     rate = ((most - least) / (most + least)) ** 2
     points = run(METHODS["plain"], best_step_size(ring(8)), matrices, steps=60, seed=0)
-    assert points[0] == {"step": 0, "error": 1.0, "megabits": 0.0, "diverged": False}
+    assert points[0] == {"step": 0, "error": 1.0, "megabits": 0.0, "diverged": False, "message": ""}
     assert points[-1]["error"] < SETTLED
     for point in points:
         assert point["error"] <= rate ** point["step"] * (1 + 1e-3)
@@ -102,6 +106,44 @@ def test_a_run_that_diverges_ends_there() -> None:
     assert points[-1]["diverged"]
     assert points[-1]["step"] < 500
     assert not any(point["diverged"] for point in points[:-1])
+
+
+def test_a_method_that_refuses_to_go_on_ends_its_run_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A step of 1.308 on the coarse grid of 2 bits throws neighbours further apart than theta, of which Moniqua knows.
+    options = {"methods": ("moniqua-2", "plain"), "step_sizes": (1.308,), "steps": 20, "matrix_size": 10}
+    main(Experiment(**options, out_dir=tmp_path))  # type: ignore[arg-type]
+    points = pd.read_csv(tmp_path / "consensus.csv")
+    coarse, plain = (points[points["method"] == name] for name in ("moniqua-2", "plain"))
+    assert coarse["diverged"].tolist() == [False] * (len(coarse) - 1) + [True]
+    assert coarse["step"].is_unique
+    assert "differs in an entry by more than theta" in coarse["message"].iloc[-1]
+    assert plain["error"].iloc[-1] < 1e-2
+    assert not plain["diverged"].any()
+    text = capsys.readouterr().out
+    assert re.search(r"moniqua-2, step size 1.308: diverged after \d+ steps: .*theta", text)
+    assert re.search(r"moniqua-2 .* 1 of 1", text)
+
+
+def test_every_run_is_written_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(method: Method, step_size: float, matrices: list[torch.Tensor], *, steps: int, seed: int) -> Any:
+        if step_size > 1:
+            raise KeyboardInterrupt
+        return run(method, step_size, matrices, steps=steps, seed=seed)
+
+    monkeypatch.setattr("train.consensus.run", stop)
+    with pytest.raises(KeyboardInterrupt):
+        main(Experiment(methods=("plain",), step_sizes=(0.5, 1.1), steps=2, num_workers=2, out_dir=tmp_path))
+    assert set(pd.read_csv(tmp_path / "consensus.csv")["step_size"]) == {0.5}
+
+
+def test_a_mistake_in_the_program_is_no_divergence() -> None:
+    def make(step_size: float, theta: float, seed: int) -> gm.Gossiper:
+        raise TypeError("of the program")
+
+    with pytest.raises(TypeError, match="of the program"):
+        run(Method(make), 1.0, small(), steps=2, seed=0)
 
 
 def test_theta_bounds_the_differences_of_neighbours() -> None:
@@ -136,12 +178,28 @@ def test_experiment_writes_points_a_picture_and_a_table(tmp_path: Path, capsys: 
     assert "steps to 0.01" in capsys.readouterr().out
 
 
+def test_three_significant_digits() -> None:
+    numbers = {
+        0.0012345: "0.00123",
+        0.999: "0.999",
+        1.0: "1.00",
+        12.345: "12.3",
+        123.45: "123",
+        1234.5: "1230",
+        0: "0.00",
+    }
+    assert {number: significant(number) for number in numbers} == numbers
+
+
 def test_grid_of_step_sizes() -> None:
     experiment = Experiment(num_step_sizes=3)
     assert experiment.step_sizes_of("plain", 1.308) == [1.308]
     assert experiment.step_sizes_of("choco-sign", 1.0) == [0.01, 0.1, 1.0]
     assert Experiment(step_sizes=(0.3,)).step_sizes_of("plain", 1.308) == [0.3]
-    assert len(Experiment(methods=("all",)).names) == len(METHODS)
+    assert len(Experiment(methods=("all", "plain")).names) == len(METHODS)
+    twice = Experiment(methods=("plain", "bfloat16", "plain"), step_sizes=(0.3, 0.1, 0.3))
+    assert twice.names == ("plain", "bfloat16")
+    assert twice.step_sizes_of("plain", 1.308) == [0.3, 0.1]
 
 
 def test_unknown_words_are_named() -> None:
@@ -151,6 +209,14 @@ def test_unknown_words_are_named() -> None:
         Experiment(data="cats")
     with pytest.raises(ValueError, match=r"got steps=0, expected 1 or more"):
         Experiment(steps=0)
+    for name, value, least in (
+        ("num_workers", 1, 2),
+        ("num_step_sizes", 1, 2),
+        ("seed", -1, 0),
+        ("matrix_size", -1, 0),
+    ):
+        with pytest.raises(ValueError, match=rf"got {name}={value}, expected {least} or more"):
+            Experiment(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got step_sizes=\(-1.0,\), expected positive numbers"):
         Experiment(step_sizes=(-1.0,))
 

@@ -133,6 +133,10 @@ def test_torchrun_trains_reports_and_exports(tmp_path: Path) -> None:
     assert re.fullmatch(LAST_LINE, last_line)
     summary = json.loads((tmp_path / "summary.json").read_text())
     accuracy = summary["averaged_test_accuracy_percent"]
+    # A validation takes two exact averages of the model, each of which sends it once from each of two ranks.
+    model_bytes = 4 * sum(t.numel() for t in MODELS["cnn"](1, 10).state_dict().values() if t.is_floating_point())
+    for rank_result in summary["ranks"]:
+        assert rank_result["last_validation_bytes_sent"] == pytest.approx(2 * model_bytes, rel=0.01)
     assert f"{accuracy:.2f}" in last_line
     for rank in range(2):
         table = pd.read_csv(tmp_path / f"rank_{rank:04d}.csv")

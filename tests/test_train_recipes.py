@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from tests.ranks import CPU, TIMEOUT, run_ranks
+from train.compression import COMPRESSORS
 from train.config import Config
 from train.graphs import GRAPHS, base_graph, make_graph, make_static_graph, peers_by_round
 from train.recipes import METHOD_OPTIONS, RECIPES
@@ -124,11 +125,52 @@ def test_every_option_has_a_help_text() -> None:
     assert silent == []
 
 
-def test_identity_and_settings_are_plain_and_apart() -> None:
+HARMLESS = (
+    *("out_dir", "resume", "data_dir", "download", "num_workers", "epochs", "backend", "comm_device"),
+    *("timeout_seconds", "deterministic", "checkpoint_every", "checkpoint_every_steps", "keep_last"),
+    *("validate_every", "log_every"),
+)
+"""Options that may differ between a run and the checkpoint that it goes on from, without a word."""
+
+
+def test_every_option_is_of_the_identity_a_setting_or_harmless() -> None:
     config = Config(milestones=(3, 5))
     values = {**config.identity, **config.settings}
     assert json.loads(json.dumps(values)) == values
-    assert not config.identity.keys() & config.settings.keys()
+    assert sorted([*config.identity, *config.settings, *HARMLESS]) == sorted(field.name for field in fields(Config))
+
+
+def test_options_without_effect_make_no_other_run() -> None:
+    assert Config(recipe="choco", budget=0.1, compression_bits=2).identity == Config(recipe="choco").identity
+    assert Config(recipe="sgp", max_staleness=2).identity == Config(recipe="sgp").identity
+    assert Config(recipe="osgp", max_staleness=2).identity != Config(recipe="osgp").identity
+    for compressor, options in HEEDED_BY_COMPRESSORS.items():
+        config = Config(recipe="choco", compressor=compressor)
+        for name, value in {"compression_ratio": 0.5, "compression_bits": 4}.items():
+            changed = replace(config, **{name: value})  # type: ignore[arg-type]
+            assert (changed.identity != config.identity) == (name in options)
+
+
+HEEDED_BY_COMPRESSORS: dict[str, set[str]] = {
+    "sign": set(),
+    "topk": {"compression_ratio"},
+    "randomk": {"compression_ratio"},
+    "qsgd": {"compression_bits"},
+    "bfloat16": set(),
+    "float16": set(),
+}
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_a_compressor_heeds_the_options_that_it_says(compressor: str) -> None:
+    config = Config(recipe="choco", compressor=compressor)
+    changes = {"compression_ratio": 0.5, "compression_bits": 4}
+    said = RECIPES["choco"].heeded(config) & changes.keys()
+    assert said == HEEDED_BY_COMPRESSORS[compressor]
+    before = repr(COMPRESSORS[compressor].make(config))
+    for name, value in changes.items():
+        after = repr(COMPRESSORS[compressor].make(replace(config, **{name: value})))  # type: ignore[arg-type]
+        assert (after != before) == (name in said)
 
 
 def test_every_method_has_a_recipe() -> None:
@@ -162,11 +204,13 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("recipe", UNDIRECTED)
+@pytest.mark.parametrize(
+    ("recipe", "options"), [*UNDIRECTED.items(), ("matcha", {"budget": 0.5}), ("matcha", {"graph": "complete"})]
+)
 def test_a_recipe_brings_a_world_of_any_size_together(
-    wrapped: Callable[..., dict[str, Any]], recipe: str, size: int
+    wrapped: Callable[..., dict[str, Any]], recipe: str, options: dict[str, Any], size: int
 ) -> None:
-    arguments = [wrapped(size, recipe=recipe, seed=3, **UNDIRECTED[recipe]) for _ in range(size)]
+    arguments = [wrapped(size, recipe=recipe, seed=3, **options) for _ in range(size)]
     start = torch.randn(size, 12, 10, generator=torch.Generator().manual_seed(0))
 
     def body(group: dist.ProcessGroup) -> Tensor:
@@ -194,7 +238,16 @@ def test_a_recipe_brings_a_world_of_any_size_together(
             {"recipe": "choco", "compressor": "randomk", "seed": 4},
             r"Choco\(RandomK\(0\.01, seed=4.*\), step_size=0\.01\)",
         ),
+        ({"recipe": "choco", "compressor": "qsgd"}, r"Choco\(QSGD\(bits=8.*step_size=0\.34\)"),
         ({"recipe": "choco", "compressor": "qsgd", "compression_bits": 4}, r"Choco\(QSGD\(bits=4.*step_size=0\.34\)"),
+        (
+            {"recipe": "choco", "compressor": "qsgd", "compression_bits": 2, "step_size": 0.1},
+            r"Choco\(QSGD\(bits=2.*step_size=0\.1\)",
+        ),
+        (
+            {"recipe": "moniqua", "compression_bits": 4, "step_size": 0.2},
+            r"Moniqua\(theta=1\.0, bits=4, step_size=0\.2, seed=1\)",
+        ),
         ({"recipe": "choco", "compressor": "float16"}, r"Choco\(Cast\(torch\.float16\), step_size=1\.0\)"),
         (
             {"recipe": "choco", "compressor": "topk", "compression_ratio": 0.1, "step_size": 0.3},
@@ -215,12 +268,33 @@ def test_options_reach_the_gossiper(wrapped: Callable[..., dict[str, Any]], opti
 
 
 def test_a_step_size_that_nobody_published_has_to_be_given(wrapped: Callable[..., dict[str, Any]]) -> None:
-    with pytest.raises(
-        ValueError, match=r"got recipe=choco with compressor=topk and compression_ratio=0.1 and no step"
-    ):
-        wrapped(4, recipe="choco", compressor="topk", compression_ratio=0.1)
-    with pytest.raises(ValueError, match=r"got recipe=deepsqueeze with compressor=qsgd and no step_size, expected one"):
-        wrapped(4, recipe="deepsqueeze", compressor="qsgd")
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        (
+            {"recipe": "choco", "compressor": "topk", "compression_ratio": 0.1},
+            r"with compressor=topk and compression_ratio=0.1 and no step_size, expected one: known are those of sign, "
+            r"topk at a ratio of 0.01, randomk at a ratio of 0.01, qsgd at 4 bits, qsgd at 8 bits, bfloat16, float16; ",
+        ),
+        (
+            {"recipe": "choco", "compressor": "qsgd", "compression_bits": 2},
+            "compressor=qsgd and compression_bits=2 and no step",
+        ),
+        (
+            {"recipe": "deepsqueeze", "compressor": "qsgd"},
+            "compression_bits=8 and no step_size, .* of sign; pass --step",
+        ),
+        (
+            {"recipe": "deepsqueeze", "compressor": "float16"},
+            "got recipe=deepsqueeze with compressor=float16 and no step",
+        ),
+        (
+            {"recipe": "moniqua", "compression_bits": 4},
+            "got recipe=moniqua with compression_bits=4 and no step_size, .*",
+        ),
+        ({"recipe": "moniqua", "compression_bits": 2}, "known are those of moniqua at 8 bits; pass --step-size"),
+    )
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            wrapped(4, **options)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
 from visualization.curves import draw, draw_run, main, read_run, zoom
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are written, in their order."""
+    written: list[Figure] = []
+    write = Figure.savefig
+
+    def savefig(figure: Figure, path: Path, **options: Any) -> None:
+        written.append(figure)
+        write(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return written
 
 
 def write_run(folder: Path, *, num_ranks: int = 2, distance: float = 0.1) -> Path:
@@ -36,17 +53,29 @@ def test_read_run_joins_the_ranks(tmp_path: Path) -> None:
     assert sorted(table["rank"].unique()) == [0, 1, 2]
 
 
-def test_curves_of_one_run(tmp_path: Path) -> None:
+def test_curves_of_one_run(tmp_path: Path, figures: list[Figure]) -> None:
     path = draw_run(write_run(tmp_path / "run"))
     assert path == tmp_path / "run" / "curves.png"
     with Image.open(path) as image:
         assert image.width >= 1000
-        assert len(image.convert("RGB").getcolors(maxcolors=1 << 20) or []) > 50
+    errors, errors_over_time, losses, distances = figures[0].axes
+    validated = [1, 3, 4]
+    drawn: dict[Axes, list[Any]] = {
+        errors: [(validated, [9, 1, 0]), (validated, [10, 2, 0])],  # averaged, own
+        errors_over_time: [([2.5, 6.5, 8.5], [9, 1, 0]), ([2.5, 6.5, 8.5], [10, 2, 0])],  # seconds: mean over ranks
+        losses: [([1, 2, 3, 4], [1, 1 / 2, 1 / 3, 1 / 4])],
+        distances: [(validated, [0.1, 0.05, 0.025])],
+    }
+    for axis, lines in drawn.items():
+        for line, (xs, ys) in zip(axis.get_lines(), lines, strict=True):
+            np.testing.assert_allclose(np.asarray(line.get_xydata()), np.column_stack([xs, ys]))
 
 
-def test_runs_side_by_side_with_one_that_has_no_distance(tmp_path: Path) -> None:
+def test_runs_side_by_side_with_one_that_has_no_distance(tmp_path: Path, figures: list[Figure]) -> None:
     runs = {name: write_run(tmp_path / name, distance=d) for name, d in (("ar", 0.0), ("sgp", 0.1))}
     assert draw(runs, tmp_path / "both.png").is_file()
+    labels = [line.get_label() for line in figures[0].axes[3].get_lines()]
+    assert labels == ["ar: 0 throughout", "sgp"]
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
 from PIL import Image
 
 from visualization import accuracy_bytes, consensus
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are written, in their order."""
+    written: list[Figure] = []
+    write = Figure.savefig
+
+    def savefig(figure: Figure, path: Path, **options: Any) -> None:
+        written.append(figure)
+        write(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return written
 
 
 def points(method: str, step_size: float, rate: float, *, steps: int = 6, diverged: bool = False) -> pd.DataFrame:
@@ -38,16 +56,36 @@ def test_best_runs_are_by_bits_to_the_smallest_error_that_is_reached() -> None:
     assert set(consensus.best_runs(nowhere)["c"]["step_size"]) == {0.2}
 
 
-def test_consensus_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consensus_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: list[Figure]) -> None:
     csv = write(tmp_path)
     monkeypatch.setattr(sys, "argv", ["consensus", str(csv)])
     consensus.main()
     with Image.open(tmp_path / "consensus.png") as image:
         assert image.width >= 1000
-        assert len(image.convert("RGB").getcolors(maxcolors=1 << 20) or []) > 50
+    (figure,) = figures
+    steps = np.arange(1, 6)  # a logarithm has no place for step 0
+    for axis, xs in zip(figure.axes, (steps, 2.0 * steps), strict=True):
+        good, bad = axis.get_lines()[:2]
+        assert (good.get_label(), bad.get_label()) == ("a, step size 1", "b, step size 0.1 (diverges)")
+        for line, rate in ((good, 0.05), (bad, 3.0)):
+            np.testing.assert_allclose(np.asarray(line.get_xydata()), np.column_stack([xs, rate**steps]))
+            assert line.get_marker() == ".", "every logged point is seen"
+        assert [np.asarray(line.get_xydata())[0, 1] for line in axis.get_lines()[2:]] == list(consensus.THRESHOLDS)
+        assert (axis.get_xscale(), axis.get_yscale()) == ("log", "log")
 
 
-def test_accuracy_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_without_a_point_after_the_start_are_named(tmp_path: Path, figures: list[Figure]) -> None:
+    start = {"step_size": 1.0, "step": 0, "megabits": 0.0, "diverged": False}
+    refused = {**start, "method": "b", "step": 1, "error": float("nan"), "megabits": 2.0, "diverged": True}
+    rows = [{**start, "method": "a", "error": 0.0}, {**start, "method": "b", "error": 1.0}, refused]
+    pd.DataFrame(rows).to_csv(tmp_path / "consensus.csv", index=False)
+    consensus.draw(tmp_path / "consensus.csv", tmp_path / "consensus.png")
+    lines = figures[0].axes[0].get_lines()[:2]
+    assert [line.get_label() for line in lines] == ["a, step size 1", "b, step size 1 (diverges)"]
+    assert [np.asarray(line.get_xydata()).shape for line in lines] == [(0, 2), (0, 2)]
+
+
+def test_accuracy_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: list[Figure]) -> None:
     csv = tmp_path / "accuracy_bytes.csv"
     pd.DataFrame(
         {
@@ -60,6 +98,17 @@ def test_accuracy_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     accuracy_bytes.main()
     with Image.open(tmp_path / "a.png") as image:
         assert image.width >= 1000
+    (axis,) = figures[0].axes
+    drawn = {}
+    for container in axis.containers:
+        assert isinstance(container, ErrorbarContainer)
+        point, _, bars = container.lines
+        assert point is not None
+        ((x, y),) = np.asarray(point.get_xydata()).tolist()
+        low, high = np.asarray(bars[0].get_paths()[0].vertices)[:, 1].tolist()
+        drawn[container.get_label()] = (x, y, low, high)
+    assert drawn == {"D-PSGD": (90.0, 60.5, 60.0, 61.0), "CHOCO": (3.0, 58.0, 58.0, 58.0)}
+    assert axis.get_xlabel() == "sent per worker in training [MB]"
 
 
 @pytest.mark.parametrize("module", [consensus, accuracy_bytes])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 from PIL import Image
 
 from gossip_modules.matching import main as write_plan
-from visualization.matcha import draw, main, read_plan
+from visualization.matcha import COLORS, NEVER, draw, draw_graph, draw_rhos, main, read_plan
 
 
 def plan_file(folder: Path, *arguments: str) -> Path:
@@ -19,29 +24,62 @@ def plan_file(folder: Path, *arguments: str) -> Path:
     return path
 
 
-def num_colors(path: Path) -> int:
-    with Image.open(path) as image:
-        assert image.height >= 600
-        return len(image.convert("RGB").getcolors(maxcolors=1 << 20) or [])
-
-
-def test_graph_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = plan_file(tmp_path, "--graph", "0", "--num-budgets", "2")
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["matcha", str(plan), "--output", str(tmp_path / "a.png")])
     main()
     assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
-    assert num_colors(tmp_path / "a.png") > 50
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.width > 2 * image.height
 
 
-def test_graph_alone_with_places_of_its_own(tmp_path: Path) -> None:
-    plan = plan_file(tmp_path, "--nodes", "20", "--radius", "0.4", "--num-budgets", "0")
-    assert num_colors(draw(read_plan(plan), tmp_path / "b.png")) > 50
+def drawn_links(plan: dict[str, Any]) -> dict[tuple[tuple[float, float], ...], tuple[Any, str]]:
+    """Colour, and whether solid or dotted, of each link that `draw_graph` draws, by its ends."""
+    axis = Figure().subplots()
+    draw_graph(axis, plan)
+    (lines,) = (child for child in axis.get_children() if isinstance(child, LineCollection))
+    ends = [tuple(map(tuple, np.asarray(path.vertices).tolist())) for path in lines.get_paths()]
+    colors = [to_rgba(color) for color in np.asarray(lines.get_color())]
+    patterns: Any = lines.get_linestyle()
+    styles = ["dotted" if dashes else "solid" for _, dashes in patterns]
+    return dict(zip(ends, zip(colors, styles, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("has_places", [True, False])
+def test_links_are_drawn_where_and_as_often_as_they_are(has_places: bool, tmp_path: Path) -> None:
+    plan = read_plan(plan_file(tmp_path, "--graph", "0", "--num-budgets", "0"))
+    places = [(float(rank), float(rank * rank)) for rank in range(8)]
+    plan["probabilities"] = [1.0, 0.0, 0.2, 0.5, 0.8]  # another colour each
+    links = drawn_links({**plan, "positions": places if has_places else None})
+    assert len(links) == 12
+    for matching, p in zip(plan["matchings"], plan["probabilities"], strict=True):
+        expected = (COLORS(p), "solid") if p > 0 else (to_rgba(NEVER), "dotted")
+        for u, v in matching:
+            if has_places:
+                assert links[places[u], places[v]] == expected
+        assert list(links.values()).count(expected) == len(matching)
 
 
 def test_many_ranks_without_a_place(tmp_path: Path) -> None:
     plan = read_plan(plan_file(tmp_path, "--nodes", "70", "--radius", "0.3", "--num-budgets", "0"))
-    assert num_colors(draw({**plan, "positions": None}, tmp_path / "c.png")) > 50
+    assert len(drawn_links({**plan, "positions": None})) == sum(map(len, plan["matchings"]))
+    draw(plan, tmp_path / "c.png")
+    with Image.open(tmp_path / "c.png") as image:
+        assert image.width < 1.5 * image.height, "no curves without budgets"
+
+
+def test_rho_is_drawn_against_the_budget(tmp_path: Path) -> None:
+    plan = read_plan(plan_file(tmp_path, "--graph", "0", "--num-budgets", "4"))
+    axis = Figure().subplots()
+    draw_rhos(axis, plan)
+    lines = {line.get_label(): np.asarray(line.get_xydata()) for line in axis.get_lines()}
+    for name, rhos in plan["rhos"].items():
+        np.testing.assert_allclose(lines[name], np.column_stack([[0.25, 0.5, 0.75, 1], rhos]))
+    assert set(lines["D-PSGD, budget 1"][:, 1]) == {plan["dpsgd"]["rho"]}
+    assert set(lines["this plan"][:, 0]) == {0.5}
 
 
 @pytest.mark.parametrize("text", ["not json", "[]", json.dumps({"matchings": []})])

@@ -116,9 +116,9 @@ class Config:
     compression_bits: int = 8
     """qsgd, moniqua: bits per entry, 2, 4 or 8."""
     step_size: float = 0.0
-    """Of consensus, for choco, deepsqueeze, moniqua and powergossip. 0, the published ones on a ring: choco sign 0.45,
-    topk 0.0375 and randomk 0.01 (both at a ratio of 0.01), qsgd 0.34, casts 1; deepsqueeze sign 0.01; moniqua 1;
-    powergossip from the spectrum of the graph. Others have none and must be given one."""
+    """Of consensus, for choco, deepsqueeze, moniqua and powergossip. 0, the known ones on a ring: choco sign 0.45, topk
+    0.0375 and randomk 0.01 (both at a ratio of 0.01), qsgd 0.34 (4 or 8 bits), casts 1; deepsqueeze sign 0.01; moniqua
+    1 (8 bits); powergossip from the spectrum of the graph. Others have none and must be given one."""
     theta: float = 1.0
     """moniqua: more than any parameter of two neighbours ever differs by; the resolution is theta / 127 at 8 bits."""
     power_rank: int = 1
@@ -185,8 +185,12 @@ class Config:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The choices that a run shares with every checkpoint it can go on from, plain JSON values."""
-        return {name: getattr(self, name) for name in IDENTITY}
+        """The choices that a run shares with every checkpoint it can go on from, plain JSON values.
+
+        An option that the recipe does not heed is there by its default: it makes no other run.
+        """
+        config = RECIPES[self.recipe].without_idle(self)
+        return {name: getattr(config, name) for name in IDENTITY}
 
     @property
     def settings(self) -> dict[str, Any]:

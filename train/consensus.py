@@ -6,15 +6,17 @@
 
 There is no training: every worker holds one matrix and only gossips. The error is the mean over workers of the squared
 distance to the true mean, relative to the start. All workers are threads of this process over real Gloo groups, and
-bits are those that really went out, mean over workers. A run ends when its error has grown tenfold (it diverges), has
-fallen below 1e-5, or after --steps. Vogels, Karimireddy, Jaggi, "Practical Low-Rank Communication Compression in
-Decentralized Deep Learning", NeurIPS 2020, arXiv 2008.01425, section 5.1.
+bits are those that really went out, mean over workers. A run ends when its error has grown tenfold or the method has
+refused to go on (it diverges, and the message says how), has fallen below 1e-5, or after --steps. Vogels, Karimireddy,
+Jaggi, "Practical Low-Rank Communication Compression in Decentralized Deep Learning", NeurIPS 2020, arXiv 2008.01425,
+section 5.1.
 
-Writes consensus.csv and consensus.png to --out-dir.
+Writes consensus.csv, after every run, and consensus.png to --out-dir.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from dataclasses import dataclass
@@ -57,7 +59,7 @@ class Experiment:
     """Of consensus, for every method; none: the best one of plain gossip, and for tuned methods `num_step_sizes` from
     0.01 to it, evenly in the logarithm."""
     num_step_sizes: int = 4
-    """Step sizes of tuned methods."""
+    """Step sizes of tuned methods, 2 or more; for a single one there is step_sizes."""
     steps: int = 600
     """Rounds of a run, at most."""
     data: str = "random"
@@ -77,21 +79,21 @@ class Experiment:
         for name, got, choices in (("data", (self.data,), DATA), ("methods", self.methods, ("all", *METHODS))):
             if unknown := [item for item in got if item not in choices]:
                 raise ValueError(f"got {name}={', '.join(unknown)}, expected {', '.join(choices)}; see --help")
-        for name in ("num_step_sizes", "steps", "num_workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"got {name}={getattr(self, name)}, expected 1 or more; see --help")
+        for name, least in (("steps", 1), ("num_step_sizes", 2), ("num_workers", 2), ("seed", 0), ("matrix_size", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected {least} or more; see --help")
         if not all(0 < step_size < float("inf") for step_size in self.step_sizes):
             raise ValueError(f"got step_sizes={self.step_sizes}, expected positive numbers; leave them out for a grid")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Methods to run."""
-        return tuple(METHODS) if "all" in self.methods else self.methods
+        """Methods to run, each once."""
+        return tuple(METHODS) if "all" in self.methods else tuple(dict.fromkeys(self.methods))
 
     def step_sizes_of(self, method: str, best: float) -> list[float]:
-        """The step sizes to run a method with; `best` is that of plain gossip."""
+        """The step sizes to run a method with, each once; `best` is that of plain gossip."""
         if self.step_sizes or not METHODS[method].is_tuned:
-            return list(self.step_sizes) or [best]
+            return list(dict.fromkeys(self.step_sizes)) or [best]
         return np.geomspace(min(0.01, best), best, self.num_step_sizes).round(6).tolist()
 
 
@@ -105,6 +107,7 @@ class Watch:
         self.points: list[dict[str, Any]] = []
         self.is_over = False
         self.has_diverged = False
+        self.errors: list[BaseException] = []
         self._step = -1
         self._start = 0.0
         self._best = float("inf")
@@ -116,9 +119,14 @@ class Watch:
         self._barrier.wait(TIMEOUT.total_seconds())
         return not self.is_over
 
-    def abort(self) -> None:
-        """A worker has failed: nobody waits for it."""
+    def abort(self, error: BaseException) -> None:
+        """A worker has failed: nobody waits for it. The first of `errors` is the cause of the others."""
+        self.errors.append(error)
         self._barrier.abort()
+
+    def fail(self) -> None:
+        """The method has refused to go on, in the round after the last look."""
+        self._add_point(self._step + 1, float("nan"), message=" ".join(str(self.errors[0]).split()), diverged=True)
 
     def _look(self) -> None:
         """Called by one of the threads while all others wait."""
@@ -131,11 +139,14 @@ class Watch:
         has_passed = any(error <= threshold < self._best for threshold in THRESHOLDS)
         self._best = min(self._best, error)
         if is_logged(self._step) or has_passed or self.is_over:
-            bits = 8 * sum(transport.num_bytes_sent for transport in self.transports.values())
-            self.points.append(
-                {"step": self._step, "error": error, "megabits": bits / len(self.matrices) / 1e6}
-                | {"diverged": self.has_diverged}
-            )
+            self._add_point(self._step, error, diverged=self.has_diverged)
+
+    def _add_point(self, step: int, error: float, *, diverged: bool, message: str = "") -> None:
+        bits = 8 * sum(transport.num_bytes_sent for transport in self.transports.values())
+        megabits = bits / len(self.matrices) / 1e6
+        self.points.append(
+            {"step": step, "error": error, "megabits": megabits, "diverged": diverged, "message": message}
+        )
 
 
 def is_logged(step: int) -> bool:
@@ -144,7 +155,9 @@ def is_logged(step: int) -> bool:
 
 
 def run(method: Method, step_size: float, matrices: list[Tensor], *, steps: int, seed: int) -> list[dict[str, Any]]:
-    """One run of one method: its points (step, error, megabits sent per worker, diverged).
+    """One run of one method: its points (step, error, megabits sent per worker, diverged, message).
+
+    A method that raises ends its run as diverged, with the error's message at the last point, in the round that failed.
 
     Args:
         method: how to gossip, on a ring.
@@ -171,11 +184,18 @@ def run(method: Method, step_size: float, matrices: list[Tensor], *, steps: int,
                 if not watch.wait():
                     return
                 gossiper.mix(matrices[transport.rank], t)
-        except BaseException:
-            watch.abort()
+        except BaseException as error:
+            watch.abort(error)
             raise
 
-    run_ranks(len(matrices), body)
+    try:
+        run_ranks(len(matrices), body)
+    except (RuntimeError, ValueError):
+        # What the library says of a run: a bound that was exceeded, a number that is none. Not that a worker is gone,
+        # nor what fails before there is a run.
+        if not watch.errors or isinstance(watch.errors[0], (threading.BrokenBarrierError, OSError)):
+            raise
+        watch.fail()
     return watch.points
 
 
@@ -205,11 +225,17 @@ def summarize(points: pd.DataFrame) -> str:
         for threshold in THRESHOLDS:
             reached = best[best["error"] <= threshold].head(1)
             row[f"steps to {threshold:g}"] = "".join(map(str, reached["step"]))
-            row[f"Mbit to {threshold:g}"] = "".join(f"{megabits:.2f}" for megabits in reached["megabits"])
+            row[f"Mbit to {threshold:g}"] = "".join(significant(megabits) for megabits in reached["megabits"])
         runs = points[points["method"] == method].groupby("step_size")["diverged"].any()
         row |= {"last error": f"{best['error'].iloc[-1]:.2g}", "diverged": f"{int(runs.sum())} of {len(runs)}"}
         rows.append(row)
     return table(rows)
+
+
+def significant(value: float) -> str:
+    """A number above 0 with three significant digits, without an exponent: 0.00123, 1.20, 1230."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 2
+    return f"{round(value, digits):.{max(digits, 0)}f}"
 
 
 def main(experiment: Experiment) -> None:
@@ -225,17 +251,19 @@ def main(experiment: Experiment) -> None:
     best = best_step_size(ring(experiment.num_workers))
     points: list[dict[str, Any]] = []
     run_here = partial(run, matrices=matrices, steps=experiment.steps, seed=experiment.seed)
+    experiment.out_dir.mkdir(parents=True, exist_ok=True)
+    csv = experiment.out_dir / "consensus.csv"
     for name in experiment.names:
         for step_size in experiment.step_sizes_of(name, best):
             curve = run_here(METHODS[name], step_size)
             points += [{"data": experiment.data, "method": name, "step_size": step_size, **point} for point in curve]
-            end = "diverged" if curve[-1]["diverged"] else f"error {curve[-1]['error']:.2g}"
-            print(f"{name}, step size {step_size:.4g}: {end} after {curve[-1]['step']} steps", flush=True)
-    experiment.out_dir.mkdir(parents=True, exist_ok=True)
-    frame = pd.DataFrame(points)
-    frame.to_csv(experiment.out_dir / "consensus.csv", index=False)
-    picture = draw(experiment.out_dir / "consensus.csv", experiment.out_dir / "consensus.png")
-    print(f"\n{summarize(frame)}\n\ncurves in {picture}")
+            pd.DataFrame(points).to_csv(csv, index=False)
+            last = curve[-1]
+            end = "diverged" if last["diverged"] else f"error {last['error']:.2g}"
+            why = f": {last['message']}" if last["message"] else ""
+            print(f"{name}, step size {step_size:.4g}: {end} after {last['step']} steps{why}", flush=True)
+    picture = draw(csv, experiment.out_dir / "consensus.png")
+    print(f"\n{summarize(pd.DataFrame(points))}\n\ncurves in {picture}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ class Validation:
     """Of the average of all models, on the whole test set; the same on every rank."""
     consensus_distance: float
     """sqrt(mean_i ||x_i - mean_j x_j||^2)."""
+    bytes_sent: float
+    """By this rank, for this validation."""
 
 
 def count_correct(
@@ -69,6 +71,7 @@ def validate(
         control: a Gloo group of all ranks.
     """
     wrapper.eval()
+    sent_before = wrapper.comm_stats()["bytes_sent"]
     # The bare module: in evaluation a wrapper has nothing to add, and DDP would broadcast its buffers.
     own = count_correct(wrapper.module, data.test_batches(sharded=False), precision)
     consensus_distance = wrapper.consensus_distance()
@@ -76,4 +79,9 @@ def validate(
         averaged = count_correct(wrapper.module, data.test_batches(sharded=True), precision)
     dist.all_reduce(averaged, group=control)
     wrapper.train()
-    return Validation(float(100 * own[0] / own[1]), float(100 * averaged[0] / averaged[1]), consensus_distance)
+    return Validation(
+        own_accuracy_percent=float(100 * own[0] / own[1]),
+        averaged_accuracy_percent=float(100 * averaged[0] / averaged[1]),
+        consensus_distance=consensus_distance,
+        bytes_sent=wrapper.comm_stats()["bytes_sent"] - sent_before,
+    )

@@ -47,13 +47,20 @@ class Recipe:
 
     def wrap(self, module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
         """The wrapper around `module`; rank 0 warns of options that are set and have no effect."""
-        defaults: dict[str, Any] = {field.name: field.default for field in fields(config)}
-        heeded = self.heeded(config)
-        idle = [name for name in METHOD_OPTIONS if name not in heeded and getattr(config, name) != defaults[name]]
-        if idle and world.rank == 0:
+        if (idle := self.idle(config)) and world.rank == 0:
             warnings.warn(f"{', '.join(idle)}: without effect with --recipe {config.recipe}", stacklevel=2)
-        config = replace(config, **{name: defaults[name] for name in idle})
+        config = self.without_idle(config)
         return self.make(module, replace(config, overlap=True) if self.always_overlaps else config, world, data)
+
+    def idle(self, config: Config) -> list[str]:
+        """The METHOD_OPTIONS that are set and have no effect."""
+        heeded, defaults = self.heeded(config), _defaults(config)
+        return [name for name in METHOD_OPTIONS if name not in heeded and getattr(config, name) != defaults[name]]
+
+    def without_idle(self, config: Config) -> Config:
+        """`config` with the defaults of what has no effect: equal for runs that are equal."""
+        defaults = _defaults(config)
+        return replace(config, **{name: defaults[name] for name in self.idle(config)})
 
     def heeded(self, config: Config) -> frozenset[str]:
         """The METHOD_OPTIONS that shape a run of `config`."""
@@ -63,6 +70,10 @@ class Recipe:
         if self.always_overlaps or ("overlap" in options and config.overlap):
             options |= {"max_staleness"}
         return options
+
+
+def _defaults(config: Config) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(config)}
 
 
 def wrap_all_reduce(module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:

@@ -28,6 +28,8 @@ class RankResult:
     """Waiting for peers since this process started; NaN: not known."""
     bytes_sent: float
     """Since the start of the run."""
+    last_validation_bytes_sent: float
+    """Of these, for the last validation."""
 
     @classmethod
     def of(cls, validation: Validation, meters: Meters, stats: Mapping[str, float]) -> RankResult:
@@ -37,6 +39,7 @@ class RankResult:
             time_seconds=meters.train_seconds,
             wait_seconds=stats["wait_seconds"],
             bytes_sent=meters.bytes_sent_before + stats["bytes_sent"],
+            last_validation_bytes_sent=validation.bytes_sent,
         )
 
 

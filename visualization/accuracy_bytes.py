@@ -1,4 +1,4 @@
-"""Test accuracy against bytes sent, a point per method.
+"""Test accuracy against bytes sent in training, a point per method.
 
 python -m visualization.accuracy_bytes runs/accuracy_bytes/accuracy_bytes.csv
 """
@@ -44,7 +44,7 @@ def draw(csv: Path, path: Path) -> Path:
     axis.set_xscale("log")
     axis.set(
         title="Accuracy of the averaged model: mean over seeds, bars from the lowest to the highest",
-        xlabel="sent per worker [MB]",
+        xlabel="sent per worker in training [MB]",
         ylabel="test accuracy [%]",
     )
     axis.grid(alpha=0.3, which="both")

@@ -53,12 +53,16 @@ def draw(csv: Path, path: Path) -> Path:
     axes = figure.subplots(1, 2, sharey=True)
     styles = cycle([(color, line) for line in ("-", "--", ":") for color in mpl.color_sequences["tab10"]])
     for (method, run), (color, line) in zip(best_runs(points).items(), styles):
-        run = run[run["step"] > 0]  # a logarithm has no place for 0
         label = f"{method}, step size {run['step_size'].iloc[0]:.3g}{' (diverges)' if run['diverged'].any() else ''}"
+        # A logarithm has no place for step 0, nor for an error that is 0 or no number.
+        run = run[(run["step"] > 0) & (run["error"] > 0)]
         for axis, x in zip(axes, ("step", "megabits"), strict=True):
-            axis.plot(run[x], run["error"], color=color, linestyle=line, linewidth=1.6, label=label)
+            style = {"color": color, "linestyle": line, "linewidth": 1.6, "marker": ".", "markersize": 5}
+            axis.plot(run[x], run["error"], label=label, **style)
     for axis, xlabel in zip(axes, ("step", "sent per worker [Mbit]"), strict=True):
-        axis.set(xscale="log", yscale="log", xlabel=xlabel)
+        # Without a single point a logarithmic axis has no ends.
+        scale = "log" if any(len(line.get_path().vertices) for line in axis.get_lines()) else "linear"
+        axis.set(xscale=scale, yscale=scale, xlabel=xlabel)
         for threshold in THRESHOLDS:
             axis.axhline(threshold, color="gray", linewidth=0.8, alpha=0.6)
         axis.grid(alpha=0.3)
