@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .envelope import Envelope, Header, sections
-from .flat_vector import FlatLayout, FlatVector, Part, add_
+from .flat_layout import FlatLayout, Part
+from .flat_vector import FlatVector, add_
 from .gossiper import Gossiper, Messages
 from .mixing_manager import MixingManager, MixingWeights
 from .transport import Pending

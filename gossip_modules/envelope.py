@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .flat_vector import FlatLayout, FlatVector, Part, align
+from .flat_layout import FlatLayout, Part, align
+from .flat_vector import FlatVector
 
 _ALIGNMENT = 8  # bytes; any dtype may be viewed there
 _WORD = 1 << 32  # header words are unsigned 32-bit numbers

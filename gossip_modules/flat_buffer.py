@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .flat_vector import FlatLayout, FlatVector, Part
+from .flat_layout import FlatLayout, Part
+from .flat_vector import FlatVector
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}

@@ -2,131 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes; every segment and every slice starts on a cache line, so any dtype may be viewed there
+from .flat_layout import FlatLayout, Part, Segment
+
 CHUNK = 1 << 18  # elements mixed at a time where the storage is narrower than float32: the scratch stays in cache
-
-
-class Part(NamedTuple):
-    """One tensor of a segment. A buffer is a statistic, which no lossy code may touch."""
-
-    shape: tuple[int, ...]
-    is_buffer: bool = False
-
-    @classmethod
-    def of(cls, x: Tensor, *, is_buffer: bool = False) -> Part:
-        """What a code may know of a tensor. Complex numbers are pairs: columns of a matrix, elements of a vector."""
-        pair = (2,) if x.is_complex() else ()
-        return cls((*x.shape, *pair) if x.dim() > 1 else (x.numel() * prod(pair),), is_buffer)
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is a parameter of two or more dimensions: dim 0 by the rest."""
-        return not self.is_buffer and len(self.shape) > 1
-
-    def cut(self, first: int, last: int) -> Iterator[Part]:
-        """Elements [first, last): the whole rows of a matrix stay one, the ends of a torn row are vectors."""
-        if (first, last) == (0, self.numel):
-            yield self
-            return
-        row = prod(self.shape[1:]) if self.is_matrix else 0
-        top, bottom = (-(-first // row), last // row) if row else (0, 0)
-        if top >= bottom:
-            yield Part((last - first,), self.is_buffer)
-            return
-        if first < top * row:
-            yield Part((top * row - first,))
-        yield Part((bottom - top, *self.shape[1:]))
-        if bottom * row < last:
-            yield Part((last - bottom * row,))
-
-
-class Segment(NamedTuple):
-    """All elements of one dtype: bytes [start, start + numel * itemsize) of the vector; `parts` are its tensors."""
-
-    dtype: torch.dtype
-    start: int
-    numel: int
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.numel * self.dtype.itemsize
-
-    def places(self) -> Iterator[tuple[int, Part]]:
-        """Every part with its first element; one vector where the parts are not known."""
-        first = 0
-        for part in self.parts or (Part((self.numel,)),):
-            yield first, part
-            first += part.numel
-
-    def cut(self, first: int, last: int) -> tuple[Part, ...]:
-        """The parts of elements [first, last)."""
-        pieces = ((part, max(first - a, 0), min(last - a, part.numel)) for a, part in self.places())
-        return tuple(piece for part, start, stop in pieces if start < stop for piece in part.cut(start, stop))
-
-
-def align(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """`num_bytes` rounded up to a multiple of `alignment`."""
-    return -(-num_bytes // alignment) * alignment
-
-
-@dataclass(frozen=True)
-class FlatLayout:
-    """Segments of a vector, in order of their first byte, and its padded length in bytes."""
-
-    segments: tuple[Segment, ...]
-    num_bytes: int
-
-    @classmethod
-    def of(cls, sizes: Iterable[tuple[torch.dtype, int | Sequence[Part]]], num_slices: int = 1) -> FlatLayout:
-        """One segment for each (dtype, elements or parts), padded so that `num_slices` equal slices are aligned."""
-        segments, start = [], 0
-        for dtype, size in sizes:
-            parts = () if isinstance(size, int) else tuple(size)
-            numel = size if isinstance(size, int) else sum(part.numel for part in parts)
-            segments.append(Segment(dtype, start, numel, parts))
-            start = align(segments[-1].stop)
-        return cls(tuple(segments), align(start, ALIGNMENT * num_slices))
-
-    @lru_cache(maxsize=64)  # noqa: B019 (layouts are few, small and equal by value)
-    def cut(self, start: int, stop: int) -> FlatLayout:
-        """The layout of bytes [start, stop): each segment's part in that range, counted from `start`."""
-        parts = []
-        for segment in self.segments:
-            first, last = max(segment.start, start), min(segment.stop, stop)
-            if first < last:
-                elements = [(byte - segment.start) // segment.dtype.itemsize for byte in (first, last)]
-                numel = elements[1] - elements[0]
-                parts.append(Segment(segment.dtype, first - start, numel, segment.cut(*elements)))
-        return FlatLayout(tuple(parts), stop - start)
-
-    def where(self, *, is_buffer: bool) -> FlatLayout:
-        """The part of each segment that is buffers, or that is not; over the same bytes."""
-        halves = []
-        for segment in self.segments:
-            num_buffers = sum(part.numel for _, part in segment.places() if part.is_buffer)
-            middle = segment.numel - num_buffers  # buffers are last
-            first, last = (middle, segment.numel) if is_buffer else (0, middle)
-            start = segment.start + first * segment.dtype.itemsize
-            halves.append(Segment(segment.dtype, start, last - first, segment.cut(first, last)))
-        return FlatLayout(tuple(halves), self.num_bytes)
-
-    def with_dtypes(self, choose: Callable[[torch.dtype], torch.dtype]) -> FlatLayout:
-        """The same segments in other dtypes."""
-        return FlatLayout.of((choose(segment.dtype), segment.parts or segment.numel) for segment in self.segments)
 
 
 class FlatVector:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .flat_vector import Part
+from .flat_layout import Part
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,8 @@ from torch import Tensor
 from .compressed_gossiper import CompressedGossiper, Memory, copy_memory
 from .compressor import checked_seed
 from .envelope import Envelope
-from .flat_vector import FlatVector, Part
+from .flat_layout import Part
+from .flat_vector import FlatVector
 from .matrix_batches import Batch, batches_of, full_precision, side_by_side
 from .mixing_manager import MixingManager, MixingWeights
 from .orthonormal import orthonormalize

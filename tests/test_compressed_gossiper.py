@@ -42,7 +42,7 @@ from gossip_modules import (
     connect,
 )
 from gossip_modules.compressed_gossiper import CompressedGossiper
-from gossip_modules.flat_vector import FlatLayout, Part
+from gossip_modules.flat_layout import FlatLayout, Part
 from tests.problems import loss_of, mlp, net, numerator, sgd, train_step
 from tests.ranks import CPU, TIMEOUT, HangUp, run_ranks, solo_group
 from tests.reference import flatten

@@ -28,7 +28,7 @@ from gossip_modules import (
     connect,
 )
 from gossip_modules.compressed_gossiper import CompressedGossiper
-from gossip_modules.flat_vector import FlatLayout, Part
+from gossip_modules.flat_layout import FlatLayout, Part
 from tests.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.processes import run_processes
 from tests.ranks import TIMEOUT, run_ranks

@@ -15,7 +15,7 @@ PACKAGE = "gossip_modules"
 # A module may import modules of its own layer and of the layers below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("flat_vector", "flat_buffer", "schedule"),
+        *("flat_layout", "flat_vector", "flat_buffer", "schedule"),
         *("compressor", "sparsifier", "quantizer", "bit_packing"),
         *("edge_coloring", "base_graphs", "barrier", "contraction", "activation", "joint_activation", "matching"),
         *("graph_manager", "shift_graph", "dynamic_graphs", "static_graphs", "matcha_graph"),
