@@ -19,7 +19,7 @@ TRAIN = [
 setup(
     name="gossip-modules",
     version="0.1.0",
-    description="Decentralised (gossip) data-parallel training in PyTorch: SGP, Overlap SGP, D-PSGD and AllReduce",
+    description="Decentralised (gossip) data-parallel training in PyTorch: SGP, D-PSGD, MATCHA, CHOCO-SGD, PowerGossip",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The gossip_modules authors",

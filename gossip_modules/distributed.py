@@ -28,6 +28,8 @@ class GossipDataParallel(GossipWrapper):
     | Overlap SGP  | overlap=True, and max_staleness=tau - 1 for tau > 1           |
     | D-PSGD       | push_sum=False                                                |
     | Gossip-PGA   | schedule=Schedule(average_every=H)                            |
+    | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
+    | PowerGossip  | gossiper=PowerGossip(), or Choco, DeepSqueeze, Moniqua        |
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithms 1
     and 2; Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv
