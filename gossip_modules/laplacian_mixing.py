@@ -11,10 +11,10 @@ from .contraction import contraction, dpsgd_weight, laplacian
 from .edge_coloring import Edge
 from .graph_manager import GraphManager
 from .matcha_graph import MatchaGraph
-from .mixing_manager import MixingManager, MixingWeights
+from .mixing_manager import MixingWeights, SymmetricMixing
 
 
-class LaplacianMixing(MixingManager):
+class LaplacianMixing(SymmetricMixing):
     """W[i, j] = alpha for each peer j, own 1 - alpha * degree: doubly stochastic on every undirected graph.
 
     The own weight may be negative, and at the best alpha of an irregular graph often is: that is no mistake. On a
@@ -67,18 +67,6 @@ class LaplacianMixing(MixingManager):
     @cached_property
     def _largest_convex_alpha(self) -> float:
         return 1 / max(1, *(len(self.graph.phone_book(rank)) for rank in range(self.graph.world_size)))
-
-    @cached_property
-    def is_symmetric(self) -> bool:
-        return True
-
-    @cached_property
-    def is_row_stochastic(self) -> bool:
-        return True
-
-    @cached_property
-    def is_column_stochastic(self) -> bool:
-        return True
 
     def __repr__(self) -> str:
         """Complete: with the same repr, two mixings have the same weights on all ranks in all rounds."""

@@ -164,7 +164,23 @@ class UniformMixing(MixingManager):
         return self.graph.is_regular or self.graph.in_every_round(lambda t: _sums_to_one(self._row_sums(t)))
 
 
-class MetropolisHastingsMixing(MixingManager):
+class SymmetricMixing(MixingManager):
+    """Weights that are symmetric, with rows that sum to one, by the way they are made: nothing needs to be scanned."""
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        return True
+
+    @cached_property
+    def is_row_stochastic(self) -> bool:
+        return True
+
+    @cached_property
+    def is_column_stochastic(self) -> bool:
+        return True
+
+
+class MetropolisHastingsMixing(SymmetricMixing):
     """W[i, j] = 1 / (1 + max(degree of i, degree of j)), own the rest: doubly stochastic on every undirected graph.
 
     From Xiao, Boyd, Kim, "Distributed average consensus with least-mean-square deviation", Journal of Parallel and
@@ -196,18 +212,6 @@ class MetropolisHastingsMixing(MixingManager):
         degree = graph.out_degree(rank, t)
         inp = {j: 1 / (1 + max(degree, graph.out_degree(j, t))) for j in graph.in_peers(rank, t)}
         return MixingWeights(own=1 - math.fsum(inp.values()), inp=inp)
-
-    @cached_property
-    def is_symmetric(self) -> bool:
-        return True
-
-    @cached_property
-    def is_row_stochastic(self) -> bool:
-        return True
-
-    @cached_property
-    def is_column_stochastic(self) -> bool:
-        return True
 
 
 def _sums_to_one(sums: Sequence[float]) -> bool:

@@ -16,20 +16,6 @@ from PIL import Image
 from visualization.curves import draw, draw_run, main, read_run, zoom
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are written, in their order."""
-    written: list[Figure] = []
-    write = Figure.savefig
-
-    def savefig(figure: Figure, path: Path, **options: Any) -> None:
-        written.append(figure)
-        write(figure, path, **options)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return written
-
-
 def write_run(folder: Path, *, num_ranks: int = 2, distance: float = 0.1) -> Path:
     folder.mkdir()
     for rank in range(num_ranks):

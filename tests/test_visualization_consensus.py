@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,20 +13,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from visualization import accuracy_bytes, consensus
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are written, in their order."""
-    written: list[Figure] = []
-    write = Figure.savefig
-
-    def savefig(figure: Figure, path: Path, **options: Any) -> None:
-        written.append(figure)
-        write(figure, path, **options)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return written
 
 
 def points(method: str, step_size: float, rate: float, *, steps: int = 6, diverged: bool = False) -> pd.DataFrame:

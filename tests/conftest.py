@@ -1,0 +1,27 @@
+"""Fixtures of several test files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are written, in their order."""
+    from matplotlib.figure import Figure  # here: most tests draw nothing, and it takes a second
+
+    written: list[Figure] = []
+    write = Figure.savefig
+
+    def savefig(figure: Figure, path: Path, **options: Any) -> None:
+        written.append(figure)
+        write(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return written
