@@ -136,7 +136,7 @@ class PowerGossip(CompressedGossiper):
         """See `CompressedGossiper`."""
         if list(memory["links"]) != self._peers:
             raise ValueError(
-                f"{self}: got state of links to {memory['peers']}, expected {self._peers}; load the checkpoint of this "
+                f"{self}: got state of links to {memory['links']}, expected {self._peers}; load the checkpoint of this "
                 "rank, made on the same graph"
             )
         copy_memory(self, self._factors, memory["factors"])

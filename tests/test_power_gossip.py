@@ -420,7 +420,8 @@ def test_a_state_of_another_rank_is_refused() -> None:
 
     states = run_ranks(3, body)
     resumed = bound(PowerGossip(), ring(1), solo_group())
-    resumed.load_state_dict(states[1])
+    # Links that were never used count too: those that were are another list.
+    resumed.load_state_dict({**states[1], "peers": [], "digests": []})
     with pytest.raises(ValueError, match=r"got state of links to \[0, 2\], expected \[\]; load the checkpoint of this"):
         resumed.mix(vector_of(0), 1)
 
