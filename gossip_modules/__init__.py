@@ -1,5 +1,6 @@
 """Decentralised (gossip) data-parallel training in PyTorch: the public names."""
 
+from .ad_psgd import BilatGossipDataParallel
 from .ar_distributed import AllReduceDataParallel
 from .base_graphs import select_graph
 from .choco import Choco
@@ -8,19 +9,21 @@ from .connect import connect
 from .deep_squeeze import DeepSqueeze
 from .distributed import GossipDataParallel
 from .dynamic_graphs import (
+    DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
-from .engine import Engine, OverlapEngine, SyncEngine
+from .engine import Engine, LockstepEngine, OverlapEngine, SyncEngine
 from .flat_buffer import FlatBuffer
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage, Gossiper, Mixer, PushPull, PushSum
 from .graph_manager import GraphManager
 from .laplacian_mixing import LaplacianMixing
 from .link_times import measure_link_times
+from .lockstep_wrapper import LockstepWrapper
 from .matcha_graph import MatchaGraph
 from .matrix_mixing import MatrixMixing
 from .mixing_manager import (
@@ -42,11 +45,13 @@ from .wrapper import GossipWrapper
 __all__ = [
     "QSGD",
     "AllReduceDataParallel",
+    "BilatGossipDataParallel",
     "Cast",
     "Choco",
     "CompleteGraph",
     "Compressor",
     "DeepSqueeze",
+    "DynamicBipartiteCompleteGraph",
     "DynamicBipartiteExponentialGraph",
     "DynamicBipartiteLinearGraph",
     "DynamicDirectedExponentialGraph",
@@ -61,6 +66,8 @@ __all__ = [
     "GraphManager",
     "HypercubeGraph",
     "LaplacianMixing",
+    "LockstepEngine",
+    "LockstepWrapper",
     "MatchaGraph",
     "MatrixMixing",
     "MetropolisHastingsMixing",

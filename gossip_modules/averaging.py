@@ -26,10 +26,15 @@ class AveragingMixin(ABC):
 
     _averager: GlobalAverage
     _last_consensus_distance: float = float("nan")
+    _is_averaged: bool = False  # inside averaged()
 
     @abstractmethod
     def flush(self) -> None:
         """Apply everything in flight. Local: waits for this rank's peers only. `eval()` and `state_dict()` call it."""
+
+    def settle(self) -> None:
+        """On return nothing is in flight on any rank; collective. Before a checkpoint that all ranks write."""
+        self.flush()
 
     @abstractmethod
     def close(self) -> None:
@@ -49,6 +54,7 @@ class AveragingMixin(ABC):
 
     def average_(self) -> None:
         """Every rank's parameters and floating-point buffers <- their exact average over all ranks; collective."""
+        self.settle()
         vector = self._read()
         with torch.no_grad():
             self._averager.mix(vector, 0)
@@ -64,17 +70,21 @@ class AveragingMixin(ABC):
             >>> with model.averaged():
             ...     accuracy = evaluate(model)
         """
+        self.settle()
         saved = self._read().clone()
         self.average_()
+        self._is_averaged = True
         try:
             yield self
         finally:
             vector = self._read()
+            self._is_averaged = False
             vector.copy_(saved)
             self._write(vector)
 
     def consensus_distance(self) -> float:
         """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
+        self.settle()
         vector = self._read()
         mean = vector.clone()
         self._averager.mix(mean, 0)

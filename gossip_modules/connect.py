@@ -20,6 +20,7 @@ def connect(
     ranks: Sequence[int] | None = None,
     module_device: torch.device = CPU,
     comm_device: torch.device | str | None = None,
+    backend: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> ProcessGroupTransport:
     """A transport over `process_group`, used as it is, or over a new group of our own when that is None.
@@ -29,11 +30,12 @@ def connect(
         ranks: global ranks of the new group, this one among them; None = all.
         module_device: where the tensors live.
         comm_device: where messages live; None = `module_device` if the group has NCCL for it, else the CPU.
+        backend: of the group, where only one will do: listeners need "gloo", whatever the default group has.
         timeout: for every wait.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: `comm_device` is neither the CPU nor `module_device`.
+        ValueError: `comm_device` is neither the CPU nor `module_device`, or `process_group` has another backend.
     """
     if process_group is None and not dist.is_initialized():
         raise RuntimeError(
@@ -48,7 +50,13 @@ def connect(
         wire = module_device
         if comm_device is None and _backend(base, wire) != "nccl":
             wire = torch.device("cpu")
-    backend = _backend(base, wire)
+    found = _backend(base, wire)
+    if backend is not None and process_group is not None and found != backend:
+        raise ValueError(
+            f"got a process group whose backend for {wire} tensors is {found}, expected {backend}: these ranks answer "
+            f"each other at any time; pass dist.new_group(backend='{backend}'), or None"
+        )
+    backend = backend or found
     if wire.type == "cuda" and backend == "gloo":
         raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
     if process_group is None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .dynamic_graphs import DynamicBipartiteExponentialGraph, NPeerDynamicDirectedExponentialGraph
+from .dynamic_graphs import (
+    DynamicBipartiteCompleteGraph,
+    DynamicBipartiteExponentialGraph,
+    NPeerDynamicDirectedExponentialGraph,
+)
 from .gossiper import Gossiper, PushPull, PushSum
 from .graph_manager import GraphManager
 from .laplacian_mixing import LaplacianMixing
@@ -60,6 +64,36 @@ def choose_mixing(
     if (push_sum and not is_undirected) or not graph.is_symmetric:
         return UniformMixing(graph)
     return MetropolisHastingsMixing(graph)
+
+
+def choose_bipartite_mixing(
+    graph: GraphManager | None, mixing: MixingManager | None, *, world_size: int
+) -> MixingManager:
+    """The mixing manager of AD-PSGD, with its graph: active and passive ranks, one peer per round.
+
+    Default: pairs at exponential distances where the world is even, else each active rank meets each passive one in
+    turn; half and half.
+
+    Raises:
+        ValueError: another graph than that of `mixing`, one that is not bipartite, or has several peers per round.
+    """
+    if graph is None and mixing is None:
+        even = DynamicBipartiteExponentialGraph
+        graph = (DynamicBipartiteCompleteGraph if world_size % 2 and world_size > 1 else even)(world_size)
+    mixing = choose_mixing(graph, mixing, push_sum=False, world_size=world_size)
+    graph = mixing.graph
+    if graph.world_size != world_size:
+        raise ValueError(f"got a graph of {graph.world_size} ranks, expected {world_size}, the size of the group")
+
+    def has_pairs_only(t: int) -> bool:
+        return all(graph.out_degree(rank, t) <= 1 for rank in range(world_size))
+
+    if world_size > 1 and not (graph.is_bipartite and graph.is_symmetric and graph.in_every_round(has_pairs_only)):
+        raise ValueError(
+            f"got {graph}, expected a bipartite graph with one peer per round: active ranks ask, passive ranks answer; "
+            "use DynamicBipartiteExponentialGraph, DynamicBipartiteLinearGraph or DynamicBipartiteCompleteGraph"
+        )
+    return mixing
 
 
 def _default_graph(push_sum: bool, world_size: int) -> GraphManager:

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .engine import Engine, OverlapEngine, SyncEngine
+from .engine import LockstepEngine, OverlapEngine, SyncEngine
 from .gossiper import Gossiper
 from .graph_manager import GraphManager
+from .lockstep_wrapper import DEFAULT_SCHEDULE, LockstepWrapper
 from .mixing_manager import MixingManager
 from .schedule import Schedule
 from .transport import DEFAULT_TIMEOUT
-from .wrapper import DEFAULT_SCHEDULE, GossipWrapper
 
 
-class GossipDataParallel(GossipWrapper):
+class GossipDataParallel(LockstepWrapper):
     """Data-parallel training by gossip: x_i <- sum_j W_ij(t) x_j with a few peers, where DDP averages over all.
 
     One training forward is one round; the optimizer, its state and the loop are the user's own.
@@ -40,7 +40,7 @@ class GossipDataParallel(GossipWrapper):
             Costs a second copy of the model.
         max_staleness: with overlap, forwards that a round may be late before training waits for it; rounds then
             start every max_staleness + 1 steps.
-        module, graph, ...: see `GossipWrapper`, also for what is raised.
+        module, graph, ...: see `LockstepWrapper`, also for what is raised.
 
     Example:
         >>> model = GossipDataParallel(model)  # was: DistributedDataParallel(model)
@@ -97,7 +97,7 @@ class GossipDataParallel(GossipWrapper):
             timeout=timeout,
         )
 
-    def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> Engine:
+    def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
         if not self.overlap:
             return SyncEngine(gossiper, schedule)
         return OverlapEngine(gossiper, schedule, max_staleness=self.max_staleness, is_eager=self._node is None)

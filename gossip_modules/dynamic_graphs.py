@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .graph_manager import GraphManager
 from .shift_graph import LazySequence, MirroredGraph, ShiftGraph, distinct
 
 
@@ -78,6 +79,47 @@ class DynamicBipartiteLinearGraph(MirroredGraph):
 
     def shifts(self, num_peers: int) -> Sequence[int]:
         return OddShifts(self.world_size)
+
+
+class DynamicBipartiteCompleteGraph(GraphManager):
+    """Every active (odd) rank meets every passive (even) one in turn; any n. For AD-PSGD with an odd world.
+
+    In round t active rank 2 a + 1 and passive rank 2 ((a + t) mod m) are a pair, m the number of passive ranks; for
+    odd n one passive rank has no peer.
+
+    >>> graph = DynamicBipartiteCompleteGraph(5)
+    >>> [graph.out_peers(1, t) for t in range(3)], [graph.out_peers(4, t) for t in range(3)]
+    ([(0,), (2,), (4,)], [(), (3,), (1,)])
+    """
+
+    def __init__(self, world_size: int, *, peers_per_itr: int = 1) -> None:
+        super().__init__(world_size, peers_per_itr=peers_per_itr)
+        if peers_per_itr != 1:
+            raise ValueError(f"got peers_per_itr={peers_per_itr}, expected 1: {type(self).__name__} makes pairs")
+
+    @property
+    def is_bipartite(self) -> bool:
+        return True
+
+    def phone_book(self, rank: int) -> Sequence[int]:
+        self._check_rank(rank)
+        turns = range((self.world_size + 1) // 2)
+        return tuple(peer for t in turns for peer in self.out_peers(rank, t))
+
+    def out_peers(self, rank: int, t: int) -> tuple[int, ...]:
+        self._check_rank(rank)
+        self._segment(t)  # refuses t < 0
+        num_passive, num_active = (self.world_size + 1) // 2, self.world_size // 2
+        if rank % 2:
+            return (2 * ((rank // 2 + t) % num_passive),)
+        index = (rank // 2 - t) % num_passive
+        return (2 * index + 1,) if index < num_active else ()
+
+    def in_peers(self, rank: int, t: int) -> tuple[int, ...]:
+        return self.out_peers(rank, t)
+
+    def _segment_period(self, num_peers: int) -> int:
+        return (self.world_size + 1) // 2
 
 
 @dataclass(frozen=True)

@@ -34,24 +34,18 @@ class EngineStats:
 
 
 class Engine(ABC):
-    """Runs rounds of a gossiper on the parameters at the safe point: before a training forward.
+    """When a model meets those of its peers: once per training step, at the safe point before the forward."""
 
-    Args:
-        gossiper: bound to its peers.
-        schedule: which step gossips, which averages globally.
-    """
+    is_asynchronous: bool = False
+    """Whether threads of its own answer peers at any time, so that a rank's rounds are not those of the others."""
 
-    def __init__(self, gossiper: Gossiper, schedule: Schedule) -> None:
-        self.gossiper = gossiper
-        self.schedule = schedule
-        self.averager = GlobalAverage(gossiper.transport)
-        self.t = 0  # the only round counter in the library: rounds started so far
-        self.step = 0  # training steps seen so far
+    def __init__(self) -> None:
+        self.t = 0  # rounds started so far
         self.stats = EngineStats()
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a round has started that is not applied yet."""
+        """Whether there is something that `flush()` would apply."""
         return False
 
     @abstractmethod
@@ -70,13 +64,62 @@ class Engine(ABC):
         """End threads and free buffers; idempotent."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and what the gossiper remembers. Nothing may be in flight."""
-        return {"t": self.t, "step": self.step, "gossiper": self.gossiper.state_dict()}
+        """Counters and what the algorithm remembers. Nothing may be in flight."""
+        return {"t": self.t}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict()` gave. Nothing may be in flight."""
-        self.t, self.step = state["t"], state["step"]
+        self.t = state["t"]
+
+    def reset(self) -> None:
+        """Start anew, as without any state. Nothing may be in flight."""
+        self.t = 0
+
+
+class IdleEngine(Engine):
+    """No rounds any more: of a copy that another engine's threads do not answer for.
+
+    Args:
+        other: whose counters it keeps.
+    """
+
+    def __init__(self, other: Engine) -> None:
+        super().__init__()
+        self.t, self.stats = other.t, replace(other.stats)
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        return False
+
+
+class LockstepEngine(Engine):
+    """Runs rounds of a gossiper; round t of one rank is round t of all.
+
+    Args:
+        gossiper: bound to its peers.
+        schedule: which step gossips, which averages globally.
+    """
+
+    def __init__(self, gossiper: Gossiper, schedule: Schedule) -> None:
+        super().__init__()
+        self.gossiper = gossiper
+        self.schedule = schedule
+        self.averager = GlobalAverage(gossiper.transport)
+        self.step = 0  # training steps seen so far
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`."""
+        return {**super().state_dict(), "step": self.step, "gossiper": self.gossiper.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Engine`."""
+        super().load_state_dict(state)
+        self.step = state["step"]
         self.gossiper.load_state_dict(state["gossiper"])
+
+    def reset(self) -> None:
+        """See `Engine`."""
+        self.load_state_dict({"t": 0, "step": 0, "gossiper": {}})
 
     def _next_mixer(self) -> Mixer | None:
         """What this step does, None when it skips; advances the step."""
@@ -85,7 +128,7 @@ class Engine(ABC):
         return {Action.GOSSIP: self.gossiper, Action.AVERAGE: self.averager, Action.SKIP: None}[action]
 
 
-class SyncEngine(Engine):
+class SyncEngine(LockstepEngine):
     """Blocking rounds: x <- W(t) x, in place, before the forward. No copy, no thread, no stream."""
 
     def round(self, x: FlatVector) -> bool:
@@ -109,7 +152,7 @@ class _Flight:
     step: int
 
 
-class OverlapEngine(Engine):
+class OverlapEngine(LockstepEngine):
     """Rounds that run on the gossip thread while training computes: x <- x + (W(t) - I) s when round t is done.
 
     [Note: Overlap] s is a snapshot of x. The round started before forward k is applied before forward k + 1, when x

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from .engine import Engine, SyncEngine
+from .engine import LockstepEngine, SyncEngine
 from .gossiper import Gossiper
+from .lockstep_wrapper import LockstepWrapper
 from .schedule import Schedule
-from .wrapper import GossipWrapper
 
 
-class SimpleGossipDataParallel(GossipWrapper):
+class SimpleGossipDataParallel(LockstepWrapper):
     """x_i <- sum_j W_ij(t) x_j before every training forward, in the training thread.
 
     The same arithmetic as `GossipDataParallel(overlap=False)` with nothing to configure but graph and weights; what
-    to read first, and what to use where threads are unwelcome. Arguments: see `GossipWrapper`.
+    to read first, and what to use where threads are unwelcome. Arguments: see `LockstepWrapper`.
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithm 1;
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056.
@@ -22,5 +22,5 @@ class SimpleGossipDataParallel(GossipWrapper):
         >>> model(torch.randn(4, 10)).sum().backward()  # gossips, then computes
     """
 
-    def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> Engine:
+    def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
         return SyncEngine(gossiper, schedule)

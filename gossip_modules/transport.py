@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+FOREVER = timedelta(days=365)
 ROUND_BITS, SIZE_BITS, CHANNEL_BITS = 16, 9, 5  # of a tag: torch has 31 bits; rounds and channels wrap around
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
 MAX_STAGED = 64  # twins kept; more means that addresses change from call to call
@@ -21,8 +22,12 @@ MAX_STAGED = 64  # twins kept; more means that addresses change from call to cal
 class Pending(Protocol):
     """Bytes on their way."""
 
-    def wait(self) -> None:
-        """Return when all have arrived and left, or raise TimeoutError or ConnectionError naming the peer."""
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return when all have arrived and left, or raise TimeoutError or ConnectionError naming the peer.
+
+        Args:
+            timeout: None = the transport's own.
+        """
 
 
 class Transport(Protocol):
@@ -41,6 +46,12 @@ class Transport(Protocol):
 
         Neither may be touched before `wait()` returned. Messages of equal tags meet in their order. `what` names the
         exchange in errors, "round <tag>" by default.
+        """
+
+    def receive_any(self, x: Tensor, *, tag: int) -> int:
+        """x <- the next message of that length and tag, from whichever rank; returns who sent it.
+
+        Blocks without a limit of time: for a listener, who ends by a message too.
         """
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
@@ -113,6 +124,18 @@ class ProcessGroupTransport:
         pairs = [(x, y) for j in recvs for x, y in zip(recvs[j], staged[j], strict=True)]
         return _Exchange(self, operations, pairs, tag, what or f"round {tag}")
 
+    def receive_any(self, x: Tensor, *, tag: int) -> int:
+        """See `Transport`. Gloo only, messages in CPU memory.
+
+        [Note: listeners] Gloo can neither poll nor abort such a receive, and one that times out would break its
+        connections. A dead peer does not disturb it.
+        """
+        assert self.backend == "gloo", f"{self.backend} cannot receive from any rank"
+        assert x.device.type == "cpu", "a listener's messages are in CPU memory"
+        work = self.group.recv_anysource([x], self.wire_tag(tag, x.numel() * x.element_size()))
+        work.wait(FOREVER)
+        return work._source_rank()
+
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""
         message = self._stage(x, fill=True)
@@ -179,9 +202,11 @@ class ProcessGroupTransport:
         channel = self._channel % (1 << CHANNEL_BITS)
         return (channel << SIZE_BITS | size) << ROUND_BITS | tag % (1 << ROUND_BITS)
 
-    def fail(self, error: RuntimeError, what: str, seconds: float, *, note: str = "") -> NoReturn:
+    def fail(
+        self, error: RuntimeError, what: str, seconds: float, *, timeout: timedelta | None = None, note: str = ""
+    ) -> NoReturn:
         """See the function `fail`; the rank is this one."""
-        fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=self.timeout, note=note)
+        fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout or self.timeout, note=note)
 
     def _stage(self, x: Tensor, *, fill: bool = False, keep: bool = False) -> Tensor:
         """`x` itself where it can go on the wire, else a twin that can: filled if asked, kept for the next round."""
@@ -241,15 +266,15 @@ class _Exchange:
             except RuntimeError as error:
                 transport.fail(error, action, 0.0)
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         """See `Pending`."""
         for what, work in self.works:
             elapsed = time.monotonic() - self.start
-            left = max(self.transport.timeout - timedelta(seconds=elapsed), timedelta(milliseconds=1))
+            left = max((timeout or self.transport.timeout) - timedelta(seconds=elapsed), timedelta(milliseconds=1))
             try:
                 self.transport._wait(work, left)
             except RuntimeError as error:
-                self.transport.fail(error, what, time.monotonic() - self.start)
+                self.transport.fail(error, what, time.monotonic() - self.start, timeout=timeout)
         self.transport._unstage(self.staged)
 
 

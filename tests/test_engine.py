@@ -23,7 +23,7 @@ from gossip_modules import (
     SyncEngine,
     UniformMixing,
 )
-from gossip_modules.engine import Engine, GossipThread
+from gossip_modules.engine import GossipThread, LockstepEngine
 from tests.problems import fill_, loss_of, mlp
 from tests.ranks import HangUp, gossip_threads, run_ranks
 
@@ -112,7 +112,7 @@ def assert_no_threads() -> None:
     assert gossip_threads() == []
 
 
-def make_engine(overlap: bool, gossiper: PushSum, schedule: Schedule) -> Engine:
+def make_engine(overlap: bool, gossiper: PushSum, schedule: Schedule) -> LockstepEngine:
     """Either engine."""
     return OverlapEngine(gossiper, schedule) if overlap else SyncEngine(gossiper, schedule)
 

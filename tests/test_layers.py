@@ -20,19 +20,25 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("edge_coloring", "base_graphs", "barrier", "contraction", "activation", "joint_activation", "matching"),
         *("graph_manager", "shift_graph", "dynamic_graphs", "static_graphs", "matcha_graph"),
         *("mixing_manager", "matrix_mixing", "laplacian_mixing"),
+        *("butterfly_groups", "interpolation", "peer_scores", "model_message", "pairwise_config"),
     ),
-    ("transport", "connect", "mpi"),
+    ("transport", "connect", "mpi", "progress", "model_server", "model_client"),
     (
         *("gossiper", "agreement", "node", "link_times", "envelope", "matrix_batches", "orthonormal"),
         *("compressed_gossiper", "broadcast_gossiper", "choco", "deep_squeeze", "moniqua", "power_gossip"),
+        *("mailbox", "bilateral", "group_average"),
     ),
-    ("engine", "gossip_thread", "async_engine", "averaging", "defaults", "debias", "metadata_state", "uneven_inputs"),
-    ("wrapper",),
+    (
+        *("engine", "gossip_thread", "averaging", "defaults", "debias", "metadata_state", "uneven_inputs"),
+        *("background", "bilateral_engine", "wait_avoiding_engine", "pairwise_engine"),
+    ),
+    ("wrapper", "lockstep_wrapper"),
     ("simple_distributed", "distributed", "ad_psgd", "wagma", "pairwise", "ar_distributed"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}
 # typing_extensions comes with torch; annotations may use it.
 DEPENDENCIES = {"torch", "numpy", "networkx", "typing_extensions"}
+EXTRAS = {"zmq", "yaml"}
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
 
@@ -128,7 +134,7 @@ def test_nothing_unpickles(folder: str) -> None:
         ({"__init__": "import tqdm"}, "__init__ imports tqdm: expected only"),
         ({"helpers": ""}, "helpers has no layer: add it"),
         (
-            {"engine": "import gossip_modules.async_engine", "async_engine": "from . import engine"},
+            {"engine": "import gossip_modules.bilateral_engine", "bilateral_engine": "from . import engine"},
             "in a circle: .*engine",
         ),
     ],

@@ -28,7 +28,7 @@ from gossip_modules import (
     SimpleGossipDataParallel,
     TorusGraph,
 )
-from gossip_modules.engine import Engine
+from gossip_modules.engine import LockstepEngine
 from gossip_modules.gossiper import Gossiper
 from gossip_modules.wrapper import GossipWrapper
 from tests.problems import MakeOptimizer, adamw, loss_of, mlp, net, numerator, sgd, train
@@ -41,7 +41,7 @@ TOLERANCE = 1e-6  # of float32 values below one, against float64
 class FixedStaleness(GossipDataParallel):
     """Overlap SGP that always uses its staleness in full: so it is a function of the data, and has an oracle."""
 
-    def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> Engine:
+    def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
         return OverlapEngine(gossiper, schedule, max_staleness=self.max_staleness, is_eager=False)
 
 

@@ -1,0 +1,93 @@
+"""BilatGossipDataParallel: AD-PSGD, asynchronous pairwise averaging."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .bilateral_engine import BilateralEngine
+from .connect import connect
+from .defaults import choose_bipartite_mixing
+from .gossiper import GlobalAverage
+from .graph_manager import GraphManager
+from .mixing_manager import MixingManager
+from .transport import DEFAULT_TIMEOUT
+from .wrapper import GossipWrapper
+
+
+class BilatGossipDataParallel(GossipWrapper):
+    """AD-PSGD: pairs of ranks average while both go on training, and no rank ever waits for another.
+
+    Odd ranks are active: at a training forward, unless the last exchange is still under way, they ask a passive peer.
+    Even ranks are passive: a thread answers for them, whatever training does. Both get half the difference of what
+    they sent each other as a correction, which their next training forward adds to the parameters; so no gradient
+    step is lost, and the sum over ranks is that of all steps. The optimizer, its state and the loop are the user's own.
+
+    Ranks take steps at their own pace; `Progress` counts those of all. Ranks should `close()` at about the same time.
+
+    Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv
+    1710.06952, Algorithm 1 and the bipartite protocol of its section 3.
+
+    Args:
+        module: mutated: its trained tensors become views of one flat vector.
+        graph: bipartite, one peer per round; None = pairs at exponential distances where the world is even, else every
+            active rank meets every passive one in turn.
+        mixing: the weights over that graph; None = one half each.
+        process_group: a Gloo group, used as it is, so it must carry nothing else; None = a new one over all ranks.
+        init_sync: start from the parameters and buffers of rank 0.
+        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
+        timeout: for every wait on a peer.
+
+    Raises:
+        ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
+        RuntimeError: torch.distributed is not initialised.
+        TimeoutError, ConnectionError: (construction, forward, `flush()`) a peer is late or gone; names it.
+
+    Example:
+        >>> model = BilatGossipDataParallel(model)  # was: DistributedDataParallel(model)
+        >>> for x, y in loader:
+        ...     loss = criterion(model(x), y)  # adds what peers have said, then computes
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        graph: GraphManager | None = None,
+        mixing: MixingManager | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        init_sync: bool = True,
+        gossip_buffers: bool = True,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(module, gossip_buffers=gossip_buffers)
+        x = self._buffer.vector
+        hello = self._hello(process_group, timeout=timeout)
+        mixing = choose_bipartite_mixing(graph, mixing, world_size=hello.world_size)
+        description = {
+            "graph": repr(mixing.graph),
+            "mixing": repr(mixing),
+            "options (gossip_buffers, init_sync)": repr((gossip_buffers, init_sync)),
+        }
+        self._agree(hello, description, init_sync=init_sync)
+        self._transport = connect(
+            process_group, module_device=x.raw.device, comm_device="cpu", backend="gloo", timeout=timeout
+        )
+        self._averager = GlobalAverage(self._transport)
+        self._engine = BilateralEngine(mixing, self._transport, x)
+
+    @property
+    def _bytes_sent(self) -> int:
+        return self._transport.num_bytes_sent
+
+    def settle(self) -> None:
+        """See `AveragingMixin`: when all ranks have asked no more, what they have said is applied."""
+        self.flush()
+        self._transport.all_reduce(torch.zeros(1), what="waiting until no rank has an exchange under way")
+        self.flush()

@@ -1,0 +1,56 @@
+"""Threads of an asynchronous engine: named, and their first error is raised in the training thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Background:
+    """Daemon threads that serve peers while training computes.
+
+    Daemons, because a thread that waits for a message inside C++ cannot be told to end; what they hold must not keep
+    a program alive.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+        self._is_seen = False
+
+    def start(self, name: str, body: Callable[[], None]) -> None:
+        """Run `body` in a daemon thread of that name."""
+
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:  # noqa: BLE001 (raised in the training thread)
+                self.fail(error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Keep `error` for the training thread, unless there is an earlier one."""
+        if self._error is None:
+            self._error = error
+
+    def raise_if_failed(self) -> None:
+        """Raise what ended a thread, if anything did; from then on at every call."""
+        if self._error is not None:
+            self._is_seen = True
+            raise self._error
+
+    def raise_if_unseen(self) -> None:
+        """Raise what ended a thread if it has not been raised yet: the last chance, on close."""
+        if not self._is_seen:
+            self.raise_if_failed()
+
+    def close(self, timeout: float = 2.0) -> bool:
+        """Wait `timeout` seconds at most for all threads to end; returns whether they have. They must know by now."""
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)

@@ -1,0 +1,143 @@
+"""Pairwise averaging at any time: an active rank asks, a passive rank answers, both get opposite corrections."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+
+from .mailbox import Mailbox
+from .transport import ProcessGroupTransport
+
+_ASK, _GOODBYE = 0, 1  # what a header says
+_HERE, _GONE = 0, 1  # what a passive rank replies
+_CONTROL_TAG, _MODEL_TAG = 0, 1
+GOODBYE_TIMEOUT = timedelta(seconds=2)
+
+
+class BilateralAverage:
+    """y_i <- y_i + w (y_j - y_i) and y_j <- y_j + w (y_i - y_j) between two ranks, while both of them train.
+
+    [Note: bilateral exchange] The active rank sends a header; the passive one, whose listener waits for headers from
+    anybody, replies, and then both send a snapshot of y and receive that of the other. Corrections are
+    w (received - sent), exact opposites in floating point, and are added to whatever y and the parameters have become
+    meanwhile: the sum over ranks is kept although nobody holds a lock across the network. Since active ranks only
+    ask and passive ranks only answer, no ring of ranks can wait for each other.
+
+    Args:
+        mailbox: of this rank.
+        transport: a Gloo transport that carries nothing else but collectives of the same ranks.
+        clock: the step of training, for `delivered`.
+
+    Attributes:
+        delivered: of each exchange in the mail, the step at which y was read; the engine takes them out.
+    """
+
+    def __init__(self, mailbox: Mailbox, transport: ProcessGroupTransport, *, clock: Callable[[], int]) -> None:
+        self.mailbox = mailbox
+        self.transport = transport
+        self.clock = clock
+        self.delivered: deque[int] = deque()
+        self._sent, self._received = mailbox.host_vector(), mailbox.host_vector()
+        self._serving = threading.Lock()
+        self._served: int | None = None  # whom, for errors
+        self._is_closing = False
+
+    def ask(self, peer: int, t: int, weight: float) -> bool:
+        """One exchange with a passive rank; False when it has said goodbye.
+
+        Args:
+            peer: a passive rank.
+            t: the round of this rank, for error messages.
+            weight: w, the same at both ends: it travels.
+
+        Raises:
+            TimeoutError, ConnectionError: naming the peer and the round.
+        """
+        header = torch.tensor([_ASK, t, _bits(weight)])
+        reply = torch.empty(1, dtype=torch.int64)
+        what = f"asking in round {t}"
+        self.transport.exchange({peer: [header]}, {peer: [reply]}, tag=_CONTROL_TAG, what=what).wait()
+        if reply.item() == _GONE:
+            return False
+        self._exchange(peer, weight, f"averaging in round {t}")
+        return True
+
+    def answer(self, active_ranks: Iterable[int]) -> None:
+        """Answer until each of these ranks has said goodbye; the body of a listener thread.
+
+        Raises:
+            TimeoutError, ConnectionError: a peer that had asked is late or gone; names it.
+        """
+        header = torch.empty(3, dtype=torch.int64)
+        present = set(active_ranks)
+        while present:
+            source = self.transport.receive_any(header, tag=_CONTROL_TAG)
+            kind, t, bits = header.tolist()
+            if kind == _GOODBYE:
+                present.discard(source)
+                continue
+            with self._serving:
+                self._served = source
+                what = f"answering round {t} of rank {self.transport.names[source]}"
+                reply = torch.tensor([_GONE if self._is_closing else _HERE])
+                self.transport.exchange({source: [reply]}, {}, tag=_CONTROL_TAG, what=what).wait()
+                if not self._is_closing:
+                    self._exchange(source, _weight(bits), what)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether an exchange that a peer asked for is under way."""
+        return self._serving.locked()
+
+    def wait_until_served(self) -> None:
+        """Return when the exchange that is under way is delivered.
+
+        Raises:
+            TimeoutError: naming the peer.
+        """
+        seconds = self.transport.timeout.total_seconds()
+        if not self._serving.acquire(timeout=seconds):
+            names = self.transport.names
+            peer = "a peer" if self._served is None else f"rank {names[self._served]}"
+            raise TimeoutError(f"rank {names[self.transport.rank]}: still answering {peer} after {seconds:g} s")
+        self._serving.release()
+
+    def say_goodbye(self, passive_ranks: Iterable[int]) -> None:
+        """Tell these ranks that this one asks no more; waits two seconds at most, and for nobody who is gone."""
+        header = torch.tensor([_GOODBYE, 0, 0])
+        for peer in passive_ranks:
+            try:
+                pending = self.transport.exchange({peer: [header]}, {}, tag=_CONTROL_TAG, what="saying goodbye")
+                pending.wait(GOODBYE_TIMEOUT)
+            except (TimeoutError, ConnectionError):  # it is gone, or will find out
+                continue
+
+    def stop_answering(self) -> None:
+        """Reply to those who ask from now on that this rank is gone, once the exchange under way is delivered."""
+        is_idle = self._serving.acquire(timeout=GOODBYE_TIMEOUT.total_seconds())
+        self._is_closing = True
+        if is_idle:
+            self._serving.release()
+
+    def _exchange(self, peer: int, weight: float, what: str) -> None:
+        with self.mailbox.lock:
+            step = self.clock()
+            self.mailbox.snapshot(self._sent)
+        sends, recvs = {peer: [self._sent.raw]}, {peer: [self._received.raw]}
+        self.transport.exchange(sends, recvs, tag=_MODEL_TAG, what=what).wait()
+        self._received.add_segments_(self._sent, alpha=-1.0)
+        with self.mailbox.lock:
+            self.mailbox.deliver(self._received, alpha=weight)
+            self.delivered.append(step)
+
+
+def _bits(weight: float) -> int:
+    return int(torch.tensor([weight], dtype=torch.float64).view(torch.int64).item())
+
+
+def _weight(bits: int) -> float:
+    return torch.tensor([bits]).view(torch.float64).item()

@@ -1,0 +1,156 @@
+"""The engine of AD-PSGD: pairs average in the background, training adds the corrections when it comes by."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from concurrent.futures import Future, wait
+
+import torch
+
+from .background import Background
+from .bilateral import GOODBYE_TIMEOUT, BilateralAverage
+from .engine import Engine
+from .flat_vector import FlatVector
+from .gossip_thread import GossipThread
+from .mailbox import Mailbox
+from .mixing_manager import MixingManager
+from .transport import ProcessGroupTransport
+
+
+class BilateralEngine(Engine):
+    """Active ranks ask a passive peer once per training step at most; passive ranks answer whenever they are asked.
+
+    At the safe point: x <- x + mail, y <- x, and an active rank whose last exchange is complete starts the next one.
+    Nothing there waits. See [Note: bilateral exchange].
+
+    `t` counts the exchanges that an active rank has started; its peers are those of the graph in its own round t.
+
+    Args:
+        mixing: weights over a bipartite graph with one peer per round.
+        transport: over Gloo, with messages in CPU memory.
+        x: the parameters.
+    """
+
+    is_asynchronous = True
+
+    def __init__(self, mixing: MixingManager, transport: ProcessGroupTransport, x: FlatVector) -> None:
+        super().__init__()
+        self.mixing = mixing
+        self.transport = transport
+        self.mailbox = Mailbox(x)
+        self._step = 0  # training steps seen so far
+        self._bilateral = BilateralAverage(self.mailbox, transport, clock=lambda: self._step)
+        self._background = Background()
+        self._asking: Future[float] | None = None
+        self._asker: GossipThread | None = None
+        self._peers = self._reachable()
+        self._is_closed = False
+        name = f"gossip-{transport.rank}"
+        if not self._peers:
+            return
+        if mixing.graph.is_passive(transport.rank):
+            self._background.start(name, lambda: self._bilateral.answer(self._peers))
+        else:
+            self._asker = GossipThread(name)
+
+    def _reachable(self) -> set[int]:
+        """All that this rank ever exchanges with, in some round."""
+        graph, rank = self.mixing.graph, self.transport.rank
+        if graph.is_passive(rank):
+            return {i for i in range(graph.world_size) if not graph.is_passive(i) and rank in graph.phone_book(i)}
+        return set(graph.phone_book(rank))
+
+    @property
+    def is_in_flight(self) -> bool:
+        """See `Engine`."""
+        return self._asking is not None or self.mailbox.has_mail or self._bilateral.is_serving
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`. Never waits.
+
+        Raises:
+            TimeoutError, ConnectionError: a peer is late or gone; names it.
+        """
+        self._background.raise_if_failed()
+        if self._asking is not None and self._asking.done():
+            self._take_answer()
+        with torch.profiler.record_function("gossip.apply"), self.mailbox.lock:
+            is_written = self._collect(x)
+            self.mailbox.publish(x)
+        self._step += 1
+        if self._asker is not None and self._asking is None:
+            self._ask()
+        return is_written
+
+    def flush(self, x: FlatVector) -> bool:
+        """See `Engine`. Waits for the exchange that this rank has asked for, and for one that it answers."""
+        if not self._is_closed:
+            self._background.raise_if_failed()
+        start = time.perf_counter()
+        with torch.profiler.record_function("gossip.wait"):
+            if self._asking is not None:
+                self._take_answer()
+            elif self._asker is None and not self._is_closed:
+                self._bilateral.wait_until_served()
+        self.stats.wait_seconds += time.perf_counter() - start
+        return self._collect(x)
+
+    def close(self) -> None:
+        """See `Engine`. Passive ranks answer until all who might ask have closed, or for two seconds.
+
+        What is delivered until then is mail, for a last `flush()`.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._asker is None:
+            self._bilateral.stop_answering()
+            self._background.close()
+            self._background.raise_if_unseen()
+            return
+        asking, self._asking = self._asking, None
+        if asking is not None and not wait([asking], GOODBYE_TIMEOUT.total_seconds()).done:
+            warnings.warn("closed while a peer had not answered: its correction is lost", stacklevel=2)
+            asking = None
+        self._bilateral.say_goodbye(sorted(self._peers))
+        self._asker.close()
+        if asking is not None:
+            asking.result()
+
+    def _ask(self) -> None:
+        """Start the exchange of round t, with the first peer from there on that is still here."""
+        graph, rank = self.mixing.graph, self.transport.rank
+        for _ in range(max(graph.period, len(graph.phone_book(rank)))):
+            t, self.t = self.t, self.t + 1
+            peer = next(iter(graph.out_peers(rank, t)), None)
+            if peer in self._peers:
+                break
+        else:
+            return  # all have said goodbye
+        assert self._asker is not None
+        assert peer is not None
+        weight = self.mixing.weights(rank, t).inp[peer]
+
+        def exchange() -> float:
+            with torch.no_grad(), torch.profiler.record_function("gossip.round", f"t={t}"):
+                if not self._bilateral.ask(peer, t, weight):
+                    self._peers.discard(peer)
+            return weight
+
+        self._asking = self._asker.submit(exchange)
+
+    def _take_answer(self) -> None:
+        assert self._asking is not None
+        try:
+            self._asking.result()
+        finally:
+            self._asking = None
+
+    def _collect(self, x: FlatVector) -> bool:
+        with self.mailbox.lock:
+            if not self.mailbox.collect(x):
+                return False
+            while self._bilateral.delivered:
+                self.stats.record(self._step - self._bilateral.delivered.popleft())
+            return True
