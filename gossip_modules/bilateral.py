@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -109,12 +110,13 @@ class BilateralAverage:
     def say_goodbye(self, passive_ranks: Iterable[int]) -> None:
         """Tell these ranks that this one asks no more; waits two seconds at most, and for nobody who is gone."""
         header = torch.tensor([_GOODBYE, 0, 0])
+        pending = []
         for peer in passive_ranks:
-            try:
-                pending = self.transport.exchange({peer: [header]}, {}, tag=_CONTROL_TAG, what="saying goodbye")
-                pending.wait(GOODBYE_TIMEOUT)
-            except (TimeoutError, ConnectionError):  # it is gone, or will find out
-                continue
+            with contextlib.suppress(ConnectionError):  # it is gone
+                pending.append(self.transport.exchange({peer: [header]}, {}, tag=_CONTROL_TAG, what="goodbye"))
+        for sending in pending:  # each counts from when it was posted
+            with contextlib.suppress(ConnectionError, TimeoutError):  # gone, or it will find out
+                sending.wait(GOODBYE_TIMEOUT)
 
     def stop_answering(self) -> None:
         """Reply to those who ask from now on that this rank is gone, once the exchange under way is delivered."""
@@ -124,9 +126,8 @@ class BilateralAverage:
             self._serving.release()
 
     def _exchange(self, peer: int, weight: float, what: str) -> None:
-        with self.mailbox.lock:
-            step = self.clock()
-            self.mailbox.snapshot(self._sent)
+        step = self.clock()
+        self.mailbox.snapshot(self._sent)
         sends, recvs = {peer: [self._sent.raw]}, {peer: [self._received.raw]}
         self.transport.exchange(sends, recvs, tag=_MODEL_TAG, what=what).wait()
         self._received.add_segments_(self._sent, alpha=-1.0)

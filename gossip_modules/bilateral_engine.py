@@ -45,6 +45,7 @@ class BilateralEngine(Engine):
         self._asking: Future[float] | None = None
         self._asker: GossipThread | None = None
         self._peers = self._reachable()
+        self._gone: set[int] = set()  # those of them who have said so
         self._is_closed = False
         name = f"gossip-{transport.rank}"
         if not self._peers:
@@ -124,7 +125,7 @@ class BilateralEngine(Engine):
         for _ in range(max(graph.period, len(graph.phone_book(rank)))):
             t, self.t = self.t, self.t + 1
             peer = next(iter(graph.out_peers(rank, t)), None)
-            if peer in self._peers:
+            if peer is not None and peer not in self._gone:
                 break
         else:
             return  # all have said goodbye
@@ -135,7 +136,7 @@ class BilateralEngine(Engine):
         def exchange() -> float:
             with torch.no_grad(), torch.profiler.record_function("gossip.round", f"t={t}"):
                 if not self._bilateral.ask(peer, t, weight):
-                    self._peers.discard(peer)
+                    self._gone.add(peer)
             return weight
 
         self._asking = self._asker.submit(exchange)

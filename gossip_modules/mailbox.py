@@ -86,12 +86,14 @@ class Mailbox:
 
     def snapshot(self, out: FlatVector) -> None:
         """out <- y. `out`: a `host_vector()` of the caller's."""
+        self._wait_for_y()  # without the lock, which training may want
         with self.lock:
             self._wait_for_y()
             out.raw.copy_(self._public.raw)
 
     def deliver(self, correction: FlatVector, *, alpha: float) -> None:
         """y <- y + alpha * correction, and the same to the mail."""
+        self._wait_for_y()
         with self.lock:
             self._wait_for_y()
             self._public.add_segments_(correction, alpha=alpha)
