@@ -4,6 +4,8 @@ from pathlib import Path
 
 from setuptools import setup
 
+# What pairwise averaging (dpwa) speaks, and reads its configuration with.
+PAIRWISE = ["pyyaml>=6.0", "pyzmq>=25.1"]
 # What only the scripts in train/ and visualization/ need.
 TRAIN = [
     "matplotlib>=3.8",
@@ -14,12 +16,13 @@ TRAIN = [
     "torchvision>=0.21",
     "tqdm>=4.66",
     "tyro>=0.9",
+    *PAIRWISE,
 ]
 
 setup(
     name="gossip-modules",
     version="0.1.0",
-    description="Decentralised (gossip) data-parallel training in PyTorch: SGP, D-PSGD, MATCHA, CHOCO-SGD, PowerGossip",
+    description="Decentralised (gossip) data-parallel training in PyTorch: SGP, AD-PSGD, MATCHA, WAGMA-SGD, PowerGossip",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The gossip_modules authors",
@@ -30,9 +33,10 @@ setup(
     python_requires=">=3.10",
     install_requires=["networkx>=3.0", "numpy>=1.26", "torch>=2.6"],
     extras_require={
+        "pairwise": PAIRWISE,
         "train": TRAIN,
-        "test": ["pytest>=8.0", "pytest-timeout>=2.3", *TRAIN],
-        "dev": ["mypy>=1.14", "ruff>=0.9"],
+        "test": ["hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", *TRAIN],
+        "dev": ["mypy>=1.14", "ruff>=0.9", "types-PyYAML>=6.0"],
         "bench": ["decent-dp>=0.2.3", "loguru>=0.7"],
     },
     classifiers=[

@@ -1,0 +1,57 @@
+"""Who may read and write models: the CurveZMQ keys of a worker and of its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+KEY_LENGTH = 40  # characters of Z85, ZeroMQ's text form of 32 bytes
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """A worker's own pair of keys and the public keys of those it talks to, all as 40 characters of Z85.
+
+    With keys all traffic is encrypted, and both ends prove who they are: a peer is asked only if it has the secret of
+    the key that stands under its name, and only holders of one of these keys are answered. `zmq.curve_keypair()` makes
+    a pair. Keep `secret` out of version control; it is not shown by `repr`.
+
+    Args:
+        public: this worker's public key.
+        secret: this worker's secret key.
+        peers: the public keys of the other workers by name.
+
+    Raises:
+        ValueError: a key that is not 40 characters long.
+    """
+
+    public: str
+    secret: str = field(repr=False)
+    peers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for owner, key in (("public", self.public), ("secret", self.secret), *self.peers.items()):
+            check_key(key, owner=owner)
+
+    def of_peer(self, name: str) -> str:
+        """The public key of a peer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if name not in self.peers:
+            raise ValueError(
+                f"got no public key of peer {name!r}, expected one beside those of {sorted(self.peers)}; "
+                "add it to CurveKeys.peers"
+            )
+        return self.peers[name]
+
+
+def check_key(key: str, *, owner: str) -> None:
+    """Raise ValueError where this is no key in Z85; never shows it, as it may be a secret."""
+    if not isinstance(key, str) or len(key) != KEY_LENGTH or not key.isascii():
+        length = len(key) if isinstance(key, (str, bytes)) else type(key).__name__
+        raise ValueError(
+            f"got a key '{owner}' of {length} characters, expected a string of {KEY_LENGTH}; "
+            "make a pair with zmq.curve_keypair() and decode() both"
+        )

@@ -1,0 +1,124 @@
+"""How far a worker goes towards the model of a peer: x <- x + f (x_peer - x)."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Standing(NamedTuple):
+    """What a worker tells of itself beside its model.
+
+    clock: how many times it has published, interpolated whenever it merged; finite and >= 0.
+    loss: of its training, as last reported; None before the first report.
+    """
+
+    clock: float = 0.0
+    loss: float | None = None
+
+
+class Interpolation(ABC):
+    """The factor f of a merge, from the standing of the two workers: 0 keeps the own model, 1 takes the peer's.
+
+    Whatever losses and clocks are, f is a number in [0, 1].
+    """
+
+    needs_loss: bool = False
+    """Whether the own loss must have been reported."""
+    needs_peer_loss: bool = False
+    """Whether that of the peer must."""
+
+    @abstractmethod
+    def factor(self, own: Standing, peer: Standing) -> float:
+        """f for a worker with standing `own` that has the model of `peer`."""
+
+
+@dataclass(frozen=True)
+class ConstantInterpolation(Interpolation):
+    """f = value. With 1/2, the average of the two models (Jin et al. 2016, arXiv 1611.04581, pull-gossip).
+
+    Raises:
+        ValueError: `value` is outside [0, 1].
+    """
+
+    value: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.value <= 1.0:
+            raise ValueError(f"got value={self.value}, expected a factor in [0, 1]; 0.5 averages the two models")
+
+    def factor(self, own: Standing, peer: Standing) -> float:
+        """See `Interpolation`."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class ClockInterpolation(Interpolation):
+    """f = peer_clock / (own_clock + peer_clock): who has trained longer weighs more. Both at zero: 1/2."""
+
+    def factor(self, own: Standing, peer: Standing) -> float:
+        """See `Interpolation`."""
+        return _share(peer.clock, own.clock)
+
+
+@dataclass(frozen=True)
+class LossInterpolation(Interpolation):
+    """f = own_loss / (own_loss + peer_loss): who has the larger loss takes more of the other.
+
+    A negative loss counts as zero; both zero: 1/2. A worker whose own loss is infinite or not a number has nothing to
+    keep: f = 1. A peer whose loss is so is refused before this.
+    """
+
+    needs_loss = True
+    needs_peer_loss = True
+
+    def factor(self, own: Standing, peer: Standing) -> float:
+        """See `Interpolation`. Both losses must have been reported."""
+        assert own.loss is not None, "a merge by loss comes after the first report of one"
+        assert peer.loss is not None, "a merge by loss comes after the peer's first report of one"
+        if not math.isfinite(own.loss):
+            return 1.0
+        return _share(own.loss, peer.loss)
+
+
+@dataclass(frozen=True)
+class DivergenceThreshold(Interpolation):
+    """f of another interpolation, times own_loss / threshold where the own loss is below the threshold.
+
+    Workers that have nearly converged move less and less towards each other. A negative loss counts as zero.
+
+    Args:
+        base: the other interpolation.
+        threshold: in the unit of the loss, > 0.
+
+    Raises:
+        ValueError: `threshold` is not a positive number.
+    """
+
+    base: Interpolation
+    threshold: float
+    needs_loss = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.threshold < math.inf:
+            raise ValueError(
+                f"got threshold={self.threshold}, expected a positive number; divergence_threshold=0 switches it off"
+            )
+        object.__setattr__(self, "needs_peer_loss", self.base.needs_peer_loss)
+
+    def factor(self, own: Standing, peer: Standing) -> float:
+        """See `Interpolation`. The own loss must have been reported."""
+        assert own.loss is not None, "a merge with a threshold comes after the first report of a loss"
+        factor = self.base.factor(own, peer)
+        return factor * max(own.loss, 0.0) / self.threshold if own.loss < self.threshold else factor
+
+
+def _share(x: float, y: float) -> float:
+    """x / (x + y), negative numbers as zero, 1/2 for two zeros; finite also where x + y is not."""
+    x, y = max(x, 0.0), max(y, 0.0)
+    larger = max(x, y)
+    if larger == 0.0:
+        return 0.5
+    return (x / larger) / (x / larger + y / larger)

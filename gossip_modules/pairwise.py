@@ -1,0 +1,144 @@
+"""PairwiseDataParallel: each worker pulls the model of a random live peer and interpolates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from .average_on_demand import AverageOnDemand
+from .curve_keys import CurveKeys
+from .interpolation import Interpolation
+from .pairwise_config import DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
+from .pairwise_engine import PairwiseEngine
+from .wrapper import GossipWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class PairwiseDataParallel(GossipWrapper):
+    """A module that moves towards the model of a random live peer before every training forward (dpwa).
+
+    x <- x + f (x_peer - x): see [Note: Pairwise round]. Nobody waits for anybody: a fetch runs in the background and is
+    merged at the first training forward after it is complete. Workers may start late, die, restart and come back, and
+    no process group is needed: what a worker knows of the others is their addresses. A worker that fails is avoided
+    and found again: see `PeerScores`. Merging is one-sided, so the mean over workers is not kept.
+
+    Messages are fixed binary headers and raw tensors over ZeroMQ; nothing is ever unpickled, sizes are checked before
+    memory is taken, and models with infinities or NaN are refused. Without `curve` whoever reaches the address can
+    read the model, and whoever takes over the address of a peer can have his own merged.
+
+    Jin, Yuan, Iandola, Keutzer, "How to scale distributed deep learning?", 2016, arXiv 1611.04581 (pull-gossip SGD).
+
+    Args:
+        module: mutated: its trained tensors become views of one flat vector, which keeps their values. On its device,
+            in its dtype: both must stay.
+        name: of this worker.
+        peers: "tcp://host:port" of every worker by name; the own entry is where to bind ("tcp://0.0.0.0:45000").
+        interpolation: f: `ConstantInterpolation`, `ClockInterpolation` or `LossInterpolation`.
+        divergence_threshold: a loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
+        fetch_probability: of asking a peer in a round.
+        timeout: of one round, for all peers that are tried in it. Training does not wait for it.
+        seed: of the choice of peers; each worker's choices are its own.
+        curve: keys, so that strangers neither read nor write models.
+        init_from_peers: start from the model of a live peer if there is one: for workers that start late or restart.
+            Workers that start at the same time start from their own: give them equal weights by `torch.manual_seed`.
+        gossip_buffers: whether floating-point buffers (BatchNorm statistics) travel too.
+
+    Raises:
+        ImportError: pyzmq is missing.
+        ValueError: arguments that do not fit.
+        ConnectionError: the own address cannot be bound.
+        RuntimeError: (forward) a loss is needed and was not reported, or a background thread failed.
+
+    Example:
+        >>> peers = {"w0": "tcp://127.0.0.1:*"}  # and the others, with their ports
+        >>> model = PairwiseDataParallel(nn.Linear(2, 1), name="w0", peers=peers)
+        >>> loss = model(torch.ones(4, 2)).square().mean()
+        >>> loss.backward()
+        >>> model.report_loss(loss.item())
+        >>> model.close()
+    """
+
+    _engine: PairwiseEngine
+    _averager: AverageOnDemand
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        peers: Mapping[str, str],
+        interpolation: Interpolation = DEFAULT_INTERPOLATION,
+        divergence_threshold: float = 0.0,
+        fetch_probability: float = 1.0,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        seed: int = 0,
+        curve: CurveKeys | None = None,
+        init_from_peers: bool = True,
+        gossip_buffers: bool = True,
+    ) -> None:
+        config = PairwiseConfig(
+            name, peers, interpolation, divergence_threshold, fetch_probability, timeout, seed, curve
+        )
+        super().__init__(module, gossip_buffers=gossip_buffers)
+        self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
+        self._averager = AverageOnDemand(self._buffer.vector.raw.device)
+
+    @classmethod
+    def from_config(
+        cls,
+        module: nn.Module,
+        name: str,
+        path: str | PathLike[str],
+        *,
+        seed: int = 0,
+        curve: CurveKeys | None = None,
+        init_from_peers: bool = True,
+        gossip_buffers: bool = True,
+    ) -> Self:
+        """Worker `name` of a YAML file of dpwa: see `PairwiseConfig.from_yaml`."""
+        config = PairwiseConfig.from_yaml(name, path, seed=seed, curve=curve)
+        return cls(module, **vars(config), init_from_peers=init_from_peers, gossip_buffers=gossip_buffers)
+
+    @property
+    def address(self) -> str:
+        """Where this worker is reached: as configured, with the port that `*` has become."""
+        return self._engine.address
+
+    def close(self) -> None:
+        """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
+        self._engine.close()
+        super().close()
+
+    def report_loss(self, loss: float) -> None:
+        """The loss of the last batch, which peers merge by, and `divergence_threshold`; call it after every batch."""
+        self._engine.report_loss(loss)
+
+    def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
+        """See `PairwiseEngine.add_peer`; from any thread."""
+        self._engine.add_peer(name, address, public_key=public_key)
+
+    def remove_peer(self, name: str) -> None:
+        """See `PairwiseEngine.remove_peer`; from any thread."""
+        self._engine.remove_peer(name)
+
+    def comm_stats(self) -> dict[str, float]:
+        """What communication did so far on this worker; local and cheap.
+
+        Returns:
+            As `GossipWrapper.comm_stats`, where num_rounds is merges, and: bytes_received, num_fetches (requests),
+            num_failed_fetches (refused, timed out, broken off), num_refused_models (another shape, infinities or NaN
+            in the model or its loss), num_refused_losses (own ones that were not finite, and not published),
+            num_refused_connections (strangers without ZeroMQ or an authorised key), num_garbage_messages,
+            num_models_sent, clock.
+        """
+        return {**super().comm_stats(), **self._engine.statistics()}
+
+    @property
+    def _bytes_sent(self) -> int:
+        return self._engine.num_bytes_sent + self._averager.num_bytes_sent

@@ -1,0 +1,386 @@
+"""The serving side: peers get the newest model whole, strangers get nothing, and training is never blocked."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossip_modules.background import Background
+from gossip_modules.curve_keys import CurveKeys
+from gossip_modules.flat_vector import FlatVector
+from gossip_modules.interpolation import Standing
+from gossip_modules.model_client import Fetched, ModelClient
+from gossip_modules.model_message import HEADER_BYTES, Kind, Message, ModelShape
+from gossip_modules.model_server import MAX_REPLIES, ModelServer
+from gossip_modules.peer_scores import PeerScores
+from tests.ranks import gossip_threads
+
+TIMEOUT = 20.0
+
+
+def vector_of(value: float, numel: int = 1000) -> FlatVector:
+    """A model whose elements are all equal."""
+    return FlatVector.over(torch.full((numel,), value))
+
+
+def shape_of(x: FlatVector) -> ModelShape:
+    return ModelShape.of(["w"], x.layout)
+
+
+def make_keys() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+@contextlib.contextmanager
+def serving(x: FlatVector, curve: CurveKeys | None = None) -> Iterator[ModelServer]:
+    """A server of models like x, in its thread; nothing is published yet."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = ModelServer(
+        context,
+        "tcp://127.0.0.1:*",
+        name="s",
+        shape=shape_of(x),
+        layout=x.layout,
+        is_pinned=False,
+        curve=curve,
+    )
+    background = Background()
+    background.start("gossip-serve-s", server.serve)
+    try:
+        yield server
+        background.raise_if_failed()
+    finally:
+        server.stop()
+        assert background.close(TIMEOUT)
+        context.term()
+
+
+@contextlib.contextmanager
+def asking(server: ModelServer, x: FlatVector, curve: CurveKeys | None = None) -> Iterator[ModelClient]:
+    """A client of that server, of models like x."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peers = {"s": server.address}
+    client = ModelClient(context, peers, PeerScores(peers, seed=""), name="c", shape=shape_of(x), curve=curve)
+    try:
+        yield client
+    finally:
+        client.close()
+        context.term()
+
+
+def fetch(server: ModelServer, inbox: FlatVector, curve: CurveKeys | None = None) -> Fetched | None:
+    with asking(server, inbox, curve) as client:
+        return client.fetch(inbox, TIMEOUT)
+
+
+def connect(server: ModelServer) -> socket.socket:
+    """A stranger."""
+    host, port = server.address.removeprefix("tcp://").split(":")
+    return socket.create_connection((host, int(port)), timeout=TIMEOUT)
+
+
+def wait_until_closed(stranger: socket.socket) -> None:
+    """Until the other end has hung up."""
+    with contextlib.suppress(ConnectionResetError):
+        while stranger.recv(1 << 16):
+            pass
+
+
+def test_the_newest_model_is_served_with_its_progress() -> None:
+    inbox = vector_of(0.0)
+    with serving(inbox) as server, asking(server, inbox) as client:
+        for value in (1.0, 2.0, 3.0):
+            x = vector_of(value)
+            server.publish(x, Standing(10 * value, 1 / value))
+            x.raw.zero_()  # what is served is a copy
+            assert client.fetch(inbox, TIMEOUT) == Fetched("s", Standing(10 * value, 1 / value))
+            assert torch.equal(inbox.segments[0], torch.full((1000,), value))
+        assert server.stats.num_models_sent == 3
+        assert server.stats.bytes_sent == 3 * (HEADER_BYTES + inbox.layout.num_bytes)
+        assert client.stats.bytes_received == server.stats.bytes_sent
+        assert client.stats.bytes_sent == 3 * HEADER_BYTES
+
+
+def test_nothing_published_is_no_reason_to_ask_again() -> None:
+    inbox = vector_of(0.0)
+    with serving(inbox) as server, asking(server, inbox) as client:
+        assert client.fetch(inbox, TIMEOUT) is None
+        assert client.stats.num_fetches == 1
+        assert client.stats.num_failed_fetches == 0
+        assert client.scores.scores == {"s": 1000}
+
+
+def test_another_model_is_refused_before_it_travels() -> None:
+    x, inbox = vector_of(1.0), vector_of(0.0, numel=7)
+    with serving(x) as server, asking(server, inbox) as client:
+        server.publish(x, Standing())
+        assert client.fetch(inbox, TIMEOUT) is None
+        assert client.stats.num_refused_models == 1
+        assert "got a model of 1 tensors of float32, 4000 bytes, expected" in client.stats.refusals["s"]
+        assert client.stats.bytes_received == HEADER_BYTES
+        assert server.stats.num_models_sent == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_model_that_is_not_finite_is_refused(bad: float) -> None:
+    x = vector_of(1.0)
+    x.segments[0][123] = bad
+    inbox = vector_of(0.0)
+    with serving(x) as server, asking(server, inbox) as client:
+        server.publish(x, Standing())
+        assert client.fetch(inbox, TIMEOUT) is None
+        assert client.stats.num_refused_models == 1
+        assert "got a model with infinite or NaN values" in client.stats.refusals["s"]
+        assert client.scores.scores == {"s": 900}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_large_numbers_are_finite(dtype: torch.dtype) -> None:
+    x = FlatVector.over(torch.full((1000,), torch.finfo(dtype).max, dtype=dtype))  # whose sum overflows
+    with serving(x) as server:
+        server.publish(x, Standing())
+        inbox = FlatVector.over(torch.zeros(1000, dtype=dtype))
+        assert fetch(server, inbox) is not None
+        assert torch.equal(inbox.raw, x.raw)
+
+
+def test_a_loss_that_is_not_finite_is_refused_before_the_model_is_read() -> None:
+    x = vector_of(1.0)
+    inbox = vector_of(0.0)
+    with serving(x) as server, asking(server, inbox) as client:
+        server.publish(x, Standing(1.0, float("nan")))
+        assert client.fetch(inbox, TIMEOUT) is None
+        assert "got loss nan" in client.stats.refusals["s"]
+        assert not inbox.raw.any()
+
+
+# Strangers.
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.lists(st.binary(max_size=300), max_size=4))
+def test_frames_of_strangers_are_dropped(frames: list[bytes]) -> None:
+    x = vector_of(1.0, numel=10)
+    with serving(x) as server:
+        server.publish(x, Standing())
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.linger = 0
+        stranger.connect(server.address)
+        if frames:
+            stranger.send_multipart(frames)
+        assert fetch(server, vector_of(0.0, numel=10)) is not None
+        stranger.close()
+        context.term()
+
+
+def test_garbage_is_counted() -> None:
+    x = vector_of(1.0)
+    with serving(x) as server:
+        server.publish(x, Standing())
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.linger = 0
+        stranger.connect(server.address)
+        reply = Message(Kind.MODEL, 0, shape_of(x)).pack()  # which is no request
+        for frames in ([b"x"], [b"x" * HEADER_BYTES], [reply], [reply, reply]):
+            stranger.send_multipart(frames)
+        stranger.send(Message(Kind.PROBE, 5, shape_of(x)).pack())
+        assert stranger.poll(round(1000 * TIMEOUT))
+        answer = Message.parse(stranger.recv())
+        assert (answer.kind, answer.request) == (Kind.ALIVE, 5)
+        assert server.stats.num_garbage_messages == 4
+        stranger.close()
+        context.term()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n" * 100, b"\xff" * 1000, bytes(1000), b"\xff" + bytes(8) + b"\x7f\x03" + b"\xaa" * 200],
+)
+def test_raw_garbage_is_hung_up_on(garbage: bytes) -> None:
+    x = vector_of(1.0)
+    with serving(x) as server:
+        server.publish(x, Standing())
+        with connect(server) as stranger:
+            stranger.sendall(garbage)
+            with contextlib.suppress(OSError):  # it has hung up already
+                stranger.shutdown(socket.SHUT_WR)
+            wait_until_closed(stranger)
+        assert fetch(server, vector_of(0.0)) is not None
+
+
+def zmtp_handshake(stranger: socket.socket) -> None:
+    """ZMTP 3.0 without security, by hand, as a DEALER (ZeroMQ RFC 23)."""
+    stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    stranger.sendall(bytes([4, len(ready)]) + ready)
+    greeting = b""
+    while len(greeting) < 64 + 2:
+        greeting += stranger.recv(64 + 2 - len(greeting))
+    left = greeting[65]
+    while left:
+        left -= len(stranger.recv(left))
+
+
+def test_a_message_that_is_too_long_is_refused_by_its_declared_length() -> None:
+    x = vector_of(1.0)
+    with serving(x) as server:
+        server.publish(x, Standing())
+        with connect(server) as stranger:
+            zmtp_handshake(stranger)
+            stranger.sendall(b"\x02" + struct.pack(">Q", 1 << 40))  # a frame of a terabyte, of which nothing follows
+            wait_until_closed(stranger)
+        assert fetch(server, vector_of(0.0)) is not None
+
+
+def test_clients_that_do_not_read_block_nobody() -> None:
+    numel = 6_000_000  # 24 MB, more than the buffers of a connection take
+    x, inbox = vector_of(0.0, numel), vector_of(0.0, numel)
+    with serving(x) as server, contextlib.ExitStack() as strangers:
+        for i in range(MAX_REPLIES - 1):
+            server.publish(x, Standing(i))
+            stranger = strangers.enter_context(connect(server))
+            zmtp_handshake(stranger)
+            stranger.sendall(bytes([0, HEADER_BYTES]) + Message(Kind.FETCH, 1, shape_of(x)).pack())
+            stranger.recv(1)  # the reply has begun; the rest is never read
+        with asking(server, inbox) as client:
+            for i in range(10):
+                x.segments[0].fill_(i)
+                assert server.publish(x, Standing(i))
+                assert client.fetch(inbox, TIMEOUT) == Fetched("s", Standing(i))
+                assert inbox.segments[0][0] == inbox.segments[0][-1] == i
+            server.publish(x, Standing(99))
+            stranger = strangers.enter_context(connect(server))
+            zmtp_handshake(stranger)
+            stranger.sendall(bytes([0, HEADER_BYTES]) + Message(Kind.FETCH, 1, shape_of(x)).pack())
+            stranger.recv(1)
+            assert client.fetch(inbox, TIMEOUT) is None  # as many models on their way as may be: busy
+            assert client.stats.num_failed_fetches == 0
+        assert len(server._pool.snapshots) <= MAX_REPLIES + 2
+        strangers.close()  # they vanish
+        deadline = time.monotonic() + TIMEOUT
+        while fetch(server, inbox) is None:
+            assert time.monotonic() < deadline
+
+
+# Keys.
+
+
+def test_with_keys_an_authorised_client_is_served() -> None:
+    (server_public, server_secret), (public, secret) = make_keys(), make_keys()
+    x, inbox = vector_of(4.0), vector_of(0.0)
+    with serving(x, CurveKeys(server_public, server_secret, {"c": public})) as server:
+        server.publish(x, Standing(1.0))
+        curve = CurveKeys(public, secret, {"s": server_public})
+        assert fetch(server, inbox, curve) == Fetched("s", Standing(1.0))
+        assert torch.equal(inbox.raw, x.raw)
+        assert server.stats.num_refused_connections == 0
+
+
+@pytest.mark.parametrize("stranger", ["no key", "unknown key", "wrong server key"])
+def test_with_keys_a_stranger_gets_nothing(stranger: str) -> None:
+    (server_public, server_secret), (public, secret), (other_public, other_secret) = (make_keys() for _ in range(3))
+    x, inbox = vector_of(4.0), vector_of(0.0)
+    curve = {
+        "no key": None,
+        "unknown key": CurveKeys(other_public, other_secret, {"s": server_public}),
+        "wrong server key": CurveKeys(public, secret, {"s": other_public}),
+    }[stranger]
+    with serving(x, CurveKeys(server_public, server_secret, {"c": public})) as server:
+        server.publish(x, Standing(1.0))
+        with asking(server, inbox, curve) as client:
+            assert client.fetch(inbox, 4.0) is None
+            assert client.stats.num_failed_fetches == 1
+            assert client.stats.bytes_received == 0
+        assert not inbox.raw.any()
+        assert server.stats.num_models_sent == 0
+        # A stranger in between changes nothing for those who have a key.
+        assert fetch(server, inbox, CurveKeys(public, secret, {"s": server_public})) is not None
+        assert server.stats.num_refused_connections > 0
+
+
+def test_keys_can_be_taken_back() -> None:
+    (server_public, server_secret), (public, secret) = make_keys(), make_keys()
+    x, inbox = vector_of(4.0), vector_of(0.0)
+    curve = CurveKeys(public, secret, {"s": server_public})
+    with serving(x, CurveKeys(server_public, server_secret)) as server:
+        server.publish(x, Standing())
+        assert fetch(server, inbox, curve) is None
+        server.authorize([public])
+        assert fetch(server, inbox, curve) is not None
+        server.authorize([])
+        assert fetch(server, inbox, curve) is None
+
+
+# Beginning and end.
+
+
+def test_a_taken_address_is_an_error_at_once() -> None:
+    x = vector_of(1.0)
+    with serving(x) as server:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        with pytest.raises(
+            ConnectionError, match=r"worker 'late': cannot bind tcp://.*another process using this port"
+        ):
+            ModelServer(
+                context,
+                server.address,
+                name="late",
+                shape=shape_of(x),
+                layout=x.layout,
+                is_pinned=False,
+                curve=None,
+            )
+        context.term()  # which would wait for a socket that was left open
+
+
+def test_serving_ends_when_told() -> None:
+    x = vector_of(1.0)
+    with serving(x) as server:
+        assert [thread.name for thread in gossip_threads()] == ["gossip-serve-s"]
+        server.stop()
+        server.stop()
+    assert gossip_threads() == []
+
+
+def test_publishing_does_not_wait_for_the_lock_of_a_reply() -> None:
+    """Publications and fetches race; every model that arrives is one that was published, whole."""
+    numel = 50_000
+    x, inbox = vector_of(0.0, numel), vector_of(0.0, numel)
+    stop = threading.Event()
+    with serving(x) as server:
+        server.publish(x, Standing(0.0))
+
+        def publish() -> None:
+            i = 0
+            while not stop.is_set():
+                i += 1
+                x.segments[0].fill_(i)
+                server.publish(x, Standing(i))
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        try:
+            with asking(server, inbox) as client:
+                num_arrived = 0
+                while num_arrived < 100:
+                    fetched = client.fetch(inbox, TIMEOUT)
+                    assert client.stats.num_failed_fetches == client.stats.num_refused_models == 0
+                    if fetched is not None:  # else it was busy: ZeroMQ has not said yet that it is through
+                        assert torch.equal(inbox.segments[0], torch.full((numel,), fetched.standing.clock))
+                        num_arrived += 1
+        finally:
+            stop.set()
+            thread.join()

@@ -1,0 +1,150 @@
+"""What a worker is told: dpwa's YAML means what it meant, and every mistake is named."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gossip_modules.curve_keys import CurveKeys
+from gossip_modules.interpolation import (
+    ClockInterpolation,
+    ConstantInterpolation,
+    DivergenceThreshold,
+    Interpolation,
+    LossInterpolation,
+)
+from gossip_modules.pairwise_config import PairwiseConfig
+
+# samples/config.yaml of dpwa, in its form.
+SAMPLE = """
+- nodes:
+  - {name: w1, host: 127.0.0.1, port: 45000}
+  - {name: w2, host: localhost, port: 45001}
+- fetch_probability: 1
+- timeout_ms: 2500
+- interpolation: loss
+- divergence_threshold: 0.2
+- constant: {value: 0.5}
+- clock: 0
+- loss: 0
+"""
+NODES = "- nodes: [{name: w1, host: h, port: 1}, {name: w2, host: h, port: 2}]\n"
+
+
+def read(folder: Path, text: str) -> PairwiseConfig:
+    """The configuration of w1 in a file with this text."""
+    path = folder / "dpwa.yaml"
+    path.write_text(text, encoding="utf-8")
+    return PairwiseConfig.from_yaml("w1", path)
+
+
+def test_sample_of_dpwa(tmp_path: Path) -> None:
+    assert read(tmp_path, SAMPLE) == PairwiseConfig(
+        name="w1",
+        peers={"w1": "tcp://127.0.0.1:45000", "w2": "tcp://localhost:45001"},
+        interpolation=LossInterpolation(),
+        divergence_threshold=0.2,
+        fetch_probability=1.0,
+        timeout=timedelta(milliseconds=2500),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ConstantInterpolation(0.5)),
+        ("- interpolation: clock\n- clock: 0", ClockInterpolation()),
+        ("- constant: {value: 1}\n- interpolation: constant", ConstantInterpolation(1.0)),
+        ("- loss:\n- interpolation: loss", LossInterpolation()),
+    ],
+)
+def test_optional_keys_have_defaults(tmp_path: Path, text: str, expected: Interpolation) -> None:
+    config = read(tmp_path, NODES + text)
+    assert config.rule == expected
+    assert config.others == {"w2": "tcp://h:2"}
+    assert config.timeout == timedelta(seconds=2.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("nodes: []", r"dpwa\.yaml: got a dict, expected a list like"),
+        ("- {nodes: [], timeout_ms: 1}", "expected a list like .* one key per entry"),
+        ("[: {", "got a file that is no YAML"),
+        ("!!python/object/apply:os.system ['true']", "got a file that is no YAML"),
+        ("- interpolation: clock", "got nodes: None, expected a list of workers"),
+        (NODES + "- timeout: 3", "got the key 'timeout' which is unknown, expected each of"),
+        (NODES + NODES, "got the key 'nodes' twice"),
+        ("- nodes: [{name: w1, host: h}]", "got the node .* expected the keys name, host and port"),
+        ("- nodes: [{name: w1, host: h, port: '1'}]", "got host 'h' and port '1' of 'w1'"),
+        ("- nodes: [{name: w1, host: h, port: 70000}]", "got address 'tcp://h:70000' of 'w1', expected 'tcp://host"),
+        ("- nodes: [{name: a, host: h, port: 1}, {name: a, host: h, port: 2}]", "got two nodes named 'a'"),
+        ("- nodes: [{name: a, host: h, port: 1}]", "got name='w1' and peers .*'a'.*, expected an entry of this worker"),
+        (
+            NODES + "- interpolation: linear",
+            "got interpolation: 'linear', expected one of .*'constant', 'clock', 'loss'",
+        ),
+        (NODES + "- constant: {value: 2}", r"got value=2.0, expected a factor in \[0, 1\]"),
+        (NODES + "- constant: {factor: 1}", "got constant: .*expected {value: 0.5}"),
+        (NODES + "- interpolation: clock\n- clock: 1", "got clock: 1, expected 0, as it has no arguments"),
+        (NODES + "- timeout_ms: soon", "got timeout_ms: 'soon', expected a finite number"),
+        (NODES + "- timeout_ms: .inf", "got timeout_ms: inf, expected a finite number"),
+        (NODES + "- timeout_ms: 0", "got timeout=0:00:00, expected more than zero"),
+        (NODES + "- fetch_probability: 1.5", r"got fetch_probability=1.5, expected a probability in \[0, 1\]"),
+        (NODES + "- divergence_threshold: -1", "got threshold=-1.0, expected a positive number"),
+    ],
+)
+def test_every_mistake_is_named(tmp_path: Path, text: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        read(tmp_path, text)
+
+
+def test_threshold_wraps_the_interpolation() -> None:
+    config = PairwiseConfig("a", {"a": "tcp://h:1"}, ClockInterpolation(), divergence_threshold=0.5)
+    assert config.rule == DivergenceThreshold(ClockInterpolation(), 0.5)
+
+
+@pytest.mark.parametrize("address", ["h:1", "tcp://h", "tcp://:1", "udp://h:1", "tcp://h:x", "tcp://h:-1", 5, ""])
+def test_addresses_are_checked(address: Any) -> None:
+    with pytest.raises(ValueError, match="of 'a', expected 'tcp://host:port'"):
+        PairwiseConfig("a", {"a": address})
+
+
+def test_every_peer_needs_a_key() -> None:
+    keys = CurveKeys("p" * 40, "s" * 40, {"b": "k" * 40})
+    peers = dict.fromkeys("abc", "tcp://h:1")
+    with pytest.raises(ValueError, match=r"got no public key of peer 'c', expected one beside those of \['b'\]"):
+        PairwiseConfig("a", peers, curve=keys)
+    assert "s" * 40 not in repr(keys)
+
+
+@pytest.mark.parametrize("key", ["short", b"k" * 40, "é" * 40])
+def test_keys_are_checked_and_not_shown(key: Any) -> None:
+    with pytest.raises(ValueError, match=r"got a key 'secret' of .* expected a string of 40") as caught:
+        CurveKeys("p" * 40, key)
+    assert str(key) not in str(caught.value)
+
+
+def test_without_yaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = builtins.__import__
+
+    def without_yaml(
+        name: str,
+        names: Mapping[str, object] | None = None,
+        local: Mapping[str, object] | None = None,
+        wanted: Sequence[str] = (),
+        level: int = 0,
+    ) -> ModuleType:
+        if name == "yaml":
+            raise ModuleNotFoundError(name="yaml")
+        return load(name, names, local, wanted, level)
+
+    monkeypatch.setattr(builtins, "__import__", without_yaml)
+    with pytest.raises(ImportError, match=r"needs PyYAML; pip install 'gossip-modules\[pairwise\]'"):
+        read(tmp_path, SAMPLE)
