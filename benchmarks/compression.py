@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -169,7 +170,7 @@ class Echo:
                 self.num_bytes_sent += x.numel() * x.element_size()
         return self
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         """Done already."""
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:

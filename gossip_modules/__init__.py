@@ -3,9 +3,11 @@
 from .ad_psgd import BilatGossipDataParallel
 from .ar_distributed import AllReduceDataParallel
 from .base_graphs import select_graph
+from .butterfly_groups import ButterflyGroups
 from .choco import Choco
 from .compressor import Cast, Compressor
 from .connect import connect
+from .curve_keys import CurveKeys
 from .deep_squeeze import DeepSqueeze
 from .distributed import GossipDataParallel
 from .dynamic_graphs import (
@@ -21,6 +23,7 @@ from .flat_buffer import FlatBuffer
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage, Gossiper, Mixer, PushPull, PushSum
 from .graph_manager import GraphManager
+from .interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
 from .laplacian_mixing import LaplacianMixing
 from .link_times import measure_link_times
 from .lockstep_wrapper import LockstepWrapper
@@ -33,23 +36,32 @@ from .mixing_manager import (
     UniformMixing,
 )
 from .moniqua import Moniqua
+from .pairwise import PairwiseDataParallel
+from .pairwise_averager import PairwiseAverager
+from .pairwise_config import PairwiseConfig
 from .power_gossip import PowerGossip
+from .progress import Progress
 from .quantizer import QSGD, SignNorm
 from .schedule import Schedule
 from .simple_distributed import SimpleGossipDataParallel
 from .sparsifier import RandomK, TopK
 from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
 from .transport import ProcessGroupTransport, Transport
+from .wagma import GroupAverageDataParallel
 from .wrapper import GossipWrapper
 
 __all__ = [
     "QSGD",
     "AllReduceDataParallel",
     "BilatGossipDataParallel",
+    "ButterflyGroups",
     "Cast",
     "Choco",
+    "ClockInterpolation",
     "CompleteGraph",
     "Compressor",
+    "ConstantInterpolation",
+    "CurveKeys",
     "DeepSqueeze",
     "DynamicBipartiteCompleteGraph",
     "DynamicBipartiteExponentialGraph",
@@ -64,10 +76,13 @@ __all__ = [
     "GossipWrapper",
     "Gossiper",
     "GraphManager",
+    "GroupAverageDataParallel",
     "HypercubeGraph",
+    "Interpolation",
     "LaplacianMixing",
     "LockstepEngine",
     "LockstepWrapper",
+    "LossInterpolation",
     "MatchaGraph",
     "MatrixMixing",
     "MetropolisHastingsMixing",
@@ -78,8 +93,12 @@ __all__ = [
     "NPeerDynamicDirectedExponentialGraph",
     "NetworkXGraph",
     "OverlapEngine",
+    "PairwiseAverager",
+    "PairwiseConfig",
+    "PairwiseDataParallel",
     "PowerGossip",
     "ProcessGroupTransport",
+    "Progress",
     "PushPull",
     "PushSum",
     "RandomK",

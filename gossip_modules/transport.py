@@ -48,12 +48,6 @@ class Transport(Protocol):
         exchange in errors, "round <tag>" by default.
         """
 
-    def receive_any(self, x: Tensor, *, tag: int) -> int:
-        """x <- the next message of that length and tag, from whichever rank; returns who sent it.
-
-        Blocks without a limit of time: for a listener, who ends by a message too.
-        """
-
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """x <- sum over all ranks, in place; blocking. `what` names the operation in errors."""
 
@@ -125,7 +119,9 @@ class ProcessGroupTransport:
         return _Exchange(self, operations, pairs, tag, what or f"round {tag}")
 
     def receive_any(self, x: Tensor, *, tag: int) -> int:
-        """See `Transport`. Gloo only, messages in CPU memory.
+        """x <- the next message of that length and tag, from whichever rank; returns who sent it.
+
+        Blocks without a limit of time: for a listener, who ends by a message too. Gloo only, CPU memory only.
 
         [Note: listeners] Gloo can neither poll nor abort such a receive, and one that times out would break its
         connections. A dead peer does not disturb it.

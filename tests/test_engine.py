@@ -6,6 +6,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -71,7 +72,7 @@ class ScriptedPending:
     def __init__(self, transport: ScriptedTransport, t: int, inbox: Tensor) -> None:
         self.transport, self.t, self.inbox = transport, t, inbox
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         """See `Pending`."""
         assert self.transport.gates[self.t].wait(PATIENCE), f"nobody opened round {self.t}"
         if self.t in self.transport.errors:

@@ -30,6 +30,27 @@ def test_the_academic_version_finds_the_optimum() -> None:
     assert max(errors) < 1e-4
 
 
+def test_a_pairwise_worker_starts_from_its_peer() -> None:
+    code = next(block for block in blocks("python") if "PairwiseDataParallel(" in block)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(code, "README.md", "exec"), {})
+    assert output.getvalue() == "True\n"
+
+
+@pytest.mark.e2e
+def test_asynchronous_training_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "adpsgd.py"
+    script.write_text(next(block for block in blocks("python") if "# torchrun" in block and "adpsgd" in block))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert result.returncode == 0, result.stderr
+    errors = [float(value) for value in re.findall(r"averaged weights (\S+)", result.stdout)]
+    assert len(errors) == 4
+    assert len(set(errors)) == 1
+    assert errors[0] < 0.1
+
+
 @pytest.mark.e2e
 def test_distributed_averaging_and_the_diff_run_under_torchrun(tmp_path: Path) -> None:
     average = next(block for block in blocks("python") if "PushSum" in block)

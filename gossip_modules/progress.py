@@ -1,0 +1,94 @@
+"""Progress: how far a job is that no rank leads, counted in its key-value store."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+class Progress:
+    """A counter that all ranks of a job add to: how many steps they have taken together.
+
+    Where ranks train at their own pace no rank's step count tells how far the job is. Epochs, the learning rate and
+    the end of training then follow the sum, so that fast ranks do more of the work. AD-PSGD: Lian et al., ICML 2018,
+    arXiv 1710.06952, counts its iterations k over all workers.
+
+    Adding is atomic and never waits for another rank, only for the store: one request and its answer, some 60 µs on
+    one machine. To take exactly n steps together, let each rank claim a step before it takes it: see the example.
+
+    Args:
+        store: reached by all ranks; None: the store of the default process group, under a prefix of its own.
+        name: of this counter; ranks that give the same name and store share it.
+
+    Raises:
+        RuntimeError: no store, and torch.distributed is not initialised.
+
+    Example:
+        >>> progress = Progress(dist.HashStore())
+        >>> while progress.add(1) <= 3:
+        ...     print("a step")
+        a step
+        a step
+        a step
+    """
+
+    def __init__(self, store: dist.Store | None = None, *, name: str = "steps") -> None:
+        self._store = dist.PrefixStore("gossip_progress", job_store() if store is None else store)
+        self._name = name
+
+    @property
+    def total(self) -> int:
+        """The sum of what all ranks have added so far.
+
+        Raises:
+            ConnectionError: the store does not answer.
+        """
+        return self.add(0)
+
+    def add(self, n: int) -> int:
+        """Count `n` more steps; the total with them, which no other call returns as long as everyone adds 1 or more.
+
+        Raises:
+            ConnectionError: the store does not answer.
+        """
+        try:
+            return self._store.add(self._name, n)
+        except dist.DistError as error:
+            raise self._failure(f"adding {n} to", error) from error
+
+    def restore(self, total: int) -> None:
+        """Make `total` the count, as after a resumption.
+
+        Not collective, and not to be mixed with `add`: one rank calls it while no other counts, between two barriers.
+
+        Args:
+            total: 0 or more.
+
+        Raises:
+            ConnectionError: the store does not answer.
+        """
+        if total < 0:
+            raise ValueError(f"got total={total}, expected a count of 0 or more; 0 starts anew")
+        try:
+            self._store.set(self._name, str(total))
+        except dist.DistError as error:
+            raise self._failure(f"restoring {total} as", error) from error
+
+    def _failure(self, what: str, error: Exception) -> ConnectionError:
+        return ConnectionError(
+            f"{what} the progress {self._name!r} of the job: its key-value store did not answer ({error}); the process "
+            "that serves it, torchrun's agent on the first host or rank 0, has ended or is out of reach"
+        )
+
+
+def job_store() -> dist.Store:
+    """The key-value store of the default process group: the one through which the ranks of the job have met.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised, expected the store of its default process group; call "
+            "torch.distributed.init_process_group() before, or pass a store"
+        )
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,150 @@
+"""GroupAverageDataParallel: WAGMA-SGD, averages in small groups that wait for nobody."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .butterfly_groups import ButterflyGroups
+from .connect import connect
+from .engine import SyncEngine
+from .gossiper import GlobalAverage
+from .group_average import GroupAverage
+from .schedule import Schedule
+from .transport import DEFAULT_TIMEOUT
+from .wait_avoiding_engine import WaitAvoidingEngine
+from .wrapper import GossipWrapper
+
+
+class GroupAverageDataParallel(GossipWrapper):
+    """WAGMA-SGD: models are averaged in changing groups of S ranks; who is late is represented by its last model.
+
+    The first rank to end a step starts the group averages of that step on all ranks, in background threads. A rank
+    that comes later contributes what it has published last, and merges its model with the newest average when it
+    comes. Every `sync_period`-th round averages over all ranks, waiting for each, which bounds how old a contribution
+    can be. See `ButterflyGroups` and the notes of `WaitAvoidingEngine`; where that differs from the paper is said in
+    its [Note: stragglers]. The optimizer and its state are the user's own and are not averaged.
+
+    Corners, as the paper has them:
+
+    - `group_size=1`: local SGD with an average over all ranks every `sync_period` steps.
+    - `wait_avoiding=False`: blocking averages in groups, in the training thread. With `group_size=2, sync_period=0`
+      like D-PSGD.
+    - `group_size=2, sync_period=0`: like AD-PSGD, though a pair waits for whoever of all ranks is first.
+
+    A fast rank does more of the work: ranks that are always late skip rounds. So let training last a number of rounds
+    that all ranks share, as in the example; each rank ends it in the same round. Call `settle()` before something that
+    all ranks do together (checkpoints, the end); `averaged()` and its like call it.
+
+    Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging",
+    IEEE TPDS 2021, arXiv 2005.00124, Algorithm 2.
+
+    Args:
+        module: mutated: its trained tensors become views of one flat vector.
+        group_size: S, a power of two; None = about the square root of the world, see `default_group_size`.
+        sync_period: rounds from one average over all ranks to the next; 0 = never.
+        wait_avoiding: False blocks instead; without effect where groups are of one rank.
+        process_group: used as it is, so it must carry nothing else; None = a new group over all ranks. Gloo, if
+            wait-avoiding.
+        comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
+            the group has NCCL.
+        init_sync: start from the parameters and buffers of rank 0.
+        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
+        timeout: for every wait on a peer.
+
+    Raises:
+        ValueError: arguments that do not fit, or ranks that disagree on model or options.
+        RuntimeError: torch.distributed is not initialised.
+        TimeoutError, ConnectionError: (construction, forward, `settle()`) a peer is late or gone; names it.
+
+    Example:
+        >>> model = GroupAverageDataParallel(model)  # was: DistributedDataParallel(model)
+        >>> while model.round < num_rounds:
+        ...     x, y = next(batches)
+        ...     loss = criterion(model(x), y)  # averages, then computes
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> model.settle()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group_size: int | None = None,
+        sync_period: int = 10,
+        wait_avoiding: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        comm_device: torch.device | str | None = None,
+        init_sync: bool = True,
+        gossip_buffers: bool = True,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(module, gossip_buffers=gossip_buffers)
+        if sync_period < 0:
+            raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
+        x = self._buffer.vector
+        hello = self._hello(process_group, timeout=timeout)
+        groups = ButterflyGroups(hello.world_size, group_size=group_size)
+        is_asynchronous = wait_avoiding and groups.group_size > 1
+        if is_asynchronous and comm_device not in (None, "cpu", torch.device("cpu")):
+            raise ValueError(
+                f"got comm_device={comm_device} with wait_avoiding=True, expected 'cpu' or None: threads that answer "
+                "at any time send from CPU memory; pass wait_avoiding=False to stay on the GPU"
+            )
+        options = (sync_period, wait_avoiding, init_sync, gossip_buffers, str(comm_device))
+        description = {
+            "groups": repr(groups),
+            "options (sync_period, wait_avoiding, init_sync, gossip_buffers, comm_device)": repr(options),
+        }
+        self._agree(hello, description, init_sync=init_sync)
+        self._transport = connect(
+            process_group,
+            module_device=x.raw.device,
+            comm_device="cpu" if is_asynchronous else comm_device,
+            backend="gloo" if is_asynchronous else None,
+            timeout=timeout,
+        )
+        self._averager = GlobalAverage(self._transport)
+        average = GroupAverage(groups, self._transport)
+        if is_asynchronous:
+            self._engine = WaitAvoidingEngine(average, self._averager, x, sync_period=sync_period)
+        else:
+            # A gossiper is a mixer with a graph; the engine asks for no more than a mixer.
+            self._engine = SyncEngine(average, Schedule(average_every=sync_period))  # type: ignore[arg-type]
+        self.register_load_state_dict_post_hook(_publish_loaded)
+
+    @property
+    def round(self) -> int:
+        """How far training is: rounds that this rank has taken part in or skipped."""
+        return self._engine.t
+
+    @property
+    def _bytes_sent(self) -> int:
+        num_bytes = self._transport.num_bytes_sent
+        if isinstance(self._engine, WaitAvoidingEngine):
+            num_bytes += self._engine.worker.words.transport.num_bytes_sent
+        return num_bytes
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """On return all ranks are in the same round and nothing is in flight on any of them; collective.
+
+        Until all have called it, a rank in here goes to the averages over all ranks that the others come to.
+        """
+        self.flush()
+        if isinstance(self._engine, WaitAvoidingEngine) and not self._is_closed and self._engine.settle(self._gossiped):
+            self._written()
+
+
+def _publish_loaded(module: nn.Module, incompatible_keys: Any) -> None:
+    """After `load_state_dict`, when all parameters are there."""
+    assert isinstance(module, GroupAverageDataParallel)
+    engine = module._engine
+    if isinstance(engine, WaitAvoidingEngine):
+        engine.publish_loaded(module._gossiped)

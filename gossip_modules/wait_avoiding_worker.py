@@ -1,0 +1,187 @@
+"""The background half of WAGMA-SGD: runs the group average of each version, when somebody has arrived there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch.profiler import record_function
+
+from .background import Background
+from .engine import EngineStats
+from .flat_vector import FlatVector
+from .group_average import GroupAverage
+from .mailbox import Mailbox
+from .transport import ProcessGroupTransport
+from .wait_avoiding_words import Kind, Word, Words
+
+
+class WaitAvoidingWorker:
+    """A worker thread, a listener thread, and what they share with training behind one lock, `state`.
+
+    The worker runs versions strictly in order and each once, whoever arrived there first and however many did. It
+    copies y, what training has published last, under the lock and averages it with what the other workers of its
+    group copied. Then it waits for the next version: for its own training to arrive there, or for the word that
+    somebody has, which it passes on. At a version that is averaged globally it passes on the word and waits for
+    training to say that it is done.
+
+    All attributes and methods are for who holds `state`, if not said otherwise.
+
+    Args:
+        average: of the groups, over Gloo, with messages in CPU memory; `average.transport` carries nothing else.
+        x: the parameters; published at version -1.
+        sync_period: versions from one global average to the next; 0 = never.
+        stats: mutated: one round per version, with the versions since the publication of what was contributed.
+    """
+
+    def __init__(self, average: GroupAverage, x: FlatVector, *, sync_period: int, stats: EngineStats) -> None:
+        transport = average.transport
+        assert isinstance(transport, ProcessGroupTransport), "words take a channel of a process group"
+        self.transport = transport
+        self.words = Words(transport)
+        self.mailbox = Mailbox(x)
+        self.state = threading.Condition(self.mailbox.lock)
+        self.settling: dict[tuple[int, int], int] = {}  # (meeting, stage): the newest version its sender knew of
+        self.result = self.mailbox.host_vector()  # the group average of version num_done - 1
+        self._accumulator = self.mailbox.host_vector()
+        self._average, self._sync_period, self._stats = average, sync_period, stats
+        self._background = Background()
+        self._is_closing = False
+        self._is_on_gpu = x.raw.is_cuda
+        if self._is_on_gpu:
+            self._arrived, self._taken = x.like(), torch.cuda.Event()
+        self.set_version(0)
+        self._start(f"gossip-listener-{transport.rank}", lambda: self.words.listen(self._hear))
+        self._start(f"gossip-worker-{transport.rank}", self._work)
+
+    def set_version(self, t: int) -> None:
+        """Training is at version t on all ranks and no worker is at work."""
+        self._next = self.num_started = self.num_done = t
+        self.newest_arrival = self.published_at = t - 1
+
+    def next_global(self, t: int) -> int | None:
+        """The first version from t on that is averaged globally; None = none is."""
+        return (t // self._sync_period + 1) * self._sync_period - 1 if self._sync_period else None
+
+    def publish(self, x: FlatVector, *, version: int) -> None:
+        """y <- x, which is of that version."""
+        self.mailbox.publish(x)
+        self.published_at = version
+
+    def arrive_at(self, version: int) -> None:
+        """Somebody is at that version."""
+        self.newest_arrival = max(self.newest_arrival, version)
+        self.state.notify_all()
+
+    def finish_global(self, version: int) -> None:
+        """Training has averaged that version over all ranks."""
+        self.num_started = self.num_done = version + 1
+        self.state.notify_all()
+
+    def merge_to(self, x: FlatVector, *, weight: float) -> None:
+        """x <- (1 - weight) x + weight * the newest result."""
+        result = self.result
+        if self._is_on_gpu:
+            self._arrived.raw.copy_(result.raw, non_blocking=True)
+            self._taken.record(torch.cuda.current_stream(x.raw.device))
+            result = self._arrived
+        if weight == 1.0:
+            x.raw.copy_(result.raw)
+        else:
+            x.combine_(1 - weight, [result], [weight])
+
+    def wait_for(self, is_over: Callable[[], bool], what: str) -> None:
+        """Let go of the lock until `is_over()`. Raises TimeoutError, or the error that ended a thread."""
+        # Twice the transport's: the worker's own wait ends before, with an error that names the very peer.
+        seconds = 2 * self.transport.timeout.total_seconds()
+        if not self.wait(is_over, seconds=seconds):
+            rank = self.transport.names[self.transport.rank]
+            raise TimeoutError(f"rank {rank}: waiting for {what} failed after {seconds:g} s")
+
+    def wait(self, is_over: Callable[[], bool], *, seconds: float) -> bool:
+        """Let go of the lock until `is_over()`, for so long at most; returns whether it is."""
+
+        def is_over_or_failed() -> bool:
+            self.raise_if_failed()
+            return is_over()
+
+        start = time.perf_counter()
+        with record_function("gossip.wait"):
+            is_in_time = self.state.wait_for(is_over_or_failed, seconds)
+        self._stats.wait_seconds += time.perf_counter() - start
+        return is_in_time
+
+    def raise_if_failed(self) -> None:
+        """Raise the error that ended a thread, if any did."""
+        self._background.raise_if_failed()
+
+    def close(self) -> None:
+        """End the threads when versions that somebody has arrived at are done; within seconds, whatever peers do.
+
+        A listener whose neighbours do not close stays behind as a daemon. Without the lock. Idempotent. Raises the
+        error that ended a thread, if nobody has seen it.
+        """
+        if self._is_closing:
+            return
+        with self.state:
+            self._is_closing = True
+            self.state.notify_all()
+        self._background.close()
+        self._background.raise_if_unseen()
+
+    def _start(self, name: str, body: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:  # noqa: BLE001 (raised in the training thread, which is woken for it)
+                self._background.fail(error)
+                with self.state:
+                    self.state.notify_all()
+
+        self._background.start(name, run)
+
+    def _hear(self, word: Word) -> None:
+        with self.state:
+            if word.kind is Kind.ARRIVED:
+                self.arrive_at(word.version)
+            else:
+                self.settling[word.meeting, word.stage] = word.version
+                self.state.notify_all()
+
+    def _work(self) -> None:
+        try:
+            while (version := self._next_version()) is not None:
+                self.words.say(Word(Kind.ARRIVED, version))
+                if version != self.next_global(version):
+                    self._run(version)
+        finally:
+            self.words.say_goodbye()
+
+    def _next_version(self) -> int | None:
+        """Wait for the next version to run; None = closing, and nothing is left to do."""
+
+        def is_runnable() -> bool:
+            return self.newest_arrival >= self._next <= self.num_done
+
+        with self.state:
+            self.state.wait_for(lambda: self._is_closing or is_runnable())
+            if not is_runnable():
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _run(self, version: int) -> None:
+        with self.state:
+            if self._is_on_gpu:
+                self._taken.synchronize()  # the accumulator was a result, which may be on its way to the GPU
+            self.mailbox.snapshot(self._accumulator)
+            self.num_started = version + 1
+            self._stats.record(version - self.published_at)
+        with torch.no_grad(), record_function("gossip.round", f"t={version}"):
+            self._average.mix(self._accumulator, version)
+        with self.state:
+            self.result, self._accumulator = self._accumulator, self.result
+            self.num_done = version + 1
+            self.state.notify_all()
