@@ -40,7 +40,7 @@ from .pairwise import PairwiseDataParallel
 from .pairwise_averager import PairwiseAverager
 from .pairwise_config import PairwiseConfig
 from .power_gossip import PowerGossip
-from .progress import Progress
+from .progress import Progress, job_store
 from .quantizer import QSGD, SignNorm
 from .schedule import Schedule
 from .simple_distributed import SimpleGossipDataParallel
@@ -112,6 +112,7 @@ __all__ = [
     "Transport",
     "UniformMixing",
     "connect",
+    "job_store",
     "measure_link_times",
     "select_graph",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,25 @@ class BilatGossipDataParallel(GossipWrapper):
         return self._transport.num_bytes_sent
 
     def settle(self) -> None:
-        """See `AveragingMixin`: when all ranks have asked no more, what they have said is applied."""
+        """See `AveragingMixin`: when all ranks have asked no more, what they have said is applied.
+
+        Until its next training forward a rank has nothing to say to those who ask, so that its model stays what it is
+        now, whatever others do meanwhile: all checkpoints are of one moment.
+        """
         self.flush()
-        self._transport.all_reduce(torch.zeros(1), what="waiting until no rank has an exchange under way")
+        self._meet("waiting until no rank asks")
+        self._withdraw()
         self.flush()
+        self._meet("waiting until no rank answers")
+
+    def _meet(self, what: str) -> None:
+        self._transport.all_reduce(torch.zeros(1), what=what)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._withdraw()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _withdraw(self) -> None:
+        """The model is about to be replaced, or to be saved: exchanges with what it was would undo that."""
+        if isinstance(self._engine, BilateralEngine):  # not that of a copy
+            self._engine.withdraw()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 
 import torch
 
+from .listener import Listener
 from .mailbox import Mailbox
 from .transport import ProcessGroupTransport
 
 _ASK, _GOODBYE = 0, 1  # what a header says
-_HERE, _GONE = 0, 1  # what a passive rank replies
+_HERE, _GONE, _LATER = 0, 1, 2  # what a passive rank replies
 _CONTROL_TAG, _MODEL_TAG = 0, 1
 GOODBYE_TIMEOUT = timedelta(seconds=2)
 
@@ -26,7 +27,8 @@ class BilateralAverage:
     anybody, replies, and then both send a snapshot of y and receive that of the other. Corrections are
     w (received - sent), exact opposites in floating point, and are added to whatever y and the parameters have become
     meanwhile: the sum over ranks is kept although nobody holds a lock across the network. Since active ranks only
-    ask and passive ranks only answer, no ring of ranks can wait for each other.
+    ask and passive ranks only answer, no ring of ranks can wait for each other. A passive rank whose y is not what it
+    trains, before its first step or since it has loaded or saved a checkpoint, replies that it has nothing to say yet.
 
     Args:
         mailbox: of this rank.
@@ -35,6 +37,7 @@ class BilateralAverage:
 
     Attributes:
         delivered: of each exchange in the mail, the step at which y was read; the engine takes them out.
+        is_serving: whether an exchange that a peer asked for is under way.
     """
 
     def __init__(self, mailbox: Mailbox, transport: ProcessGroupTransport, *, clock: Callable[[], int]) -> None:
@@ -45,10 +48,11 @@ class BilateralAverage:
         self._sent, self._received = mailbox.host_vector(), mailbox.host_vector()
         self._serving = threading.Lock()
         self._served: int | None = None  # whom, for errors
+        self.is_serving = False
         self._is_closing = False
 
     def ask(self, peer: int, t: int, weight: float) -> bool:
-        """One exchange with a passive rank; False when it has said goodbye.
+        """One exchange with a passive rank, unless it has nothing to say yet; False when it has said goodbye.
 
         Args:
             peer: a passive rank.
@@ -62,37 +66,34 @@ class BilateralAverage:
         reply = torch.empty(1, dtype=torch.int64)
         what = f"asking in round {t}"
         self.transport.exchange({peer: [header]}, {peer: [reply]}, tag=_CONTROL_TAG, what=what).wait()
-        if reply.item() == _GONE:
-            return False
-        self._exchange(peer, weight, f"averaging in round {t}")
-        return True
+        if reply.item() == _HERE:
+            self._exchange(peer, weight, f"averaging in round {t}")
+        return reply.item() != _GONE
 
-    def answer(self, active_ranks: Iterable[int]) -> None:
-        """Answer until each of these ranks has said goodbye; the body of a listener thread.
+    def answer(self, active_ranks: Collection[int]) -> None:
+        """Answer until each of these ranks has said goodbye or been told so; the body of a thread.
 
         Raises:
             TimeoutError, ConnectionError: a peer that had asked is late or gone; names it.
         """
-        header = torch.empty(3, dtype=torch.int64)
-        present = set(active_ranks)
-        while present:
-            source = self.transport.receive_any(header, tag=_CONTROL_TAG)
-            kind, t, bits = header.tolist()
+        listener = Listener(self.transport, active_ranks, num_integers=3, tag=_CONTROL_TAG)
+        for source, (kind, t, bits) in listener.messages():
             if kind == _GOODBYE:
-                present.discard(source)
+                listener.dismiss(source)
                 continue
             with self._serving:
                 self._served = source
                 what = f"answering round {t} of rank {self.transport.names[source]}"
-                reply = torch.tensor([_GONE if self._is_closing else _HERE])
+                with self.mailbox.lock:  # before or after a withdrawal, not across it
+                    status = _GONE if self._is_closing else _HERE if self.mailbox.is_open else _LATER
+                    self.is_serving = status == _HERE
+                reply = torch.tensor([status])
                 self.transport.exchange({source: [reply]}, {}, tag=_CONTROL_TAG, what=what).wait()
-                if not self._is_closing:
+                if status == _HERE:
                     self._exchange(source, _weight(bits), what)
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether an exchange that a peer asked for is under way."""
-        return self._serving.locked()
+                    self.is_serving = False
+                elif status == _GONE:
+                    listener.dismiss(source)  # it asks no more
 
     def wait_until_served(self) -> None:
         """Return when the exchange that is under way is delivered.

@@ -97,6 +97,12 @@ class BilateralEngine(Engine):
         self.stats.wait_seconds += time.perf_counter() - start
         return self._collect(x)
 
+    def withdraw(self) -> None:
+        """Answer peers no more until the next round. With a `flush()` after it, nothing of the old y is on its way."""
+        if not self._is_closed:
+            self._background.raise_if_failed()
+        self.mailbox.withdraw()
+
     def close(self) -> None:
         """See `Engine`. Passive ranks answer until all who might ask have closed, or for two seconds.
 
@@ -114,7 +120,7 @@ class BilateralEngine(Engine):
         if asking is not None and not wait([asking], GOODBYE_TIMEOUT.total_seconds()).done:
             warnings.warn("closed while a peer had not answered: its correction is lost", stacklevel=2)
             asking = None
-        self._bilateral.say_goodbye(sorted(self._peers))
+        self._bilateral.say_goodbye(sorted(self._peers - self._gone))
         self._asker.close()
         if asking is not None:
             asking.result()

@@ -21,7 +21,10 @@ class Mailbox:
     they read or change y. `collect` queues the way back in training's stream. So training never waits for the bus.
 
     Args:
-        x: the parameters; y starts as a copy of them.
+        x: the parameters; y starts as a copy of them, which is not for peers yet.
+
+    Attributes:
+        is_open: whether peers may have y: from a `publish` on, until `withdraw`.
 
     Raises:
         ValueError: (`publish`, `collect`) x is not what it was: other tensors, dtypes or another device.
@@ -34,11 +37,13 @@ class Mailbox:
         self._layout = x.layout
         self._public, self._mail, self._parcel = self.host_vector(), self.host_vector(), self.host_vector()
         self._has_mail = False
+        self.is_open = False
         if self._is_pinned:
             self._stream = torch.cuda.Stream(x.raw.device)
             self._published, self._applied = torch.cuda.Event(), torch.cuda.Event()
             self._twin = x.like()
         self.publish(x)
+        self.withdraw()
 
     @property
     def has_mail(self) -> bool:
@@ -54,6 +59,7 @@ class Mailbox:
         """y <- x, in one copy. Called by the training thread."""
         self._check(x)
         with self.lock:
+            self.is_open = True
             if not self._is_pinned:
                 self._public.raw.copy_(x.raw)
                 return
@@ -64,6 +70,11 @@ class Mailbox:
             with torch.cuda.stream(self._stream):
                 self._public.raw.copy_(self._twin.raw, non_blocking=True)
                 self._published.record(self._stream)
+
+    def withdraw(self) -> None:
+        """Until the next `publish` y is not for peers: the parameters become something else, or must stay as they are."""
+        with self.lock:
+            self.is_open = False
 
     def collect(self, x: FlatVector) -> bool:
         """x <- x + mail, and no mail is left; returns whether there was any. Called by the training thread."""

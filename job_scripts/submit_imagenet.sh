@@ -13,8 +13,9 @@ shift
 : "${DATA_DIR:?is not set: name the folder that holds train/ and val/}"
 num_gpus=${GPUS_PER_NODE:-8}
 
-# AllReduce knows no nodes; by gossip the GPUs of a node average their gradients and speak as one.
-[[ $recipe == ar ]] || set -- --nprocs-per-node "$num_gpus" "$@"
+# AllReduce knows no nodes, and asynchronous GPUs go their own ways; otherwise those of a node average their gradients and
+# speak as one.
+[[ $recipe =~ ^(ar|adpsgd|wagma|dpwa)$ ]] || set -- --nprocs-per-node "$num_gpus" "$@"
 
 exec sbatch --job-name="imagenet-$recipe" --nodes="${NUM_NODES:-4}" --gpus-per-node="$num_gpus" job_scripts/launch.sh \
   --recipe "$recipe" --dataset imagefolder --data-dir "$DATA_DIR" --model resnet50 --epochs 90 \

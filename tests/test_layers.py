@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("butterfly_groups", "interpolation", "peer_scores", "curve_keys", "pairwise_config"),
         *("model_message", "snapshot_pool"),
     ),
-    ("transport", "connect", "mpi", "progress", *PAIRWISE_WIRE),
+    ("transport", "listener", "connect", "mpi", "progress", *PAIRWISE_WIRE),
     (
         *("gossiper", "agreement", "node", "link_times", "envelope", "matrix_batches", "orthonormal"),
         *("compressed_gossiper", "broadcast_gossiper", "choco", "deep_squeeze", "moniqua", "power_gossip"),

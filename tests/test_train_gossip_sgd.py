@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from train.images import TensorImages
 from train.models import MODELS
 from train.precision import Precision
 from train.preemption import EXIT_CODE, StopRequest
+from train.stop import LockstepStop
 from train.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,19 +53,30 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{name}/{key}")
 
 
-def run_in_process(rank: int, world_size: int, config: Config) -> int:
-    """A run of `config` as a rank of the default group."""
+run_numbers = itertools.count()
+
+
+@contextmanager
+def make_run(rank: int, world_size: int, config: Config) -> Iterator[Run]:
+    """A run of `config` as a rank of the default group; the n-th of each process shares the keys of its store."""
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
-    world = World(rank, world_size, rank, torch.device("cpu"), "gloo", control)
-    stop = StopRequest(control)
+    store = dist.PrefixStore(f"run_{next(run_numbers)}", dist.distributed_c10d._get_default_store())
+    world = World(rank, world_size, rank, torch.device("cpu"), "gloo", control, store)
+    stop = StopRequest()
     run = Run(config, world, stop)
     try:
-        exit_code = run.train()
-        stop.drain()
+        yield run
     finally:
         run.close()
         stop.close()
+
+
+def run_in_process(rank: int, world_size: int, config: Config) -> int:
+    """Make and train a run of `config`."""
+    with make_run(rank, world_size, config) as run:
+        exit_code = run.train()
+        run.finish()
     return exit_code
 
 
@@ -105,15 +119,100 @@ def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path
         assert set(outcome.result) <= measured
 
 
+ASYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "adpsgd": {},
+    "wagma": {"sync_period": 3},
+    "dpwa": {"interpolation": "loss", "divergence_threshold": 0.6},
+}
+
+
+def states_of(checkpoint: Path, world_size: int) -> list[dict[str, Any]]:
+    paths = [checkpoint / f"rank_{rank:04d}.pt" for rank in range(world_size)]
+    return [torch.load(path, weights_only=True) for path in paths]
+
+
+def train_on_from_the_middle(rank: int, recipe: str, folder: str, world_size: int) -> list[str]:
+    """Train, and go on from a checkpoint in the middle of an epoch; which parts of a state did not come back."""
+    options: dict[str, Any] = {"recipe": recipe, "epochs": 2, "batch_size": 96, "milestones": (1,), "keep_last": 99}
+    options |= {"checkpoint_every_steps": 5, "accumulation_steps": 2, **ASYNCHRONOUS[recipe]}
+    config = Config(out_dir=folder, **options)
+    assert run_in_process(rank, world_size, config) == 0
+    middle = Path(folder, "checkpoints", "step_00000005")  # an epoch has 7 steps on two ranks, 4 on three
+    with make_run(rank, world_size, replace(config, resume=str(middle))) as run:
+        assert run.position == 5
+        saved, loaded = dict(leaves(states_of(middle, world_size)[rank])), dict(leaves(run.state.state_dict()))
+        assert saved.keys() == loaded.keys()
+        # The learning rate is set before every step, and messages were sent since the process started.
+        kept = {name: x for name, x in saved.items() if not name.endswith(("/lr", "/bytes_sent"))}
+        lost = [name for name, x in kept.items() if not equal(x, loaded[name])]
+        assert run.train() == 0
+        run.finish()
+    return lost
+
+
+def equal(x: Any, y: Any) -> bool:
+    return torch.equal(x, y) if isinstance(x, Tensor) else bool(x == y)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("recipe", "world_size"), [("adpsgd", 2), ("adpsgd", 3), ("wagma", 3), ("dpwa", 2)])
+def test_an_asynchronous_run_loses_nothing_when_it_is_resumed(tmp_path: Path, recipe: str, world_size: int) -> None:
+    outcomes = run_processes(world_size, train_on_from_the_middle, recipe, str(tmp_path), world_size)
+    assert [outcome.result for outcome in outcomes] == [[]] * world_size
+    checkpoints = sorted((tmp_path / "checkpoints").glob("step_*"))
+    end = {2: 14, 3: 8}[world_size]
+    assert [int(path.name.removeprefix("step_")) for path in checkpoints] == [*range(5, end, 5), end]
+    for checkpoint in checkpoints:
+        steps = [state["step"] for state in states_of(checkpoint, world_size)]
+        position = int(checkpoint.name.removeprefix("step_"))
+        if recipe == "wagma":
+            assert max(steps) <= position
+        else:
+            assert sum(steps) == position * world_size
+    for rank in range(world_size):
+        table = pd.read_csv(tmp_path / f"rank_{rank:04d}.csv")
+        assert table["step"].tolist() == [end // 2, end]
+
+
+def stop_one_rank(rank: int, recipe: str, folder: str, world_size: int) -> tuple[int, int]:
+    """Rank 1 receives a signal after a few steps of its own; the exit code and the steps of each rank."""
+    options: dict[str, Any] = {"recipe": recipe, "epochs": 10**6, "batch_size": 96, **ASYNCHRONOUS[recipe]}
+    with make_run(rank, world_size, Config(out_dir=folder, validate_every=10**6, **options)) as run:
+        take_step = run.train_step
+
+        def take_step_and_signal(images: Tensor, labels: Tensor, *, learning_rate: float) -> None:
+            take_step(images, labels, learning_rate=learning_rate)
+            if rank == 1 and run.state.step == 5:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        run.train_step = take_step_and_signal  # type: ignore[method-assign]
+        exit_code = run.train()
+        run.finish()
+        return exit_code, run.state.step
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("recipe", ASYNCHRONOUS)
+def test_a_signal_to_one_rank_stops_an_asynchronous_run_with_one_checkpoint(tmp_path: Path, recipe: str) -> None:
+    outcomes = run_processes(3, stop_one_rank, recipe, str(tmp_path), 3)
+    assert [outcome.result[0] for outcome in outcomes] == [EXIT_CODE] * 3
+    (checkpoint,) = tmp_path.glob("checkpoints/step_*")
+    steps = [state["step"] for state in states_of(checkpoint, 3)]
+    assert steps == [outcome.result[1] for outcome in outcomes]
+    if recipe != "wagma":
+        assert sum(steps) == 3 * int(checkpoint.name.removeprefix("step_"))
+
+
 def stop_at_step_3_of_rank_1(rank: int, lag: int) -> list[bool]:
-    stop = StopRequest(dist.distributed_c10d._get_default_group(), lag=lag)
+    request = StopRequest()
+    stop = LockstepStop(request, dist.distributed_c10d._get_default_group(), lag=lag)
     answers = []
     for step in range(8):
         if rank == 1 and step == 3:
             os.kill(os.getpid(), signal.SIGUSR1)
         answers.append(stop.should_stop())
     stop.drain()
-    stop.close()
+    request.close()
     return answers
 
 

@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 ROW = EpochRow(
     epoch=1,
     step=11,
+    own_steps=12,
     time_seconds=1.5,
     data_seconds=0.1,
     wait_seconds=0.2,
@@ -63,7 +64,8 @@ def test_csv_has_a_row_per_epoch_with_named_columns(tmp_path: Path, capsys: pyte
     table = pd.read_csv(tmp_path / "rank_0002.csv")
     assert table["step"].tolist() == [11, 22]
     assert table["own_test_accuracy_percent"].isna().tolist() == [False, True]
-    assert {"time_seconds", "loss", "train_accuracy_percent", "bytes_sent", "consensus_distance"} <= set(table)
+    assert {"own_steps", "time_seconds", "loss", "train_accuracy_percent"} <= set(table)
+    assert {"bytes_sent", "consensus_distance"} <= set(table)
     assert capsys.readouterr().out == ""  # rank 0 speaks for all
 
 

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
+from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from tests.ranks import CPU, TIMEOUT, run_ranks
+from tests.test_train_checkpoint import Ranks
 from train.compression import COMPRESSORS
 from train.config import Config
 from train.graphs import GRAPHS, base_graph, make_graph, make_static_graph, peers_by_round
@@ -102,6 +104,11 @@ def test_senseless_numbers_are_refused() -> None:
         ({"budget": 0.0}, "got budget=0.0, expected 0 < budget <= 1"),
         ({"compression_ratio": 1.5}, "got compression_ratio=1.5, expected 0 < compression_ratio <= 1"),
         ({"compression_bits": 3}, "got compression_bits=3, expected one of 2, 4, 8"),
+        ({"fetch_probability": 0.0}, "got fetch_probability=0.0, expected 0 < fetch_probability <= 1"),
+        ({"interpolation_value": 1.5}, "got interpolation_value=1.5, expected 0 <= interpolation_value <= 1"),
+        ({"group_size": -1}, "got group_size=-1, expected 0 or more"),
+        ({"sync_period": -1}, "got sync_period=-1, expected 0 or more"),
+        ({"divergence_threshold": -0.5}, "got divergence_threshold=-0.5, expected 0 or more"),
         ({"step_size": -0.1}, "got step_size=-0.1, expected 0 or more"),
         ({"theta": 0.0}, "got theta=0.0, expected more than 0"),
         ({"power_rank": 0}, "got power_rank=0, expected more than 0"),
@@ -175,7 +182,8 @@ def test_a_compressor_heeds_the_options_that_it_says(compressor: str) -> None:
 
 def test_every_method_has_a_recipe() -> None:
     plain = ["ar", "dpsgd", "sgp", "osgp"]
-    assert list(RECIPES) == [*plain, "matcha", "choco", "deepsqueeze", "moniqua", "powergossip"]
+    compressed = ["matcha", "choco", "deepsqueeze", "moniqua", "powergossip"]
+    assert list(RECIPES) == [*plain, *compressed, "adpsgd", "wagma", "dpwa"]
 
 
 UNDIRECTED: dict[str, dict[str, Any]] = {
@@ -345,6 +353,95 @@ def test_options_without_effect_are_named_and_have_none(wrapped: Callable[..., d
         assert wrapped(4, recipe=recipe, overlap=True, max_staleness=1)["overlap"]
     for recipe in ("dpsgd", "sgp", "osgp", "matcha"):
         assert wrapped(4, recipe=recipe, wire_dtype="bfloat16")["wire_dtype"] is torch.bfloat16
+
+
+def said_to(monkeypatch: pytest.MonkeyPatch, wrapper: str, **options: Any) -> dict[str, Any]:
+    """What a recipe says to that wrapper on rank 1 of 4."""
+    monkeypatch.setattr(gm, wrapper, lambda module, **arguments: arguments)
+    world = SimpleNamespace(rank=1, size=4, backend="gloo")
+    config = Config(**options)
+    arguments = RECIPES[config.recipe].wrap(nn.Linear(2, 2), config, world, SimpleNamespace(steps_per_epoch=10))  # type: ignore[arg-type]
+    assert isinstance(arguments, dict)
+    return arguments
+
+
+def test_adpsgd_takes_the_graph_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = "BilatGossipDataParallel"
+    arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", timeout_seconds=7)
+    assert arguments == {"graph": None, "timeout": timedelta(seconds=7)}
+    arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", graph="bipartite-linear")
+    assert repr(arguments["graph"]) == repr(gm.DynamicBipartiteLinearGraph(4))
+
+
+def test_wagma_takes_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = "GroupAverageDataParallel"
+    common = {"timeout": timedelta(seconds=300)}
+    arguments = said_to(monkeypatch, wrapper, recipe="wagma")
+    assert arguments == {"group_size": None, "sync_period": 10, "wait_avoiding": True, **common}
+    arguments = said_to(monkeypatch, wrapper, recipe="wagma", group_size=4, sync_period=0, wait_avoiding=False)
+    assert arguments == {"group_size": 4, "sync_period": 0, "wait_avoiding": False, **common}
+
+
+@pytest.mark.parametrize(
+    ("options", "interpolation"),
+    [
+        ({}, gm.ConstantInterpolation(0.5)),
+        ({"interpolation_value": 0.2}, gm.ConstantInterpolation(0.2)),
+        ({"interpolation": "clock"}, gm.ClockInterpolation()),
+        ({"interpolation": "loss"}, gm.LossInterpolation()),
+    ],
+)
+def test_workers_of_dpwa_learn_the_addresses_of_all_others(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], interpolation: gm.Interpolation
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+    class Worker:
+        def __init__(self, module: nn.Module, *, peers: dict[str, str], **arguments: Any) -> None:
+            ((self.name, self.address),) = peers.items()
+            assert self.address == "tcp://127.0.0.1:*"
+            self.address = f"tcp://127.0.0.1:{self.name[-1]}"
+            self.arguments, self.peers = arguments, dict[str, str]()
+
+        def add_peer(self, name: str, address: str) -> None:
+            self.peers[name] = address
+
+    monkeypatch.setattr(gm, "PairwiseDataParallel", Worker)
+    config = Config(recipe="dpwa", divergence_threshold=0.3, fetch_probability=0.9, **options)
+
+    def wrap(member: Any) -> Any:
+        return RECIPES["dpwa"].wrap(nn.Linear(2, 2), config, member, SimpleNamespace())  # type: ignore[arg-type]
+
+    workers = Ranks(3).run(wrap)
+    names = [f"rank_{rank:04d}" for rank in range(3)]
+    for name, worker in zip(names, workers, strict=True):
+        assert worker.peers == {other: f"tcp://127.0.0.1:{other[-1]}" for other in names if other != name}
+        assert worker.arguments["interpolation"] == interpolation
+        assert (worker.arguments["divergence_threshold"], worker.arguments["fetch_probability"]) == (0.3, 0.9)
+
+
+def test_who_takes_its_steps_how() -> None:
+    def pace_of(**options: Any) -> str:
+        config = Config(**options)
+        wrapper = gm.GroupAverageDataParallel.__new__(gm.GroupAverageDataParallel)
+        state, world = SimpleNamespace(step=0, wrapper=wrapper), SimpleNamespace(size=1, rank=0, control=None)
+        world.store = dist.HashStore()
+        return type(RECIPES[config.recipe].make_pace(state, config, world, SimpleNamespace())).__name__  # type: ignore[arg-type]
+
+    for recipe in set(RECIPES) - {"adpsgd", "wagma", "dpwa"}:
+        assert pace_of(recipe=recipe) == "Lockstep"
+    assert pace_of(recipe="adpsgd") == pace_of(recipe="dpwa") == "SharedSteps"
+    assert pace_of(recipe="wagma") == "SharedRounds"
+    # Where ranks wait for each other in person none may stop alone.
+    assert pace_of(recipe="wagma", wait_avoiding=False) == pace_of(recipe="wagma", group_size=1) == "Lockstep"
+
+
+def test_dpwa_heeds_a_constant_only_where_it_is_one() -> None:
+    assert "interpolation_value" in RECIPES["dpwa"].heeded(Config(recipe="dpwa"))
+    assert "interpolation_value" not in RECIPES["dpwa"].heeded(Config(recipe="dpwa", interpolation="loss"))
+    assert [Config(**options).weighs_losses for options in ({}, {"interpolation": "loss"})] == [False, True]  # type: ignore[arg-type]
+    assert Config(divergence_threshold=0.1).weighs_losses
 
 
 def test_every_option_of_a_method_is_one_of_the_configuration_and_in_its_identity() -> None:

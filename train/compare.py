@@ -3,6 +3,7 @@
     python train/compare.py                                             # handwritten digits, 4 ranks
     python train/compare.py --nproc-per-node 2 --recipes ar osgp -- --epochs 5 --seed 3
     python train/compare.py --recipes dpsgd matcha choco powergossip
+    python train/compare.py --recipes ar sgp adpsgd wagma dpwa -- --epochs 10
 
 What follows `--` goes to every run of train/gossip_sgd.py. Writes comparison.txt and comparison.png next to the runs.
 """

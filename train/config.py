@@ -38,7 +38,8 @@ class Config:
     """Train an image classifier by gossip. The defaults train handwritten digits by SGP within a minute."""
 
     recipe: str = "sgp"
-    """Method, an entry of train/recipes.py: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip."""
+    """Method, an entry of train/recipes.py: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip,
+    adpsgd, wagma, dpwa."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
@@ -89,8 +90,9 @@ class Config:
     """Memory format of images and convolutions."""
 
     graph: str = "auto"
-    """Who talks to whom, by a name in train/graphs.py; auto: the library's choice for ar, dpsgd, sgp and osgp. For the
-    others ring (auto), torus, hypercube, complete, or matcha0 to matcha5, each with all neighbours."""
+    """Who talks to whom, by a name in train/graphs.py; auto: the library's choice for dpsgd, sgp, osgp and adpsgd (that
+    wants a bipartite one). For the others ring (auto), torus, hypercube, complete, or matcha0 to matcha5, each with
+    all neighbours. ar, wagma and dpwa have none."""
     peers_per_itr: str = "1"
     """Peers per round, one number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one. For dpsgd,
     sgp and osgp."""
@@ -130,6 +132,22 @@ class Config:
     compress_vectors: bool = False
     """powergossip: parameters of one dimension are compressed too, as one matrix."""
 
+    group_size: int = 0
+    """wagma: ranks that average in a round, a power of two; 1: none, local SGD; 0: about the square root of all."""
+    sync_period: int = 10
+    """wagma: rounds from one average over all ranks, which wait for each other there, to the next; 0: never."""
+    wait_avoiding: bool = True
+    """wagma: a late rank contributes what it last had; otherwise the ranks of a group wait for each other."""
+    interpolation: Literal["constant", "clock", "loss"] = "constant"
+    """dpwa: how far to go towards a peer's model: always as far, the further the more often it has published, or the
+    further the higher the own loss."""
+    interpolation_value: float = 0.5
+    """dpwa: that part of the way, with constant."""
+    divergence_threshold: float = 0.0
+    """dpwa: a loss below which a rank goes less far, in proportion; 0: none."""
+    fetch_probability: float = 1.0
+    """dpwa: share of the steps at which a rank asks a peer for its model."""
+
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl where every rank has a GPU of its own, else gloo."""
     comm_device: Literal["auto", "cpu"] = "auto"
@@ -164,7 +182,7 @@ class Config:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected more than 0; see --help")
         not_negative = ("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "warmup_epochs")
         more = ("dirichlet_alpha", "weight_decay", "image_size", "num_workers", "milestone_factor", "step_size")
-        for name in (*not_negative, *more):
+        for name in (*not_negative, *more, "group_size", "sync_period", "divergence_threshold"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected 0 or more; 0 switches it off")
         if self.seed < 0:
@@ -172,7 +190,12 @@ class Config:
         for name in ("momentum", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected 0 <= {name} < 1; 0 switches it off")
-        for name in ("budget", "compression_ratio"):
+        if not 0 <= self.interpolation_value <= 1:
+            raise ValueError(
+                f"got interpolation_value={self.interpolation_value}, expected 0 <= interpolation_value <= 1; 0 stays, "
+                "1 takes the peer's model"
+            )
+        for name in ("budget", "compression_ratio", "fetch_probability"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected 0 < {name} <= 1; 1 leaves nothing out")
         if list(self.milestones) != sorted(self.milestones):
@@ -196,6 +219,11 @@ class Config:
     def settings(self) -> dict[str, Any]:
         """The choices that may change from there on, but make it another run; plain JSON values."""
         return {"milestones": list(self.milestones), **{name: getattr(self, name) for name in SETTINGS}}
+
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether dpwa merges by losses, which ranks report then."""
+        return self.interpolation == "loss" or self.divergence_threshold > 0
 
     @property
     def run_dir(self) -> Path:

@@ -6,7 +6,7 @@ whatever the number of loader processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +76,13 @@ class Data:
             for step in range(first_step, self.steps_per_epoch)
         ]
         return self._loader(self.train, keys)
+
+    def train_stream(self, first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of all epochs without end, from this rank's own step `first_step` on."""
+        while True:
+            epoch, step = divmod(first_step, self.steps_per_epoch)
+            yield from self.train_batches(epoch, first_step=step)
+            first_step = (epoch + 1) * self.steps_per_epoch
 
     def test_batches(self, *, sharded: bool) -> DataLoader[tuple[Tensor, Tensor]]:
         """All test images, or with `sharded` every world_size-th one from `rank` on."""

@@ -1,11 +1,14 @@
-r"""Train an image classifier by gossip: AllReduce SGD, D-PSGD, SGP, Overlap SGP, or with less to say: MATCHA,
-CHOCO-SGD, DeepSqueeze, Moniqua, PowerGossip.
+r"""Train an image classifier by gossip: AllReduce SGD, D-PSGD, SGP, Overlap SGP; with less to say: MATCHA, CHOCO-SGD,
+DeepSqueeze, Moniqua, PowerGossip; or never waiting for the slowest: AD-PSGD, WAGMA-SGD, dpwa.
 
     torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe sgp       # handwritten digits, seconds
     torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe osgp --max-staleness 1
     torchrun --standalone --nproc-per-node 8 train/gossip_sgd.py --recipe matcha --graph matcha0 --budget 0.5
     torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe choco --compressor topk
     torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe powergossip --power-iterations 2
+    torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe adpsgd
+    torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe wagma --group-size 2 --sync-period 10
+    torchrun --standalone --nproc-per-node 4 train/gossip_sgd.py --recipe dpwa --interpolation loss
     python train/gossip_sgd.py                                                      # a world of one
     python -m train.gossip_sgd --help
 
@@ -26,8 +29,12 @@ start the same command again with --resume auto. torchrun itself returns 1 then,
 for every process. It passes a SIGTERM of its own on to them and allows them 30 seconds
 (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). SIGUSR1 kills it and leaves them behind without it, unless it was started with
 `torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1`, as job_scripts/launch.sh does: then it passes that on as well. A
-resumed run of a synchronous recipe (all but osgp, without --overlap) is bit-identical to one that never stopped; with
-overlap the round in flight is waited for before a checkpoint.
+resumed run of a synchronous recipe (without --overlap, not osgp, adpsgd, wagma or dpwa) is bit-identical to one that
+never stopped; otherwise what is in flight is waited for before a checkpoint, and nothing is lost.
+
+With adpsgd and dpwa ranks share the steps of the run, fast ones taking more; with wagma slow ranks skip rounds. So
+"step" in what follows counts the steps per rank of the whole run, and all ranks meet at the end of each epoch and for
+each checkpoint, nowhere else.
 """
 
 from __future__ import annotations
@@ -43,10 +50,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
+from tqdm import tqdm
 
 # Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import gossip_modules as gm
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import load_data
@@ -94,6 +103,7 @@ class Run:
             self.meters,
             world.device,
         )
+        self.pace = RECIPES[config.recipe].make_pace(self.state, config, world, stop)
         self.learning_rate = LearningRate(
             config.lr,
             global_batch=config.batch_size * world.size,
@@ -116,33 +126,36 @@ class Run:
             keep_last=config.keep_last,
         )
         self.resume()
-        self.log = RunLog(self.folder, rank=world.rank, step=self.step)
+        self.batches = iter(self.data.train_stream(self.state.step))
+        self.log = RunLog(self.folder, rank=world.rank, step=self.position)
 
     @property
-    def step(self) -> int:
-        """Optimizer steps taken."""
-        return self.state.step
+    def position(self) -> int:
+        """Optimizer steps per rank that the run has taken; see [Note: Position]."""
+        return self.pace.position
 
     def train(self) -> int:
         """Train, report and return the exit code of the process."""
         config, world = self.config, self.world
         self.log.print(
             f"{RECIPES[config.recipe].title}: {config.model} on {config.dataset}, {world.size} ranks, "
-            f"{world.device.type}, {world.backend}, {self.data.steps_per_epoch} steps per epoch, from step {self.step}"
+            f"{world.device.type}, {world.backend}, {self.data.steps_per_epoch} steps per epoch, "
+            f"from step {self.position}"
         )
         validation: Validation | None = None
         self.wrapper.train()
-        for epoch in range(self.step // self.data.steps_per_epoch, config.epochs):
+        for epoch in range(self.position // self.data.steps_per_epoch, config.epochs):
             if not self.train_epoch(epoch):
-                self.log.print(f"told to stop: checkpoint of step {self.step} written; go on with --resume auto")
+                self.log.print(f"told to stop: checkpoint of step {self.position} written; go on with --resume auto")
                 return EXIT_CODE
-            world.on_every_rank(lambda: self.meters.require_finite(self.step))
             is_last = epoch + 1 == config.epochs
             validation = self.validate() if is_last or (epoch + 1) % config.validate_every == 0 else None
-            stats, last_rate = self.wrapper.comm_stats(), self.learning_rate(self.step - 1)
-            self.log.epoch(EpochRow.of(epoch + 1, self.step, last_rate, self.meters, stats, validation))
+            stats, last_rate = self.wrapper.comm_stats(), self.learning_rate(self.position - 1)
+            row = EpochRow.of(epoch + 1, self.position, self.state.step, last_rate, self.meters, stats, validation)
+            self.log.epoch(row)
             self.meters.start_epoch()
             is_due = config.checkpoint_every > 0 and (epoch + 1) % config.checkpoint_every == 0
+            is_due |= config.checkpoint_every_steps > 0 and self.position % config.checkpoint_every_steps == 0
             if is_due or (is_last and config.checkpoint_every_steps + config.checkpoint_every > 0):
                 self.save(validation.averaged_accuracy_percent if validation else None)
         self.report(validation or self.validate())
@@ -150,40 +163,55 @@ class Run:
 
     def train_epoch(self, epoch: int) -> bool:
         """Train to the end of `epoch`; False: told to stop before, with a checkpoint written."""
-        config, meters = self.config, self.meters
-        first_step, num_steps = self.step % self.data.steps_per_epoch, self.data.steps_per_epoch
-        batches = iter(self.data.train_batches(epoch, first_step=first_step))
-        start = time.perf_counter()
-        with self.log.progress(epoch, first_step=first_step, num_steps=num_steps) as bar:
-            for _ in bar:
-                # Between two steps: all that was learned is in the state, and nothing is half done.
-                is_told_to_stop = self.stop.should_stop()
-                is_due = config.checkpoint_every_steps > 0 and self.step % config.checkpoint_every_steps == 0
-                if is_told_to_stop or (is_due and self.step > 0):
-                    self.world.on_every_rank(lambda: self.meters.require_finite(self.step))
-                    meters.train_seconds += time.perf_counter() - start
+        num_steps, every = self.data.steps_per_epoch, self.config.checkpoint_every_steps
+        first, end = epoch * num_steps, (epoch + 1) * num_steps
+        with self.log.progress(epoch, first_step=self.position - first, num_steps=num_steps) as bar:
+            while self.position < end:
+                next_checkpoint = (self.position // every + 1) * every if every else end
+                is_told_to_stop = self.train_until(min(next_checkpoint, end), bar)
+                self.world.on_every_rank(lambda: self.meters.require_finite(self.position))
+                if self.position < end:
                     self.save()
                     if is_told_to_stop:
                         return False
-                    start = time.perf_counter()
-                waiting = time.perf_counter()
-                images, labels = next(batches)
-                meters.data_seconds += time.perf_counter() - waiting
-                self.train_step(images, labels)
-                if self.step % config.log_every == 0:
-                    if not meters.is_finite:
-                        self.stop.request()  # not alone: all ranks end where they read it
-                    self.log.point(self.step, loss=meters.loss, learning_rate=self.learning_rate(self.step - 1))
-                    bar.set_postfix(loss=f"{meters.loss:.3f}")
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()  # so that the seconds are those of the work and not of its queueing
-        meters.train_seconds += time.perf_counter() - start
         return True
 
-    def train_step(self, images: Tensor, labels: Tensor) -> None:
+    def train_until(self, boundary: int, bar: tqdm[int]) -> bool:
+        """Collective: train until the run is at `boundary` or all are told to stop; returns whether they are.
+
+        Then all ranks have met between two steps: all that was learned is in their states, and nothing is half done.
+        """
+        start = time.perf_counter()
+        meeting = self.pace.meet(is_told_to_stop=self.take_steps(boundary, bar))
+        if meeting.is_told_to_stop:
+            self.take_steps(meeting.position, bar, heeds_stop=False)  # where some ranks are already
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()  # so that the seconds are those of the work and not of its queueing
+        self.meters.train_seconds += time.perf_counter() - start
+        return meeting.is_told_to_stop
+
+    def take_steps(self, boundary: int, bar: tqdm[int], *, heeds_stop: bool = True) -> bool:
+        """Take this rank's steps before `boundary`; returns whether it was told to stop before."""
+        first = (boundary - 1) // self.data.steps_per_epoch * self.data.steps_per_epoch  # of the epoch
+        while (position := self.pace.claim(boundary)) is not None:
+            if heeds_stop and self.pace.should_stop():
+                return True
+            waiting = time.perf_counter()
+            images, labels = next(self.batches)
+            self.meters.data_seconds += time.perf_counter() - waiting
+            self.train_step(images, labels, learning_rate=self.learning_rate(position))
+            bar.update(self.position - first - bar.n)
+            if self.state.step % self.config.log_every == 0:
+                if not self.meters.is_finite:
+                    self.stop.request()  # not alone: all ranks end where they meet
+                self.log.point(self.position, loss=self.meters.loss, learning_rate=self.learning_rate(position))
+                bar.set_postfix(loss=f"{self.meters.loss:.3f}")
+        return False
+
+    def train_step(self, images: Tensor, labels: Tensor, *, learning_rate: float) -> None:
         """One optimizer step on a batch; only the last micro-batch gossips, or reduces gradients."""
         num_parts = self.config.accumulation_steps
-        set_learning_rate(self.state.optimizer, self.learning_rate(self.step))
+        set_learning_rate(self.state.optimizer, learning_rate)
         images, labels = self.precision.prepare(images), self.precision.prepare(labels)
         for index, (x, y) in enumerate(zip(images.chunk(num_parts), labels.chunk(num_parts), strict=True)):
             with nullcontext() if index == num_parts - 1 else self.wrapper.no_sync():
@@ -192,6 +220,8 @@ class Run:
                     loss = F.cross_entropy(outputs, y, label_smoothing=self.config.label_smoothing)
                 self.state.scaler.scale(loss / num_parts).backward()
             self.meters.update(outputs, y, loss)
+        if self.config.weighs_losses and isinstance(self.wrapper, gm.PairwiseDataParallel):
+            self.wrapper.report_loss(loss.item())
         self.state.scaler.step(self.state.optimizer)
         self.state.scaler.update()
         self.state.optimizer.zero_grad(set_to_none=True)
@@ -202,11 +232,12 @@ class Run:
         return validate(self.wrapper, self.data, self.precision, control=self.world.control)
 
     def save(self, test_accuracy_percent: float | None = None) -> None:
-        """Collective: write a checkpoint of the current step, unless there is one."""
-        if self.step == self.last_saved_step:
+        """Collective: write a checkpoint of the current position, unless there is one."""
+        if self.position == self.last_saved_step:
             return
-        self.checkpoints.save(self.step, self.state.state_dict(), test_accuracy_percent=test_accuracy_percent)
-        self.last_saved_step = self.step
+        self.wrapper.settle()
+        self.checkpoints.save(self.position, self.state.state_dict(), test_accuracy_percent=test_accuracy_percent)
+        self.last_saved_step = self.position
 
     def resume(self) -> None:
         """Collective: go on from the checkpoint that --resume names, if any; clear away what another run left."""
@@ -214,15 +245,18 @@ class Run:
         if path is not None:
             state = self.checkpoints.load(path, keys=TrainingState.KEYS)
             self.world.on_every_rank(lambda: self.state.load_state_dict(state))
-            self.checkpoints.set_aside_after(self.step)
+        self.pace.meet(is_told_to_stop=False)
+        if path is not None:
+            self.checkpoints.set_aside_after(self.position)
         if path is None or path.parent.resolve() != self.checkpoints.folder.resolve():
             clear_outputs(self.folder, self.world)
         else:
-            self.last_saved_step = self.step
+            self.last_saved_step = self.position
 
     def report(self, validation: Validation) -> None:
         """Collective: export the averaged model; on rank 0 write and print the results."""
-        results = self.world.gather(RankResult.of(validation, self.meters, self.wrapper.comm_stats()))
+        result = RankResult.of(validation, self.state.step, self.meters, self.wrapper.comm_stats())
+        results = self.world.gather(result)
         with self.wrapper.averaged():
             if self.world.rank == 0:
                 export_model(
@@ -232,6 +266,11 @@ class Run:
                 )
         if self.world.rank == 0:
             write_report(self.folder, self.config, validation, results)
+
+    def finish(self) -> None:
+        """Collective, before `close`: leave no message on its way, and come to say goodbye together."""
+        self.pace.drain()
+        self.world.barrier()
 
     def close(self) -> None:
         """End threads and files; idempotent."""
@@ -248,11 +287,10 @@ def main(config: Config) -> int:
     world = start_world(config)
     try:
         # Never closed: the handlers are to outlive this function, see StopRequest.
-        stop = StopRequest(world.control, lag=1 + config.max_staleness)
-        run = Run(config, world, stop)
+        run = Run(config, world, StopRequest())
         try:
             exit_code = run.train()
-            stop.drain()
+            run.finish()
             return exit_code
         finally:
             run.close()

@@ -23,7 +23,9 @@ class EpochRow:
     epoch: int
     """Epochs done."""
     step: int
-    """Optimizer steps done."""
+    """Optimizer steps per rank that the run has done; the same on every rank."""
+    own_steps: int
+    """Optimizer steps that this rank has done: in lockstep the same."""
     time_seconds: float
     """Spent in training since the start of the run, resumptions included, validation and checkpoints not."""
     data_seconds: float
@@ -52,6 +54,7 @@ class EpochRow:
         cls,
         epoch: int,
         step: int,
+        own_steps: int,
         learning_rate: float,
         meters: Meters,
         stats: Mapping[str, float],
@@ -61,6 +64,7 @@ class EpochRow:
         return cls(
             epoch=epoch,
             step=step,
+            own_steps=own_steps,
             time_seconds=meters.train_seconds,
             data_seconds=meters.data_seconds,
             wait_seconds=stats["wait_seconds"],
@@ -83,7 +87,7 @@ class RunLog:
     Args:
         folder: of the run.
         rank: this rank; rank 0 also writes TensorBoard and prints.
-        step: steps already done; rows of later ones, left by a run that was stopped, are dropped.
+        step: steps per rank already done; rows of later ones, left by a run that was stopped, are dropped.
     """
 
     def __init__(self, folder: Path, *, rank: int, step: int = 0) -> None:
@@ -101,9 +105,8 @@ class RunLog:
             self._board = SummaryWriter(folder / TENSORBOARD, purge_step=step)
 
     def progress(self, epoch: int, *, first_step: int, num_steps: int) -> tqdm[int]:
-        """The steps of an epoch that are left, with a progress bar on rank 0 of a terminal."""
+        """A bar of the steps of an epoch that are left, to be updated by hand; shown on rank 0 of a terminal."""
         return tqdm(
-            range(first_step, num_steps),
             desc=f"epoch {epoch}",
             initial=first_step,
             total=num_steps,

@@ -14,36 +14,74 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
+from train.addresses import own_host
 from train.compression import COMPRESSORS, WIRE_DTYPES, choco, deep_squeeze, moniqua, power_gossip
 from train.graphs import base_graph, make_graph, make_static_graph, peers_by_round
 from train.images import BatchKey
+from train.pace import Lockstep, Pace, SharedRounds, SharedSteps
+from train.preemption import StopRequest
 
 if TYPE_CHECKING:
     from train.config import Config
     from train.data import Data
+    from train.state import TrainingState
     from train.world import World
 
-Wrapper: TypeAlias = gm.GossipDataParallel | gm.AllReduceDataParallel
+Wrapper: TypeAlias = (
+    gm.GossipDataParallel
+    | gm.AllReduceDataParallel
+    | gm.BilatGossipDataParallel
+    | gm.GroupAverageDataParallel
+    | gm.PairwiseDataParallel
+)
+
+INTERPOLATIONS: Mapping[str, Callable[[Config], gm.Interpolation]] = {
+    "constant": lambda config: gm.ConstantInterpolation(config.interpolation_value),
+    "clock": lambda config: gm.ClockInterpolation(),
+    "loss": lambda config: gm.LossInterpolation(),
+}
+"""How far dpwa goes towards a peer's model."""
 
 METHOD_OPTIONS = (
     *("graph", "peers_per_itr", "gossip_every", "average_every", "nprocs_per_node", "overlap", "max_staleness"),
     *("wire_dtype", "budget", "compressor", "compression_ratio", "compression_bits", "step_size", "theta"),
-    *("power_rank", "power_iterations", "warm_start", "compress_vectors"),
+    *("power_rank", "power_iterations", "warm_start", "compress_vectors", "group_size", "sync_period", "wait_avoiding"),
+    *("interpolation", "interpolation_value", "divergence_threshold", "fetch_probability"),
 )
 """Options of Config that a recipe may heed; one that it does not is named in a warning."""
+
+
+def in_lockstep(state: TrainingState, config: Config, world: World, request: StopRequest) -> Pace:
+    """Every rank takes every step."""
+    return Lockstep(state, request, world.control, lag=1 + config.max_staleness)
+
+
+def sharing_steps(state: TrainingState, config: Config, world: World, request: StopRequest) -> Pace:
+    """Fast ranks take more of the steps."""
+    return SharedSteps(state, request, world)
+
+
+def sharing_rounds(state: TrainingState, config: Config, world: World, request: StopRequest) -> Pace:
+    """Late ranks skip rounds, where groups do not wait for them."""
+    if config.wait_avoiding and config.group_size != 1:
+        return SharedRounds(state, request, world)
+    # Ranks that average among themselves drift apart until all average.
+    return Lockstep(state, request, world.control, lag=max(1, config.sync_period))
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A method: what a table calls it, how it wraps a model given (module, config, world, data), what it heeds.
 
-    `max_staleness` is heeded with overlap, and a compressor brings options of its own.
+    `max_staleness` is heeded with overlap, and a compressor brings options of its own. `make_pace` says how ranks
+    take their steps, given (state, config, world, request to stop).
     """
 
     title: str
     make: Callable[[nn.Module, Config, World, Data], Wrapper]
     options: frozenset[str] = frozenset()
     always_overlaps: bool = False
+    make_pace: Callable[[TrainingState, Config, World, StopRequest], Pace] = in_lockstep
 
     def wrap(self, module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
         """The wrapper around `module`; rank 0 warns of options that are set and have no effect."""
@@ -67,6 +105,8 @@ class Recipe:
         options = self.options
         if "compressor" in options:
             options |= COMPRESSORS[config.compressor].options
+        if "interpolation" in options and config.interpolation == "constant":
+            options |= {"interpolation_value"}
         if self.always_overlaps or ("overlap" in options and config.overlap):
             options |= {"max_staleness"}
         return options
@@ -170,6 +210,55 @@ def code(config: Config, *, gossiper: Callable[[Config], gm.Gossiper]) -> dict[s
     return {"gossiper": gossiper(config)}
 
 
+def wrap_bilateral(module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
+    """AD-PSGD: pairs average while both go on training."""
+    return gm.BilatGossipDataParallel(
+        module,
+        graph=make_graph(config.graph, num_nodes=world.size, peers_per_itr=1, push_sum=False),
+        timeout=timedelta(seconds=config.timeout_seconds),
+    )
+
+
+def wrap_group_average(module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
+    """WAGMA-SGD: groups that change average without waiting for late members."""
+    return gm.GroupAverageDataParallel(
+        module,
+        group_size=config.group_size or None,
+        sync_period=config.sync_period,
+        wait_avoiding=config.wait_avoiding,
+        timeout=timedelta(seconds=config.timeout_seconds),
+    )
+
+
+def wrap_pairwise(module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
+    """dpwa: each rank pulls the model of another; they tell each other here under which address they serve theirs."""
+    own, host = _worker(world.rank), own_host(world)
+    wrappers: list[gm.PairwiseDataParallel] = []
+
+    def serve() -> str:
+        wrapper = gm.PairwiseDataParallel(
+            module,
+            name=own,
+            peers={own: f"tcp://{host}:*"},
+            interpolation=INTERPOLATIONS[config.interpolation](config),
+            divergence_threshold=config.divergence_threshold,
+            fetch_probability=config.fetch_probability,
+            seed=config.seed,
+            init_from_peers=False,  # all have made the same model
+        )
+        wrappers.append(wrapper)
+        return wrapper.address
+
+    for rank, address in enumerate(world.on_every_rank(serve)):
+        if rank != world.rank:
+            wrappers[0].add_peer(_worker(rank), address)
+    return wrappers[0]
+
+
+def _worker(rank: int) -> str:
+    return f"rank_{rank:04d}"
+
+
 _GOSSIP = frozenset({"graph", "gossip_every", "average_every", "nprocs_per_node"})
 
 
@@ -199,5 +288,18 @@ RECIPES: Mapping[str, Recipe] = {
     "moniqua": _compressed("Moniqua", moniqua, "theta", "compression_bits"),
     "powergossip": _compressed(
         "PowerGossip", power_gossip, "power_rank", "power_iterations", "warm_start", "compress_vectors"
+    ),
+    "adpsgd": Recipe("AD-PSGD", wrap_bilateral, frozenset({"graph"}), make_pace=sharing_steps),
+    "wagma": Recipe(
+        "WAGMA-SGD",
+        wrap_group_average,
+        frozenset({"group_size", "sync_period", "wait_avoiding"}),
+        make_pace=sharing_rounds,
+    ),
+    "dpwa": Recipe(
+        "dpwa",
+        wrap_pairwise,
+        frozenset({"interpolation", "divergence_threshold", "fetch_probability"}),
+        make_pace=sharing_steps,
     ),
 }

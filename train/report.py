@@ -22,6 +22,8 @@ class RankResult:
 
     own_test_accuracy_percent: float
     """Of the model of this rank."""
+    num_steps: int
+    """Optimizer steps that it took."""
     time_seconds: float
     """Spent in training, resumptions included."""
     wait_seconds: float
@@ -32,10 +34,11 @@ class RankResult:
     """Of these, for the last validation."""
 
     @classmethod
-    def of(cls, validation: Validation, meters: Meters, stats: Mapping[str, float]) -> RankResult:
-        """Out of the last validation, the meters, and the wrapper's `comm_stats()`."""
+    def of(cls, validation: Validation, num_steps: int, meters: Meters, stats: Mapping[str, float]) -> RankResult:
+        """Out of the last validation, the steps taken, the meters, and the wrapper's `comm_stats()`."""
         return cls(
             own_test_accuracy_percent=validation.own_accuracy_percent,
+            num_steps=num_steps,
             time_seconds=meters.train_seconds,
             wait_seconds=stats["wait_seconds"],
             bytes_sent=meters.bytes_sent_before + stats["bytes_sent"],
@@ -72,6 +75,7 @@ def write_report(folder: Path, config: Config, validation: Validation, results: 
         {
             "rank": str(rank),
             "own test accuracy [%]": f"{result.own_test_accuracy_percent:.2f}",
+            "steps": str(result.num_steps),
             "training [s]": f"{result.time_seconds:.1f}",
             "waiting for peers [s]": f"{result.wait_seconds:.1f}",
             "sent [MB]": f"{result.bytes_sent / 1e6:.1f}",

@@ -15,7 +15,7 @@ from train.rng import rng_state, set_rng_state
 
 @dataclass
 class TrainingState:
-    """The parts of a run that change from step to step; data and learning rate are functions of the step."""
+    """The parts of a run that change from step to step; the images are a function of `step`."""
 
     wrapper: Wrapper
     optimizer: torch.optim.Optimizer
@@ -23,7 +23,7 @@ class TrainingState:
     meters: Meters
     device: torch.device
     step: int = 0
-    """Optimizer steps taken."""
+    """Optimizer steps that this rank has taken."""
 
     KEYS: ClassVar[tuple[str, ...]] = ("step", "wrapper", "optimizer", "scaler", "meters", "rng")
 

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from gossip_modules import job_store
+
 if TYPE_CHECKING:
     from train.config import Config
 
 
 @dataclass(frozen=True)
 class World:
-    """What torchrun said about this process, and a Gloo group for small agreements on the CPU."""
+    """What torchrun said about this process, and a Gloo group and a store for small agreements on the CPU."""
 
     rank: int
     size: int
@@ -25,6 +27,8 @@ class World:
     device: torch.device
     backend: str
     control: dist.ProcessGroup
+    store: dist.Store
+    """Keys of this run, the same on every rank."""
 
     def gather(self, value: Any) -> list[Any]:
         """Collective: the value of every rank, in the order of ranks; plain Python objects only."""
@@ -98,4 +102,4 @@ def start_world(config: Config) -> World:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup), "every rank is a member of the control group"
-    return World(rank, size, local_rank, device, backend, control)
+    return World(rank, size, local_rank, device, backend, control, dist.PrefixStore("train", job_store()))
