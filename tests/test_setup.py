@@ -65,7 +65,8 @@ def test_every_requirement_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(install, list)
     assert isinstance(extras, dict)
     required = {
-        requirement.split(">=")[0] for requirement in [*install, *(r for extra in extras.values() for r in extra)]
+        requirement.split(">=")[0].lower()
+        for requirement in [*install, *(r for extra in extras.values() for r in extra)]
     }
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if not line.startswith("#")}
@@ -272,7 +273,9 @@ def test_launch_requeues_on_a_usr1_that_comes_before_training(cluster: Path) -> 
     assert (cluster / "log").read_text(encoding="utf-8") == "requeue 4321\n", out
 
 
-@pytest.mark.parametrize("recipe", ["ar", "dpsgd", "sgp", "osgp", "matcha", "choco", "powergossip"])
+@pytest.mark.parametrize(
+    "recipe", ["ar", "dpsgd", "sgp", "osgp", "matcha", "choco", "powergossip", "adpsgd", "wagma", "dpwa"]
+)
 def test_submit_scripts_ask_for_what_the_trainer_understands(cluster: Path, recipe: str) -> None:
     write_executable(cluster / "bin" / "sbatch", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     env = environment(cluster / "bin", DATA_DIR="/data/image net", GPUS_PER_NODE="4", NUM_NODES="16")
@@ -285,4 +288,5 @@ def test_submit_scripts_ask_for_what_the_trainer_understands(cluster: Path, reci
     config = tyro.cli(Config, args=words[script + 1 :])
     assert (config.recipe, config.data_dir, config.seed) == (recipe, "/data/image net", 7)
     assert (config.model, config.milestones) == ("resnet50", (30, 60, 80))
-    assert config.nprocs_per_node == (1 if recipe == "ar" else 4), "AllReduce would warn that it has no effect"
+    has_nodes = recipe not in ("ar", "adpsgd", "wagma", "dpwa")
+    assert config.nprocs_per_node == (4 if has_nodes else 1), "the others would warn that it has no effect"
