@@ -50,7 +50,7 @@ class Listener:
             while self._present:
                 sender = self.transport.receive_any(self._message, tag=self.tag)
                 yield sender, self._message.tolist()
-        except RuntimeError:
+        except ConnectionError:
             if not self._is_exiting:
                 raise
         finally:

@@ -72,7 +72,7 @@ class Mailbox:
                 self._published.record(self._stream)
 
     def withdraw(self) -> None:
-        """Until the next `publish` y is not for peers: the parameters become something else, or must stay as they are."""
+        """Until the next `publish` y is not for peers: parameters become something else, or must stay as they are."""
         with self.lock:
             self.is_open = False
 

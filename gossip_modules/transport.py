@@ -128,8 +128,13 @@ class ProcessGroupTransport:
         """
         assert self.backend == "gloo", f"{self.backend} cannot receive from any rank"
         assert x.device.type == "cpu", "a listener's messages are in CPU memory"
-        work = self.group.recv_anysource([x], self.wire_tag(tag, x.numel() * x.element_size()))
-        work.wait(FOREVER)
+        start = time.monotonic()
+        try:
+            work = self.group.recv_anysource([x], self.wire_tag(tag, x.numel() * x.element_size()))
+            work.wait(FOREVER)
+        except RuntimeError as error:  # who was sending has died over it
+            note = f", connections to ranks {self._closed_peers()} are closed"
+            self.fail(error, "receiving from any rank", time.monotonic() - start, timeout=FOREVER, note=note)
         return work._source_rank()
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:

@@ -29,8 +29,8 @@ class Pace:
         if self._departure is None:
             return
         versions = front - self._departure[0]
-        if is_halted and (not self._versions or versions < min(self._versions)):
-            return
+        if is_halted and versions <= min(self._versions, default=versions):
+            return  # a lower bound that says nothing new
         self._versions.append(versions)
         self._seconds.append(time.perf_counter() - self._departure[1])
 

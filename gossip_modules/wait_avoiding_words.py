@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
-from .transport import FOREVER, Pending, ProcessGroupTransport
+from .listener import Listener
+from .transport import Pending, ProcessGroupTransport
 
 _WORD_TAG = 0  # on a channel of their own
-_AT_EXIT = timedelta(milliseconds=1)
-_AT_EXIT_SECONDS = 1.0
 
 
 class Kind(IntEnum):
@@ -50,9 +47,7 @@ class Words:
     What each rank passes on once to all of its neighbours reaches everybody in ceil(log2 n) hops, from any rank, in
     any world; it still does when several begin at once, which is not so in a tree that drops what it knows.
 
-    Gloo cannot poll, so `listen` is the body of a thread that waits without limit until its in-peer has said goodbye.
-    There is one for each: a receive from anybody fails for all when one peer, long done, ends its process. They never
-    send: who forwards in there may wait for one who forwards to him.
+    `listen` is the body of a thread, which never sends: who forwards in there may wait for one who forwards to him.
 
     Args:
         transport: over Gloo; words take a channel of their own. All ranks must make this object at the same point.
@@ -88,34 +83,14 @@ class Words:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 self._wait_until_heard()  # the process may end next
 
-    def listen(self, peer: int, hear: Callable[[Word], None]) -> None:
-        """Call `hear` with every word of `peer` until its goodbye. Raises ConnectionError when it dies without."""
-        message = torch.empty(len(Word._fields), dtype=torch.int64)
-        has_ended, is_exiting = threading.Event(), threading.Event()
-
-        def leave() -> None:
-            """A word after the interpreter's end would wake this thread inside C++ code and abort the process."""
-            is_exiting.set()
-            with contextlib.suppress(ConnectionError, TimeoutError):  # a wait that times out closes its connection
-                nothing = torch.empty(1, dtype=torch.uint8)
-                self.transport.exchange({}, {peer: [nothing]}, tag=_WORD_TAG, what="leaving").wait(_AT_EXIT)
-            has_ended.wait(_AT_EXIT_SECONDS)
-
-        atexit.register(leave)
-        try:
-            while True:
-                pending = self.transport.exchange({}, {peer: [message]}, tag=_WORD_TAG, what="listening")
-                pending.wait(FOREVER)
-                kind, *numbers = message.tolist()
-                if kind == Kind.GOODBYE:
-                    return
+    def listen(self, hear: Callable[[Word], None]) -> None:
+        """Call `hear` with every word but goodbyes, until every in-peer has said goodbye."""
+        listener = Listener(self.transport, self.in_peers, num_integers=len(Word._fields), tag=_WORD_TAG)
+        for sender, (kind, *numbers) in listener.messages():
+            if kind == Kind.GOODBYE:
+                listener.dismiss(sender)
+            else:
                 hear(Word(Kind(kind), *numbers))
-        except ConnectionError:
-            if not is_exiting.is_set():
-                raise
-        finally:
-            has_ended.set()
-            atexit.unregister(leave)
 
     def _wait_until_heard(self) -> None:
         said, self._said = self._said, []

@@ -18,6 +18,7 @@ import pytest
 
 from gossip_modules import dynamic_graphs, graph_manager, shift_graph, static_graphs
 from gossip_modules.dynamic_graphs import (
+    DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
@@ -130,6 +131,7 @@ def families() -> Iterator[tuple[str, list[GraphManager]]]:
             counts = [None, 1, 2, schedule] if n == 1 or most > 1 else [None, 1]
             members += [NetworkXGraph(graph, peers_per_itr=p) for p in counts]
         yield name, members
+    yield "DynamicBipartiteCompleteGraph", [DynamicBipartiteCompleteGraph(n) for n in SIZES]
     yield "Chain", [Chain(n, peers_per_itr=p) for n in SIZES for p in ((1, 2) if n > 2 else (1,))]
 
 
@@ -156,7 +158,8 @@ def test_peers_are_distinct_others_of_the_phone_book(graphs: list[GraphManager])
                 peers = graph.out_peers(rank, t)
                 assert len(set(peers)) == len(peers) == graph.out_degree(rank, t)
                 assert set(peers) <= set(book)
-                assert len(peers) == min(graph.num_peers(t), len(book))
+                is_left_out = isinstance(graph, DynamicBipartiteCompleteGraph) and graph.world_size % 2 and not peers
+                assert len(peers) == min(graph.num_peers(t), len(book)) or is_left_out
 
 
 @EVERY_GRAPH
@@ -290,6 +293,24 @@ def test_bipartite_ranks_exchange_in_pairs(cls: type[MirroredGraph], n: int) -> 
             assert graph.is_passive(rank) == (rank % 2 == 0)
 
 
+@pytest.mark.parametrize("n", [n for n in SIZES if n > 1])
+def test_every_active_rank_meets_every_passive_rank_once_per_period(n: int) -> None:
+    """In pairs; with an odd world one passive rank has none."""
+    graph = DynamicBipartiteCompleteGraph(n)
+    met: list[tuple[int, int]] = []
+    for t in range(graph.period):
+        paired = [rank for rank in range(n) if graph.out_peers(rank, t)]
+        assert len(paired) == n - n % 2
+        for rank in paired:
+            (peer,) = graph.out_peers(rank, t)
+            assert graph.in_peers(rank, t) == (peer,)
+            assert graph.out_peers(peer, t) == (rank,)
+            assert graph.is_passive(rank) != graph.is_passive(peer)
+            if graph.is_passive(peer):
+                met.append((rank, peer))
+    assert sorted(met) == [(active, passive) for active in range(1, n, 2) for passive in range(0, n, 2)]
+
+
 @pytest.mark.parametrize("base", [2, 3, 4])
 def test_exact_powers_are_counted_in_integers(base: int) -> None:
     # In floating point log(243) / log(3) rounds down to 4.
@@ -407,6 +428,7 @@ def test_a_world_of_one_has_no_peers(cls: type[ShiftGraph], peers_per_itr: int |
         (lambda: RingGraph(9, peers_per_itr=3), r"RingGraph: got peers_per_itr=3, expected 1 to 2: .* Lower"),
         (lambda: DynamicBipartiteExponentialGraph(5), r"got world_size=5, expected an even number.*or take RingGraph"),
         (lambda: DynamicBipartiteLinearGraph(7), r"got world_size=7, expected an even number"),
+        (lambda: DynamicBipartiteCompleteGraph(5, peers_per_itr=2), r"got peers_per_itr=2, expected 1: .* makes pairs"),
         (lambda: HypercubeGraph(12), r"got world_size=12, expected a power of two\. Start 8 or 16 ranks"),
         (lambda: TorusGraph(7), r"got world_size=7, a prime, expected a product.*Take RingGraph\(7\)"),
         (lambda: TorusGraph(12, shape=(3, 5)), r"got shape=\(3, 5\), expected .* == 12, e\.g\. \(3, 4\)"),

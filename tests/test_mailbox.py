@@ -1,0 +1,186 @@
+"""Mailbox: nothing torn, nothing lost, whatever the threads do."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from gossip_modules.flat_buffer import FlatBuffer
+from gossip_modules.flat_vector import FlatVector
+from gossip_modules.mailbox import Mailbox
+
+PATIENCE = 10.0
+
+
+def vector(value: float, length: int = 4) -> FlatVector:
+    """Float32 [length] of one value."""
+    return FlatVector.over(torch.full((length,), value))
+
+
+def value(x: FlatVector) -> float:
+    """The value of a vector of equal elements."""
+    assert (x.segments[0] == x.segments[0][0]).all(), "torn"
+    return float(x.segments[0][0])
+
+
+def snapshot(mailbox: Mailbox) -> FlatVector:
+    """What a peer would get."""
+    out = mailbox.host_vector()
+    mailbox.snapshot(out)
+    return out
+
+
+def test_y_is_a_copy_that_only_publish_renews() -> None:
+    x = vector(1.0)
+    mailbox = Mailbox(x)
+    assert value(snapshot(mailbox)) == 1.0
+    x.segments[0].fill_(2.0)
+    assert value(snapshot(mailbox)) == 1.0
+    mailbox.publish(x)
+    assert value(snapshot(mailbox)) == 2.0
+
+
+def test_a_correction_goes_to_y_at_once_and_to_x_once() -> None:
+    x = vector(1.0)
+    mailbox = Mailbox(x)
+    assert not mailbox.has_mail
+    assert not mailbox.collect(x)
+    mailbox.deliver(vector(4.0), alpha=0.5)
+    mailbox.deliver(vector(1.0), alpha=-1.0)
+    assert mailbox.has_mail
+    assert (value(x), value(snapshot(mailbox))) == (1.0, 2.0)
+    x.segments[0].add_(10.0)  # a step of training meanwhile
+    assert mailbox.collect(x)
+    assert (value(x), value(snapshot(mailbox))) == (12.0, 2.0)
+    assert not mailbox.has_mail
+    assert not mailbox.collect(x)
+    assert value(x) == 12.0
+
+
+def test_mail_starts_from_zero_each_time() -> None:
+    """The two memories of mail and parcel change places: neither may bring back what it once held."""
+    x = vector(0.0)
+    mailbox = Mailbox(x)
+    for i in range(5):
+        mailbox.deliver(vector(1.0), alpha=1.0)
+        assert mailbox.collect(x)
+        assert value(x) == i + 1
+
+
+def test_publish_keeps_the_mail() -> None:
+    x = vector(1.0)
+    mailbox = Mailbox(x)
+    mailbox.deliver(vector(1.0), alpha=1.0)
+    mailbox.publish(x)
+    assert value(snapshot(mailbox)) == 1.0
+    assert mailbox.collect(x)
+    assert value(x) == 2.0
+
+
+def test_y_is_for_peers_from_publish_to_withdraw() -> None:
+    x = vector(1.0)
+    mailbox = Mailbox(x)
+    assert not mailbox.is_open
+    for _ in range(2):
+        mailbox.publish(x)
+        assert mailbox.is_open
+        mailbox.withdraw()
+        assert not mailbox.is_open
+    mailbox.deliver(vector(1.0), alpha=1.0)  # of an exchange that was under way
+    assert mailbox.collect(x)
+    assert value(x) == 2.0
+
+
+def test_all_dtypes_of_a_model() -> None:
+    module = nn.ModuleList([nn.Linear(2, 2).to(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)])
+    x = FlatBuffer(module).vector
+    start = x.clone()
+    mailbox = Mailbox(x)
+    correction = mailbox.host_vector()
+    for segment in correction.segments:
+        segment.fill_(0.5)
+    mailbox.deliver(correction, alpha=0.25)
+    mailbox.collect(x)
+    assert {segment.dtype for segment in x.segments} == {torch.float32, torch.float64, torch.bfloat16}
+    for before, after in zip(start.segments, x.segments, strict=True):
+        torch.testing.assert_close(after, before + 0.125)
+
+
+@pytest.mark.parametrize("call", ["publish", "collect"])
+def test_another_layout_is_refused(call: str) -> None:
+    mailbox = Mailbox(vector(1.0))
+    for other in (vector(1.0, 6), FlatVector.over(torch.ones(2, dtype=torch.float64))):
+        with pytest.raises(
+            ValueError, match=r"got a model of \d+ bytes on cpu .* \(16 bytes on cpu\), expected .*before wrapping"
+        ):
+            getattr(mailbox, call)(other)
+
+
+@pytest.fixture
+def restless() -> object:
+    """Threads change places as often as Python can make them."""
+    import sys
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("restless")
+def test_no_snapshot_is_torn() -> None:
+    """Every published vector is of one value; corrections are too."""
+    x = vector(0.0, 200_000)
+    mailbox = Mailbox(x)
+    is_over = threading.Event()
+
+    def peer(i: int) -> int:
+        out, correction, seen = mailbox.host_vector(), vector(float(i), 200_000), set()
+        while not is_over.is_set():
+            mailbox.snapshot(out)
+            seen.add(value(out))
+            mailbox.deliver(correction, alpha=1.0)
+        return len(seen)
+
+    with ThreadPoolExecutor(2) as pool:
+        peers = [pool.submit(peer, i) for i in (1, 2)]
+        try:
+            for i in range(300):
+                x.segments[0].fill_(float(i))
+                mailbox.publish(x)
+                mailbox.collect(x)
+                value(x)
+        finally:
+            is_over.set()
+        assert all(one.result(PATIENCE) > 1 for one in peers)
+
+
+@pytest.mark.usefixtures("restless")
+def test_no_correction_is_lost() -> None:
+    """Whole numbers below 2**24, so that every sum is exact."""
+    num_corrections = 400
+    x = vector(0.0, 10_000)
+    mailbox = Mailbox(x)
+
+    def peer(size: float) -> None:
+        for _ in range(num_corrections):
+            mailbox.deliver(vector(size, 10_000), alpha=1.0)
+
+    with ThreadPoolExecutor(3) as pool:
+        peers = [pool.submit(peer, size) for size in (1.0, 5.0, -2.0)]
+        steps = 0
+        while not all(one.done() for one in peers):
+            x.segments[0].add_(1.0)
+            steps += 1
+            with mailbox.lock:
+                mailbox.collect(x)
+                mailbox.publish(x)
+                assert value(snapshot(mailbox)) == value(x)
+        for one in peers:
+            one.result(PATIENCE)
+    mailbox.collect(x)
+    assert value(x) == steps + num_corrections * (1 + 5 - 2)
