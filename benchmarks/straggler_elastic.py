@@ -70,7 +70,8 @@ def train_until_the_end(name: str, life: int, plan: Plan) -> dict[str, Any]:
 
     Returns:
         born: when the wrapper was made; stamps: the start and the end of each step, float64 [own steps + 1];
-        num_models_sent: to peers, at each of these times, int64 [own steps + 1]; final: the trained tensors.
+        merged_with: the peer whose model the step before each of these times has merged, "" for none; final: the
+        trained tensors.
     """
     images, labels, _, _ = digits()
     torch.manual_seed(plan.seed)
@@ -80,7 +81,7 @@ def train_until_the_end(name: str, life: int, plan: Plan) -> dict[str, Any]:
     optimizer = make_optimizer(model, plan.peak_lr)
     generator = torch.Generator().manual_seed(1000 * plan.seed + 10 * list(plan.peers).index(name) + life)
     time.sleep(max(plan.end - plan.seconds - time.monotonic(), 0))  # nobody begins before the others can
-    stamps, num_models_sent = [time.monotonic()], [0.0]
+    stamps, merged_with, num_rounds = [time.monotonic()], [""], 0.0
     while stamps[-1] < plan.end:
         share = 1 - (plan.end - stamps[-1]) / plan.seconds
         optimizer.param_groups[0]["lr"] = learning_rate(share, plan.peak_lr)
@@ -91,13 +92,14 @@ def train_until_the_end(name: str, life: int, plan: Plan) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         stamps.append(time.monotonic())
-        num_models_sent.append(wrapped.comm_stats()["num_models_sent"])
+        before, num_rounds = num_rounds, wrapped.comm_stats()["num_rounds"]
+        merged_with.append(wrapped.last_peer or "" if num_rounds > before else "")
     final = read(model)
     wrapped.close()
     return {
         "born": born,
         "stamps": torch.tensor(stamps, dtype=torch.float64),
-        "num_models_sent": torch.tensor(num_models_sent, dtype=torch.int64),
+        "merged_with": merged_with,
         "final": final,
     }
 
@@ -135,18 +137,20 @@ def longest_pause(record: Mapping[str, Any]) -> float:
     return float(record["stamps"][1:].diff().max())
 
 
-def rounds_to_contact(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> float:
-    """Rounds that others took from a worker's birth until it had sent its model; the most of any; inf if it never did.
+def rounds_to_contact(name: str, born: float, others: Sequence[Mapping[str, Any]]) -> float:
+    """Rounds that each of the others took until it had merged a worker's model; the most of any; inf if one never did.
 
     Args:
-        record: of the worker that came back.
+        name: of the worker that came back,
+        born: and when.
         others: records of those that have lived through.
     """
-    sent = (record["num_models_sent"] > 0).nonzero()
-    if not len(sent):
-        return float("inf")
-    contact = float(record["stamps"][int(sent[0])])
-    return float(max(int(((x["stamps"] > record["born"]) & (x["stamps"] <= contact)).sum()) for x in others))
+
+    def rounds(record: Mapping[str, Any]) -> float:
+        peers = [peer for at, peer in zip(record["stamps"].tolist(), record["merged_with"]) if at > born]
+        return peers.index(name) + 1.0 if name in peers else float("inf")
+
+    return max(rounds(record) for record in others)
 
 
 def accuracies(records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -173,7 +177,7 @@ def rows_of(seed: int, records: Mapping[str, Mapping[str, Any]], killed: set[str
             "is_restarted": name in killed,
             "accuracy_percent": percents[name],
             "longest_step_seconds": longest_pause(record),
-            "rounds_to_contact": rounds_to_contact(record, survivors) if name in killed else float("nan"),
+            "rounds_to_contact": rounds_to_contact(name, record["born"], survivors) if name in killed else float("nan"),
         }
         for name, record in records.items()
     ]
@@ -189,7 +193,7 @@ def markdown(rows: pd.DataFrame) -> str:
     kinds["survivors"] = rows["has_deaths"] & ~rows["is_restarted"]
     kinds["restarted"] = rows["is_restarted"]
     lines = [
-        "| workers | accuracy, % | least | longest step, s | rounds of survivors until contacted, at most |",
+        "| workers | accuracy, % | least | longest step, s | rounds until each survivor has merged it, at most |",
         "|---|---:|---:|---:|---:|",
     ]
     for kind, chosen in kinds.items():

@@ -133,6 +133,11 @@ METHODS: Mapping[str, Method] = {
     "osgp": Method("OSGP", _wrap(GossipDataParallel, overlap=True), LockstepPace),
     "adpsgd": Method("AD-PSGD", _wrap(BilatGossipDataParallel), SharedPace),
     "wagma": Method("WAGMA", _wrap(GroupAverageDataParallel, sync_period=SYNC_PERIOD), GlobalAveragePace),
+    "owagma": Method(
+        "WAGMA, overlapped",
+        _wrap(GroupAverageDataParallel, sync_period=SYNC_PERIOD, overlap=True),
+        GlobalAveragePace,
+    ),
     "dpwa": Method("dpwa", _pairwise, SharedPace),
 }
 BOUND, BASELINE = "none", "ar"

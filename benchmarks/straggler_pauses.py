@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from benchmarks.contenders import Contender, DecentDP
-from benchmarks.straggler_methods import BOUND, METHODS, Place
+from benchmarks.straggler_methods import BOUND, METHODS, SYNC_PERIOD, Place
 from gossip_modules import AllReduceDataParallel, GossipWrapper, GroupAverageDataParallel
 
 DECENT = "decent-dp"
 HAS_DECENT = importlib.util.find_spec("decent_dp") is not None
-TARGETS = {"adpsgd": 1.15, "dpwa": 1.15, "wagma": 1.30}
+TARGETS = {"adpsgd": 1.15, "dpwa": 1.15, "wagma": 1.30, "owagma": 1.30}
 """Ratios to no communication that are to be reached."""
 
 
@@ -42,6 +42,13 @@ class Pauses:
     batch_size: int
     pause_seconds: float
     probability: float
+
+    def __post_init__(self) -> None:
+        if self.num_steps <= 0 or self.num_steps % SYNC_PERIOD:
+            raise ValueError(
+                f"got num_steps={self.num_steps}, expected a multiple of {SYNC_PERIOD}, the period of WAGMA's global "
+                "averages, as its ranks may end a turn at those only"
+            )
 
 
 class _Wrapped(Contender):

@@ -82,6 +82,7 @@ class BilatGossipDataParallel(GossipWrapper):
         )
         self._averager = GlobalAverage(self._transport)
         self._engine = BilateralEngine(mixing, self._transport, x)
+        self._close_when_collected()
 
     @property
     def _bytes_sent(self) -> int:
@@ -93,6 +94,8 @@ class BilatGossipDataParallel(GossipWrapper):
         Until its next training forward a rank has nothing to say to those who ask, so that its model stays what it is
         now, whatever others do meanwhile: all checkpoints are of one moment.
         """
+        if isinstance(self._engine, BilateralEngine):  # not that of a copy
+            self._engine.raise_if_failed()  # at every call, unlike flush(): the others would wait in vain
         self.flush()
         self._meet("waiting until no rank asks")
         self._withdraw()

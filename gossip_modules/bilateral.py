@@ -87,13 +87,16 @@ class BilateralAverage:
                 with self.mailbox.lock:  # before or after a withdrawal, not across it
                     status = _GONE if self._is_closing else _HERE if self.mailbox.is_open else _LATER
                     self.is_serving = status == _HERE
-                reply = torch.tensor([status])
-                self.transport.exchange({source: [reply]}, {}, tag=_CONTROL_TAG, what=what).wait()
-                if status == _HERE:
-                    self._exchange(source, _weight(bits), what)
+                try:
+                    reply = torch.tensor([status])
+                    self.transport.exchange({source: [reply]}, {}, tag=_CONTROL_TAG, what=what).wait()
+                    if status == _HERE:
+                        with torch.profiler.record_function("gossip.round", f"t={t}"):
+                            self._exchange(source, _weight(bits), what)
+                finally:
                     self.is_serving = False
-                elif status == _GONE:
-                    listener.dismiss(source)  # it asks no more
+            if status == _GONE:
+                listener.dismiss(source)  # it asks no more
 
     def wait_until_served(self) -> None:
         """Return when the exchange that is under way is delivered.
@@ -119,12 +122,17 @@ class BilateralAverage:
             with contextlib.suppress(ConnectionError, TimeoutError):  # gone, or it will find out
                 sending.wait(GOODBYE_TIMEOUT)
 
-    def stop_answering(self) -> None:
-        """Reply to those who ask from now on that this rank is gone, once the exchange under way is delivered."""
+    def stop_answering(self) -> bool:
+        """Reply to those who ask from now on that this rank is gone, once the exchange under way is delivered.
+
+        Returns:
+            Whether it is delivered; False = it has taken longer than two seconds, and is left to end by itself.
+        """
         is_idle = self._serving.acquire(timeout=GOODBYE_TIMEOUT.total_seconds())
         self._is_closing = True
         if is_idle:
             self._serving.release()
+        return is_idle
 
     def _exchange(self, peer: int, weight: float, what: str) -> None:
         step = self.clock()

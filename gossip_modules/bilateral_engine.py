@@ -40,13 +40,14 @@ class BilateralEngine(Engine):
         self.transport = transport
         self.mailbox = Mailbox(x)
         self._step = 0  # training steps seen so far
-        self._bilateral = BilateralAverage(self.mailbox, transport, clock=lambda: self._step)
+        self._published_at = 0  # step
+        self._bilateral = BilateralAverage(self.mailbox, transport, clock=lambda: self._published_at)
         self._background = Background()
         self._asking: Future[float] | None = None
         self._asker: GossipThread | None = None
         self._peers = self._reachable()
         self._gone: set[int] = set()  # those of them who have said so
-        self._is_closed = False
+        self.is_closed = False
         name = f"gossip-{transport.rank}"
         if not self._peers:
             return
@@ -78,41 +79,52 @@ class BilateralEngine(Engine):
             self._take_answer()
         with torch.profiler.record_function("gossip.apply"), self.mailbox.lock:
             is_written = self._collect(x)
-            self.mailbox.publish(x)
-        self._step += 1
+            self._step += 1
+            if self._asking is None:  # else nobody but that exchange sees y before the next one
+                self.mailbox.publish(x)
+                self._published_at = self._step
         if self._asker is not None and self._asking is None:
             self._ask()
         return is_written
 
     def flush(self, x: FlatVector) -> bool:
-        """See `Engine`. Waits for the exchange that this rank has asked for, and for one that it answers."""
-        if not self._is_closed:
-            self._background.raise_if_failed()
+        """See `Engine`. Waits for the exchange that this rank has asked for, and for one that it answers.
+
+        An error that has been raised before is not raised again, unlike by `round()`: so a last checkpoint can be
+        taken of a model whose peers are lost.
+        """
+        if not self.is_closed:
+            self._background.raise_if_unseen()
         start = time.perf_counter()
         with torch.profiler.record_function("gossip.wait"):
             if self._asking is not None:
                 self._take_answer()
-            elif self._asker is None and not self._is_closed:
+            elif self._asker is None and not self.is_closed:
                 self._bilateral.wait_until_served()
         self.stats.wait_seconds += time.perf_counter() - start
         return self._collect(x)
 
     def withdraw(self) -> None:
         """Answer peers no more until the next round. With a `flush()` after it, nothing of the old y is on its way."""
-        if not self._is_closed:
-            self._background.raise_if_failed()
+        self.raise_if_failed()
         self.mailbox.withdraw()
+
+    def raise_if_failed(self) -> None:
+        """Raise the error that ended the thread of a passive rank, if one did."""
+        if not self.is_closed:
+            self._background.raise_if_failed()
 
     def close(self) -> None:
         """See `Engine`. Passive ranks answer until all who might ask have closed, or for two seconds.
 
         What is delivered until then is mail, for a last `flush()`.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         if self._asker is None:
-            self._bilateral.stop_answering()
+            if not self._bilateral.stop_answering():
+                warnings.warn("closed while a peer was being answered: its correction is lost", stacklevel=2)
             self._background.close()
             self._background.raise_if_unseen()
             return
@@ -151,8 +163,10 @@ class BilateralEngine(Engine):
         assert self._asking is not None
         try:
             self._asking.result()
-        finally:
+        except Exception:  # of the exchange; an interrupt instead leaves it in flight, done or not
             self._asking = None
+            raise
+        self._asking = None
 
     def _collect(self, x: FlatVector) -> bool:
         with self.mailbox.lock:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 KEY_LENGTH = 40  # characters of Z85, ZeroMQ's text form of 32 bytes
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"  # ZeroMQ RFC 32
+_GROUP = 5  # characters of a big-endian number of 32 bits
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class CurveKeys:
         peers: the public keys of the other workers by name.
 
     Raises:
-        ValueError: a key that is not 40 characters long.
+        ValueError: a key that is not 40 characters of Z85.
     """
 
     public: str
@@ -32,6 +34,14 @@ class CurveKeys:
     def __post_init__(self) -> None:
         for owner, key in (("public", self.public), ("secret", self.secret), *self.peers.items()):
             check_key(key, owner=owner)
+
+    def check_pair(self, public_of_secret: str) -> None:
+        """Raise ValueError where `public` is not `zmq.curve_public(secret)`, which needs pyzmq."""
+        if public_of_secret != self.public:
+            raise ValueError(
+                f"got the public key {self.public!r} with the secret key of another pair, expected one pair; "
+                "zmq.curve_public(secret) tells the public key"
+            )
 
     def of_peer(self, name: str) -> str:
         """The public key of a peer.
@@ -55,3 +65,16 @@ def check_key(key: str, *, owner: str) -> None:
             f"got a key '{owner}' of {length} characters, expected a string of {KEY_LENGTH}; "
             "make a pair with zmq.curve_keypair() and decode() both"
         )
+    groups = [key[k : k + _GROUP] for k in range(0, KEY_LENGTH, _GROUP)]
+    if not set(key) <= set(_Z85) or any(_number(group) >= 1 << 32 for group in groups):
+        raise ValueError(
+            f"got a key '{owner}' that is no Z85, expected 32 bytes in that form; "
+            "was a character lost or changed? make a pair with zmq.curve_keypair() and decode() both"
+        )
+
+
+def _number(group: str) -> int:
+    value = 0
+    for character in group:
+        value = value * len(_Z85) + _Z85.index(character)
+    return value

@@ -13,8 +13,10 @@ import torch
 
 from .flat_vector import FlatVector
 from .gossip_thread import GossipThread
-from .gossiper import GlobalAverage, Gossiper, Mixer
+from .gossiper import GlobalAverage, Mixer
 from .schedule import Action, Schedule
+
+_UNNAMED = "LockstepEngine"  # checkpoints from when there was no other
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.t = 0  # rounds started so far
         self.stats = EngineStats()
+        self.is_closed = False
 
     @property
     def is_in_flight(self) -> bool:
@@ -63,12 +66,27 @@ class Engine(ABC):
     def close(self) -> None:
         """End threads and free buffers; idempotent."""
 
+    @property
+    def state_name(self) -> str:
+        """Whose state it is: engines of one name understand each other's."""
+        return type(self).__name__
+
     def state_dict(self) -> dict[str, Any]:
         """Counters and what the algorithm remembers. Nothing may be in flight."""
-        return {"t": self.t}
+        return {"engine": self.state_name, "t": self.t}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` gave. Nothing may be in flight."""
+        """Take back what `state_dict()` gave. Nothing may be in flight.
+
+        Raises:
+            ValueError: it is the state of another engine; nothing is changed then.
+        """
+        name = state.get("engine", _UNNAMED)
+        if name != self.state_name:
+            raise ValueError(
+                f"got the state of a {name}, expected that of a {self.state_name}; wrap as when it was saved, or load "
+                "the model alone: module.load_state_dict"
+            )
         self.t = state["t"]
 
     def reset(self) -> None:
@@ -86,6 +104,12 @@ class IdleEngine(Engine):
     def __init__(self, other: Engine) -> None:
         super().__init__()
         self.t, self.stats = other.t, replace(other.stats)
+        self._state_name = other.state_name
+
+    @property
+    def state_name(self) -> str:
+        """See `Engine`: that of the engine whose counters these are."""
+        return self._state_name
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
@@ -96,16 +120,21 @@ class LockstepEngine(Engine):
     """Runs rounds of a gossiper; round t of one rank is round t of all.
 
     Args:
-        gossiper: bound to its peers.
+        gossiper: bound to its peers; or another mixer with a transport.
         schedule: which step gossips, which averages globally.
     """
 
-    def __init__(self, gossiper: Gossiper, schedule: Schedule) -> None:
+    def __init__(self, gossiper: Mixer, schedule: Schedule) -> None:
         super().__init__()
         self.gossiper = gossiper
         self.schedule = schedule
         self.averager = GlobalAverage(gossiper.transport)
         self.step = 0  # training steps seen so far
+
+    @property
+    def state_name(self) -> str:
+        """See `Engine`: the same for all that run rounds in lockstep."""
+        return "LockstepEngine"
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""
@@ -174,9 +203,7 @@ class OverlapEngine(LockstepEngine):
             so that the processes of a node agree.
     """
 
-    def __init__(
-        self, gossiper: Gossiper, schedule: Schedule, *, max_staleness: int = 0, is_eager: bool = True
-    ) -> None:
+    def __init__(self, gossiper: Mixer, schedule: Schedule, *, max_staleness: int = 0, is_eager: bool = True) -> None:
         super().__init__(gossiper, replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1)))
         self.max_staleness = max_staleness
         self.is_eager = is_eager

@@ -143,7 +143,16 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         return {"weight": self._buffer.vector.weight.clone(), **super().get_extra_state()}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """See `GossipWrapper`; without state the push-sum weight is 1."""
+        """See `GossipWrapper`; without state the push-sum weight is 1.
+
+        Raises:
+            ValueError: the state is that of a wrapper of another kind.
+        """
+        if state is not None and "weight" not in state:
+            raise ValueError(
+                f"got gossip state without a push-sum weight, expected that of a {type(self).__name__} or its like; "
+                "wrap as when it was saved, or load the model alone: module.load_state_dict"
+            )
         super().set_extra_state(state)
         self._buffer.vector.weight.copy_(torch.ones(1) if state is None else state["weight"])
 

@@ -108,9 +108,11 @@ class Mailbox:
         with self.lock:
             self._wait_for_y()
             self._public.add_segments_(correction, alpha=alpha)
-            if not self._has_mail:
-                self._mail.raw.zero_()
-            self._mail.add_segments_(correction, alpha=alpha)
+            if self._has_mail:
+                self._mail.add_segments_(correction, alpha=alpha)
+            else:
+                for mail, part in zip(self._mail.segments, correction.segments, strict=True):
+                    torch.mul(part, alpha, out=mail)
             self._has_mail = True
 
     def _check(self, x: FlatVector) -> None:

@@ -22,6 +22,7 @@ from .model_message import HEADER_BYTES, MIN_LIMIT_BYTES, Kind, Message, Message
 from .peer_connection import PeerConnection
 from .peer_scores import PeerScores
 
+MAX_POLL_MILLISECONDS = 1 << 30  # ZeroMQ counts in 32 bits
 REPLY_FRACTION = 0.25  # of a round's timeout, until a peer has begun to answer
 
 
@@ -60,7 +61,8 @@ class ModelClient:
     ZeroMQ's monitor says at once when a connection is refused or closed. A peer that is there but silent is given up
     after a quarter of the timeout; once it has begun to answer it may use up the round. Frames longer than a model of
     ours are refused before memory is taken for them (ZMQ_MAXMSGSIZE), and the header is judged before the
-    model is read.
+    model is read. A message of several frames is given up at its first one; but libzmq hands on whole messages only and
+    does not bound their frames, so a peer that lies can make it hold what it sends in one message within the timeout.
 
     All methods but `add`, `remove` and `stop` belong to the fetching thread, `close` included.
 
@@ -68,7 +70,6 @@ class ModelClient:
         context: of the sockets.
         peers: addresses by name.
         scores: of the same peers.
-        name: of this worker.
         shape: of its model.
         curve: keys.
     """
@@ -79,7 +80,6 @@ class ModelClient:
         peers: Mapping[str, str],
         scores: PeerScores,
         *,
-        name: str,
         shape: ModelShape,
         curve: CurveKeys | None,
     ) -> None:
@@ -87,7 +87,6 @@ class ModelClient:
         self.stats = ClientStats()
         self.asked: str | None = None  # the last peer, for errors
         self._context = context
-        self._name = name
         self._shape = shape
         self._curve = curve
         self._lock = threading.Lock()
@@ -195,7 +194,10 @@ class ModelClient:
 
     def _send(self, connection: PeerConnection, kind: Kind) -> int:
         self._num_requests += 1
-        connection.socket.send(Message(kind, self._num_requests, self._shape).pack(), zmq.NOBLOCK)
+        try:
+            connection.socket.send(Message(kind, self._num_requests, self._shape).pack(), zmq.NOBLOCK)
+        except zmq.Again as error:  # the connection has just failed
+            raise PeerLostError("it cannot be reached") from error
         self.stats.bytes_sent += HEADER_BYTES
         return self._num_requests
 
@@ -206,15 +208,12 @@ class ModelClient:
             poller.register(waited_for, zmq.POLLIN)
         while True:
             left = max(deadline - time.monotonic(), 0.0)
-            ready = dict(poller.poll(math.ceil(1000 * left)))
+            ready = dict(poller.poll(min(math.ceil(1000 * left), MAX_POLL_MILLISECONDS)))
             if self._bell.fileno() in ready:
                 raise _Stopped
-            if connection.socket in ready:
-                frames = connection.socket.recv_multipart(copy=False)
-                if len(frames) != 1:
-                    raise MessageError(f"got {len(frames)} frames, expected one; the peer is broken")
-                self.stats.bytes_received += len(frames[0].buffer)
-                return frames[0].buffer
+            if connection.socket in ready and (frame := connection.answer()) is not None:
+                self.stats.bytes_received += len(frame.buffer)
+                return frame.buffer
             if (why := connection.failure()) is not None:
                 raise PeerLostError(why)
             if time.monotonic() >= deadline:
@@ -236,22 +235,25 @@ class ModelClient:
 
     def _read_probes(self) -> None:
         for peer, connection in list(self._probes.items()):
-            answer = connection.answer()
-            if answer is not None:
-                with contextlib.suppress(MessageError):
-                    if Message.parse(answer).kind is Kind.ALIVE:
-                        self.scores.answered(peer)
-                self._probes.pop(peer).close()
+            try:
+                answer = connection.answer()
+                if answer is None:
+                    continue
+                if Message.parse(answer.bytes).kind is Kind.ALIVE:
+                    self.scores.answered(peer)
+            except MessageError:
+                pass  # it is broken, which is no sign of life
+            self._probes.pop(peer).close()
 
     def _connect(self, connections: dict[str, PeerConnection], peer: str) -> PeerConnection:
-        """The connection to this peer; a new one if there is none, or if the old one has been closed."""
+        """The connection to this peer; a new one if there is none, or the old one has failed or is to elsewhere."""
         with self._lock:
             address, key = self._peers.get(peer), self._keys.get(peer)
         if address is None:
             raise PeerLostError("it was removed")
         old = connections.get(peer)
         if old is not None:
-            if old.address == address and old.failure() is None:
+            if (old.address, old.server_key) == (address, key) and old.failure() is None:
                 return old
             connections.pop(peer).close()
         keys = None if self._curve is None or key is None else (self._curve, key)
@@ -259,9 +261,7 @@ class ModelClient:
         try:
             connections[peer] = PeerConnection(self._context, address, max_bytes=max_bytes, keys=keys)
         except zmq.ZMQError as error:
-            raise ValueError(
-                f"worker {self._name!r}: cannot connect to {peer!r} at {address!r}: {error}; expected 'tcp://host:port'"
-            ) from error
+            raise PeerLostError(f"cannot connect to {address!r}: {error}") from error
         return connections[peer]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
-from zmq.utils.z85 import decode as decode_z85
+from zmq.utils.z85 import encode as encode_z85
 
 from .curve_keys import CurveKeys
 from .flat_layout import FlatLayout
@@ -35,7 +35,8 @@ class ServerStats:
     """What was served. Written by the serving thread only.
 
     num_garbage_messages: what strangers said that is no request of ours.
-    num_refused_connections: failed handshakes: no ZeroMQ, no key, or a key that is not authorised.
+    num_refused_connections: failed handshakes: no ZeroMQ, no key, or a key that is not authorised; and requests with a
+        key that is not authorised any more.
     """
 
     bytes_sent: int = 0
@@ -88,15 +89,22 @@ class ModelServer:
         self._pool = SnapshotPool(layout, max_snapshots=MAX_REPLIES + 2, is_pinned=is_pinned)
         self._latest: tuple[Message, Snapshot] | None = None
         self._next: tuple[Message, Snapshot] | None = None  # its copy from a GPU may not have landed
-        self._authorized: set[bytes] = set()
+        self._authorized: set[str] = set()
+        self._has_keys = curve is not None
         self._bell, self._clapper = socket.socketpair()
-        self._zap = self._bind_zap(context, curve) if curve is not None else None
+        self._zap = context.socket(zmq.REP) if curve is not None else None
         self._router = context.socket(zmq.ROUTER)
         self._monitor = self._router.get_monitor_socket(_FAILED_HANDSHAKES)
         try:
+            if self._zap is not None and curve is not None:
+                self._zap.linger = 0
+                self._zap.bind(ZAP_ADDRESS)
+                self.authorize(curve.peers.values())
             self._bind(address, curve)
-        except zmq.ZMQError as error:
+        except BaseException as error:
             self.close()
+            if not isinstance(error, zmq.ZMQError):
+                raise
             if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT):
                 raise ValueError(f"worker {name!r}: got address {address!r}, expected 'tcp://host:port'") from error
             raise ConnectionError(
@@ -120,9 +128,20 @@ class ModelServer:
             self._next = (Message(Kind.MODEL, 0, self.shape, standing), snapshot)
         return True
 
+    def withdraw(self) -> None:
+        """Serve nothing until the next `publish`; training thread. Replies that have begun are completed."""
+        with self._lock:
+            self._latest = self._next = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a model is published and not withdrawn."""
+        with self._lock:
+            return self._latest is not None or self._next is not None
+
     def authorize(self, keys: Iterable[str]) -> None:
-        """Answer exactly the holders of these public keys, from the next connection on."""
-        authorized = {decode_z85(key) for key in keys}
+        """Answer exactly the holders of these public keys, on connections that exist too."""
+        authorized = set(keys)
         with self._lock:
             self._authorized = authorized
 
@@ -167,17 +186,20 @@ class ModelServer:
             self._latest, self._next = self._next, None
 
     def _answer(self) -> None:
-        frames = self._router.recv_multipart()
+        frames = self._router.recv_multipart(copy=False)
+        if self._has_keys and not self._is_authorized(frames[-1]):
+            self.stats.num_refused_connections += 1
+            return
         try:
             if len(frames) != 2:
                 raise MessageError(f"got {len(frames) - 1} frames, expected one")
-            request = Message.parse(frames[1])
+            request = Message.parse(frames[1].bytes)
             if request.kind not in (Kind.FETCH, Kind.PROBE):
                 raise MessageError(f"got kind {request.kind.name}, expected a request")
         except MessageError:
             self.stats.num_garbage_messages += 1
             return
-        client = frames[0]
+        client = frames[0].bytes
         with self._lock:
             self._promote()
             latest = self._latest
@@ -216,21 +238,22 @@ class ModelServer:
         """Answer libzmq's question who may connect: holders of authorised keys (ZeroMQ RFC 27, ZAP)."""
         assert self._zap is not None
         version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
+        key = encode_z85(credentials[0]) if mechanism == b"CURVE" else b""
         with self._lock:
-            is_welcome = mechanism == b"CURVE" and credentials[0] in self._authorized
-        status = (b"200", b"OK") if is_welcome else (b"400", b"this key is not authorised")
-        self._zap.send_multipart([version, request, *status, b"", b""])
+            is_welcome = key.decode() in self._authorized
+        # libzmq puts the third part, the user's identity, on each message of this connection.
+        status = (b"200", b"OK", key) if is_welcome else (b"400", b"this key is not authorised", b"")
+        self._zap.send_multipart([version, request, *status, b""])
+
+    def _is_authorized(self, frame: zmq.Frame) -> bool:
+        """Whether the key that this connection has proved to hold is authorised still."""
+        with self._lock, contextlib.suppress(zmq.ZMQError):  # no identity
+            return frame.get("User-Id") in self._authorized
+        return False
 
     def _count_failure(self) -> None:
         parse_monitor_message(self._monitor.recv_multipart())
         self.stats.num_refused_connections += 1
-
-    def _bind_zap(self, context: zmq.Context[zmq.Socket[bytes]], curve: CurveKeys) -> zmq.Socket[bytes]:
-        zap = context.socket(zmq.REP)
-        zap.linger = 0
-        zap.bind(ZAP_ADDRESS)
-        self.authorize(curve.peers.values())
-        return zap
 
     def _bind(self, address: str, curve: CurveKeys | None) -> None:
         router = self._router

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
 
 from .average_on_demand import AverageOnDemand
 from .curve_keys import CurveKeys
+from .engine import IdleEngine
+from .flat_vector import FlatVector
 from .interpolation import Interpolation
 from .pairwise_config import DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
 from .pairwise_engine import PairwiseEngine
@@ -27,6 +30,10 @@ class PairwiseDataParallel(GossipWrapper):
     merged at the first training forward after it is complete. Workers may start late, die, restart and come back, and
     no process group is needed: what a worker knows of the others is their addresses. A worker that fails is avoided
     and found again: see `PeerScores`. Merging is one-sided, so the mean over workers is not kept.
+
+    Peers get the model from the beginning, and nothing between `load_state_dict` and the next training forward. Load
+    checkpoints on all workers before any of them trains on, or they merge what is not loaded yet. A copy (`deepcopy`,
+    pickle) is a snapshot that stays local: it computes, reports and loads state, but has no address and no peers.
 
     Messages are fixed binary headers and raw tensors over ZeroMQ; nothing is ever unpickled, sizes are checked before
     memory is taken, and models with infinities or NaN are refused. Without `curve` whoever reaches the address can
@@ -64,7 +71,7 @@ class PairwiseDataParallel(GossipWrapper):
         >>> model.close()
     """
 
-    _engine: PairwiseEngine
+    _engine: PairwiseEngine  # in a copy a _PairwiseRecord, which has what is used here
     _averager: AverageOnDemand
 
     def __init__(
@@ -110,6 +117,19 @@ class PairwiseDataParallel(GossipWrapper):
         """Where this worker is reached: as configured, with the port that `*` has become."""
         return self._engine.address
 
+    def train(self, mode: bool = True) -> Self:
+        """As `GossipWrapper.train`; on the way to eval mode the last update is published, as no round may follow."""
+        was_training = self.training
+        super().train(mode)
+        if was_training and not mode and not self._is_held:
+            with torch.no_grad():
+                self._engine.republish(self._buffer.vector)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "_engine": _PairwiseRecord(self._engine)}
+
     def close(self) -> None:
         """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
         self._engine.close()
@@ -118,6 +138,11 @@ class PairwiseDataParallel(GossipWrapper):
     def report_loss(self, loss: float) -> None:
         """The loss of the last batch, which peers merge by, and `divergence_threshold`; call it after every batch."""
         self._engine.report_loss(loss)
+
+    @property
+    def last_peer(self) -> str | None:
+        """With whose model this one was merged last; None before."""
+        return self._engine.last_peer
 
     def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
         """See `PairwiseEngine.add_peer`; from any thread."""
@@ -142,3 +167,55 @@ class PairwiseDataParallel(GossipWrapper):
     @property
     def _bytes_sent(self) -> int:
         return self._engine.num_bytes_sent + self._averager.num_bytes_sent
+
+
+class _PairwiseRecord(IdleEngine):
+    """No rounds any more, with the state of the worker at the copy: it can be loaded into that worker again.
+
+    Args:
+        other: of the worker, or of a copy of it. Nothing may be in flight.
+    """
+
+    def __init__(self, other: PairwiseEngine | _PairwiseRecord) -> None:
+        super().__init__(other)
+        self.last_peer: str | None = other.last_peer
+        self.num_bytes_sent: int = other.num_bytes_sent
+        self._statistics = other.statistics()
+        self._state = other.state_dict()
+
+    @property
+    def address(self) -> str:
+        """Raises RuntimeError."""
+        self._refuse("address")
+
+    def statistics(self) -> dict[str, float]:
+        """See `PairwiseEngine`; of the worker until the copy."""
+        return dict(self._statistics)
+
+    def report_loss(self, loss: float) -> None:
+        """Nobody asks for it."""
+
+    def republish(self, x: FlatVector) -> None:
+        """Nobody asks for it."""
+
+    def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
+        """Raises RuntimeError."""
+        self._refuse("add_peer")
+
+    def remove_peer(self, name: str) -> None:
+        """Raises RuntimeError."""
+        self._refuse("remove_peer")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Engine`."""
+        super().load_state_dict(state)
+        self._state = dict(state)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"got {what} of a copy, expected it of the worker itself: a copy stays local; make a new worker to connect"
+        )

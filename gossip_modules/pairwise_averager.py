@@ -73,6 +73,12 @@ class PairwiseAverager(AveragingMixin):
         config = PairwiseConfig.from_yaml(name, path, seed=seed, curve=curve)
         return cls(module, config, init_from_peers=init_from_peers, gossip_buffers=gossip_buffers)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"got worker {self._engine.config.name!r} to copy or pickle, expected its `module`, as a worker owns "
+            "threads and sockets; copy the module, and save state_dict()"
+        )
+
     @property
     def address(self) -> str:
         """Where this worker is reached: as configured, with the port that `*` has become."""
@@ -142,8 +148,10 @@ class PairwiseAverager(AveragingMixin):
         return self._engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` gave."""
-        self.flush()
+        """Take back what `state_dict()` gave, after the module has taken back its own.
+
+        A fetch that is under way is dropped, and peers get no model until the next `update_send`.
+        """
         self._engine.load_state_dict(state)
 
     def _read_attached(self) -> FlatVector:

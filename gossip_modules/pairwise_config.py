@@ -64,7 +64,7 @@ class PairwiseConfig:
                 "them; its address is where to bind, like 'tcp://0.0.0.0:45000'"
             )
         for peer, address in self.peers.items():
-            check_address(address, peer=peer)
+            check_address(address, peer=peer, is_own=peer == self.name)
         if not 0.0 <= self.fetch_probability <= 1.0:
             raise ValueError(f"got fetch_probability={self.fetch_probability}, expected a probability in [0, 1]")
         if self.timeout <= timedelta(0):
@@ -122,12 +122,18 @@ class PairwiseConfig:
             raise ValueError(f"{path}: {error}") from error
 
 
-def check_address(address: str, *, peer: str) -> None:
-    """Raise ValueError where this is no "tcp://host:port"."""
+def check_address(address: str, *, peer: str, is_own: bool = False) -> None:
+    """Raise ValueError where this is no "tcp://host:port"; only one to bind may leave host or port open (*, port 0)."""
     host, _, port = address.removeprefix("tcp://").rpartition(":") if isinstance(address, str) else ("", "", "")
     is_port = port == "*" or (port.isascii() and port.isdigit() and int(port) < 1 << 16)
-    if not host or not address.startswith("tcp://") or not is_port:
+    is_blank = any(character.isspace() for character in host)
+    if not host or is_blank or not address.startswith("tcp://") or not is_port:
         raise ValueError(f"got address {address!r} of {peer!r}, expected 'tcp://host:port' like 'tcp://10.0.0.1:45000'")
+    if not is_own and (host == "*" or port.strip("0") in ("", "*")):
+        raise ValueError(
+            f"got address {address!r} of {peer!r}, expected the host and port where that worker is reached; "
+            "only the own address may leave one open"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

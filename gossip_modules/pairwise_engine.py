@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import threading
@@ -62,12 +63,15 @@ class PairwiseEngine(Engine):
             if error.name is None or error.name.split(".")[0] != "zmq":
                 raise
             raise ImportError("pairwise averaging needs pyzmq; pip install 'gossip-modules[pairwise]'") from error
+        if config.curve is not None:
+            config.curve.check_pair(zmq.curve_public(config.curve.secret.encode()).decode())
         self.config = config
         self.rule = config.rule
         self.clock = 0.0
         self.loss: float | None = None
         self.step = 0  # rounds seen, with or without a fetch
         self.num_refused_losses = 0
+        self.last_peer: str | None = None  # whose model was merged last
         self._layout, self._device = x.layout, x.raw.device
         self._coin = self._new_coin()
         self._fetch_step = 0  # the round that the fetch under way belongs to
@@ -78,16 +82,18 @@ class PairwiseEngine(Engine):
         name, own_address, curve = config.name, config.peers[config.name], config.curve
         shape, is_pinned = ModelShape.of(signature, x.layout), x.raw.is_cuda
         self.scores = PeerScores(config.others, seed=f"{config.seed}/{name}/peers")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
+        with contextlib.ExitStack() as undo:
+            # One each, so that no trouble with a peer that we ask holds up those that we answer.
+            contexts = [undo.enter_context(zmq.Context()) for _ in range(2)]
+            self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = contexts
             self._server = ModelServer(
-                self._context, own_address, name=name, shape=shape, layout=x.layout, is_pinned=is_pinned, curve=curve
+                contexts[0], own_address, name=name, shape=shape, layout=x.layout, is_pinned=is_pinned, curve=curve
             )
-        except BaseException:
-            self._context.term()
-            raise
-        self._client = ModelClient(self._context, config.others, self.scores, name=name, shape=shape, curve=curve)
-        self._fetcher = ModelFetcher(self._client, x, name=name, timeout=config.timeout.total_seconds())
+            undo.callback(self._server.close)
+            self._client = ModelClient(contexts[1], config.others, self.scores, shape=shape, curve=curve)
+            undo.callback(self._client.close)
+            self._fetcher = ModelFetcher(self._client, x, name=name, timeout=config.timeout.total_seconds())
+            undo.pop_all()
         self._background = Background()
         self._background.start(f"gossip-serve-{name}", self._serve)
         self._background.start(f"gossip-fetch-{name}", self._fetcher.work)
@@ -100,8 +106,9 @@ class PairwiseEngine(Engine):
         """
         engine = cls(buffer.vector, buffer.signature(), config)
         try:
-            with torch.no_grad():
-                engine._start(buffer.vector, from_peer=init_from_peers)
+            if init_from_peers:
+                engine._take(buffer.vector)
+            engine._publish(buffer.vector)
         except BaseException:
             engine.close()
             raise
@@ -164,6 +171,11 @@ class PairwiseEngine(Engine):
         self._check(x)
         self._advance(x)
 
+    def republish(self, x: FlatVector) -> None:
+        """Serve x, which no round follows now, if an older x is served; the clock stays. Never waits."""
+        if not self._is_closed and self._server.is_serving and self._fits(x):
+            self._publish(x)
+
     def flush(self, x: FlatVector) -> bool:
         """Wait for the fetch that is under way, as long as a round may take, and merge it; the second half.
 
@@ -183,6 +195,7 @@ class PairwiseEngine(Engine):
             else:
                 x.combine_(1.0 - factor, [self._fetcher.arrived], [factor])
         self.clock = factor * peer.clock + (1.0 - factor) * self.clock
+        self.last_peer = fetched.peer
         self.stats.record(max(self.step - self._fetch_step - 1, 0))
         return factor != 0.0
 
@@ -200,12 +213,13 @@ class PairwiseEngine(Engine):
         if public_key is not None:
             check_key(public_key, owner=name)
             with self._keys_lock:
-                self._keys[name] = public_key
-                self._server.authorize(self._keys.values())
+                keys = {**self._keys, name: public_key}
+                self._server.authorize(keys.values())
+                self._keys = keys
         self._client.add(name, address, public_key)
 
     def remove_peer(self, name: str) -> None:
-        """Do not ask this worker any more; with keys, do not let it connect again. Not known: no error."""
+        """Do not ask this worker any more; with keys, do not answer it any more either. Not known: no error."""
         self._client.remove(name)
         with self._keys_lock:
             if self._keys.pop(name, None) is not None:
@@ -219,7 +233,8 @@ class PairwiseEngine(Engine):
         self._fetcher.stop()
         self._server.stop()
         if self._background.close():
-            self._context.term()
+            for context in self._contexts:
+                context.term()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""
@@ -228,28 +243,35 @@ class PairwiseEngine(Engine):
         return {**super().state_dict(), **own, "peers": self.scores.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`."""
+        """See `Engine`. Peers get no model of before it: none at all until the next one is published."""
         super().load_state_dict(state)
+        self._withdraw()
         self.step, self.clock, self.loss = state["step"], state["clock"], state["loss"]
         version, words, gauss = state["coin"]
         self._coin.setstate((version, tuple(words), gauss))
         self.scores.load_state_dict(state["peers"])
 
     def reset(self) -> None:
-        """See `Engine`."""
+        """See `Engine` and `load_state_dict`."""
+        self._withdraw()
         super().reset()
         self.step, self.clock, self.loss = 0, 0.0, None
         self._coin = self._new_coin()
         self.scores.reset(seed=f"{self.config.seed}/{self.config.name}/peers")
 
-    def _start(self, x: FlatVector, *, from_peer: bool) -> None:
-        if from_peer:
-            self._fetcher.start()
-            fetched = self._await()
-            if fetched is not None:
-                x.raw.copy_(self._fetcher.arrived.raw)
-                self.clock = fetched.standing.clock
-        self._publish(x)
+    @torch.no_grad()
+    def _take(self, x: FlatVector) -> None:
+        """x <- the model of a live peer, if there is one."""
+        self._fetcher.start()
+        fetched = self._await()
+        if fetched is not None:
+            x.raw.copy_(self._fetcher.arrived.raw)
+            self.clock = fetched.standing.clock
+
+    def _withdraw(self) -> None:
+        """Forget the model that is served, and the one that is under way: they are not of the state to come."""
+        self._await()
+        self._server.withdraw()
 
     def _new_coin(self) -> random.Random:
         return random.Random(f"{self.config.seed}/{self.config.name}/coin")
@@ -258,7 +280,7 @@ class PairwiseEngine(Engine):
         self._background.raise_if_failed()
         if self._is_closed:
             raise RuntimeError(f"worker {self.config.name!r} is closed, expected no more rounds; make a new one")
-        if x.raw.device != self._device or x.layout != self._layout:
+        if not self._fits(x):
             raise ValueError(
                 f"worker {self.config.name!r}: got a model of {x.layout.num_bytes} bytes on {x.raw.device} whose "
                 "dtypes, trained tensors or device changed since it was wrapped, expected the same; peers may ask for "
@@ -269,6 +291,9 @@ class PairwiseEngine(Engine):
             if peer not in self._warned:
                 self._warned.add(peer)
                 warnings.warn(f"worker {self.config.name!r} refused the model of {peer!r}: {why}", stacklevel=2)
+
+    def _fits(self, x: FlatVector) -> bool:
+        return x.raw.device == self._device and x.layout == self._layout
 
     def _advance(self, x: FlatVector) -> None:
         self.step += 1

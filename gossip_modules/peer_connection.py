@@ -8,6 +8,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from .curve_keys import CurveKeys
+from .model_message import MessageError
 
 CURVE_OVERHEAD_BYTES = 64  # of a frame that is encrypted, at most
 QUEUE_LENGTH = 4  # replies waiting to be read: a header and a model, twice
@@ -22,6 +23,8 @@ _FAILURES = {
 
 class PeerConnection:
     """A socket to one peer, and the monitor that says what becomes of it. Belongs to one thread.
+
+    One attempt: once it has failed it stays so, and its owner makes a new one.
 
     Args:
         context: of the socket.
@@ -42,8 +45,11 @@ class PeerConnection:
         keys: tuple[CurveKeys, str] | None,
     ) -> None:
         self.address = address
+        self.server_key = None if keys is None else keys[1]
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
+        # Its own attempts would fill the monitor while nobody reads, until libzmq stalls on it.
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_OVERHEAD_BYTES * (keys is not None))
         self.socket.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
         self.socket.setsockopt(zmq.SNDHWM, QUEUE_LENGTH)
@@ -55,7 +61,7 @@ class PeerConnection:
         self.monitor = self.socket.get_monitor_socket(sum(_FAILURES))
         try:
             self.socket.connect(address)
-        except zmq.ZMQError:
+        except BaseException:
             self.close()
             raise
 
@@ -66,10 +72,17 @@ class PeerConnection:
             return _FAILURES[zmq.Event(event)]
         return None
 
-    def answer(self) -> bytes | None:
-        """The next message, None while there is none; never waits. Anything but one frame is no header."""
+    def answer(self) -> zmq.Frame | None:
+        """The next message, None while there is none; never waits.
+
+        Raises:
+            MessageError: it has a second frame, so it is none of ours; the rest is left to `close()`.
+        """
         with contextlib.suppress(zmq.Again):
-            return b"".join(self.socket.recv_multipart(zmq.NOBLOCK))
+            frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+            if frame.more:
+                raise MessageError("got a message of several frames, expected one; the peer is broken")
+            return frame
         return None
 
     def close(self) -> None:

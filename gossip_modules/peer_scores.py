@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 MIN_SCORE, START_SCORE, MAX_SCORE = 10, 1000, 1000
@@ -115,11 +115,14 @@ class PeerScores:
                 self._records[peer] = _Record(score, has_failed=True, last_contact=self._round)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scores and the state of the generator: plain values."""
+        """Scores, what is known of recoveries, the round, and the state of the generator: plain values."""
         with self._lock:
             version, words, gauss = self._generator.getstate()
-            scores = {peer: record.score for peer, record in self._records.items()}
-            return {"scores": scores, "generator": [version, list(words), gauss]}
+            return {
+                "round": self._round,
+                "records": {peer: asdict(record) for peer, record in self._records.items()},
+                "generator": [version, list(words), gauss],
+            }
 
     def reset(self, *, seed: str) -> None:
         """Start anew with the peers that are known."""
@@ -133,6 +136,6 @@ class PeerScores:
         version, words, gauss = state["generator"]
         with self._lock:
             self._generator.setstate((version, tuple(words), gauss))
+            self._round = state["round"]
             for peer in self._records:
-                score = state["scores"].get(peer, START_SCORE)
-                self._records[peer] = _Record(score, last_contact=self._round)
+                self._records[peer] = _Record(**state["records"].get(peer, {"last_contact": self._round}))

@@ -11,7 +11,7 @@ from torch import nn
 
 from .butterfly_groups import ButterflyGroups
 from .connect import connect
-from .engine import SyncEngine
+from .engine import OverlapEngine, SyncEngine
 from .gossiper import GlobalAverage
 from .group_average import GroupAverage
 from .schedule import Schedule
@@ -36,6 +36,9 @@ class GroupAverageDataParallel(GossipWrapper):
       like D-PSGD.
     - `group_size=2, sync_period=0`: like AD-PSGD, though a pair waits for whoever of all ranks is first.
 
+    The first training forward, and the first after a checkpoint was loaded, wait for those of all ranks. Load it on all
+    ranks, before training or after `settle()`.
+
     A fast rank does more of the work: ranks that are always late skip rounds. So let training last a number of rounds
     that all ranks share, as in the example; each rank ends it in the same round. Call `settle()` before something that
     all ranks do together (checkpoints, the end); `averaged()` and its like call it.
@@ -48,6 +51,8 @@ class GroupAverageDataParallel(GossipWrapper):
         group_size: S, a power of two; None = about the square root of the world, see `default_group_size`.
         sync_period: rounds from one average over all ranks to the next; 0 = never.
         wait_avoiding: False blocks instead; without effect where groups are of one rank.
+        overlap: take the group's average one step later instead of waiting for it, by the law x <- x + (average - y).
+            Not in the paper.
         process_group: used as it is, so it must carry nothing else; None = a new group over all ranks. Gloo, if
             wait-avoiding.
         comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
@@ -79,6 +84,7 @@ class GroupAverageDataParallel(GossipWrapper):
         group_size: int | None = None,
         sync_period: int = 10,
         wait_avoiding: bool = True,
+        overlap: bool = False,
         process_group: dist.ProcessGroup | None = None,
         comm_device: torch.device | str | None = None,
         init_sync: bool = True,
@@ -97,10 +103,10 @@ class GroupAverageDataParallel(GossipWrapper):
                 f"got comm_device={comm_device} with wait_avoiding=True, expected 'cpu' or None: threads that answer "
                 "at any time send from CPU memory; pass wait_avoiding=False to stay on the GPU"
             )
-        options = (sync_period, wait_avoiding, init_sync, gossip_buffers, str(comm_device))
+        options = (sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, str(comm_device))
         description = {
             "groups": repr(groups),
-            "options (sync_period, wait_avoiding, init_sync, gossip_buffers, comm_device)": repr(options),
+            "options (sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, comm_device)": repr(options),
         }
         self._agree(hello, description, init_sync=init_sync)
         self._transport = connect(
@@ -113,10 +119,10 @@ class GroupAverageDataParallel(GossipWrapper):
         self._averager = GlobalAverage(self._transport)
         average = GroupAverage(groups, self._transport)
         if is_asynchronous:
-            self._engine = WaitAvoidingEngine(average, self._averager, x, sync_period=sync_period)
+            self._engine = WaitAvoidingEngine(average, self._averager, x, sync_period=sync_period, overlap=overlap)
+            self._close_when_collected()
         else:
-            # A gossiper is a mixer with a graph; the engine asks for no more than a mixer.
-            self._engine = SyncEngine(average, Schedule(average_every=sync_period))  # type: ignore[arg-type]
+            self._engine = (OverlapEngine if overlap else SyncEngine)(average, Schedule(average_every=sync_period))
         self.register_load_state_dict_post_hook(_publish_loaded)
 
     @property
@@ -147,4 +153,5 @@ def _publish_loaded(module: nn.Module, incompatible_keys: Any) -> None:
     assert isinstance(module, GroupAverageDataParallel)
     engine = module._engine
     if isinstance(engine, WaitAvoidingEngine):
+        module.flush()  # `assign=True` has put other tensors in place of ours
         engine.publish_loaded(module._gossiped)

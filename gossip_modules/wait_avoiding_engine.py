@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ class WaitAvoidingEngine(Engine):
     8 ranks with steps of 50 ms, in each two of them 320 ms more: 1.55, 1.25; 4 ranks with steps of 11 ms, each 100 ms
     more with probability 1/4: 1.37, 1.16.
 
+    [Note: overlapped groups] With `overlap` a rank that is on time does not wait: at its next safe point, when x has
+    taken another step, x <- x + (average - y), the law with what this rank contributed as s. One that is late merges
+    what is there and does not wait for a version that runs. Only global averages wait then.
+
+    [Note: beginning] Before the first step, of a run or after something was loaded, ranks wait for all others. Else
+    a fast rank would get averages with models that are about to be replaced, of versions that are counted anew.
+
     [Note: settling] A rank that settles waits until all do (a dissemination barrier in words) and goes to the global
     averages of those who still train. So loops of equal length and loops `while engine.t < n` both end together.
 
@@ -47,12 +55,23 @@ class WaitAvoidingEngine(Engine):
         averager: of all, over the same transport.
         x: the parameters.
         sync_period: versions from one global average to the next; 0 = never.
+        overlap: take the group's average one step later instead of waiting for it.
     """
 
     is_asynchronous = True
 
-    def __init__(self, average: GroupAverage, averager: GlobalAverage, x: FlatVector, *, sync_period: int) -> None:
+    def __init__(
+        self,
+        average: GroupAverage,
+        averager: GlobalAverage,
+        x: FlatVector,
+        *,
+        sync_period: int,
+        overlap: bool = False,
+    ) -> None:
         super().__init__()
+        self.overlap = overlap
+        self._awaited: int | None = None  # the version that is under way, with what x was as y
         self.worker = WaitAvoidingWorker(average, x, sync_period=sync_period, stats=self.stats)
         self._groups, self._averager, self._transport = average.groups, averager, self.worker.transport
         self._device = x.raw.device
@@ -60,6 +79,20 @@ class WaitAvoidingEngine(Engine):
         self._num_meetings = 0
         self._is_reset = False
         self._pace = Pace()
+
+    @property
+    def is_in_flight(self) -> bool:
+        """See `Engine`: only with `overlap`."""
+        return self._awaited is not None
+
+    def flush(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        with self.worker.state:
+            try:
+                return self._land(x)
+            except Exception:  # of the average, which is lost; an interrupt instead leaves it in flight
+                self._awaited = None
+                raise
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine` and [Note: wait-avoiding average].
@@ -69,12 +102,14 @@ class WaitAvoidingEngine(Engine):
         """
         worker = self.worker
         worker.raise_if_failed()
+        self.begin()
+        self._check_present()
         with worker.state:
             due = self.worker.next_global(self.t)
             self._pace.arrive(worker.num_started, is_halted=worker.num_started == due)
-            is_written, is_there = False, self.t == due
+            is_written, is_there = self._land(x), self.t == due
             if due is None or not (is_there or worker.newest_arrival >= due):
-                is_written = self._average_in_group(x)
+                is_written = self._average_in_group(x) or is_written
             is_called = due is not None and (is_there or worker.newest_arrival >= due)
             if due is not None and not is_called and self._would_be_late_for(due):
                 is_called = worker.wait(lambda: worker.newest_arrival >= due, seconds=2 * self._pace.seconds)
@@ -84,6 +119,34 @@ class WaitAvoidingEngine(Engine):
         self._pace.depart(worker.num_started)
         return is_written
 
+    def begin(self) -> None:
+        """Let the worker work, once all ranks are here; collective. Later calls do nothing, until something is loaded.
+
+        `round()` and `settle()` call it. See [Note: beginning].
+
+        Raises:
+            ValueError: ranks are at different versions.
+            TimeoutError, ConnectionError: a peer is late or gone; names it.
+        """
+        worker = self.worker
+        if not worker.is_held:
+            return
+        with worker.state:
+            meeting = worker.begin()
+        oldest = newest = self.t
+        for stage, (out_peer, in_peer) in enumerate(zip(worker.words.out_peers, worker.words.in_peers, strict=True)):
+            worker.words.say(Word(Kind.BEGINNING, newest, meeting, stage, oldest), peers=[out_peer])
+            heard = self._hear_of(Kind.BEGINNING, meeting, stage, in_peer)
+            assert heard is not None
+            oldest, newest = min(oldest, heard.oldest), max(newest, heard.version)
+        if oldest != newest:
+            raise ValueError(
+                f"got a model of round {self.t} among models of rounds {oldest} to {newest} on other ranks, expected "
+                "one round on all; load checkpoints of one moment on all ranks: call settle() before the checkpoint"
+            )
+        with worker.state:
+            worker.release()
+
     def settle(self, x: FlatVector) -> bool:
         """Wait until all ranks settle, with all at the same version and no worker at work; collective.
 
@@ -92,12 +155,20 @@ class WaitAvoidingEngine(Engine):
         Returns:
             Whether x was written: by global averages that others asked for.
         """
-        first = self._meet(x)
-        return self._meet(x) or first  # once to know the newest version, once more until all workers are done with it
+        self.worker.raise_if_failed()
+        self.begin()
+        is_written = self._meet(x, serves=True)  # to know the newest version
+        # Until all workers are done with it. Whoever is at a global average now has settled, and trains on.
+        self._meet(x, serves=False)
+        return is_written
 
     def close(self) -> None:
         """See `Engine`."""
+        self.is_closed = True
         self.worker.close()
+        if self._awaited is not None and self.worker.num_done <= self._awaited:
+            warnings.warn(f"closed before the group average of round {self._awaited}: it is lost", stacklevel=2)
+            self._awaited = None
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`. After `settle()`, so that all ranks are at one version."""
@@ -107,13 +178,19 @@ class WaitAvoidingEngine(Engine):
             return {**super().state_dict(), "published": published.raw, "published_at": self.worker.published_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`. Raises ValueError where the state is that of another model."""
+        """See `Engine`, and [Note: beginning]. Raises ValueError where the state is that of another model too."""
+        if "published" not in state:  # of a copy, which has published nothing
+            super().load_state_dict(state)
+            self._set_version(state["t"])
+            self._is_reset = True
+            return
         raw, result = state["published"], self.worker.result
         if raw.dtype != torch.uint8 or raw.shape != result.raw.shape:
             raise ValueError(
                 f"got a published model of {raw.numel()} elements of {raw.dtype}, expected {result.raw.numel()} bytes "
                 "(torch.uint8); load the state of a wrapper around the same model"
             )
+        super().load_state_dict(state)
         self._set_version(state["t"])
         with self.worker.state:
             published = FlatVector(result.layout, raw.to(self._device))
@@ -128,7 +205,7 @@ class WaitAvoidingEngine(Engine):
         """y <- x if there was a `reset()`: what was published is another model, which no peer should get."""
         if self._is_reset:
             with self.worker.state:
-                self.worker.publish(x, version=-1)
+                self.worker.publish(x, version=self.t - 1)
             self._is_reset = False
 
     def _average_in_group(self, x: FlatVector) -> bool:
@@ -138,7 +215,11 @@ class WaitAvoidingEngine(Engine):
         worker.publish(x, version=t)
         if not is_late:
             worker.arrive_at(t)
-        worker.wait_for(lambda: worker.num_done > t, f"the group average of ranks {self._group(t)} in round {t}")
+        if self.overlap and not is_late:
+            self._awaited, self.t = t, t + 1
+            return False
+        if not self.overlap:
+            self._wait_for_group(t)
         newest = worker.num_done - 1
         if newest == self._merged:
             assert is_late, "a version that nobody has started has no result"
@@ -150,6 +231,21 @@ class WaitAvoidingEngine(Engine):
         is_written, self._merged = newest > self._merged, newest
         self.t = worker.num_started if is_late and self._pace.is_slow else t + 1
         return is_written
+
+    def _land(self, x: FlatVector) -> bool:
+        """[Note: overlapped groups]"""
+        if self._awaited is None:
+            return False
+        self._wait_for_group(self._awaited)
+        self._awaited = None
+        # Perhaps of a later version: that has had the same y of us.
+        self._merged = self.worker.num_done - 1
+        self.worker.correct(x)
+        return True
+
+    def _wait_for_group(self, t: int) -> None:
+        worker = self.worker
+        worker.wait_for(lambda: worker.num_done > t, f"the group average of ranks {self._group(t)} in round {t}")
 
     def _would_be_late_for(self, due: int) -> bool:
         """[Note: stragglers]"""
@@ -173,36 +269,53 @@ class WaitAvoidingEngine(Engine):
             self.stats.record(0)
         self.t, self._merged = t + 1, t
 
-    def _meet(self, x: FlatVector) -> bool:
-        """[Note: settling]"""
+    def _meet(self, x: FlatVector, *, serves: bool) -> bool:
+        """[Note: settling]. `serves`: goes to the global averages of those who train."""
         worker = self.worker
-        worker.raise_if_failed()
         meeting, self._num_meetings = self._num_meetings, self._num_meetings + 1
         is_written = False
         newest = self.t
         for stage, (out_peer, in_peer) in enumerate(zip(worker.words.out_peers, worker.words.in_peers, strict=True)):
             worker.words.say(Word(Kind.SETTLING, newest, meeting, stage), peers=[out_peer])
-            while (heard := self._hear_of(meeting, stage, in_peer)) is None:
+            while (heard := self._hear_of(Kind.SETTLING, meeting, stage, in_peer, serves=serves)) is None:
                 due = self.worker.next_global(self.t)
                 assert due is not None
                 self._average_globally(x, due)
                 is_written = True
-            newest = max(newest, heard, self.t)
+            newest = max(newest, heard.version, self.t)
         with worker.state:
             worker.arrive_at(newest - 1)  # the word of it may still be on its way
             worker.wait_for(lambda: worker.num_done >= newest, f"the group averages before round {newest}")
         self.t = newest
         return is_written
 
-    def _hear_of(self, meeting: int, stage: int, peer: int) -> int | None:
-        """What `peer` says when it settles; None when somebody comes to a global average before."""
-        worker, due = self.worker, self.worker.next_global(self.t)
+    def _hear_of(self, kind: Kind, meeting: int, stage: int, peer: int, *, serves: bool = False) -> Word | None:
+        """What `peer` says at a meeting; None when, if this rank `serves`, somebody comes to a global average before.
+
+        Raises:
+            TimeoutError, ConnectionError: it says nothing or has closed; names it.
+        """
+        worker, due = self.worker, self.worker.next_global(self.t) if serves else None
+        key, name = (kind, meeting, stage), self._transport.names[peer]
+
+        def is_over() -> bool:
+            if key not in worker.meetings and peer in worker.words.gone:
+                self._check_present()
+            return key in worker.meetings or (due is not None and worker.newest_arrival >= due)
+
+        verb = "settle" if kind is Kind.SETTLING else "begin"
         with worker.state:
-            worker.wait_for(
-                lambda: (meeting, stage) in worker.settling or (due is not None and worker.newest_arrival >= due),
-                f"rank {self._transport.names[peer]} to settle after round {self.t}",
+            worker.wait_for(is_over, f"rank {name} to {verb} after round {self.t}")
+            return worker.meetings.pop(key, None)
+
+    def _check_present(self) -> None:
+        """Raise ConnectionError, naming them, if neighbours have closed: this rank is going on."""
+        gone = self.worker.words.gone
+        if gone:
+            rank, names = self._transport.names[self._transport.rank], [self._transport.names[i] for i in sorted(gone)]
+            raise ConnectionError(
+                f"rank {rank}: in round {self.t}, ranks {names} have closed; call settle() on all ranks before close()"
             )
-            return worker.settling.pop((meeting, stage), None)
 
     def _group(self, t: int) -> list[int]:
         return [self._transport.names[rank] for rank in self._groups.members(self._transport.rank, t)]
@@ -210,4 +323,4 @@ class WaitAvoidingEngine(Engine):
     def _set_version(self, t: int) -> None:
         with self.worker.state:
             self.worker.set_version(t)
-        self.t, self._merged = t, t - 1
+        self.t, self._merged, self._awaited = t, t - 1, None

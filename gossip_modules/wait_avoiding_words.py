@@ -22,23 +22,26 @@ class Kind(IntEnum):
 
     ARRIVED = 0  # somebody has arrived at a version
     SETTLING = 1  # its sender settles
-    GOODBYE = 2  # its sender will say no more
+    BEGINNING = 2  # its sender is about to train
+    GOODBYE = 3  # its sender will say no more
 
 
 class Word(NamedTuple):
-    """One message: four integers on the wire.
+    """One message: five integers on the wire.
 
     Attributes:
         kind: what it is about.
-        version: that somebody arrived at; or the newest that a settling rank knows of.
-        meeting: (SETTLING) how many times the sender has settled before.
-        stage: (SETTLING) of the dissemination.
+        version: that somebody arrived at; or the newest that a rank in a meeting knows of.
+        meeting: how many times the sender has begun or, if it settles, settled before.
+        stage: (SETTLING, BEGINNING) of the dissemination.
+        oldest: (BEGINNING) version that its sender knows of.
     """
 
     kind: Kind
     version: int = 0
     meeting: int = 0
     stage: int = 0
+    oldest: int = 0
 
 
 class Words:
@@ -51,6 +54,9 @@ class Words:
 
     Args:
         transport: over Gloo; words take a channel of their own. All ranks must make this object at the same point.
+
+    Attributes:
+        gone: in-peers who have said goodbye.
     """
 
     def __init__(self, transport: ProcessGroupTransport) -> None:
@@ -61,6 +67,7 @@ class Words:
         self.in_peers = tuple((rank - distance) % n for distance in distances)
         self._lock = threading.Lock()
         self._said: list[Pending] = []
+        self.gone: set[int] = set()
 
     def say(self, word: Word, *, peers: Sequence[int] | None = None) -> None:
         """Tell `peers`, or all neighbours. Returns at once; the words before this one have been heard by then.
@@ -84,13 +91,13 @@ class Words:
                 self._wait_until_heard()  # the process may end next
 
     def listen(self, hear: Callable[[Word], None]) -> None:
-        """Call `hear` with every word but goodbyes, until every in-peer has said goodbye."""
+        """Call `hear` with every word, until every in-peer has said goodbye."""
         listener = Listener(self.transport, self.in_peers, num_integers=len(Word._fields), tag=_WORD_TAG)
         for sender, (kind, *numbers) in listener.messages():
             if kind == Kind.GOODBYE:
                 listener.dismiss(sender)
-            else:
-                hear(Word(Kind(kind), *numbers))
+                self.gone.add(sender)
+            hear(Word(Kind(kind), *numbers))
 
     def _wait_until_heard(self) -> None:
         said, self._said = self._said, []

@@ -43,9 +43,10 @@ class WaitAvoidingWorker:
         self.words = Words(transport)
         self.mailbox = Mailbox(x)
         self.state = threading.Condition(self.mailbox.lock)
-        self.settling: dict[tuple[int, int], int] = {}  # (meeting, stage): the newest version its sender knew of
+        self.meetings: dict[tuple[Kind, int, int], Word] = {}  # (kind, meeting, stage): what was said there
+        self.num_beginnings = 0
         self.result = self.mailbox.host_vector()  # the group average of version num_done - 1
-        self._accumulator = self.mailbox.host_vector()
+        self._accumulator, self._correction = self.mailbox.host_vector(), self.mailbox.host_vector()
         self._average, self._sync_period, self._stats = average, sync_period, stats
         self._background = Background()
         self._is_closing = False
@@ -57,9 +58,21 @@ class WaitAvoidingWorker:
         self._start(f"gossip-worker-{transport.rank}", self._work)
 
     def set_version(self, t: int) -> None:
-        """Training is at version t on all ranks and no worker is at work."""
+        """Training is at version t and no worker is at work; nor will this one be before `release()`."""
         self._next = self.num_started = self.num_done = t
         self.newest_arrival = self.published_at = t - 1
+        self.is_held = True
+
+    def begin(self) -> int:
+        """From now on words of arrival count that are of this beginning, and no others; returns which it is."""
+        self.num_beginnings += 1
+        self.newest_arrival = self.num_done - 1
+        return self.num_beginnings
+
+    def release(self) -> None:
+        """All ranks are known to be at one version, and this one's model to be what peers should get."""
+        self.is_held = False
+        self.state.notify_all()
 
     def next_global(self, t: int) -> int | None:
         """The first version from t on that is averaged globally; None = none is."""
@@ -91,6 +104,20 @@ class WaitAvoidingWorker:
             x.raw.copy_(result.raw)
         else:
             x.combine_(1 - weight, [result], [weight])
+
+    def correct(self, x: FlatVector) -> None:
+        """x <- x + (the newest result - y), where y is what this rank contributed: steps taken since then are kept."""
+        if self._is_on_gpu:
+            self._taken.synchronize()  # the last correction has left
+        self.mailbox.snapshot(self._correction)
+        for c, result in zip(self._correction.segments, self.result.segments, strict=True):
+            torch.sub(result, c, out=c)
+        correction = self._correction
+        if self._is_on_gpu:
+            self._arrived.raw.copy_(correction.raw, non_blocking=True)
+            self._taken.record(torch.cuda.current_stream(x.raw.device))
+            correction = self._arrived
+        x.add_segments_(correction, alpha=1.0)
 
     def wait_for(self, is_over: Callable[[], bool], what: str) -> None:
         """Let go of the lock until `is_over()`. Raises TimeoutError, or the error that ended a thread."""
@@ -145,32 +172,35 @@ class WaitAvoidingWorker:
     def _hear(self, word: Word) -> None:
         with self.state:
             if word.kind is Kind.ARRIVED:
-                self.arrive_at(word.version)
-            else:
-                self.settling[word.meeting, word.stage] = word.version
-                self.state.notify_all()
+                if word.meeting == self.num_beginnings:  # else of before something was loaded
+                    self.arrive_at(word.version)
+                return
+            if word.kind is not Kind.GOODBYE:
+                self.meetings[word.kind, word.meeting, word.stage] = word
+            self.state.notify_all()
 
     def _work(self) -> None:
         try:
-            while (version := self._next_version()) is not None:
-                self.words.say(Word(Kind.ARRIVED, version))
+            while (word := self._next_word()) is not None:
+                self.words.say(word)
+                version = word.version
                 if version != self.next_global(version):
                     self._run(version)
         finally:
             self.words.say_goodbye()
 
-    def _next_version(self) -> int | None:
-        """Wait for the next version to run; None = closing, and nothing is left to do."""
+    def _next_word(self) -> Word | None:
+        """Wait for the next version to run; the word of it. None = closing, nothing is left to do."""
 
         def is_runnable() -> bool:
-            return self.newest_arrival >= self._next <= self.num_done
+            return not self.is_held and self.newest_arrival >= self._next <= self.num_done
 
         with self.state:
             self.state.wait_for(lambda: self._is_closing or is_runnable())
             if not is_runnable():
                 return None
             self._next += 1
-            return self._next - 1
+            return Word(Kind.ARRIVED, self._next - 1, self.num_beginnings)
 
     def _run(self, version: int) -> None:
         with self.state:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -76,6 +78,13 @@ class GossipWrapper(MetadataState, AveragingMixin):
             flat = {id(tensor) for tensor in self._buffer.tensors}
             rest = [x for x in (*self.module.parameters(), *self.module.buffers()) if id(x) not in flat]
             broadcast_tensors(hello, [self._buffer.vector.raw, *rest])
+
+    def _close_when_collected(self) -> None:
+        """[Note: Lost wrappers] Threads outlive a wrapper nobody closed, and would go on giving peers its model.
+
+        The constructor of a subclass whose engine has threads calls this when the engine is there.
+        """
+        weakref.finalize(self, _close_lost, self._engine, type(self).__name__).atexit = False  # at exit they just end
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, after this step's gossip round if it is a training forward."""
@@ -276,3 +285,16 @@ class GossipWrapper(MetadataState, AveragingMixin):
 
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
         return [x[: part.numel()] for x, part in zip(vector.segments, self._buffer.parameter_segments, strict=True)]
+
+
+def _close_lost(engine: Engine, name: str) -> None:
+    """[Note: Lost wrappers] Whichever thread collects garbage waits for nobody."""
+    if engine.is_closed:
+        return
+
+    def close() -> None:
+        with contextlib.suppress(Exception):  # of peers: there is nobody left to tell
+            engine.close()
+
+    threading.Thread(target=close, name="gossip-closing", daemon=True).start()
+    warnings.warn(f"a {name} was lost without close(): it leaves its peers now", ResourceWarning, stacklevel=2)

@@ -20,8 +20,9 @@ from gossip_modules.curve_keys import CurveKeys
 from gossip_modules.flat_vector import FlatVector
 from gossip_modules.interpolation import Standing
 from gossip_modules.model_client import Fetched, ModelClient
-from gossip_modules.model_message import HEADER_BYTES, Kind, Message, ModelShape
+from gossip_modules.model_message import HEADER_BYTES, Kind, Message, MessageError, ModelShape
 from gossip_modules.model_server import MAX_REPLIES, ModelServer
+from gossip_modules.peer_connection import PeerConnection
 from gossip_modules.peer_scores import PeerScores
 from tests.ranks import gossip_threads
 
@@ -71,7 +72,7 @@ def asking(server: ModelServer, x: FlatVector, curve: CurveKeys | None = None) -
     """A client of that server, of models like x."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers = {"s": server.address}
-    client = ModelClient(context, peers, PeerScores(peers, seed=""), name="c", shape=shape_of(x), curve=curve)
+    client = ModelClient(context, peers, PeerScores(peers, seed=""), shape=shape_of(x), curve=curve)
     try:
         yield client
     finally:
@@ -324,7 +325,57 @@ def test_keys_can_be_taken_back() -> None:
         assert fetch(server, inbox, curve) is None
 
 
+def test_a_key_that_is_taken_back_ends_service_on_its_connection_too() -> None:
+    (server_public, server_secret), (public, secret) = make_keys(), make_keys()
+    x, inbox = vector_of(4.0), vector_of(0.0)
+    keys = CurveKeys(public, secret, {"s": server_public})
+    with serving(x, CurveKeys(server_public, server_secret, {"c": public})) as server:
+        server.publish(x, Standing())
+        with asking(server, inbox, keys) as client:
+            assert client.fetch(inbox, TIMEOUT) is not None
+            server.authorize([])
+            assert client.fetch(inbox, 4.0) is None
+        assert server.stats.num_models_sent == 1
+        assert server.stats.num_refused_connections > 0
+
+
+# What peers send.
+
+
+def test_of_a_message_of_many_frames_one_is_read() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    router.bind("tcp://127.0.0.1:*")
+    connection = PeerConnection(context, router.getsockopt_string(zmq.LAST_ENDPOINT), max_bytes=100, keys=None)
+    connection.socket.send(b"hello")
+    assert router.poll(round(1000 * TIMEOUT))
+    router.send_multipart([router.recv_multipart()[0], *[b"frame"] * 50])
+    assert connection.socket.poll(round(1000 * TIMEOUT))
+    with pytest.raises(MessageError, match="got a message of several frames, expected one"):
+        connection.answer()
+    assert connection.socket.getsockopt(zmq.RCVMORE)  # the rest has stayed in ZeroMQ
+    connection.close()
+    router.close()
+    context.term()
+
+
 # Beginning and end.
+
+
+def test_withdrawn_models_are_not_served() -> None:
+    x, inbox = vector_of(1.0), vector_of(0.0)
+    with serving(x) as server, asking(server, inbox) as client:
+        assert not server.is_serving
+        server.publish(x, Standing())
+        assert server.is_serving
+        assert client.fetch(inbox, TIMEOUT) is not None
+        server.withdraw()
+        assert not server.is_serving
+        assert client.fetch(inbox, TIMEOUT) is None
+        assert client.stats.num_failed_fetches == 0
+        server.publish(x, Standing())
+        assert client.fetch(inbox, TIMEOUT) is not None
 
 
 def test_a_taken_address_is_an_error_at_once() -> None:

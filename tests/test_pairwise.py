@@ -257,8 +257,10 @@ def test_eval_merges_what_is_under_way(workers: contextlib.ExitStack) -> None:
     worker = wrap(workers, "a", a)
     introduce(("a", worker), ("b", wrap(workers, "b", filled(8.0))))
     worker(torch.ones(1, 50))
+    assert worker.last_peer is None
     worker.eval()
     assert value_of(a) == 4.0
+    assert worker.last_peer == "b"
     worker(torch.ones(1, 50))
     assert not worker._engine.is_in_flight
 
@@ -534,10 +536,6 @@ def test_answers_to_an_older_request_are_not_taken(workers: contextlib.ExitStack
 
 
 def test_with_keys_workers_train_and_strangers_get_nothing(workers: contextlib.ExitStack) -> None:
-    def make_keys() -> tuple[str, str]:
-        public, secret = zmq.curve_keypair()
-        return public.decode(), secret.decode()
-
     pairs = {name: make_keys() for name in "abx"}
     a, b = filled(0.0), filled(8.0)
     first = averager(workers, "a", a, curve=CurveKeys(*pairs["a"], {"b": pairs["b"][0]}))
@@ -579,10 +577,71 @@ def test_a_checkpoint_continues_clock_scores_and_choices(workers: contextlib.Exi
     ours, theirs = worker._engine.state_dict(), other._engine.state_dict()
     assert ours == theirs
     assert (theirs["clock"], theirs["loss"], theirs["step"]) == (9.0, 0.5, 9)
-    assert theirs["peers"]["scores"]["b"] < 1000
+    assert theirs["peers"]["records"]["b"]["score"] < 1000
     with pytest.warns(UserWarning, match="the state dict holds no gossip state"):
         other.load_state_dict({f"module.{key}": value for key, value in mlp(3).state_dict().items()})
     assert other._engine.clock == 0
+
+
+@pytest.mark.parametrize("make", [averager, wrap])
+def test_a_loaded_worker_serves_nothing_until_it_publishes(
+    workers: contextlib.ExitStack, make: Callable[..., PairwiseAverager | PairwiseDataParallel]
+) -> None:
+    a, b = filled(0.0), filled(8.0)
+    asker, worker = averager(workers, "a", a), make(workers, "b", b)
+    asker.add_peer("b", worker.address)
+    worker.load_state_dict(worker.state_dict())
+    asker.update_send()
+    assert not asker.update_wait()
+    assert value_of(a) == 0.0
+    assert asker.comm_stats()["num_failed_fetches"] == 0
+    if isinstance(worker, PairwiseAverager):
+        worker.update_send()
+    else:
+        worker(torch.ones(1, 50))
+    asker.update_send()
+    assert asker.update_wait()
+    assert value_of(a) == 4.0
+
+
+def test_a_state_without_gossip_withdraws_too(workers: contextlib.ExitStack) -> None:
+    asker, worker = averager(workers, "a", filled(0.0)), wrap(workers, "b", filled(8.0))
+    asker.add_peer("b", worker.address)
+    with pytest.warns(UserWarning, match="the state dict holds no gossip state"):
+        worker.load_state_dict({"module.weight": torch.ones(1, 50)})
+    asker.update_send()
+    assert not asker.update_wait()
+
+
+def test_what_was_under_way_is_not_merged_into_what_is_loaded(workers: contextlib.ExitStack) -> None:
+    a = filled(0.0)
+    worker = averager(workers, "a", a)
+    introduce(("a", worker), ("b", averager(workers, "b", filled(8.0))))
+    state = worker.state_dict()
+    worker.update_send()
+    a.load_state_dict({"weight": torch.full((1, 50), 100.0)})
+    worker.load_state_dict(state)
+    assert value_of(a) == 100.0
+    assert not worker._engine.is_in_flight
+
+
+def test_the_last_update_is_served_in_eval_mode(workers: contextlib.ExitStack) -> None:
+    a, b = filled(0.0), filled(1.0)
+    worker, asker = wrap(workers, "a", a), averager(workers, "b", b, interpolation=ConstantInterpolation(1.0))
+    asker.add_peer("a", worker.address)
+    worker(torch.ones(1, 50))
+    nn.init.constant_(next(a.parameters()), 5.0)
+    worker.eval()
+    nn.init.constant_(next(a.parameters()), 7.0)
+    worker.eval()  # it was in eval mode, so there is nothing new
+    asker.update_send()
+    assert asker.update_wait()
+    assert value_of(b) == 5.0
+    worker.load_state_dict(worker.state_dict())
+    worker.train()
+    worker.eval()
+    asker.update_send()
+    assert not asker.update_wait()
 
 
 def test_the_state_of_the_loop_level_form(workers: contextlib.ExitStack) -> None:
@@ -602,6 +661,13 @@ def test_closing_a_wrapper_ends_a_fetch(workers: contextlib.ExitStack) -> None:
         worker(torch.ones(1, 50))
         worker.close()
         assert gossip_threads() == []
+
+
+def test_a_timeout_may_be_very_long(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(1.0), peers={"b": REFUSED}, timeout=timedelta(days=200))
+    worker.update_send()
+    assert not worker.update_wait()
+    assert worker.comm_stats()["num_failed_fetches"] == 1
 
 
 def test_close_is_idempotent_and_ends_a_fetch(workers: contextlib.ExitStack) -> None:
@@ -626,10 +692,32 @@ def test_a_closed_wrapper_computes(workers: contextlib.ExitStack) -> None:
 
 def test_a_copy_stays_local(workers: contextlib.ExitStack) -> None:
     worker = wrap(workers, "a", filled(2.0))
-    other = copy.deepcopy(worker)
-    other(torch.ones(1, 50))
-    assert len(gossip_threads()) == 2
-    other.close()
+    worker(torch.ones(1, 50))
+    for other in (copy.deepcopy(worker), copy.deepcopy(copy.deepcopy(worker))):
+        other(torch.ones(1, 50))
+        other.report_loss(1.0)
+        other.eval()
+        assert len(gossip_threads()) == 2
+        assert other.comm_stats().keys() == worker.comm_stats().keys()
+        assert other.comm_stats()["clock"] == 1.0
+        address = partial(getattr, other, "address")
+        for call in (address, partial(other.add_peer, "b", REFUSED), partial(other.remove_peer, "b")):
+            with pytest.raises(RuntimeError, match=r"of a copy, expected it of the worker itself.*make a new worker"):
+                call()
+        with torch.no_grad():
+            next(other.parameters()).fill_(3.0)
+        worker.load_state_dict(other.state_dict())  # the best model so far, or a moving average
+        assert value_of(worker) == 3.0
+        assert worker.comm_stats()["clock"] == 1.0
+        other.load_state_dict(worker.state_dict())
+        other.close()
+
+
+def test_the_loop_level_form_is_not_copied(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(2.0))
+    with pytest.raises(TypeError, match=r"got worker 'a' to copy or pickle, expected its `module`"):
+        copy.deepcopy(worker)
+    assert value_of(copy.deepcopy(worker.module)) == 2.0
 
 
 def test_an_address_that_is_taken_is_an_error(workers: contextlib.ExitStack) -> None:
@@ -741,6 +829,84 @@ def test_add_peer_refuses_mistakes(workers: contextlib.ExitStack) -> None:
         worker.add_peer("b", "here")
     with pytest.raises(ValueError, match=r"got public_key=.* of 'b', expected one exactly where"):
         worker.add_peer("b", REFUSED, public_key="k" * 40)
+    for address in (ANY_PORT, "tcp://*:45000", "tcp://127.0.0.1:0"):
+        with pytest.raises(ValueError, match=r"got address .* of 'b', expected the host and port where that worker is"):
+            worker.add_peer("b", address)
+    with pytest.raises(ValueError, match="got address 'tcp://bad host:1' of 'b', expected 'tcp://host:port'"):
+        worker.add_peer("b", "tcp://bad host:1")
+
+
+@pytest.mark.parametrize("address", ["tcp://a;b:1", "tcp://[::1:1"])
+def test_an_address_that_zeromq_does_not_take_is_a_peer_that_fails(workers: contextlib.ExitStack, address: str) -> None:
+    a = filled(0.0)
+    worker, good = averager(workers, "a", a), averager(workers, "b", filled(8.0))
+    introduce(("a", worker), ("b", good))
+    worker.add_peer("bad", address)
+    worker._engine.scores.answered("bad")  # it is asked first
+    worker.update_send()
+    assert worker.update_wait()
+    assert value_of(a) == 4.0
+    assert worker.comm_stats()["num_failed_fetches"] == 1
+
+
+def make_keys() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def test_keys_that_are_no_pair_are_refused_and_leave_nothing_open() -> None:
+    with pytest.raises(ValueError, match=r"with the secret key of another pair, expected one pair"):
+        averager(contextlib.ExitStack(), "a", filled(0.0), curve=CurveKeys(make_keys()[0], make_keys()[1]))
+    assert gossip_threads() == []
+
+
+@pytest.mark.parametrize("part", ["model_client.ModelClient", "model_fetcher.ModelFetcher"])
+def test_a_constructor_that_fails_closes_its_sockets(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(f"gossip_modules.{part}", fail)
+    curve = CurveKeys(*make_keys())
+    with pytest.raises(ZeroDivisionError):  # and no hang in the end of a context
+        PairwiseAverager(filled(0.0), PairwiseConfig("a", {"a": ANY_PORT}, curve=curve))
+
+
+def test_a_key_that_is_refused_is_not_kept(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(0.0), curve=CurveKeys(*make_keys()))
+    with pytest.raises(ValueError, match="got a key 'b' that is no Z85"):
+        worker.add_peer("b", REFUSED, public_key="~" * 40)
+    worker.add_peer("c", REFUSED, public_key=make_keys()[0])
+
+
+def test_a_revoked_key_is_not_answered_and_a_replaced_one_not_believed(workers: contextlib.ExitStack) -> None:
+    first_keys, second_keys = make_keys(), make_keys()
+    a, b = filled(0.0), filled(8.0)
+    first = averager(workers, "a", a, curve=CurveKeys(*first_keys))
+    second = averager(workers, "b", b, curve=CurveKeys(*second_keys), timeout=timedelta(seconds=2))
+    first.add_peer("b", second.address, public_key=second_keys[0])
+    second.add_peer("a", first.address, public_key=first_keys[0])
+    second.update_send()
+    assert second.update_wait()
+    first.remove_peer("b")
+    second.update_send()
+    assert not second.update_wait()  # on the connection that it had
+    assert first.comm_stats()["num_refused_connections"] > 0
+    first.add_peer("b", second.address, public_key=second_keys[0])
+    second.update_send()
+    assert second.update_wait()
+    second.add_peer("a", first.address, public_key=make_keys()[0])
+    second.update_send()
+    assert not second.update_wait()
+
+
+def test_a_peer_that_is_gone_fills_no_monitor(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(0.0), peers={"b": REFUSED}, timeout=timedelta(seconds=2))
+    worker._engine._client._probe("b")
+    probe = worker._engine._client._probes["b"]
+    assert probe.monitor.poll(2000)
+    assert probe.failure() == "the connection was refused"
+    assert not probe.monitor.poll(400)  # libzmq would try again every 100 ms
+    assert worker._engine._client._context is not worker._engine._contexts[0]  # nor could it hold up the server
 
 
 def test_gradients_are_those_of_the_plain_module(workers: contextlib.ExitStack) -> None:

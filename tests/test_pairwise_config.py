@@ -116,6 +116,22 @@ def test_addresses_are_checked(address: Any) -> None:
         PairwiseConfig("a", {"a": address})
 
 
+@pytest.mark.parametrize("place", ["public", "secret", "peer"])
+@pytest.mark.parametrize("key", ["~" * 40, "#" * 40, "k" * 39 + " ", "k" * 39])
+def test_a_key_must_be_32_bytes_of_z85(place: str, key: str) -> None:
+    keys = {"public": "p" * 40, "secret": "s" * 40, "peer": "k" * 40, place: key}
+    with pytest.raises(ValueError, match=rf"got a key '{place}' .*make a pair with") as error:
+        CurveKeys(keys["public"], keys["secret"], {"peer": keys["peer"]})
+    assert key not in str(error.value)
+
+
+@pytest.mark.parametrize("address", ["tcp://*:1", "tcp://h:*", "tcp://h:0"])
+def test_only_the_own_address_is_open(address: str) -> None:
+    PairwiseConfig("a", {"a": address, "b": "tcp://h:1"})
+    with pytest.raises(ValueError, match=r"got address .* of 'b', expected the host and port where that worker is"):
+        PairwiseConfig("a", {"a": "tcp://h:1", "b": address})
+
+
 def test_every_peer_needs_a_key() -> None:
     keys = CurveKeys("p" * 40, "s" * 40, {"b": "k" * 40})
     peers = dict.fromkeys("abc", "tcp://h:1")

@@ -139,6 +139,22 @@ def test_state_continues_scores_and_choices() -> None:
     assert [other.choose() for _ in range(50)] == [scores.choose() for _ in range(50)]
 
 
+def test_state_continues_recoveries() -> None:
+    scores = PeerScores("abc", seed="state")
+    for _ in range(3):
+        scores.start_round()
+    for peer in "ab":
+        scores.failed(peer)
+    scores.start_round()
+    scores.answered("a")
+    other = PeerScores("abc", seed="another")
+    other.load_state_dict(scores.state_dict())
+    assert other.choose() == "a"  # which has answered a probe
+    rounds = [(scores.start_round(), other.start_round()) for _ in range(8)]
+    assert [x for x, _ in rounds] == [x for _, x in rounds]
+    assert ["b"] in [x for x, _ in rounds]
+
+
 def test_nobody_is_left() -> None:
     scores = PeerScores(["a"], seed="none")
     assert scores.choose({"a"}) is None

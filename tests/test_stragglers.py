@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import tyro
+from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks import straggler_elastic, straggler_pauses, straggler_training
 from benchmarks.straggler_methods import SYNC_PERIOD, Place, learning_rate
+from benchmarks.straggler_pauses import Pauses
 from benchmarks.straggler_processes import run_group
 from benchmarks.straggler_training import Run, markdown, rates, row_of, seconds_to, train
 from benchmarks.stragglers import Command, Elastic, PausesCommand, Train, main
@@ -136,6 +138,31 @@ def test_the_picture_is_drawn_from_the_files(tmp_path: Path) -> None:
         draw(tmp_path / "stragglers.csv", tmp_path / "stragglers.csv", tmp_path / "b.png")
 
 
+def test_the_picture_names_methods_that_were_not_run_undisturbed_and_shows_low_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(*ROWS)
+    rows = rows[(rows["setting"] != "undisturbed") | (rows["title"] != "AD-PSGD")]
+    rows.to_csv(tmp_path / "stragglers.csv")
+    points = pd.DataFrame([{**row, "seconds": x} for row in rows.to_dict("records") for x in (0.0, 1.0)])
+    points["accuracy_percent"] = 43.0
+    points.to_csv(tmp_path / "curves.csv")
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    draw(tmp_path / "stragglers.csv", tmp_path / "curves.csv", tmp_path / "a.png")
+    named = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert sorted(named) == sorted({*kept_percent(rows).index, *points[points["method"] != "none"]["title"]})
+    assert "AD-PSGD" in named
+    assert figures[0].axes[0].get_ylim() == (30.0, 100.0)
+
+
+def test_turns_end_at_a_global_average() -> None:
+    Pauses(("none",), 1, 20, 1, 0.0, 0.0)
+    for num_steps in (0, 15):
+        with pytest.raises(ValueError, match=f"got num_steps={num_steps}, expected a multiple of 10"):
+            Pauses(("none",), 1, num_steps, 1, 0.0, 0.0)
+
+
 def test_pauses_are_compared_within_a_cycle() -> None:
     # The machine is twice as slow in the second cycle; one rank is ahead of the other.
     times = [{"none": [30.0, 60.0], "adpsgd": [33.0, 66.0]}, {"none": [50.0, 100.0], "adpsgd": [55.0, 110.0]}]
@@ -144,10 +171,13 @@ def test_pauses_are_compared_within_a_cycle() -> None:
 
 def test_rounds_until_a_worker_is_contacted() -> None:
     stamps = torch.arange(0, 10, 0.5, dtype=torch.float64)
-    returned = {"born": 2.2, "stamps": stamps[6:], "num_models_sent": torch.tensor([0, 0, 3, *[4] * 11])}
-    assert straggler_elastic.rounds_to_contact(returned, [{"stamps": stamps}]) == 4  # at 2.5, 3.0, 3.5 and 4.0
-    never = {**returned, "num_models_sent": torch.zeros(14, dtype=torch.int64)}
-    assert straggler_elastic.rounds_to_contact(never, [{"stamps": stamps}]) == math.inf
+    others = ["back", *["x"] * 7, "back", "x", "back", *["x"] * 9]  # before it died, and from 4.0 on
+    first = {"stamps": stamps, "merged_with": others}
+    assert straggler_elastic.rounds_to_contact("back", 2.2, [first]) == 4  # at 2.5, 3.0, 3.5 and 4.0
+    second = {"stamps": stamps, "merged_with": ["x"] * 10 + ["back"] * 10}
+    assert straggler_elastic.rounds_to_contact("back", 2.2, [first, second]) == 6  # of the one that was later
+    never = {**first, "merged_with": ["x"] * 20}
+    assert straggler_elastic.rounds_to_contact("back", 2.2, [first, never]) == math.inf
     assert straggler_elastic.longest_pause({"stamps": torch.tensor([0.0, 9.0, 9.5, 10.25])}) == 0.75
 
 

@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import gossip_modules as gm
 from tests.processes import run_processes
 from train.config import Config
 from train.data import load_data
@@ -30,6 +32,7 @@ from train.evaluate import count_correct
 from train.export import export_model
 from train.gossip_sgd import Run
 from train.images import TensorImages
+from train.meters import Meters
 from train.models import MODELS
 from train.precision import Precision
 from train.preemption import EXIT_CODE, StopRequest
@@ -101,6 +104,34 @@ def train_twice(rank: int, recipe: str, folder: str, world_size: int) -> list[st
         for name, value in first.items()
     }
     return [name for name, is_same in same.items() if not is_same]
+
+
+def test_dpwa_reports_the_mean_loss_of_a_step() -> None:
+    reported: list[float] = []
+
+    class Worker(gm.PairwiseDataParallel):
+        def report_loss(self, loss: float) -> None:
+            reported.append(loss)
+
+    config = Config(recipe="dpwa", interpolation="loss", accumulation_steps=2)
+    wrapper = Worker(torch.nn.Linear(3, 2), name="a", peers={"a": "tcp://127.0.0.1:*"})
+    try:
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+        images, labels = torch.tensor([[1.0, 2.0, 3.0], [-5.0, 0.0, 7.0]]), torch.tensor([0, 1])
+        expected = torch.nn.functional.cross_entropy(
+            wrapper.module(images), labels, label_smoothing=config.label_smoothing
+        )
+        run = SimpleNamespace(
+            config=config,
+            wrapper=wrapper,
+            state=SimpleNamespace(optimizer=optimizer, scaler=torch.amp.GradScaler(enabled=False), step=0),
+            precision=SimpleNamespace(prepare=lambda x: x, autocast=nullcontext),
+            meters=Meters(torch.device("cpu")),
+        )
+        Run.train_step(run, images, labels, learning_rate=0.1)  # type: ignore[arg-type]
+    finally:
+        wrapper.close()
+    assert reported == [pytest.approx(expected.item())]
 
 
 @pytest.mark.e2e

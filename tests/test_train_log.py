@@ -69,6 +69,19 @@ def test_csv_has_a_row_per_epoch_with_named_columns(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == ""  # rank 0 speaks for all
 
 
+def test_a_rank_without_a_step_in_an_epoch_has_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stats = dict.fromkeys(("wait_seconds", "bytes_sent", "num_rounds", "mean_staleness", "max_staleness"), 0.0)
+    row = EpochRow.of(1, 11, 0, 0.1, Meters(CPU), stats, None)
+    assert (row.loss, row.train_accuracy_percent) == (None, None)
+    log = RunLog(tmp_path, rank=0)
+    log.epoch(row)
+    log.close()
+    assert pd.read_csv(tmp_path / "rank_0000.csv")[["loss", "train_accuracy_percent"]].isna().to_numpy().all()
+    printed = capsys.readouterr().out
+    assert "no steps of this rank" in printed
+    assert "nan" not in printed
+
+
 def test_csv_of_a_resumed_run_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     log = RunLog(tmp_path, rank=1)
     for epoch in (1, 2, 3):

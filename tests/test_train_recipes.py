@@ -377,9 +377,9 @@ def test_wagma_takes_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = "GroupAverageDataParallel"
     common = {"timeout": timedelta(seconds=300)}
     arguments = said_to(monkeypatch, wrapper, recipe="wagma")
-    assert arguments == {"group_size": None, "sync_period": 10, "wait_avoiding": True, **common}
+    assert arguments == {"group_size": None, "sync_period": 10, "wait_avoiding": True, "overlap": False, **common}
     arguments = said_to(monkeypatch, wrapper, recipe="wagma", group_size=4, sync_period=0, wait_avoiding=False)
-    assert arguments == {"group_size": 4, "sync_period": 0, "wait_avoiding": False, **common}
+    assert arguments == {"group_size": 4, "sync_period": 0, "wait_avoiding": False, "overlap": False, **common}
 
 
 @pytest.mark.parametrize(

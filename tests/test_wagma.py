@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gossip_modules.butterfly_groups import ButterflyGroups
 from gossip_modules.wagma import GroupAverageDataParallel
+from gossip_modules.wait_avoiding_engine import WaitAvoidingEngine
 from tests.problems import loss_of, mlp, sgd, train_step
 from tests.ranks import run_ranks, solo_group
 from tests.reference import Matrix, Oracle, flatten
@@ -40,6 +41,12 @@ def block_matrix(n: int, size: int) -> Matrix:
         return W
 
     return matrix
+
+
+def engine_of(wrapper: GroupAverageDataParallel) -> WaitAvoidingEngine:
+    """Its engine."""
+    assert isinstance(wrapper._engine, WaitAvoidingEngine)
+    return wrapper._engine
 
 
 def fill(wrapper: GroupAverageDataParallel, value: float) -> None:
@@ -103,18 +110,20 @@ def test_blocking_rounds_keep_the_mean() -> None:
     torch.testing.assert_close(after.mean(0), before.mean(0), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("wait_avoiding", [False, True])
 def test_without_delay_the_average_is_exact_after_log_s_p_rounds(
-    wait_avoiding: bool, monkeypatch: pytest.MonkeyPatch
+    wait_avoiding: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = 8
     be_on_time(monkeypatch)
 
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        wrapper = wrap(group, wait_avoiding=wait_avoiding)
+        wrapper = wrap(group, wait_avoiding=wait_avoiding, overlap=overlap)
         before = flatten(wrapper)
         for _ in range(ButterflyGroups(n).num_rounds_to_mix):
             wrapper(torch.ones(1, 3))
+        wrapper.flush()
         after = flatten(wrapper)
         wrapper.settle()
         wrapper.close()
@@ -126,11 +135,12 @@ def test_without_delay_the_average_is_exact_after_log_s_p_rounds(
         torch.testing.assert_close(after, mean, atol=1e-6, rtol=0)
 
 
-def test_training_lasts_a_number_of_rounds_and_learns() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_training_lasts_a_number_of_rounds_and_learns(overlap: bool) -> None:
     num_rounds = 40
 
     def body(group: dist.ProcessGroup) -> dict[str, float]:
-        wrapper = wrap(group, mlp(0), sync_period=5)
+        wrapper = wrap(group, mlp(0), sync_period=5, overlap=overlap)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.05, momentum=0.9)
         first = loss_of(wrapper.eval(), 0, 0).item()
         wrapper.train()
@@ -227,7 +237,8 @@ def test_a_resumed_run_is_the_run(wait_avoiding: bool, monkeypatch: pytest.Monke
         assert torch.equal(whole, halves)
 
 
-def test_a_plain_checkpoint_is_what_peers_get() -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_plain_checkpoint_is_what_peers_get(assign: bool) -> None:
     turn = threading.Barrier(2)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -237,8 +248,9 @@ def test_a_plain_checkpoint_is_what_peers_get() -> None:
         wrapper.settle()
         plain = {f"module.{name}": torch.full_like(x, 8.0) for name, x in wrapper.module.state_dict().items()}
         with pytest.warns(UserWarning, match="no gossip state: counting rounds from 0"):
-            wrapper.load_state_dict(plain)
+            wrapper.load_state_dict(plain, assign=assign)
         assert wrapper.round == 0
+        engine_of(wrapper).begin()
         turn.wait(PATIENCE)
         if group.rank() == 0:
             fill(wrapper, 4.0)

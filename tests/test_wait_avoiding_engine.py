@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from gossip_modules.butterfly_groups import ButterflyGroups
 from gossip_modules.group_average import GroupAverage
 from gossip_modules.wait_avoiding_engine import WaitAvoidingEngine
 from gossip_modules.wait_avoiding_pace import Pace
+from gossip_modules.wait_avoiding_words import Kind, Word, Words
 from gossip_modules.wait_avoiding_worker import WaitAvoidingWorker
 from tests.ranks import CPU, TIMEOUT, gossip_threads, run_ranks
 
@@ -31,14 +33,24 @@ class Rank:
     """An engine over a vector of equal numbers."""
 
     def __init__(
-        self, group: dist.ProcessGroup, *, size: int = 2, period: int = 0, numel: int = 8, timeout: timedelta = TIMEOUT
+        self,
+        group: dist.ProcessGroup,
+        *,
+        size: int = 2,
+        period: int = 0,
+        numel: int = 8,
+        timeout: timedelta = TIMEOUT,
+        overlap: bool = False,
     ) -> None:
         self.x = torch.full((numel,), float(group.rank()))
         self.vector = FlatVector.over(self.x)
         transport = ProcessGroupTransport(group, device=CPU, timeout=timeout)
         average = GroupAverage(ButterflyGroups(group.size(), group_size=size), transport)
-        self.engine = WaitAvoidingEngine(average, GlobalAverage(transport), self.vector, sync_period=period)
+        self.engine = WaitAvoidingEngine(
+            average, GlobalAverage(transport), self.vector, sync_period=period, overlap=overlap
+        )
         self.worker = self.engine.worker
+        self.engine.begin()
 
     def round(self, value: float | None = None) -> float:
         """A training step to the model `value`, and the round after it; what the model is then."""
@@ -55,6 +67,7 @@ class Rank:
 
     def end(self) -> None:
         """Settle and close, as a script does."""
+        self.engine.flush(self.vector)
         self.engine.settle(self.vector)
         self.engine.close()
 
@@ -141,6 +154,90 @@ def test_a_late_rank_merges_as_in_the_paper() -> None:
     run_ranks(2, body)
 
 
+def test_overlapped_ranks_on_time_keep_the_steps_they_take_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x <- x + (average - y): a group of two whose ranks add their own number to their model in each step."""
+    n, num_rounds = 2, 4
+    be_on_time(monkeypatch)
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        rank, update = Rank(group, overlap=True), 2.0 ** group.rank()
+        values = []
+        for _ in range(num_rounds):
+            values.append(rank.round())  # corrected by the last average, published for the next
+            assert rank.engine.is_in_flight
+            rank.x += update
+        rank.engine.flush(rank.vector)
+        assert not rank.engine.is_in_flight
+        values.append(rank.value)
+        rank.end()
+        return values
+
+    first, second = run_ranks(n, body)
+    x = [0.0, 1.0]
+    for t in range(num_rounds + 1):
+        assert [first[t], second[t]] == pytest.approx(x, abs=1e-6)
+        mean = sum(x) / n
+        x = [mean + 1.0, mean + 2.0]
+
+
+def test_an_overlapped_late_rank_waits_for_nothing() -> None:
+    turn, is_running, may_run = threading.Barrier(2), threading.Event(), threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, overlap=True)
+        average = rank.worker._average.mix
+
+        def gated(x: Any, t: int) -> Any:
+            if t == 2 and group.rank() == 1:
+                is_running.set()
+            assert t < 2 or may_run.wait(PATIENCE), "nobody let version 2 run"
+            return average(x, t)
+
+        rank.worker._average.mix = gated  # type: ignore[method-assign]
+        turn.wait(PATIENCE)
+        if group.rank() == 0:
+            assert rank.round(10.0) == 10.0
+            assert rank.round(20.0) == 20 + (10 + 1) / 2 - 10
+            rank.engine.flush(rank.vector)
+            rank.round(30.0)
+            assert rank.engine.t == 3
+            turn.wait(PATIENCE)
+        else:
+            turn.wait(PATIENCE)
+            assert is_running.wait(PATIENCE)
+            assert (rank.worker.num_started, rank.worker.num_done) == (3, 2)
+            assert rank.round(3.0) == pytest.approx((15.5 + 1 + 3) / 3, abs=1e-6)
+            assert rank.round(7.0) == 7.0  # nothing new to merge
+            assert rank.round(9.0) == 9.0  # version 2 is running, with the model of the start
+            assert rank.engine.t == 3
+            assert not rank.engine.is_in_flight
+            may_run.set()
+        rank.end()
+
+    run_ranks(2, body)
+
+
+def test_closing_with_a_group_average_under_way_says_that_it_is_lost(
+    impatient_close: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(WaitAvoidingWorker, "_run", lambda worker, version: is_over.wait(PATIENCE))
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, overlap=True)
+        if group.rank() == 0:
+            rank.round()
+            with pytest.warns(UserWarning, match="closed before the group average of round 0"):
+                rank.engine.close()
+            assert not rank.engine.flush(rank.vector)
+            is_over.set()
+        else:
+            assert is_over.wait(PATIENCE)
+            rank.engine.close()
+
+    run_ranks(2, body)
+
+
 def test_a_rank_that_comes_while_its_version_runs_waits_for_it() -> None:
     entered, come, ready = threading.Event(), threading.Event(), threading.Event()
 
@@ -190,15 +287,14 @@ def test_simultaneous_activators_run_each_average_once(monkeypatch: pytest.Monke
     assert runs == {(rank, t): 1 for rank in range(n) for t in range(num_rounds)}
 
 
-@pytest.mark.parametrize("n", [4, 6])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_delays(n: int, seed: int) -> None:
+@pytest.mark.parametrize(("n", "seed", "overlap"), [(4, 1, False), (6, 2, False), (4, 3, True), (6, 4, True)])
+def test_random_delays(n: int, seed: int, overlap: bool) -> None:
     """Global averages make all equal, staleness stays below the period, no model is torn, all end in one round."""
     period, num_rounds = 5, 23
     after: list[list[float]] = []
 
     def body(group: dist.ProcessGroup) -> int:
-        rank = Rank(group, period=period, numel=200_000)
+        rank = Rank(group, period=period, numel=200_000, overlap=overlap)
         average = rank.engine._averager.mix
 
         def noted(x: Any, t: int) -> Any:
@@ -214,6 +310,7 @@ def test_random_delays(n: int, seed: int) -> None:
             time.sleep(delays.choice((0.0, 0.0, 0.001, 0.004)) * (4 if group.rank() == 0 else 1))
             rank.round(float(delays.randrange(10**6)))
             assert rank.engine.t <= num_rounds
+        rank.engine.flush(rank.vector)
         rank.engine.settle(rank.vector)
         assert rank.engine.stats.max_staleness < period
         assert rank.engine.stats.num_rounds == num_rounds
@@ -357,6 +454,7 @@ def test_a_resumed_rank_contributes_what_it_had_published(monkeypatch: pytest.Mo
         rank = Rank(group)
         rank.engine.load_state_dict(states[group.rank()])
         assert rank.engine.t == 2
+        rank.engine.begin()
         turn.wait(PATIENCE)
         if group.rank() == 0:
             assert rank.round(4.0) == (4 + 20) / 2
@@ -370,6 +468,141 @@ def test_a_resumed_rank_contributes_what_it_had_published(monkeypatch: pytest.Mo
     run_ranks(2, before)
     assert states[1]["published_at"] == 0
     run_ranks(2, after)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_ranks_that_load_different_rounds_are_told(n: int) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        t = 2 if group.rank() == 1 else 4
+        rank.engine.load_state_dict({**rank.engine.state_dict(), "t": t})
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"got a model of round {t} among models of rounds 2 to 4 on other"):
+                rank.round()
+        rank.engine.close()
+
+    run_ranks(n, body)
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_fast_rank_waits_until_the_others_have_loaded(settles: bool) -> None:
+    """Its averages would be of models that are about to be replaced, and of rounds that are counted anew."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        rank = Rank(group)
+        rank.round()
+        rank.engine.settle(rank.vector)
+        rank.x.fill_(3.0 + 2 * group.rank())
+        state = {**rank.engine.state_dict(), "published": rank.vector.raw.clone()}
+        rank.x.fill_(99.0)
+        if group.rank() == 1:
+            with rank.worker.state:
+                assert rank.worker.state.wait_for(lambda: bool(rank.worker.meetings), PATIENCE)
+            assert rank.worker.num_started == 1
+        rank.engine.load_state_dict(state)
+        if settles:
+            rank.engine.settle(rank.vector)
+        value = rank.round(3.0 + 2 * group.rank())
+        assert rank.engine.t == 2
+        rank.end()
+        return value
+
+    assert run_ranks(2, body) in ([4.0, pytest.approx(13 / 3)], [pytest.approx(11 / 3), 4.0], [4.0, 4.0])
+
+
+def test_words_of_before_a_load_start_nothing() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        rank.engine.reset()
+        rank.engine.publish_loaded(rank.vector)
+        rank.worker._hear(Word(Kind.ARRIVED, 7, rank.worker.num_beginnings))
+        rank.engine.begin()
+        rank.worker._hear(Word(Kind.ARRIVED, 7, rank.worker.num_beginnings - 1))
+        assert rank.worker.newest_arrival == -1
+        rank.end()
+        assert rank.engine.t == 0
+
+    run_ranks(2, body)
+
+
+def test_settle_ends_in_one_round_though_others_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for its last word does not join the global average of those who have heard theirs."""
+    post = Words._post
+    workers: dict[int, WaitAvoidingWorker] = {}
+
+    def late(words: Words, word: Word, peers: Sequence[int]) -> None:
+        if (word.kind, word.meeting, word.stage, words.transport.rank) == (Kind.SETTLING, 1, 1, 3):
+            worker = workers[1]
+            with worker.state:
+                assert worker.state.wait_for(lambda: worker.newest_arrival >= 2, PATIENCE)
+        post(words, word, peers)
+
+    monkeypatch.setattr(Words, "_post", late)
+
+    def body(group: dist.ProcessGroup) -> int:
+        rank = Rank(group, period=3)
+        workers[group.rank()] = rank.worker
+        rank.round()
+        rank.round()
+        rank.engine.settle(rank.vector)
+        settled = rank.engine.t
+        rank.round()
+        rank.end()
+        return settled
+
+    assert run_ranks(4, body) == [2] * 4
+
+
+def test_a_peer_that_has_closed_is_named() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, period=4)
+        rank.engine.settle(rank.vector)
+        if group.rank() == 0:
+            with rank.worker.state:
+                assert rank.worker.state.wait_for(lambda: bool(rank.worker.words.gone), PATIENCE)
+            for go_on in (rank.round, lambda: rank.engine.settle(rank.vector)):
+                with pytest.raises(ConnectionError, match=r"^rank 0: in round 0, ranks \[1\] have closed; call settle"):
+                    go_on()
+        rank.engine.close()
+
+    run_ranks(2, body)
+
+
+def test_an_interrupted_flush_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_on_time(monkeypatch)
+
+    def body(group: dist.ProcessGroup) -> float:
+        rank = Rank(group, overlap=True)
+        rank.round()
+        wait_for = rank.worker.wait_for
+
+        def interrupt(is_over: Any, what: str) -> None:
+            rank.worker.wait_for = wait_for  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        rank.worker.wait_for = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            rank.engine.flush(rank.vector)
+        assert rank.engine.is_in_flight
+        rank.end()
+        return rank.value
+
+    assert run_ranks(2, body) == [0.5, 0.5]
+
+
+def test_after_a_failure_the_state_can_be_saved() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, overlap=True)
+        rank.engine.settle(rank.vector)
+        rank.engine._awaited = 0  # as if started
+        rank.worker._background.fail(ConnectionError("lost"))
+        with pytest.raises(ConnectionError, match="lost"):
+            rank.engine.flush(rank.vector)
+        assert not rank.engine.flush(rank.vector)
+        assert rank.engine.state_dict()
+        rank.engine.close()
+
+    run_ranks(2, body)
 
 
 def test_state_of_another_model_is_refused() -> None:

@@ -97,7 +97,8 @@ class Config:
     """Peers per round, one number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one. For dpsgd,
     sgp and osgp."""
     overlap: bool = False
-    """Run each round under the next step, not before it; osgp always does, ar and sgp never."""
+    """Run each round under the next step, not before it; osgp always does, ar and sgp never. wagma: take the average of
+    a group one step later instead of waiting for it."""
     max_staleness: int = 0
     """With overlap: forwards that a round may complete late before training waits for it."""
     gossip_every: int = 1

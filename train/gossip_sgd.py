@@ -211,6 +211,7 @@ class Run:
     def train_step(self, images: Tensor, labels: Tensor, *, learning_rate: float) -> None:
         """One optimizer step on a batch; only the last micro-batch gossips, or reduces gradients."""
         num_parts = self.config.accumulation_steps
+        losses: list[Tensor] = []
         set_learning_rate(self.state.optimizer, learning_rate)
         images, labels = self.precision.prepare(images), self.precision.prepare(labels)
         for index, (x, y) in enumerate(zip(images.chunk(num_parts), labels.chunk(num_parts), strict=True)):
@@ -220,8 +221,9 @@ class Run:
                     loss = F.cross_entropy(outputs, y, label_smoothing=self.config.label_smoothing)
                 self.state.scaler.scale(loss / num_parts).backward()
             self.meters.update(outputs, y, loss)
+            losses.append(loss.detach())
         if self.config.weighs_losses and isinstance(self.wrapper, gm.PairwiseDataParallel):
-            self.wrapper.report_loss(loss.item())
+            self.wrapper.report_loss(torch.stack(losses).mean().item())
         self.state.scaler.step(self.state.optimizer)
         self.state.scaler.update()
         self.state.optimizer.zero_grad(set_to_none=True)

@@ -33,9 +33,9 @@ class EpochRow:
     wait_seconds: float
     """Waiting for peers since this process started."""
     learning_rate: float
-    loss: float
-    """Mean over the training images of this rank in this epoch."""
-    train_accuracy_percent: float
+    loss: float | None
+    """Mean over the training images of this rank in this epoch; empty if the others have taken all its steps."""
+    train_accuracy_percent: float | None
     own_test_accuracy_percent: float | None
     """Of the model of this rank."""
     averaged_test_accuracy_percent: float | None
@@ -69,8 +69,8 @@ class EpochRow:
             data_seconds=meters.data_seconds,
             wait_seconds=stats["wait_seconds"],
             learning_rate=learning_rate,
-            loss=meters.loss,
-            train_accuracy_percent=meters.accuracy_percent,
+            loss=meters.loss if meters.has_images else None,
+            train_accuracy_percent=meters.accuracy_percent if meters.has_images else None,
             own_test_accuracy_percent=validation.own_accuracy_percent if validation else None,
             averaged_test_accuracy_percent=validation.averaged_accuracy_percent if validation else None,
             consensus_distance=validation.consensus_distance if validation else None,
@@ -146,7 +146,10 @@ class RunLog:
 
 def _line(row: EpochRow) -> str:
     line = f"epoch {row.epoch:3d}  {row.time_seconds:7.1f} s  "
-    line += f"loss {row.loss:.4f}  train {row.train_accuracy_percent:6.2f} %"
+    if row.loss is None or row.train_accuracy_percent is None:
+        line += "no steps of this rank"
+    else:
+        line += f"loss {row.loss:.4f}  train {row.train_accuracy_percent:6.2f} %"
     if row.own_test_accuracy_percent is None:
         return line
     return (

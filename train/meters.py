@@ -49,6 +49,11 @@ class Meters:
         return float(100 * self.sums[1] / self.sums[2])
 
     @property
+    def has_images(self) -> bool:
+        """Whether this epoch has had any so far."""
+        return bool(self.sums[2])
+
+    @property
     def is_finite(self) -> bool:
         """Whether every loss of the epoch so far was a number."""
         return bool(self.sums.isfinite().all())

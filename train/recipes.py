@@ -73,8 +73,8 @@ def sharing_rounds(state: TrainingState, config: Config, world: World, request: 
 class Recipe:
     """A method: what a table calls it, how it wraps a model given (module, config, world, data), what it heeds.
 
-    `max_staleness` is heeded with overlap, and a compressor brings options of its own. `make_pace` says how ranks
-    take their steps, given (state, config, world, request to stop).
+    `max_staleness` is heeded where rounds in lockstep overlap, and a compressor brings options of its own. `make_pace`
+    says how ranks take their steps, given (state, config, world, request to stop).
     """
 
     title: str
@@ -107,7 +107,7 @@ class Recipe:
             options |= COMPRESSORS[config.compressor].options
         if "interpolation" in options and config.interpolation == "constant":
             options |= {"interpolation_value"}
-        if self.always_overlaps or ("overlap" in options and config.overlap):
+        if self.always_overlaps or ({"overlap", "gossip_every"} <= options and config.overlap):
             options |= {"max_staleness"}
         return options
 
@@ -226,6 +226,7 @@ def wrap_group_average(module: nn.Module, config: Config, world: World, data: Da
         group_size=config.group_size or None,
         sync_period=config.sync_period,
         wait_avoiding=config.wait_avoiding,
+        overlap=config.overlap,
         timeout=timedelta(seconds=config.timeout_seconds),
     )
 
@@ -293,7 +294,7 @@ RECIPES: Mapping[str, Recipe] = {
     "wagma": Recipe(
         "WAGMA-SGD",
         wrap_group_average,
-        frozenset({"group_size", "sync_period", "wait_avoiding"}),
+        frozenset({"group_size", "sync_period", "wait_avoiding", "overlap"}),
         make_pace=sharing_rounds,
     ),
     "dpwa": Recipe(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import ColorType
@@ -44,11 +45,17 @@ def kept_percent(rows: pd.DataFrame) -> pd.DataFrame:
     return 100 * rates[others].div(rates[UNDISTURBED], axis=0).dropna(how="all")
 
 
-def draw_curves(axis: Axes, curves: pd.DataFrame, colors: Mapping[str, ColorType]) -> None:
-    """Accuracy of the averaged model against seconds, a line per method and seed."""
+def lower_limit(curves: pd.DataFrame) -> float:
+    """The ten percent below the worst curve's best accuracy and 80: how far down an axis shows what is of interest."""
+    best = curves.groupby(["setting", "title", "seed"])["accuracy_percent"].max()
+    return max(10 * (min(best.min(), 90.0) // 10 - 1), 0.0)
+
+
+def draw_curves(axis: Axes, curves: pd.DataFrame, colors: Mapping[str, ColorType], *, lowest: float) -> None:
+    """Accuracy of the averaged model against seconds, a line per method and seed, on an axis from `lowest` percent."""
     for (title, _), points in curves.groupby(["title", "seed"], sort=False):
-        axis.plot(points["seconds"], points["accuracy_percent"], color=colors[title], linewidth=1.5)
-    axis.set(xlabel="seconds", ylim=(80, 100))
+        axis.plot(points["seconds"], points["accuracy_percent"], color=colors[title], linewidth=1.5, label=title)
+    axis.set(xlabel="seconds", ylim=(lowest, 100))
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -76,14 +83,22 @@ def draw(csv: Path, curves_csv: Path, path: Path) -> Path:
     colors = dict(
         zip(dict.fromkeys(rows["title"]), [color for _ in range(9) for color in mpl.color_sequences["tab10"]])
     )
+    curves = curves[curves["method"] != BOUND]
+    lowest = lower_limit(curves)
     figure = Figure(figsize=(4 * len(settings) + 4, 4), layout="constrained")
     axes = figure.subplots(1, len(settings) + 1, squeeze=False)[0]
     for axis, setting in zip(axes, settings):
-        draw_curves(axis, curves[(curves["setting"] == setting) & (curves["method"] != BOUND)], colors)
+        draw_curves(axis, curves[curves["setting"] == setting], colors, lowest=lowest)
         axis.set(title=setting)
     axes[0].set(ylabel="test accuracy of the averaged model [%]")
     draw_bars(axes[-1], kept_percent(rows), colors)
-    figure.legend(*axes[-1].get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside right upper")
+    shown: dict[str, Artist] = {}  # a method has a line per seed, and a bar only where it was run undisturbed
+    for axis in axes:
+        for handle, title in zip(*axis.get_legend_handles_labels()):
+            shown.setdefault(title, handle)
+    titles = [title for title in colors if title in shown]
+    handles = [shown[title] for title in titles]
+    figure.legend(handles, titles, frameon=False, fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=120)
     return path
 
