@@ -22,7 +22,7 @@ TRAIN = [
 setup(
     name="gossip-modules",
     version="0.1.0",
-    description="Decentralised (gossip) data-parallel training in PyTorch: SGP, AD-PSGD, MATCHA, WAGMA-SGD, PowerGossip",
+    description="Decentralised (gossip) data-parallel training in PyTorch: SGP, AD-PSGD, MATCHA, WAGMA, PowerGossip",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The gossip_modules authors",
