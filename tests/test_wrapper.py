@@ -1000,6 +1000,8 @@ def test_a_profiler_trace_shows_every_round(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", MODES)
 def test_close_ends_threads_and_training_goes_on_locally(options: dict[str, Any]) -> None:
+    before = set(gossip_threads())  # left behind by other tests, whose peers never said goodbye
+
     def body(group: dist.ProcessGroup) -> None:
         wrapper = wrap(mlp(group.rank()), group, graph=irregular(), **options)
         optimizer = sgd(wrapper)
@@ -1019,9 +1021,9 @@ def test_close_ends_threads_and_training_goes_on_locally(options: dict[str, Any]
         assert wrapper.comm_stats()["bytes_sent"] == num_bytes
 
     run_ranks(3, body)
-    for thread in gossip_threads():
+    for thread in set(gossip_threads()) - before:
         thread.join(5)
-    assert gossip_threads() == []
+    assert set(gossip_threads()) <= before
 
 
 # Mistakes.
