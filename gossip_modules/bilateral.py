@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from datetime import timedelta
 
 import torch
 
-from .listener import Listener
+from .listener import GOODBYE_TIMEOUT, Listener, say_goodbye
 from .mailbox import Mailbox
 from .transport import ProcessGroupTransport
 
 _ASK, _GOODBYE = 0, 1  # what a header says
 _HERE, _GONE, _LATER = 0, 1, 2  # what a passive rank replies
 _CONTROL_TAG, _MODEL_TAG = 0, 1
-GOODBYE_TIMEOUT = timedelta(seconds=2)
 
 
 class BilateralAverage:
@@ -113,14 +110,7 @@ class BilateralAverage:
 
     def say_goodbye(self, passive_ranks: Iterable[int]) -> None:
         """Tell these ranks that this one asks no more; waits two seconds at most, and for nobody who is gone."""
-        header = torch.tensor([_GOODBYE, 0, 0])
-        pending = []
-        for peer in passive_ranks:
-            with contextlib.suppress(ConnectionError):  # it is gone
-                pending.append(self.transport.exchange({peer: [header]}, {}, tag=_CONTROL_TAG, what="goodbye"))
-        for sending in pending:  # each counts from when it was posted
-            with contextlib.suppress(ConnectionError, TimeoutError):  # gone, or it will find out
-                sending.wait(GOODBYE_TIMEOUT)
+        say_goodbye(self.transport, passive_ranks, torch.tensor([_GOODBYE, 0, 0]), tag=_CONTROL_TAG)
 
     def stop_answering(self) -> bool:
         """Reply to those who ask from now on that this rank is gone, once the exchange under way is delivered.

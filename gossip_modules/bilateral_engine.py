@@ -9,10 +9,11 @@ from concurrent.futures import Future, wait
 import torch
 
 from .background import Background
-from .bilateral import GOODBYE_TIMEOUT, BilateralAverage
+from .bilateral import BilateralAverage
 from .engine import Engine
 from .flat_vector import FlatVector
 from .gossip_thread import GossipThread
+from .listener import GOODBYE_TIMEOUT
 from .mailbox import Mailbox
 from .mixing_manager import MixingManager
 from .transport import ProcessGroupTransport
@@ -47,7 +48,6 @@ class BilateralEngine(Engine):
         self._asker: GossipThread | None = None
         self._peers = self._reachable()
         self._gone: set[int] = set()  # those of them who have said so
-        self.is_closed = False
         name = f"gossip-{transport.rank}"
         if not self._peers:
             return

@@ -62,13 +62,16 @@ class Mixer(ABC):
             TimeoutError, ConnectionError: naming the peer and the round.
         """
 
-    @abstractmethod
     def difference(self, s: FlatVector) -> float:
-        """Wait, then s <- c with alpha * c = (W(t) - I) s; returns alpha. In place.
+        """Wait, then s <- c with alpha * c = (W(t) - I) s; returns alpha. In place; unless overridden by way of a copy.
 
         This is the correction of the law x <- x + (W - I) s, for x that has moved on since s was taken. Raises as
         `finish()`.
         """
+        before = s.clone()
+        self.finish(s)
+        s.add_(before, alpha=-1.0)
+        return 1.0
 
     def mix(self, x: _T, t: int) -> _T:
         """x <- W(t) x: one whole round on any contiguous tensor, or on a vector that keeps its push-sum weight."""
@@ -158,10 +161,7 @@ class Gossiper(Mixer):
         if self.num_phases == 1:
             self._wait()
             return self.decode_difference(s, self._weights)
-        before = s.clone()
-        self.finish(s)
-        s.add_(before, alpha=-1.0)
-        return 1.0
+        return super().difference(s)
 
     def _post(self, s: FlatVector, phase: int) -> None:
         self.phase = phase
@@ -333,10 +333,3 @@ class GlobalAverage(Mixer):
             self.transport.all_reduce(total, what=f"global average in round {self._round}")
             x.copy_(total.div_(self.transport.world_size))
         s.weight.fill_(1.0)
-
-    def difference(self, s: FlatVector) -> float:
-        """See `Mixer`."""
-        before = s.clone()
-        self.finish(s)
-        s.add_(before, alpha=-1.0)
-        return 1.0

@@ -65,13 +65,6 @@ class GroupAverage(Mixer):
         s.divide_by_weight_()
         s.weight.fill_(1.0)
 
-    def difference(self, s: FlatVector) -> float:
-        """See `Mixer`. Costs a copy of s."""
-        before = s.clone()
-        self.finish(s)
-        s.add_(before, alpha=-1.0)
-        return 1.0
-
     def _post(self, phase: Phase, s: FlatVector) -> None:
         assert self._inbox is not None, "start() makes it"
         sends = {} if phase.out_peer is None else {phase.out_peer: [s.raw]}

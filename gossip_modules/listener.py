@@ -5,15 +5,35 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 
 from .transport import ProcessGroupTransport
 
+GOODBYE_TIMEOUT = timedelta(seconds=2)
 _AT_EXIT = timedelta(milliseconds=1)
 _AT_EXIT_SECONDS = 1.0
+
+
+def say_goodbye(transport: ProcessGroupTransport, peers: Iterable[int], goodbye: Tensor, *, tag: int) -> None:
+    """Tell the listeners of `peers` that this rank writes no more; waits two seconds at most, for nobody who is gone.
+
+    Args:
+        transport: as theirs.
+        peers: who listen.
+        goodbye: a message that they understand so, int64.
+        tag: of their messages.
+    """
+    pending = []
+    for peer in peers:
+        with contextlib.suppress(ConnectionError):  # it is gone
+            pending.append(transport.exchange({peer: [goodbye]}, {}, tag=tag, what="goodbye"))
+    for sending in pending:  # each counts from when it was posted
+        with contextlib.suppress(ConnectionError, TimeoutError):  # gone, or it will find out
+            sending.wait(GOODBYE_TIMEOUT)
 
 
 class Listener:

@@ -7,6 +7,7 @@ import threading
 import torch
 
 from .flat_vector import FlatVector
+from .host_copy import HostCopy
 
 
 class Mailbox:
@@ -16,9 +17,9 @@ class Mailbox:
     at any time. All that a peer gets is a snapshot taken under the lock, so no message is ever half old and half new,
     and a correction is added to the mail, never written over parameters, so no update is lost.
 
-    [Note: pinned mailbox] For parameters on a GPU, y and the mail are in pinned host memory. `publish` copies x on the
-    GPU, in training's stream, and that copy to the host on a side stream; the background threads wait for it before
-    they read or change y. `collect` queues the way back in training's stream. So training never waits for the bus.
+    [Note: pinned mailbox] For parameters on a GPU, y and the mail are in pinned host memory. `publish` is a `HostCopy`,
+    and the background threads wait for it before they read or change y. `collect` queues the way back in training's
+    stream. So training never waits for the bus.
 
     Args:
         x: the parameters; y starts as a copy of them, which is not for peers yet.
@@ -35,13 +36,15 @@ class Mailbox:
         self._device = x.raw.device
         self._is_pinned = x.raw.is_cuda
         self._layout = x.layout
-        self._public, self._mail, self._parcel = self.host_vector(), self.host_vector(), self.host_vector()
+        self._public = self.host_vector()
+        self._mail: FlatVector | None = None  # with its parcel, made when they are first needed
+        self._parcel: FlatVector
+        self._arrived: FlatVector | None = None  # mail on the GPU
+        self._applied: torch.cuda.Event
         self._has_mail = False
         self.is_open = False
-        if self._is_pinned:
-            self._stream = torch.cuda.Stream(x.raw.device)
-            self._published, self._applied = torch.cuda.Event(), torch.cuda.Event()
-            self._twin = x.like()
+        self._copy = HostCopy()
+        self._written: torch.cuda.Event | None = None  # y, by the last copy from a GPU
         self.publish(x)
         self.withdraw()
 
@@ -60,16 +63,7 @@ class Mailbox:
         self._check(x)
         with self.lock:
             self.is_open = True
-            if not self._is_pinned:
-                self._public.raw.copy_(x.raw)
-                return
-            training = torch.cuda.current_stream(x.raw.device)
-            training.wait_event(self._published)  # the last copy to the host reads the twin
-            self._twin.raw.copy_(x.raw)
-            self._stream.wait_stream(training)  # the twin is written before it is copied
-            with torch.cuda.stream(self._stream):
-                self._public.raw.copy_(self._twin.raw, non_blocking=True)
-                self._published.record(self._stream)
+            self._written = self._copy.write(self._public, x)
 
     def withdraw(self) -> None:
         """Until the next `publish` y is not for peers: parameters become something else, or must stay as they are."""
@@ -82,17 +76,18 @@ class Mailbox:
         with self.lock:
             if not self._has_mail:
                 return False
-            if self._is_pinned:
+            assert self._mail is not None
+            if self._is_pinned and self._arrived is None:  # here: it belongs to training's stream
+                self._arrived, self._applied = x.like(), torch.cuda.Event()
+            elif self._is_pinned:
                 self._applied.synchronize()  # the parcel before this one has left the memory that mail goes to now
             self._mail, self._parcel, self._has_mail = self._parcel, self._mail, False
-            if not self._is_pinned:
+            if self._arrived is None:
                 x.add_segments_(self._parcel, alpha=1.0)
                 return True
-            training = torch.cuda.current_stream(x.raw.device)
-            training.wait_event(self._published)  # the twin is free
-            self._twin.raw.copy_(self._parcel.raw, non_blocking=True)
-            self._applied.record(training)
-            x.add_segments_(self._twin, alpha=1.0)
+            self._arrived.raw.copy_(self._parcel.raw, non_blocking=True)
+            self._applied.record(torch.cuda.current_stream(x.raw.device))
+            x.add_segments_(self._arrived, alpha=1.0)
             return True
 
     def snapshot(self, out: FlatVector) -> None:
@@ -108,6 +103,8 @@ class Mailbox:
         with self.lock:
             self._wait_for_y()
             self._public.add_segments_(correction, alpha=alpha)
+            if self._mail is None:
+                self._mail, self._parcel = self.host_vector(), self.host_vector()
             if self._has_mail:
                 self._mail.add_segments_(correction, alpha=alpha)
             else:
@@ -125,5 +122,5 @@ class Mailbox:
 
     def _wait_for_y(self) -> None:
         """[Note: pinned mailbox]"""
-        if self._is_pinned:
-            self._published.synchronize()
+        if (written := self._written) is not None:
+            written.synchronize()

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .average_on_demand import AverageOnDemand
 from .averaging import AveragingMixin
-from .curve_keys import CurveKeys
 from .flat_buffer import FlatBuffer
 from .flat_vector import FlatVector
 from .pairwise_config import PairwiseConfig
 from .pairwise_engine import PairwiseEngine
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class PairwiseAverager(AveragingMixin):
@@ -56,22 +51,6 @@ class PairwiseAverager(AveragingMixin):
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device)
-
-    @classmethod
-    def from_config(
-        cls,
-        module: nn.Module,
-        name: str,
-        path: str | PathLike[str],
-        *,
-        seed: int = 0,
-        curve: CurveKeys | None = None,
-        init_from_peers: bool = True,
-        gossip_buffers: bool = True,
-    ) -> Self:
-        """Worker `name` of a YAML file of dpwa: see `PairwiseConfig.from_yaml`."""
-        config = PairwiseConfig.from_yaml(name, path, seed=seed, curve=curve)
-        return cls(module, config, init_from_peers=init_from_peers, gossip_buffers=gossip_buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -9,6 +9,7 @@ import torch
 
 from .flat_layout import FlatLayout
 from .flat_vector import FlatVector
+from .host_copy import HostCopy
 
 
 class Reading(Protocol):
@@ -56,31 +57,11 @@ class SnapshotPool:
         self.max_snapshots = max_snapshots
         self.is_pinned = is_pinned
         self.snapshots: list[Snapshot] = []
-        self._twin: FlatVector | None = None
-        self._stream: torch.cuda.Stream
-        self._copied: torch.cuda.Event
+        self._copy = HostCopy()
 
     def write(self, snapshot: Snapshot, x: FlatVector) -> None:
-        """snapshot <- x. From a GPU nothing waits: see `Snapshot.is_written`.
-
-        [Note: Snapshot of a GPU] x is copied on the GPU in training's stream, since the optimizer may change it
-        next, and that copy goes to the host on a side stream.
-        """
-        if not x.raw.is_cuda:
-            snapshot.vector.raw.copy_(x.raw)
-            return
-        if self._twin is None:
-            self._twin, self._stream = x.like(), torch.cuda.Stream(x.raw.device)
-            self._copied = torch.cuda.Event()
-        training = torch.cuda.current_stream(x.raw.device)
-        training.wait_event(self._copied)  # the last copy to the host reads the twin
-        self._twin.raw.copy_(x.raw)
-        self._stream.wait_stream(training)  # the twin is written before it is copied
-        with torch.cuda.stream(self._stream):
-            snapshot.vector.raw.copy_(self._twin.raw, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(self._stream)
-        snapshot.written = self._copied
+        """snapshot <- x. From a GPU nothing waits: see `Snapshot.is_written` and [Note: copies to the host]."""
+        snapshot.written = self._copy.write(snapshot.vector, x)
 
     def num_readings(self) -> int:
         """How many replies are on their way."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .listener import Listener
+from .listener import GOODBYE_TIMEOUT, Listener, say_goodbye
 from .transport import Pending, ProcessGroupTransport
 
 _WORD_TAG = 0  # on a channel of their own
@@ -82,13 +82,11 @@ class Words:
     def say_goodbye(self) -> None:
         """Let the neighbours' listeners end. Who is gone needs no goodbye."""
         with self._lock:
-            for peer in self.out_peers:
+            said, self._said = self._said, []
+            for pending in said:
                 with contextlib.suppress(ConnectionError, TimeoutError):
-                    self._wait_until_heard()
-                with contextlib.suppress(ConnectionError, TimeoutError):
-                    self._post(Word(Kind.GOODBYE), [peer])
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                self._wait_until_heard()  # the process may end next
+                    pending.wait(GOODBYE_TIMEOUT)
+            say_goodbye(self.transport, self.out_peers, torch.tensor(Word(Kind.GOODBYE)), tag=_WORD_TAG)
 
     def listen(self, hear: Callable[[Word], None]) -> None:
         """Call `hear` with every word, until every in-peer has said goodbye."""

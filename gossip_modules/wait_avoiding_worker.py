@@ -46,7 +46,8 @@ class WaitAvoidingWorker:
         self.meetings: dict[tuple[Kind, int, int], Word] = {}  # (kind, meeting, stage): what was said there
         self.num_beginnings = 0
         self.result = self.mailbox.host_vector()  # the group average of version num_done - 1
-        self._accumulator, self._correction = self.mailbox.host_vector(), self.mailbox.host_vector()
+        self._accumulator = self.mailbox.host_vector()
+        self._correction: FlatVector | None = None  # made when it is first needed
         self._average, self._sync_period, self._stats = average, sync_period, stats
         self._background = Background()
         self._is_closing = False
@@ -107,12 +108,14 @@ class WaitAvoidingWorker:
 
     def correct(self, x: FlatVector) -> None:
         """x <- x + (the newest result - y), where y is what this rank contributed: steps taken since then are kept."""
-        if self._is_on_gpu:
+        if self._correction is None:
+            self._correction = self.mailbox.host_vector()
+        elif self._is_on_gpu:
             self._taken.synchronize()  # the last correction has left
-        self.mailbox.snapshot(self._correction)
-        for c, result in zip(self._correction.segments, self.result.segments, strict=True):
-            torch.sub(result, c, out=c)
         correction = self._correction
+        self.mailbox.snapshot(correction)
+        for c, result in zip(correction.segments, self.result.segments, strict=True):
+            torch.sub(result, c, out=c)
         if self._is_on_gpu:
             self._arrived.raw.copy_(correction.raw, non_blocking=True)
             self._taken.record(torch.cuda.current_stream(x.raw.device))

@@ -80,6 +80,13 @@ def run_ranks(world_size: int, body: Callable[[dist.ProcessGroup], T], *, timeou
     return [results[rank] for rank in sorted(results)]
 
 
+def assert_no_gossip_threads() -> None:
+    """All of the library's threads end in time."""
+    for thread in gossip_threads():
+        thread.join(TIMEOUT.total_seconds() / 2)
+    assert gossip_threads() == []
+
+
 def gossip_threads() -> list[threading.Thread]:
     """The library's threads that are alive."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("gossip-")]

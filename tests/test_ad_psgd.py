@@ -34,7 +34,7 @@ from gossip_modules.bilateral_engine import BilateralEngine
 from gossip_modules.flat_vector import FlatVector
 from tests.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
 from tests.processes import Outcome, run_processes
-from tests.ranks import CPU, gossip_threads, run_ranks, solo_group
+from tests.ranks import CPU, assert_no_gossip_threads, gossip_threads, run_ranks, solo_group
 from tests.reference import flatten
 
 PATIENCE = 10.0
@@ -46,9 +46,7 @@ X = torch.ones(2, 3)
 def all_threads_end() -> Iterator[None]:
     """Every test closes its wrappers, and no thread of theirs is left."""
     yield
-    for thread in gossip_threads():
-        thread.join(PATIENCE)
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
 
 
 def wrap(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> BilatGossipDataParallel:

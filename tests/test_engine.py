@@ -26,7 +26,7 @@ from gossip_modules import (
 )
 from gossip_modules.engine import GossipThread, LockstepEngine
 from tests.problems import fill_, loss_of, mlp
-from tests.ranks import HangUp, gossip_threads, run_ranks
+from tests.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
 
 PEER = 10.0  # what the peer always sends
 PATIENCE = 2.0
@@ -104,13 +104,6 @@ def arrive(engine: OverlapEngine) -> None:
     """Return when the round in flight is complete."""
     assert engine._flight is not None
     engine._flight.future.exception(PATIENCE)
-
-
-def assert_no_threads() -> None:
-    """All gossip threads have ended."""
-    for thread in gossip_threads():
-        thread.join(PATIENCE)
-    assert gossip_threads() == []
 
 
 def make_engine(overlap: bool, gossiper: PushSum, schedule: Schedule) -> LockstepEngine:
@@ -289,7 +282,7 @@ def test_an_error_of_the_gossip_thread_is_raised_in_training(flush: bool) -> Non
         (engine.flush if flush else engine.round)(x)
     assert value(x) == 2.0
     engine.close()
-    assert_no_threads()
+    assert_no_gossip_threads()
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
@@ -329,7 +322,7 @@ def test_close_is_idempotent_and_ends_the_thread() -> None:
     engine.close()
     engine.close()
     transport.gates[0].set()
-    assert_no_threads()
+    assert_no_gossip_threads()
     SyncEngine(*scripted()[:1], Schedule()).close()
 
 
@@ -345,7 +338,7 @@ def test_thread_runs_jobs_in_order() -> None:
     thread.close()
     assert [future.result(PATIENCE) for future in futures] == [0, 1, 2, 3, 4]
     assert done == [0, 1, 2, 3, 4]
-    assert_no_threads()
+    assert_no_gossip_threads()
 
 
 def test_a_wrapper_raises_what_its_thread_met_and_closes() -> None:
@@ -367,7 +360,7 @@ def test_a_wrapper_raises_what_its_thread_met_and_closes() -> None:
         wrapper.close()
 
     run_ranks(2, body)
-    assert_no_threads()
+    assert_no_gossip_threads()
 
 
 # State and copies.
@@ -411,7 +404,7 @@ def test_deepcopy_has_no_thread_and_goes_on_alone() -> None:
     assert value(x) == 5.0
     engine.close()
     twin.close()
-    assert_no_threads()
+    assert_no_gossip_threads()
 
 
 def test_rounds_run_without_autograd() -> None:

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("graph_manager", "shift_graph", "dynamic_graphs", "static_graphs", "matcha_graph"),
         *("mixing_manager", "matrix_mixing", "laplacian_mixing"),
         *("butterfly_groups", "interpolation", "peer_scores", "curve_keys", "pairwise_config"),
-        *("model_message", "snapshot_pool"),
+        *("model_message", "snapshot_pool", "host_copy"),
     ),
     ("transport", "listener", "connect", "mpi", "progress", *PAIRWISE_WIRE),
     (

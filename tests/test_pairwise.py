@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import copy
 import io
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -795,28 +794,16 @@ def test_from_the_configuration_of_dpwa(workers: contextlib.ExitStack, tmp_path:
     path = tmp_path / "dpwa.yaml"
     node = "{name: a, host: 127.0.0.1, port: 0}"
     path.write_text(f"- nodes: [{node}]\n- interpolation: clock\n- timeout_ms: 100\n", encoding="utf-8")
-    for form in (PairwiseDataParallel, PairwiseAverager):
-        worker = form.from_config(filled(0.0), "a", path, seed=3)
+    wrapped = PairwiseDataParallel.from_config(filled(0.0), "a", path, seed=3)
+    driven = PairwiseAverager(filled(0.0), PairwiseConfig.from_yaml("a", path, seed=3))
+    for worker in (wrapped, driven):
         workers.callback(worker.close)
         config = worker._engine.config
         assert (config.interpolation, config.timeout, config.seed) == (ClockInterpolation(), timedelta(seconds=0.1), 3)
 
 
 def test_without_zeromq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = builtins.__import__
-
-    def without_zmq(
-        name: str,
-        names: Mapping[str, object] | None = None,
-        local: Mapping[str, object] | None = None,
-        wanted: Sequence[str] = (),
-        level: int = 0,
-    ) -> ModuleType:
-        if name == "zmq":
-            raise ModuleNotFoundError(name="zmq")
-        return load(name, names, local, wanted, level)
-
-    monkeypatch.setattr(builtins, "__import__", without_zmq)
+    monkeypatch.setitem(sys.modules, "zmq", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"needs pyzmq; pip install 'gossip-modules\[pairwise\]'"):
         PairwiseDataParallel(filled(0.0), name="a", peers={"a": ANY_PORT})
 

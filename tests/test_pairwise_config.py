@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Mapping, Sequence
+import sys
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -148,19 +146,6 @@ def test_keys_are_checked_and_not_shown(key: Any) -> None:
 
 
 def test_without_yaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = builtins.__import__
-
-    def without_yaml(
-        name: str,
-        names: Mapping[str, object] | None = None,
-        local: Mapping[str, object] | None = None,
-        wanted: Sequence[str] = (),
-        level: int = 0,
-    ) -> ModuleType:
-        if name == "yaml":
-            raise ModuleNotFoundError(name="yaml")
-        return load(name, names, local, wanted, level)
-
-    monkeypatch.setattr(builtins, "__import__", without_yaml)
+    monkeypatch.setitem(sys.modules, "yaml", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"needs PyYAML; pip install 'gossip-modules\[pairwise\]'"):
         read(tmp_path, SAMPLE)

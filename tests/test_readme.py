@@ -45,7 +45,7 @@ def test_asynchronous_training_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
     assert result.returncode == 0, result.stderr
-    errors = [float(value) for value in re.findall(r"averaged weights (\S+)", result.stdout)]
+    errors = [float(value) for value in re.findall(r"averaged weights ([-+.e0-9]+)", result.stdout)]
     assert len(errors) == 4
     assert len(set(errors)) == 1
     assert errors[0] < 0.1

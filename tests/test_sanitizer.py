@@ -10,7 +10,7 @@ import pytest
 from gossip_modules.bilateral import BilateralAverage
 from gossip_modules.flat_vector import FlatVector
 from gossip_modules.mailbox import Mailbox
-from tests.ranks import gossip_threads
+from tests.ranks import assert_no_gossip_threads
 from tests.sanitizer import ASYNCHRONOUS, Finding, main, run_episode
 from tests.workloads import WORKLOADS
 
@@ -23,9 +23,7 @@ ADPSGD = WORKLOADS["adpsgd"]
 def all_threads_end() -> Iterator[None]:
     """Also those of an episode that failed."""
     yield
-    for thread in gossip_threads():
-        thread.join(PATIENCE)
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
 
 
 @pytest.mark.parametrize("engine", WORKLOADS)
