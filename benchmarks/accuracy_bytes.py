@@ -216,7 +216,7 @@ def row_of(method: str, seed: int, summary: Mapping[str, Any]) -> dict[str, Any]
         "method": method,
         "title": METHODS[method].title,
         "seed": seed,
-        "accuracy_percent": summary["averaged_test_accuracy_percent"],
+        "accuracy_percent": summary["averaged_test"]["accuracy_percent"],
         "own_accuracy_percent": ranks["own_test_accuracy_percent"].mean(),
         "sent_megabytes": ranks["bytes_sent"].mean() / 1e6 - validation_megabytes,
         "evaluation_megabytes": validation_megabytes,

@@ -36,7 +36,7 @@ def summary(config: Config, *, accuracy: float = 60.0, megabytes: float = 90.0) 
     rank = {"own_test_accuracy_percent": 50.0, "time_seconds": 9.0, "wait_seconds": 1.0}
     rank |= {"bytes_sent": (megabytes + 4) * 1e6, "last_validation_bytes_sent": 4e6}
     return {
-        "averaged_test_accuracy_percent": accuracy,
+        "averaged_test": {"accuracy_percent": accuracy},
         "consensus_distance": 0.5,
         "world_size": 8,
         "ranks": [rank] * 8,

@@ -83,16 +83,16 @@ def test_a_state_comes_back_as_it_was(checkpoints: Checkpoints) -> None:
 
 
 def test_the_manifest_says_whose_it_is(checkpoints: Checkpoints) -> None:
-    path = checkpoints.save(7, {"x": 1}, test_accuracy_percent=98.5)
+    path = checkpoints.save(7, {"x": 1}, score=98.5)
     manifest = json.loads((path / "rank_0000.json").read_text())
     assert IDENTITY.items() <= manifest.items()
-    assert (manifest["step"], manifest["test_accuracy_percent"]) == (7, 98.5)
+    assert (manifest["step"], manifest["score"]) == (7, 98.5)
     assert manifest["num_bytes"] == (path / "rank_0000.pt").stat().st_size
 
 
 def test_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None:
     for step, accuracy in ((1, 90.0), (2, 99.0), (3, None), (4, 95.0), (5, 99.0), (6, 97.0), (7, None)):
-        checkpoints.save(step, {"x": step}, test_accuracy_percent=accuracy)
+        checkpoints.save(step, {"x": step}, score=accuracy)
         kept = {4: [2, 3, 4], 5: [4, 5], 6: [5, 6], 7: [5, 6, 7]}
         if step in kept:
             assert steps(checkpoints.folder) == kept[step]
@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_from_an_earlier_step_sets_the_later_ones_aside(
 ) -> None:
     checkpoints = Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, keep_last=3)
     first = checkpoints.save(10, {"x": 10})
-    checkpoints.save(20, {"x": 20}, test_accuracy_percent=99.0)
+    checkpoints.save(20, {"x": 20}, score=99.0)
     checkpoints.save(30, {"x": 30})
     damage(checkpoints.folder / "step_00000030", "truncated")
     checkpoints.load(first)

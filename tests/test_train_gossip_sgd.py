@@ -10,8 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,16 +27,16 @@ from torch import Tensor, nn
 import gossip_modules as gm
 from tests.processes import run_processes
 from train.config import Config
-from train.data import load_data
-from train.evaluate import count_correct
 from train.export import export_model
-from train.gossip_sgd import Run
+from train.image_task import ImageTask
 from train.images import TensorImages
 from train.meters import Meters
 from train.models import MODELS
 from train.precision import Precision
 from train.preemption import EXIT_CODE, StopRequest
+from train.run import Run
 from train.stop import LockstepStop
+from train.task import MicroBatch
 from train.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ def make_run(rank: int, world_size: int, config: Config) -> Iterator[Run]:
     store = dist.PrefixStore(f"run_{next(run_numbers)}", dist.distributed_c10d._get_default_store())
     world = World(rank, world_size, rank, torch.device("cpu"), "gloo", control, store)
     stop = StopRequest()
-    run = Run(config, world, stop)
+    run = Run(ImageTask(config, world), config, world, stop)
     try:
         yield run
     finally:
@@ -123,12 +123,16 @@ def test_dpwa_reports_the_mean_loss_of_a_step() -> None:
         )
         run = SimpleNamespace(
             config=config,
+            world=SimpleNamespace(device=torch.device("cpu")),
+            task=ImageTask.__new__(ImageTask),
             wrapper=wrapper,
             state=SimpleNamespace(optimizer=optimizer, scaler=torch.amp.GradScaler(enabled=False), step=0),
-            precision=SimpleNamespace(prepare=lambda x: x, autocast=nullcontext),
             meters=Meters(torch.device("cpu")),
         )
-        Run.train_step(run, images, labels, learning_rate=0.1)  # type: ignore[arg-type]
+        run.task.config, run.task.precision = config, Precision(torch.device("cpu"))
+        run.task.prepare = lambda inputs: inputs
+        parts = [MicroBatch((images[:1],), labels[:1], 1), MicroBatch((images[1:],), labels[1:], 1)]
+        Run.train_step(run, parts, learning_rate=0.1)  # type: ignore[arg-type]
     finally:
         wrapper.close()
     assert reported == [pytest.approx(expected.item())]
@@ -211,8 +215,8 @@ def stop_one_rank(rank: int, recipe: str, folder: str, world_size: int) -> tuple
     with make_run(rank, world_size, Config(out_dir=folder, validate_every=10**6, **options)) as run:
         take_step = run.train_step
 
-        def take_step_and_signal(images: Tensor, labels: Tensor, *, learning_rate: float) -> None:
-            take_step(images, labels, learning_rate=learning_rate)
+        def take_step_and_signal(batch: Sequence[MicroBatch], *, learning_rate: float) -> None:
+            take_step(batch, learning_rate=learning_rate)
             if rank == 1 and run.state.step == 5:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -262,7 +266,7 @@ def test_torchrun_trains_reports_and_exports(tmp_path: Path) -> None:
     last_line = done.stdout.splitlines()[-1]
     assert re.fullmatch(LAST_LINE, last_line)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    accuracy = summary["averaged_test_accuracy_percent"]
+    accuracy = summary["averaged_test"]["accuracy_percent"]
     # A validation takes two exact averages of the model, each of which sends it once from each of two ranks.
     model_bytes = 4 * sum(t.numel() for t in MODELS["cnn"](1, 10).state_dict().values() if t.is_floating_point())
     for rank_result in summary["ranks"]:
@@ -278,9 +282,10 @@ def test_torchrun_trains_reports_and_exports(tmp_path: Path) -> None:
     # The exported average, in plain PyTorch, is as good as the run said.
     model = MODELS["cnn"](1, 10)
     model.load_state_dict(load_file(tmp_path / "averaged_model.safetensors"))
-    batches = load_data(Config(), rank=0, world_size=1).test_batches(sharded=False)
-    right, total = count_correct(model.eval(), batches, Precision(torch.device("cpu"))).tolist()
-    assert 100 * right / total == pytest.approx(accuracy)
+    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    with torch.no_grad():
+        metrics = ImageTask(Config(), world).evaluate(model.eval())  # type: ignore[arg-type]
+    assert metrics["accuracy_percent"] == pytest.approx(accuracy)
 
 
 def start_and_wait_for_first_epoch(command: list[str], stderr: int | None = None) -> subprocess.Popen[str]:
@@ -382,6 +387,24 @@ def test_what_ends_a_run_and_what_a_finished_one_still_does(tmp_path: Path) -> N
             assert re.search(rf"got .*rank_0000.pt of a run with {name}=.*, expected .* as in this run", error)
 
 
+def train_compiled(rank: int, folder: str) -> tuple[list[float], list[str]]:
+    """The losses of a run with and of one without torch.compile, and the names in the exported model."""
+    losses = []
+    for backend in ("none", "eager"):
+        config = Config(out_dir=f"{folder}/{backend}", compile=backend, epochs=1, batch_size=512, milestones=())
+        assert run_in_process(rank, 1, config) == 0
+        losses += pd.read_csv(f"{folder}/{backend}/rank_0000.csv")["loss"].tolist()
+    return losses, sorted(load_file(f"{folder}/eager/averaged_model.safetensors"))
+
+
+@pytest.mark.e2e
+def test_a_compiled_model_learns_the_same_under_the_same_names(tmp_path: Path) -> None:
+    (outcome,) = run_processes(1, train_compiled, str(tmp_path))
+    (plain, compiled), names = outcome.result
+    assert compiled == pytest.approx(plain, rel=1e-5)
+    assert names == sorted(MODELS["cnn"](1, 10).state_dict())
+
+
 def test_export_of_views_of_one_storage_in_channels_last_loads_into_a_plain_model(tmp_path: Path) -> None:
     model = MODELS["cnn"](1, 10).to(memory_format=torch.channels_last)
     flat = torch.rand(sum(p.numel() for p in model.parameters()))
@@ -400,5 +423,5 @@ def test_export_of_views_of_one_storage_in_channels_last_loads_into_a_plain_mode
 def test_count_correct_counts_images() -> None:
     images = TensorImages(torch.eye(4)[:, :, None, None], torch.tensor([0, 1, 2, 0]).numpy(), num_classes=4)
     batches = [(images.images[:3], torch.tensor([0, 1, 2])), (images.images[3:], torch.tensor([0]))]
-    counts = count_correct(nn.Flatten(), batches, Precision(torch.device("cpu")))
-    assert counts.tolist() == [3, 4]
+    task = ImageTask(Config(), SimpleNamespace(rank=0, size=1, device=torch.device("cpu")))  # type: ignore[arg-type]
+    assert task.count_correct(nn.Flatten(), batches).tolist() == [3, 4]

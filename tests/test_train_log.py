@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -25,27 +26,27 @@ ROW = EpochRow(
     learning_rate=0.1,
     loss=0.5,
     train_accuracy_percent=90.0,
-    own_test_accuracy_percent=91.0,
-    averaged_test_accuracy_percent=92.0,
     consensus_distance=0.01,
     bytes_sent=1000,
     num_rounds=11,
     mean_staleness_forwards=0.0,
     max_staleness_forwards=0,
+    own_test={"accuracy_percent": 91.0},
+    averaged_test={"accuracy_percent": 92.0},
 )
 
 
-def test_meters_weigh_batches_by_their_images() -> None:
+def test_meters_weigh_batches_by_their_items() -> None:
     meters = Meters(CPU)
-    meters.update(torch.eye(3), torch.tensor([0, 1, 2]), torch.tensor(1.0))
-    meters.update(torch.eye(3)[:1], torch.tensor([1]), torch.tensor(3.0))
+    meters.update(torch.tensor(1.0), torch.tensor(3), 3)
+    meters.update(torch.tensor(3.0), torch.tensor(0), 1)
     assert meters.loss == pytest.approx((3 * 1.0 + 1 * 3.0) / 4)
     assert meters.accuracy_percent == 75.0
 
 
 def test_meters_go_on_from_their_state() -> None:
     meters, other = Meters(CPU), Meters(CPU)
-    meters.update(torch.eye(3), torch.tensor([0, 1, 0]), torch.tensor(1.0))
+    meters.update(torch.tensor(1.0), torch.tensor(2), 3)
     meters.train_seconds = 4.0
     other.load_state_dict(meters.state_dict(bytes_sent=100.0))
     assert (other.loss, other.accuracy_percent) == (meters.loss, meters.accuracy_percent)
@@ -58,7 +59,7 @@ def test_meters_go_on_from_their_state() -> None:
 def test_csv_has_a_row_per_epoch_with_named_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(tmp_path, rank=2)
     log.epoch(ROW)
-    log.epoch(replace(ROW, epoch=2, step=22, own_test_accuracy_percent=None))
+    log.epoch(replace(ROW, epoch=2, step=22, own_test={}, averaged_test={}, consensus_distance=None))
     log.close()
     log.close()
     table = pd.read_csv(tmp_path / "rank_0002.csv")
@@ -117,10 +118,14 @@ def test_random_states_survive_weights_only_loading(tmp_path: Path) -> None:
 
 def test_comparison_table_is_relative_to_the_first_recipe() -> None:
     rank = {"own_test_accuracy_percent": 97.0, "bytes_sent": 2e6, "time_seconds": 3.0}
+
+    def accuracy(percent: float) -> dict[str, Any]:
+        return {"score": "accuracy_percent", "averaged_test": {"accuracy_percent": percent}}
+
     text = compare(
         {
-            "ar": {"averaged_test_accuracy_percent": 98.0, "consensus_distance": 0.0, "ranks": [rank]},
-            "sgp": {"averaged_test_accuracy_percent": 97.5, "consensus_distance": 0.1, "ranks": [rank, rank]},
+            "ar": {**accuracy(98.0), "consensus_distance": 0.0, "ranks": [rank]},
+            "sgp": {**accuracy(97.5), "consensus_distance": 0.1, "ranks": [rank, rank]},
         }
     )
     header, first, second = text.splitlines()

@@ -43,6 +43,8 @@ def test_only_matrices_and_kernels_of_trainable_parameters_decay() -> None:
         for name, p in model.named_parameters()
         if name != "2.bias"
     }
+    papers = sgd(model, momentum=0.9, nesterov=True, weight_decay=0.1, decay_all=True)
+    assert [group["weight_decay"] for group in papers.param_groups] == [0.1, 0.1]
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 

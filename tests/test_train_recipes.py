@@ -22,10 +22,12 @@ from torch import Tensor, nn
 import gossip_modules as gm
 from tests.ranks import CPU, TIMEOUT, run_ranks
 from tests.test_train_checkpoint import Ranks
+from train.command_line import read_command_line
 from train.compression import COMPRESSORS
 from train.config import Config
 from train.graphs import GRAPHS, base_graph, make_graph, make_static_graph, peers_by_round
 from train.recipes import METHOD_OPTIONS, RECIPES
+from train.run_config import RunConfig
 
 
 def test_peers_by_round_counts_rounds_up_to_the_epoch() -> None:
@@ -82,6 +84,30 @@ def test_command_line_fills_the_configuration() -> None:
     assert str(Config(out_dir="x/y").run_dir) == "x/y"
 
 
+def test_a_preset_sets_defaults_and_an_option_overrides_it() -> None:
+    arguments = ["--recipe", "osgp", "--preset", "imagenet-resnet50", "--epochs", "60"]
+    config = read_command_line(Config, description="", arguments=arguments)
+    assert (config.recipe, config.epochs) == ("osgp", 60)
+    assert (config.model, config.milestones, config.lr, config.weight_decay) == ("resnet50", (30, 60, 80), 0.1, 1e-4)
+    assert (config.warmup_epochs, config.nesterov, config.label_smoothing) == (5, True, 0.0)
+    assert read_command_line(Config, description="", arguments=[]) == Config()
+
+
+def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_command_line(Config, description="", arguments=["--preset", "imagenet"])
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_ranks_of_a_machine_share_its_images() -> None:
+    world = SimpleNamespace(local_size=8)
+    config = Config(images_per_node=256).resolved(world)  # type: ignore[arg-type]
+    assert (config.batch_size, config.images_per_node) == (32, 0)
+    assert Config(batch_size=7).resolved(world).batch_size == 7  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got images_per_node=100 for 8 ranks on this machine, expected a multiple"):
+        Config(images_per_node=100).resolved(world)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["recipe", "dataset", "model", "graph", "compressor", "wire_dtype"])
 def test_unknown_choices_are_named(name: str) -> None:
     with pytest.raises(ValueError, match=rf"got {name}='nonesuch', expected one of .*; see --help"):
@@ -120,13 +146,15 @@ def test_senseless_numbers_are_refused() -> None:
         Config(accumulation_steps=5)
 
 
-def test_every_option_has_a_help_text() -> None:
-    (source,) = ast.parse(inspect.getsource(Config)).body
+@pytest.mark.parametrize("config_type", [RunConfig, Config])
+def test_every_option_has_a_help_text(config_type: type[RunConfig]) -> None:
+    (source,) = ast.parse(inspect.getsource(config_type)).body
     assert isinstance(source, ast.ClassDef)
     silent = [
         ast.unparse(option)
         for option, text in pairwise(source.body)
         if isinstance(option, ast.AnnAssign)
+        and not ast.unparse(option.annotation).startswith("ClassVar")
         and not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant))
     ]
     assert silent == []
@@ -135,7 +163,7 @@ def test_every_option_has_a_help_text() -> None:
 HARMLESS = (
     *("out_dir", "resume", "data_dir", "download", "num_workers", "epochs", "backend", "comm_device"),
     *("timeout_seconds", "deterministic", "checkpoint_every", "checkpoint_every_steps", "keep_last"),
-    *("validate_every", "log_every"),
+    *("validate_every", "log_every", "images_per_node"),  # the last is resolved into batch_size
 )
 """Options that may differ between a run and the checkpoint that it goes on from, without a word."""
 

@@ -31,7 +31,7 @@ class Checkpoints:
         identity: what a run must have in common with a checkpoint to go on from it: world size, recipe, model
             fingerprint and the like, plain JSON values.
         settings: what may change between them, but no longer gives the run that never stopped: a warning says so.
-        keep_last: newest checkpoints kept; the one with the best test accuracy is kept as well.
+        keep_last: newest checkpoints kept; the one with the best score is kept as well.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Checkpoints:
         self._settings = dict(settings or {})
         self._keep_last = keep_last
 
-    def save(self, step: int, state: Mapping[str, Any], *, test_accuracy_percent: float | None = None) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], *, score: float | None = None) -> Path:
         """Write `state` as the checkpoint of `step`, durable on all ranks on return, and remove what is not kept.
 
         Args:
             step: optimizer steps taken.
             state: tensors, numbers, strings and containers of them.
-            test_accuracy_percent: of the averaged model at this step, the same on every rank; None: not known.
+            score: of the averaged model at this step, higher is better, the same on every rank; None: not known.
 
         Returns:
             The folder of the checkpoint.
@@ -64,7 +64,7 @@ class Checkpoints:
             ValueError: a rank could not write; it is named.
         """
         files = self._files(step)
-        manifest = {"step": step, "test_accuracy_percent": test_accuracy_percent, "settings": self._settings}
+        manifest = {"step": step, "score": score, "settings": self._settings}
         # Two rounds: see [Note: a checkpoint is complete when every rank has its manifest].
         self._world.on_every_rank(lambda: files.write_state(state))
         self._world.on_every_rank(lambda: files.write_manifest({**manifest, **self._identity}))
@@ -196,10 +196,10 @@ class Checkpoints:
     def _remove_old(self, newest: int) -> None:
         found = self._survey()
         kept = {newest, *found.complete[-self._keep_last :]}
-        accuracy = {step: self._files(step).read_manifest().get("test_accuracy_percent") for step in found.complete}
-        measured = [step for step in found.complete if accuracy[step] is not None]
+        scores = {step: self._files(step).read_manifest().get("score") for step in found.complete}
+        measured = [step for step in found.complete if scores[step] is not None]
         if measured:
-            kept.add(max(measured, key=lambda step: (accuracy[step], step)))
+            kept.add(max(measured, key=lambda step: (scores[step], step)))
         for step in (*found.complete, *found.lacking):
             if step not in kept:
                 self._files(step).remove()

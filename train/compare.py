@@ -4,8 +4,9 @@
     python train/compare.py --nproc-per-node 2 --recipes ar osgp -- --epochs 5 --seed 3
     python train/compare.py --recipes dpsgd matcha choco powergossip
     python train/compare.py --recipes ar sgp adpsgd wagma dpwa -- --epochs 10
+    python train/compare.py --script translate --recipes ar sgp osgp           # number words
 
-What follows `--` goes to every run of train/gossip_sgd.py. Writes comparison.txt and comparison.png next to the runs.
+What follows `--` goes to every run of the script. Writes comparison.txt and comparison.png next to the runs.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 # Run by path, Python looks for modules beside this file; they are one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from train.evaluate import title_of
 from train.recipes import RECIPES
 from train.report import table
 from visualization.curves import draw
-
-SCRIPT = Path(__file__).with_name("gossip_sgd.py")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Comparison:
 
     options: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Options of every run, after `--`."""
+    script: Literal["gossip_sgd", "translate"] = "gossip_sgd"
+    """Of train/: what is learnt."""
     recipes: tuple[str, ...] = ("ar", "dpsgd", "sgp", "osgp")
     """Entries of train/recipes.py; differences are to the first."""
     nproc_per_node: int = 4
@@ -52,7 +54,11 @@ def train(recipe: str, comparison: Comparison) -> dict[str, Any]:
     """
     folder = comparison.out_dir / recipe
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(comparison.nproc_per_node), str(SCRIPT)]
+    command += [
+        "--nproc-per-node",
+        str(comparison.nproc_per_node),
+        str(Path(__file__).with_name(f"{comparison.script}.py")),
+    ]
     command += ["--recipe", recipe, "--out-dir", str(folder), *comparison.options]
     subprocess.run(command, check=True)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -61,17 +67,23 @@ def train(recipe: str, comparison: Comparison) -> dict[str, Any]:
 
 def compare(summaries: dict[str, dict[str, Any]]) -> str:
     """The summaries of runs, by recipe, as a table; differences are to the first."""
-    baseline = next(iter(summaries.values()))["averaged_test_accuracy_percent"]
+    first_recipe, first = next(iter(summaries.items()))
+    score = first["score"]
+    unit = "points" if score.endswith("_percent") else score
     rows = []
     for recipe, summary in summaries.items():
         ranks = summary["ranks"]
-        accuracy = summary["averaged_test_accuracy_percent"]
+        averaged = summary["averaged_test"]
         rows.append(
             {
                 "recipe": recipe,
-                "averaged model [%]": f"{accuracy:.2f}",
-                f"to {next(iter(summaries))} [points]": f"{accuracy - baseline:+.2f}",
-                "own models, mean [%]": f"{mean(rank['own_test_accuracy_percent'] for rank in ranks):.2f}",
+                **{f"averaged {title_of(metric)}": f"{value:.2f}" for metric, value in averaged.items()},
+                f"to {first_recipe} [{unit}]": f"{averaged[score] - first['averaged_test'][score]:+.2f}",
+                **{
+                    f"own {title_of(name.removeprefix('own_test_'))}, mean": f"{mean(rank[name] for rank in ranks):.2f}"
+                    for name in ranks[0]
+                    if name.startswith("own_test_")
+                },
                 "consensus distance": f"{summary['consensus_distance']:.3g}",
                 "sent per rank [MB]": f"{mean(rank['bytes_sent'] for rank in ranks) / 1e6:.1f}",
                 "training [s]": f"{mean(rank['time_seconds'] for rank in ranks):.1f}",

@@ -11,7 +11,7 @@ import torch
 import gossip_modules as gm
 
 if TYPE_CHECKING:
-    from train.config import Config
+    from train.run_config import RunConfig
 
 WIRE_DTYPES: Mapping[str, torch.dtype | None] = {
     "none": None,
@@ -24,7 +24,7 @@ WIRE_DTYPES: Mapping[str, torch.dtype | None] = {
 class Compression:
     """A compressor: how it is made, and which options it heeds."""
 
-    make: Callable[[Config], gm.Compressor]
+    make: Callable[[RunConfig], gm.Compressor]
     options: frozenset[str] = frozenset()
 
 
@@ -62,25 +62,25 @@ MONIQUA_STEP_SIZES: StepSizes = {("moniqua", 8): 1.0}
 """A grid of 8 bits is as good as exact: 1. Coarser ones want less, how much depends on theta."""
 
 
-def choco(config: Config) -> gm.Gossiper:
+def choco(config: RunConfig) -> gm.Gossiper:
     """CHOCO-SGD."""
     step_size = _step_size(config, CHOCO_STEP_SIZES, *_compression(config))
     return gm.Choco(COMPRESSORS[config.compressor].make(config), step_size=step_size)
 
 
-def deep_squeeze(config: Config) -> gm.Gossiper:
+def deep_squeeze(config: RunConfig) -> gm.Gossiper:
     """DeepSqueeze."""
     step_size = _step_size(config, DEEP_SQUEEZE_STEP_SIZES, *_compression(config))
     return gm.DeepSqueeze(COMPRESSORS[config.compressor].make(config), step_size=step_size)
 
 
-def moniqua(config: Config) -> gm.Gossiper:
+def moniqua(config: RunConfig) -> gm.Gossiper:
     """Moniqua."""
     step_size = _step_size(config, MONIQUA_STEP_SIZES, "moniqua", "compression_bits")
     return gm.Moniqua(config.theta, bits=config.compression_bits, step_size=step_size, seed=config.seed)
 
 
-def power_gossip(config: Config) -> gm.Gossiper:
+def power_gossip(config: RunConfig) -> gm.Gossiper:
     """PowerGossip."""
     return gm.PowerGossip(
         rank=config.power_rank,
@@ -92,12 +92,12 @@ def power_gossip(config: Config) -> gm.Gossiper:
     )
 
 
-def _compression(config: Config) -> tuple[str, str | None]:
+def _compression(config: RunConfig) -> tuple[str, str | None]:
     """The compressor and the option that it heeds, if any."""
     return config.compressor, next(iter(COMPRESSORS[config.compressor].options), None)
 
 
-def _step_size(config: Config, published: StepSizes, name: str, option: str | None) -> float:
+def _step_size(config: RunConfig, published: StepSizes, name: str, option: str | None) -> float:
     """The step size of the configuration, or the known one for `name` with the value of its `option`.
 
     Raises:

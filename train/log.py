@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from train.evaluate import Validation
+from train.evaluate import Validation, in_words
 from train.files import write_atomically
 from train.meters import Meters
 from train.outputs import TENSORBOARD, csv_path
@@ -29,17 +29,13 @@ class EpochRow:
     time_seconds: float
     """Spent in training since the start of the run, resumptions included, validation and checkpoints not."""
     data_seconds: float
-    """Of this epoch, waiting for images."""
+    """Of this epoch, waiting for the loader."""
     wait_seconds: float
     """Waiting for peers since this process started."""
     learning_rate: float
     loss: float | None
-    """Mean over the training images of this rank in this epoch; empty if the others have taken all its steps."""
+    """Mean over the training items of this rank in this epoch; empty if the others have taken all its steps."""
     train_accuracy_percent: float | None
-    own_test_accuracy_percent: float | None
-    """Of the model of this rank."""
-    averaged_test_accuracy_percent: float | None
-    """Of the average of all models."""
     consensus_distance: float | None
     """sqrt(mean_i ||x_i - mean_j x_j||^2)."""
     bytes_sent: float
@@ -48,6 +44,10 @@ class EpochRow:
     """Gossip rounds since this process started."""
     mean_staleness_forwards: float
     max_staleness_forwards: float
+    own_test: Mapping[str, float]
+    """Metrics of the model of this rank, columns own_test_<metric>; empty where there was no validation."""
+    averaged_test: Mapping[str, float]
+    """Of the average of all models, columns averaged_test_<metric>."""
 
     @classmethod
     def of(
@@ -69,16 +69,24 @@ class EpochRow:
             data_seconds=meters.data_seconds,
             wait_seconds=stats["wait_seconds"],
             learning_rate=learning_rate,
-            loss=meters.loss if meters.has_images else None,
-            train_accuracy_percent=meters.accuracy_percent if meters.has_images else None,
-            own_test_accuracy_percent=validation.own_accuracy_percent if validation else None,
-            averaged_test_accuracy_percent=validation.averaged_accuracy_percent if validation else None,
+            loss=meters.loss if meters.has_items else None,
+            train_accuracy_percent=meters.accuracy_percent if meters.has_items else None,
             consensus_distance=validation.consensus_distance if validation else None,
             bytes_sent=meters.bytes_sent_before + stats["bytes_sent"],
             num_rounds=stats["num_rounds"],
             mean_staleness_forwards=stats["mean_staleness"],
             max_staleness_forwards=stats["max_staleness"],
+            own_test=validation.own if validation else {},
+            averaged_test=validation.averaged if validation else {},
         )
+
+    @property
+    def columns(self) -> dict[str, float | None]:
+        """The row by the names of its columns."""
+        values = asdict(self)
+        for model in ("own_test", "averaged_test"):
+            values |= {f"{model}_{metric}": value for metric, value in values.pop(model).items()}
+        return values
 
 
 class RunLog:
@@ -123,7 +131,7 @@ class RunLog:
 
     def epoch(self, row: EpochRow) -> None:
         """Add `row` to the CSV; on rank 0 to TensorBoard and to the terminal too."""
-        values = asdict(row)
+        values = row.columns
         self._rows.append(values)
         write_atomically(self._path, lambda temporary: pd.DataFrame(self._rows).to_csv(temporary, index=False))
         if self._board is not None:
@@ -150,9 +158,9 @@ def _line(row: EpochRow) -> str:
         line += "no steps of this rank"
     else:
         line += f"loss {row.loss:.4f}  train {row.train_accuracy_percent:6.2f} %"
-    if row.own_test_accuracy_percent is None:
+    if row.consensus_distance is None:
         return line
     return (
-        f"{line}  test: own {row.own_test_accuracy_percent:6.2f} %"
-        f"  averaged {row.averaged_test_accuracy_percent:6.2f} %  consensus distance {row.consensus_distance:.3g}"
+        f"{line}  test: own {in_words(row.own_test)}  averaged {in_words(row.averaged_test)}"
+        f"  consensus distance {row.consensus_distance:.3g}"
     )

@@ -18,7 +18,7 @@ class Meters:
     def __init__(self, device: torch.device) -> None:
         # float64 holds integers exactly up to 2^53, so the two counts are exact.
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
-        """Loss times images, correct answers, images."""
+        """Loss times items, correct answers, items: images, or tokens."""
         self.data_seconds = 0.0
         """Waited for the loader in this epoch."""
         self.train_seconds = 0.0
@@ -26,30 +26,30 @@ class Meters:
         self.bytes_sent_before = 0.0
         """Sent by the processes that this run was resumed from."""
 
-    def update(self, outputs: Tensor, labels: Tensor, loss: Tensor) -> None:
-        """Count a micro-batch.
+    def update(self, loss: Tensor, num_correct: Tensor, num_items: int) -> None:
+        """Count a batch.
 
         Args:
-            outputs: logits [B, num_classes].
-            labels: classes, int64 [B].
-            loss: mean loss over the micro-batch, a scalar.
+            loss: mean over the batch, a scalar on the device.
+            num_correct: items that the model had right, a scalar on the device.
+            num_items: images, or tokens.
         """
-        num_correct = (outputs.detach().argmax(1) == labels).sum()
-        num_images = num_correct.new_tensor(len(labels))
-        self.sums += torch.stack([loss.detach().double() * num_images, num_correct, num_images])
+        self.sums[0] += loss.double() * num_items
+        self.sums[1] += num_correct
+        self.sums[2] += num_items
 
     @property
     def loss(self) -> float:
-        """Mean over the images of the epoch so far; nan before the first."""
+        """Mean over the items of the epoch so far; nan before the first."""
         return float(self.sums[0] / self.sums[2])
 
     @property
     def accuracy_percent(self) -> float:
-        """Of the training images of the epoch so far, as augmented, while the model was changing."""
+        """Of the training items of the epoch so far, as augmented, while the model was changing."""
         return float(100 * self.sums[1] / self.sums[2])
 
     @property
-    def has_images(self) -> bool:
+    def has_items(self) -> bool:
         """Whether this epoch has had any so far."""
         return bool(self.sums[2])
 

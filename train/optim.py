@@ -46,15 +46,24 @@ class LearningRate:
         return target * self.factor ** bisect_right(self.milestones, step // self.steps_per_epoch)
 
 
-def sgd(module: nn.Module, *, momentum: float, nesterov: bool, weight_decay: float) -> torch.optim.SGD:
-    """SGD over the trainable parameters of `module`; only tensors of two or more dimensions are decayed.
+def sgd(
+    module: nn.Module, *, momentum: float, nesterov: bool, weight_decay: float, decay_all: bool = False
+) -> torch.optim.SGD:
+    """SGD over the trainable parameters of `module`.
 
     The learning rate starts at 0: set it before every step with `set_learning_rate`.
+
+    Args:
+        module: whose parameters are trained.
+        momentum: 0: none.
+        nesterov: Nesterov's form of the momentum.
+        weight_decay: of tensors of two or more dimensions.
+        decay_all: also of biases and normalisation.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": weight_decay if decay_all else 0.0},
     ]
     return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=nesterov and momentum > 0)
 

@@ -17,14 +17,13 @@ import gossip_modules as gm
 from train.addresses import own_host
 from train.compression import COMPRESSORS, WIRE_DTYPES, choco, deep_squeeze, moniqua, power_gossip
 from train.graphs import base_graph, make_graph, make_static_graph, peers_by_round
-from train.images import BatchKey
 from train.pace import Lockstep, Pace, SharedRounds, SharedSteps
 from train.preemption import StopRequest
 
 if TYPE_CHECKING:
-    from train.config import Config
-    from train.data import Data
+    from train.run_config import RunConfig
     from train.state import TrainingState
+    from train.task import Task
     from train.world import World
 
 Wrapper: TypeAlias = (
@@ -35,7 +34,7 @@ Wrapper: TypeAlias = (
     | gm.PairwiseDataParallel
 )
 
-INTERPOLATIONS: Mapping[str, Callable[[Config], gm.Interpolation]] = {
+INTERPOLATIONS: Mapping[str, Callable[[RunConfig], gm.Interpolation]] = {
     "constant": lambda config: gm.ConstantInterpolation(config.interpolation_value),
     "clock": lambda config: gm.ClockInterpolation(),
     "loss": lambda config: gm.LossInterpolation(),
@@ -48,20 +47,20 @@ METHOD_OPTIONS = (
     *("power_rank", "power_iterations", "warm_start", "compress_vectors", "group_size", "sync_period", "wait_avoiding"),
     *("interpolation", "interpolation_value", "divergence_threshold", "fetch_probability"),
 )
-"""Options of Config that a recipe may heed; one that it does not is named in a warning."""
+"""Options of RunConfig that a recipe may heed; one that it does not is named in a warning."""
 
 
-def in_lockstep(state: TrainingState, config: Config, world: World, request: StopRequest) -> Pace:
+def in_lockstep(state: TrainingState, config: RunConfig, world: World, request: StopRequest) -> Pace:
     """Every rank takes every step."""
     return Lockstep(state, request, world.control, lag=1 + config.max_staleness)
 
 
-def sharing_steps(state: TrainingState, config: Config, world: World, request: StopRequest) -> Pace:
+def sharing_steps(state: TrainingState, config: RunConfig, world: World, request: StopRequest) -> Pace:
     """Fast ranks take more of the steps."""
     return SharedSteps(state, request, world)
 
 
-def sharing_rounds(state: TrainingState, config: Config, world: World, request: StopRequest) -> Pace:
+def sharing_rounds(state: TrainingState, config: RunConfig, world: World, request: StopRequest) -> Pace:
     """Late ranks skip rounds, where groups do not wait for them."""
     if config.wait_avoiding and config.group_size != 1:
         return SharedRounds(state, request, world)
@@ -71,36 +70,36 @@ def sharing_rounds(state: TrainingState, config: Config, world: World, request: 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method: what a table calls it, how it wraps a model given (module, config, world, data), what it heeds.
+    """A method: what a table calls it, how it wraps a model given (module, config, world, task), what it heeds.
 
     `max_staleness` is heeded where rounds in lockstep overlap, and a compressor brings options of its own. `make_pace`
     says how ranks take their steps, given (state, config, world, request to stop).
     """
 
     title: str
-    make: Callable[[nn.Module, Config, World, Data], Wrapper]
+    make: Callable[[nn.Module, RunConfig, World, Task], Wrapper]
     options: frozenset[str] = frozenset()
     always_overlaps: bool = False
-    make_pace: Callable[[TrainingState, Config, World, StopRequest], Pace] = in_lockstep
+    make_pace: Callable[[TrainingState, RunConfig, World, StopRequest], Pace] = in_lockstep
 
-    def wrap(self, module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
+    def wrap(self, module: nn.Module, config: RunConfig, world: World, task: Task) -> Wrapper:
         """The wrapper around `module`; rank 0 warns of options that are set and have no effect."""
         if (idle := self.idle(config)) and world.rank == 0:
             warnings.warn(f"{', '.join(idle)}: without effect with --recipe {config.recipe}", stacklevel=2)
         config = self.without_idle(config)
-        return self.make(module, replace(config, overlap=True) if self.always_overlaps else config, world, data)
+        return self.make(module, replace(config, overlap=True) if self.always_overlaps else config, world, task)
 
-    def idle(self, config: Config) -> list[str]:
+    def idle(self, config: RunConfig) -> list[str]:
         """The METHOD_OPTIONS that are set and have no effect."""
         heeded, defaults = self.heeded(config), _defaults(config)
         return [name for name in METHOD_OPTIONS if name not in heeded and getattr(config, name) != defaults[name]]
 
-    def without_idle(self, config: Config) -> Config:
+    def without_idle(self, config: RunConfig) -> RunConfig:
         """`config` with the defaults of what has no effect: equal for runs that are equal."""
         defaults = _defaults(config)
         return replace(config, **{name: defaults[name] for name in self.idle(config)})
 
-    def heeded(self, config: Config) -> frozenset[str]:
+    def heeded(self, config: RunConfig) -> frozenset[str]:
         """The METHOD_OPTIONS that shape a run of `config`."""
         options = self.options
         if "compressor" in options:
@@ -112,19 +111,18 @@ class Recipe:
         return options
 
 
-def _defaults(config: Config) -> dict[str, Any]:
+def _defaults(config: RunConfig) -> dict[str, Any]:
     return {field.name: field.default for field in fields(config)}
 
 
-def wrap_all_reduce(module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
+def wrap_all_reduce(module: nn.Module, config: RunConfig, world: World, task: Task) -> Wrapper:
     """AllReduce SGD: gradients averaged over all ranks at every step."""
     wrapper = gm.AllReduceDataParallel(module)
-    images, _ = data.train[BatchKey(data.shard[:2], seed=None)]
-    settle_buckets(wrapper, images.to(world.device))
+    settle_buckets(wrapper, task.example_inputs())
     return wrapper
 
 
-def settle_buckets(wrapper: gm.AllReduceDataParallel, images: Tensor) -> None:
+def settle_buckets(wrapper: gm.AllReduceDataParallel, inputs: tuple[Tensor, ...]) -> None:
     """Take the one backward after which DistributedDataParallel reorders its buckets, and leave no other trace.
 
     The order in which Gloo adds up the ranks depends on the place in a bucket. Without this, the first step of every
@@ -132,31 +130,31 @@ def settle_buckets(wrapper: gm.AllReduceDataParallel, images: Tensor) -> None:
 
     Args:
         wrapper: new, in train mode.
-        images: any batch, [B, C, H, W], B >= 2.
+        inputs: of the model, on the device.
     """
     before = {name: tensor.clone() for name, tensor in wrapper.module.state_dict().items()}
-    with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
+    with torch.random.fork_rng(devices=[inputs[0].device] if inputs[0].is_cuda else []):
         # Past our wrapper's own forward, which would count the traffic of a step that is none.
-        DistributedDataParallel.forward(wrapper, images).sum().backward()
+        DistributedDataParallel.forward(wrapper, *inputs).sum().backward()
     wrapper.module.load_state_dict(before)
     wrapper.zero_grad(set_to_none=True)
 
 
 def wrap_gossip(
     module: nn.Module,
-    config: Config,
+    config: RunConfig,
     world: World,
-    data: Data,
+    task: Task,
     *,
-    whom: Callable[[Config, int, Data], dict[str, Any]],
-    what: Callable[[Config], dict[str, Any]],
+    whom: Callable[[RunConfig, int, Task], dict[str, Any]],
+    what: Callable[[RunConfig], dict[str, Any]],
     push_sum: bool = False,
 ) -> Wrapper:
     """Gossip: parameters mixed with those of a few peers before every forward.
 
     Args:
-        module, config, world, data: of the run.
-        whom: arguments of the wrapper that say who talks to whom, of (config, number of nodes, data).
+        module, config, world, task: of the run.
+        whom: arguments of the wrapper that say who talks to whom, of (config, number of nodes, task).
         what: arguments of the wrapper that say what is said.
         push_sum: whether the graph may be directed.
     """
@@ -166,7 +164,7 @@ def wrap_gossip(
         )
     return gm.GossipDataParallel(
         module,
-        **whom(config, world.size // config.nprocs_per_node, data),
+        **whom(config, world.size // config.nprocs_per_node, task),
         **what(config),
         push_sum=push_sum,
         overlap=config.overlap,
@@ -179,38 +177,38 @@ def wrap_gossip(
     )
 
 
-def peers_of_a_graph(config: Config, num_nodes: int, data: Data, *, push_sum: bool) -> dict[str, Any]:
+def peers_of_a_graph(config: RunConfig, num_nodes: int, task: Task, *, push_sum: bool) -> dict[str, Any]:
     """Some peers of any graph in each round."""
     peers = peers_by_round(
         config.peers_per_itr,
-        steps_per_epoch=data.steps_per_epoch,
+        steps_per_epoch=task.steps_per_epoch,
         steps_per_round=max(config.gossip_every, config.max_staleness + 1),
     )
     return {"graph": make_graph(config.graph, num_nodes=num_nodes, peers_per_itr=peers, push_sum=push_sum)}
 
 
-def all_neighbours(config: Config, num_nodes: int, data: Data) -> dict[str, Any]:
+def all_neighbours(config: RunConfig, num_nodes: int, task: Task) -> dict[str, Any]:
     """All neighbours on an undirected graph that never changes."""
     return {"graph": make_static_graph(config.graph, num_nodes=num_nodes)}
 
 
-def random_matchings(config: Config, num_nodes: int, data: Data) -> dict[str, Any]:
+def random_matchings(config: RunConfig, num_nodes: int, task: Task) -> dict[str, Any]:
     """Matchings of a base graph, each by its own coin."""
     base = base_graph(config.graph, num_nodes=num_nodes)
     return {"mixing": gm.LaplacianMixing(gm.MatchaGraph(base, budget=config.budget, seed=config.seed))}
 
 
-def parameters(config: Config) -> dict[str, Any]:
+def parameters(config: RunConfig) -> dict[str, Any]:
     """The parameters themselves, maybe in fewer bits."""
     return {"wire_dtype": WIRE_DTYPES[config.wire_dtype]}
 
 
-def code(config: Config, *, gossiper: Callable[[Config], gm.Gossiper]) -> dict[str, Any]:
+def code(config: RunConfig, *, gossiper: Callable[[RunConfig], gm.Gossiper]) -> dict[str, Any]:
     """A lossy code of the parameters."""
     return {"gossiper": gossiper(config)}
 
 
-def wrap_bilateral(module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
+def wrap_bilateral(module: nn.Module, config: RunConfig, world: World, task: Task) -> Wrapper:
     """AD-PSGD: pairs average while both go on training."""
     return gm.BilatGossipDataParallel(
         module,
@@ -219,7 +217,7 @@ def wrap_bilateral(module: nn.Module, config: Config, world: World, data: Data) 
     )
 
 
-def wrap_group_average(module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
+def wrap_group_average(module: nn.Module, config: RunConfig, world: World, task: Task) -> Wrapper:
     """WAGMA-SGD: groups that change average without waiting for late members."""
     return gm.GroupAverageDataParallel(
         module,
@@ -231,7 +229,7 @@ def wrap_group_average(module: nn.Module, config: Config, world: World, data: Da
     )
 
 
-def wrap_pairwise(module: nn.Module, config: Config, world: World, data: Data) -> Wrapper:
+def wrap_pairwise(module: nn.Module, config: RunConfig, world: World, task: Task) -> Wrapper:
     """dpwa: each rank pulls the model of another; they tell each other here under which address they serve theirs."""
     own, host = _worker(world.rank), own_host(world)
     wrappers: list[gm.PairwiseDataParallel] = []
@@ -269,7 +267,7 @@ def _exact(title: str, *options: str, push_sum: bool, always_overlaps: bool = Fa
     return Recipe(title, make, _GOSSIP | {"peers_per_itr", "wire_dtype", *options}, always_overlaps)
 
 
-def _compressed(title: str, gossiper: Callable[[Config], gm.Gossiper], *options: str) -> Recipe:
+def _compressed(title: str, gossiper: Callable[[RunConfig], gm.Gossiper], *options: str) -> Recipe:
     make = partial(wrap_gossip, whom=all_neighbours, what=partial(code, gossiper=gossiper))
     return Recipe(title, make, _GOSSIP | {"overlap", "step_size", *options})
 

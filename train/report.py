@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pandas as pd
 
-from train.config import Config
-from train.evaluate import Validation
+from train.evaluate import Validation, in_words, title_of
 from train.files import write_atomically
 from train.meters import Meters
 from train.outputs import SUMMARY, csv_path
+from train.run_config import RunConfig
 
 
 @dataclass(frozen=True)
 class RankResult:
     """What one rank has to say at the end."""
 
-    own_test_accuracy_percent: float
-    """Of the model of this rank."""
+    own_test: Mapping[str, float]
+    """Metrics of the model of this rank."""
     num_steps: int
     """Optimizer steps that it took."""
     time_seconds: float
@@ -33,11 +33,17 @@ class RankResult:
     last_validation_bytes_sent: float
     """Of these, for the last validation."""
 
+    @property
+    def columns(self) -> dict[str, float]:
+        """By name, metrics as own_test_<metric>."""
+        values = asdict(self)
+        return {f"own_test_{metric}": value for metric, value in values.pop("own_test").items()} | values
+
     @classmethod
     def of(cls, validation: Validation, num_steps: int, meters: Meters, stats: Mapping[str, float]) -> RankResult:
         """Out of the last validation, the steps taken, the meters, and the wrapper's `comm_stats()`."""
         return cls(
-            own_test_accuracy_percent=validation.own_accuracy_percent,
+            own_test=validation.own,
             num_steps=num_steps,
             time_seconds=meters.train_seconds,
             wait_seconds=stats["wait_seconds"],
@@ -46,12 +52,15 @@ class RankResult:
         )
 
 
-def write_report(folder: Path, config: Config, validation: Validation, results: Sequence[RankResult]) -> None:
+def write_report(
+    folder: Path, config: RunConfig, score: str, validation: Validation, results: Sequence[RankResult]
+) -> None:
     """Write summary.json and curves.png into `folder` and print the table and the last line; for rank 0.
 
     Args:
         folder: of the run, with the finished CSV of every rank.
         config: of the run.
+        score: the metric that tells good from bad.
         validation: the last one.
         results: of all ranks, in their order.
     """
@@ -63,10 +72,11 @@ def write_report(folder: Path, config: Config, validation: Validation, results: 
     else:
         print("no curves: the checkpoint that was resumed had all epochs behind it, none was trained here")
     summary = {
-        "averaged_test_accuracy_percent": validation.averaged_accuracy_percent,
+        "score": score,
+        "averaged_test": dict(validation.averaged),
         "consensus_distance": validation.consensus_distance,
         "world_size": len(results),
-        "ranks": [asdict(result) for result in results],
+        "ranks": [result.columns for result in results],
         "config": asdict(config),
     }
     text = json.dumps(summary, indent=1) + "\n"
@@ -74,7 +84,7 @@ def write_report(folder: Path, config: Config, validation: Validation, results: 
     rows = [
         {
             "rank": str(rank),
-            "own test accuracy [%]": f"{result.own_test_accuracy_percent:.2f}",
+            **{f"own test {title_of(metric)}": f"{value:.2f}" for metric, value in result.own_test.items()},
             "steps": str(result.num_steps),
             "training [s]": f"{result.time_seconds:.1f}",
             "waiting for peers [s]": f"{result.wait_seconds:.1f}",
@@ -83,7 +93,7 @@ def write_report(folder: Path, config: Config, validation: Validation, results: 
         for rank, result in enumerate(results)
     ]
     print(f"\n{table(rows)}\n\nconsensus distance {validation.consensus_distance:.3g}; results in {folder}")
-    print(f"averaged model: test accuracy {validation.averaged_accuracy_percent:.2f} %", flush=True)
+    print(f"averaged model: test {in_words(validation.averaged)}", flush=True)
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:

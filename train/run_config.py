@@ -1,0 +1,215 @@
+"""RunConfig: the choices that every training script offers; frozen, filled from the command line by tyro."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from typing_extensions import Self
+
+from train.compression import COMPRESSORS, WIRE_DTYPES
+from train.graphs import GRAPHS, PREDEFINED_GRAPHS
+from train.recipes import METHOD_OPTIONS, RECIPES
+
+if TYPE_CHECKING:
+    from train.world import World
+
+
+@dataclass(frozen=True)
+class RunConfig(ABC):
+    """Method, checkpoints, log, network: what does not depend on the task, whose choices a script adds."""
+
+    recipe: str = "sgp"
+    """Method, an entry of train/recipes.py: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip,
+    adpsgd, wagma, dpwa."""
+    out_dir: str = ""
+    """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
+    resume: str = ""
+    """'auto': the newest complete checkpoint of out_dir, or a new start; else the folder of a run or checkpoint."""
+    seed: int = 1
+    """The same on every rank; fixes the initial model, the shards, the order and the augmentation of the images."""
+
+    epochs: int = 25
+    """Passes over the training data."""
+    accumulation_steps: int = 1
+    """Micro-batches of an optimizer step; a gossip round happens once per step."""
+    label_smoothing: float = 0.1
+    """Share of the target that is spread evenly over all classes."""
+    amp: Literal["none", "bfloat16", "float16"] = "none"
+    """Autocast dtype; float16 scales the loss with a GradScaler."""
+    compile: str = "none"
+    """Backend of torch.compile for the wrapped model, such as inductor; none: not compiled."""
+
+    graph: str = "auto"
+    """Who talks to whom, by a name in train/graphs.py; auto: the library's choice for dpsgd, sgp, osgp and adpsgd (that
+    wants a bipartite one). For the others ring (auto), torus, hypercube, complete, or matcha0 to matcha5, each with
+    all neighbours. ar, wagma and dpwa have none."""
+    peers_per_itr: str = "1"
+    """Peers per round, one number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one. For dpsgd,
+    sgp and osgp."""
+    overlap: bool = False
+    """Run each round under the next step, not before it; osgp always does, ar and sgp never. wagma: take the average of
+    a group one step later instead of waiting for it."""
+    max_staleness: int = 0
+    """With overlap: forwards that a round may complete late before training waits for it."""
+    gossip_every: int = 1
+    """Steps from one round to the next."""
+    average_every: int = 0
+    """Rounds from one exact global average to the next; 0: never."""
+    nprocs_per_node: int = 1
+    """Processes that average gradients among themselves and gossip as one."""
+
+    wire_dtype: str = "none"
+    """none, bfloat16 or float16: what the parameters of dpsgd, sgp, osgp and matcha are rounded to when they travel."""
+    budget: float = 0.5
+    """matcha: share of the base graph's links in use, on average over the rounds."""
+    compressor: str = "sign"
+    """choco, deepsqueeze: sign, topk, randomk, qsgd, bfloat16, float16."""
+    compression_ratio: float = 0.01
+    """topk, randomk: share of the entries that is sent."""
+    compression_bits: int = 8
+    """qsgd, moniqua: bits per entry, 2, 4 or 8."""
+    step_size: float = 0.0
+    """Of consensus, for choco, deepsqueeze, moniqua and powergossip. 0, the known ones on a ring: choco sign 0.45, topk
+    0.0375 and randomk 0.01 (both at a ratio of 0.01), qsgd 0.34 (4 or 8 bits), casts 1; deepsqueeze sign 0.01; moniqua
+    1 (8 bits); powergossip from the spectrum of the graph. Others have none and must be given one."""
+    theta: float = 1.0
+    """moniqua: more than any parameter of two neighbours ever differs by; the resolution is theta / 127 at 8 bits."""
+    power_rank: int = 1
+    """powergossip: rank of what is sent of a matrix."""
+    power_iterations: int = 1
+    """powergossip: power iterations, hence messages per neighbour, in a round."""
+    warm_start: bool = True
+    """powergossip: iterations go on from the last round's; otherwise they start at random."""
+    compress_vectors: bool = False
+    """powergossip: parameters of one dimension are compressed too, as one matrix."""
+
+    group_size: int = 0
+    """wagma: ranks that average in a round, a power of two; 1: none, local SGD; 0: about the square root of all."""
+    sync_period: int = 10
+    """wagma: rounds from one average over all ranks, which wait for each other there, to the next; 0: never."""
+    wait_avoiding: bool = True
+    """wagma: a late rank contributes what it last had; otherwise the ranks of a group wait for each other."""
+    interpolation: Literal["constant", "clock", "loss"] = "constant"
+    """dpwa: how far to go towards a peer's model: always as far, the further the more often it has published, or the
+    further the higher the own loss."""
+    interpolation_value: float = 0.5
+    """dpwa: that part of the way, with constant."""
+    divergence_threshold: float = 0.0
+    """dpwa: a loss below which a rank goes less far, in proportion; 0: none."""
+    fetch_probability: float = 1.0
+    """dpwa: share of the steps at which a rank asks a peer for its model."""
+
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """auto: nccl where every rank has a GPU of its own, else gloo. mpi: through mpi4py, under mpirun."""
+    comm_device: Literal["auto", "cpu"] = "auto"
+    """cpu: GPU parameters travel through pinned memory."""
+    timeout_seconds: float = 300.0
+    """Longest wait for a peer, after which the run ends with an error naming it."""
+    num_threads: int = 1
+    """Threads of each process; part of the numbers, since sums are ordered by thread."""
+    deterministic: bool = False
+    """Deterministic CUDA kernels, for bit-identical resumption on a GPU; a CPU needs nothing."""
+
+    checkpoint_every: int = 0
+    """Epochs from one checkpoint to the next; 0: only on a signal. With checkpoints, the last step has one."""
+    checkpoint_every_steps: int = 0
+    """Optimizer steps from one checkpoint to the next; 0: never within an epoch."""
+    keep_last: int = 2
+    """Newest checkpoints kept, next to the best one."""
+    validate_every: int = 1
+    """Epochs from one validation to the next; the last epoch is always validated."""
+    log_every: int = 10
+    """Optimizer steps from one point of TensorBoard and of the progress bar to the next."""
+
+    CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
+        "recipe": RECIPES,
+        "graph": [*GRAPHS, *PREDEFINED_GRAPHS],
+        "wire_dtype": WIRE_DTYPES,
+        "compressor": COMPRESSORS,
+        "compression_bits": (2, 4, 8),
+    }
+    POSITIVE: ClassVar[tuple[str, ...]] = (
+        *("epochs", "accumulation_steps", "gossip_every", "nprocs_per_node", "num_threads", "keep_last"),
+        *("validate_every", "log_every", "timeout_seconds", "theta", "power_rank", "power_iterations"),
+    )
+    NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
+        *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
+        *("sync_period", "divergence_threshold"),
+    )
+    SHARES: ClassVar[tuple[str, ...]] = ("budget", "compression_ratio", "fetch_probability")
+    """More than 0, at most 1."""
+    BELOW_ONE: ClassVar[tuple[str, ...]] = ("label_smoothing",)
+    """0 or more, less than 1."""
+    IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "accumulation_steps", "seed", "amp", *METHOD_OPTIONS)
+    """What a run shares with every checkpoint it can go on from."""
+    SETTINGS: ClassVar[tuple[str, ...]] = ("label_smoothing", "compile", "num_threads")
+    """What may change from there on, but makes it another run."""
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Defaults by the name that --preset takes; see train/command_line.py."""
+
+    def __post_init__(self) -> None:
+        for name, choices in self.CHOICES.items():
+            if getattr(self, name) not in choices:
+                expected = ", ".join(map(str, choices))
+                raise ValueError(f"got {name}={getattr(self, name)!r}, expected one of {expected}; see --help")
+        for name in self.POSITIVE:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected more than 0; see --help")
+        for name in self.NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected 0 or more; 0 switches it off")
+        for name in self.SHARES:
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected 0 < {name} <= 1; 1 leaves nothing out")
+        for name in self.BELOW_ONE:
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected 0 <= {name} < 1; 0 switches it off")
+        if self.seed < 0:
+            raise ValueError(f"got seed={self.seed}, expected 0 or more; it seeds numpy's generators too")
+        if not 0 <= self.interpolation_value <= 1:
+            raise ValueError(
+                f"got interpolation_value={self.interpolation_value}, expected 0 <= interpolation_value <= 1; 0 stays, "
+                "1 takes the peer's model"
+            )
+
+    @property
+    @abstractmethod
+    def subject(self) -> str:
+        """What is learnt, for the name of a folder."""
+
+    def resolved(self, world: World) -> Self:
+        """These choices, with what they leave to the machines filled in."""
+        return self
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The choices that a run shares with every checkpoint it can go on from, plain JSON values.
+
+        An option that the recipe does not heed is there by its default: it makes no other run.
+        """
+        config = RECIPES[self.recipe].without_idle(self)
+        return {name: _plain(getattr(config, name)) for name in self.IDENTITY}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The choices that may change from there on, but make it another run; plain JSON values."""
+        return {name: _plain(getattr(self, name)) for name in self.SETTINGS}
+
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether dpwa merges by losses, which ranks report then."""
+        return self.interpolation == "loss" or self.divergence_threshold > 0
+
+    @property
+    def run_dir(self) -> Path:
+        """Where this run writes."""
+        return Path(self.out_dir or f"runs/{self.subject}_{self.recipe}")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
