@@ -16,6 +16,13 @@ import torch
 import torch.distributed as dist
 
 
+PRELOADED = [
+    *("torch", "torch.distributed", "torch.nn.parallel", "gossip_modules"),
+    # What a training run imports when it needs it.
+    *("train.run", "train.image_task", "torch.utils.tensorboard", "visualization.curves", "sklearn.datasets"),
+]
+
+
 class Outcome(NamedTuple):
     """How one process ended."""
 
@@ -45,7 +52,7 @@ def run_processes(
 ) -> list[Outcome]:
     """`body(rank, *args)` in `world_size` processes with torch.distributed initialised; how each ended, in rank order.
 
-    The processes are forks of a server that has imported torch, so that only the first one waits for the import.
+    The processes are forks of a server that has imported what they need, so that only the first one waits for that.
 
     Args:
         world_size: number of processes.
@@ -57,7 +64,7 @@ def run_processes(
         timeout: seconds for everything; a process that has not ended then is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "gossip_modules"])
+    context.set_forkserver_preload(PRELOADED)
     deadline = time.monotonic() + timeout
     outcomes = [Outcome()] * world_size
     with tempfile.TemporaryDirectory() as folder:
