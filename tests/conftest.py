@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ranks import forget_threads
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@pytest.fixture(autouse=True)
+def _only_its_own_threads() -> None:
+    """A test answers for the threads that it starts."""
+    forget_threads()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,18 @@ def assert_no_gossip_threads() -> None:
     assert gossip_threads() == []
 
 
+_threads_of_others: WeakSet[threading.Thread] = WeakSet()
+
+
+def forget_threads() -> None:
+    """Leave those that are alive now out of `gossip_threads`: listeners whose peers never said goodbye stay behind."""
+    _threads_of_others.update(threading.enumerate())
+
+
 def gossip_threads() -> list[threading.Thread]:
-    """The library's threads that are alive."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("gossip-")]
+    """The library's threads that are alive, of this test."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("gossip-") and thread not in _threads_of_others
+    ]

@@ -33,7 +33,7 @@ from gossip_modules import (
 )
 from gossip_modules.wrapper import GossipWrapper
 from tests.problems import adamw, batch, fill_, loss_of, mlp, net, numerator, sgd, train_step
-from tests.ranks import gossip_threads, run_ranks, solo_group
+from tests.ranks import assert_no_gossip_threads, run_ranks, solo_group
 from tests.reference import flatten
 
 MODES: list[dict[str, Any]] = [{}, {"overlap": True}, {"overlap": True, "max_staleness": 2}]
@@ -1000,8 +1000,6 @@ def test_a_profiler_trace_shows_every_round(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", MODES)
 def test_close_ends_threads_and_training_goes_on_locally(options: dict[str, Any]) -> None:
-    before = set(gossip_threads())  # left behind by other tests, whose peers never said goodbye
-
     def body(group: dist.ProcessGroup) -> None:
         wrapper = wrap(mlp(group.rank()), group, graph=irregular(), **options)
         optimizer = sgd(wrapper)
@@ -1021,9 +1019,7 @@ def test_close_ends_threads_and_training_goes_on_locally(options: dict[str, Any]
         assert wrapper.comm_stats()["bytes_sent"] == num_bytes
 
     run_ranks(3, body)
-    for thread in set(gossip_threads()) - before:
-        thread.join(5)
-    assert set(gossip_threads()) <= before
+    assert_no_gossip_threads()
 
 
 # Mistakes.
