@@ -1,1 +1,1 @@
-"""Plots of finished runs; everything here reads files only."""
+"""Pictures: of finished runs, from their files alone, and of communication graphs, from the library's matrices."""

@@ -6,15 +6,17 @@ python -m visualization.consensus runs/consensus/consensus.csv          # writes
 from __future__ import annotations
 
 import argparse
-from itertools import cycle
 from pathlib import Path
 
-import matplotlib as mpl
 import pandas as pd
-from matplotlib.figure import Figure
+
+from visualization.style import MUTED, PAGE, add_legend, line_style, new_figure, save, styled
+from visualization.tables import read_columns
 
 THRESHOLDS = (1e-2, 1e-4)
 """Errors, relative to the start, that a run is judged by."""
+MAX_SEEN = 40
+"""Of so many logged points each is marked."""
 COLUMNS = ("method", "step_size", "step", "error", "megabits", "diverged")
 
 
@@ -41,45 +43,43 @@ def _rank(run: pd.DataFrame) -> tuple[float, ...]:
 
 
 def draw(csv: Path, path: Path) -> Path:
-    """Draw the CSV of train/consensus.py into the PNG file `path`; returns it.
+    """Draw the CSV of train/consensus.py as the file `path`; returns it.
 
     Raises:
         ValueError: a column is missing, or there are no rows.
     """
-    points = pd.read_csv(csv)
-    if missing := [name for name in COLUMNS if name not in points] or (["rows"] if points.empty else []):
-        raise ValueError(f"got {csv} without {', '.join(missing)}, expected the CSV of train/consensus.py")
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    styles = cycle([(color, line) for line in ("-", "--", ":") for color in mpl.color_sequences["tab10"]])
-    for (method, run), (color, line) in zip(best_runs(points).items(), styles):
-        label = f"{method}, step size {run['step_size'].iloc[0]:.3g}{' (diverges)' if run['diverged'].any() else ''}"
-        # A logarithm has no place for step 0, nor for an error that is 0 or no number.
-        run = run[(run["step"] > 0) & (run["error"] > 0)]
-        for axis, x in zip(axes, ("step", "megabits"), strict=True):
-            style = {"color": color, "linestyle": line, "linewidth": 1.6, "marker": ".", "markersize": 5}
-            axis.plot(run[x], run["error"], label=label, **style)
-    for axis, xlabel in zip(axes, ("step", "sent per worker [Mbit]"), strict=True):
-        # Without a single point a logarithmic axis has no ends.
-        scale = "log" if any(len(line.get_path().vertices) for line in axis.get_lines()) else "linear"
-        axis.set(xscale=scale, yscale=scale, xlabel=xlabel)
-        for threshold in THRESHOLDS:
-            axis.axhline(threshold, color="gray", linewidth=0.8, alpha=0.6)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("squared distance to the mean, relative to the start")
-    data = f" of {points['data'].iloc[0]} matrices" if "data" in points else ""
-    figure.suptitle(f"Consensus{data}: each method with its best step size", fontsize="medium")
-    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside right center")
-    figure.savefig(path, dpi=120)
-    return path
+    points = read_columns(csv, COLUMNS, source="train/consensus.py")
+    with styled():
+        figure = new_figure(PAGE, 4.2)
+        axes = figure.subplots(1, 2, sharey=True)
+        for index, (method, run) in enumerate(best_runs(points).items()):
+            end = " (diverges)" if run["diverged"].any() else ""
+            label = f"{method}, step size {run['step_size'].iloc[0]:.3g}{end}"
+            # A logarithm has no place for step 0, nor for an error that is 0 or no number.
+            run = run[(run["step"] > 0) & (run["error"] > 0)]
+            for axis, x in zip(axes, ("step", "megabits"), strict=True):
+                style = line_style(index, len(run))
+                if len(run) <= MAX_SEEN:
+                    style |= {"markevery": 1, "markersize": 2.5}
+                axis.plot(run[x], run["error"], label=label, **style)
+        for axis, xlabel in zip(axes, ("step", "sent per worker [Mbit]"), strict=True):
+            # Without a single point a logarithmic axis has no ends.
+            scale = "log" if any(len(line.get_path().vertices) for line in axis.get_lines()) else "linear"
+            axis.set(xscale=scale, yscale=scale, xlabel=xlabel)
+            for threshold in THRESHOLDS:
+                axis.axhline(threshold, color=MUTED, linewidth=0.8)
+        axes[0].set_ylabel("squared distance to the mean, relative to the start")
+        data = f" of {points['data'].iloc[0]} matrices" if "data" in points else ""
+        figure.suptitle(f"Consensus{data}: each method with its best step size")
+        add_legend(figure, axes)
+        return save(figure, path)
 
 
 def main() -> None:
     """Draw the CSV named on the command line, beside it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path, help="consensus.csv")
-    parser.add_argument("--output", type=Path, help="PNG to write; default: beside the CSV")
+    parser.add_argument("--output", type=Path, help="file to write; default: beside the CSV")
     options = parser.parse_args()
     print(draw(options.csv, options.output or options.csv.with_suffix(".png")))
 

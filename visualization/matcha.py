@@ -18,20 +18,17 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
+
+from visualization.style import COLUMN, MUTED, PAGE, SMALL, add_legend, line_style, new_figure, save, styled
 
 MAX_LABELS = 64
 """Up to so many ranks carry their number."""
 MAX_CIRCLE = 32
 """Up to so many ranks without a place stand in a circle, where no link runs through a third rank."""
-NEVER = "lightgray"
+NEVER = "darkgray"
 COLORS = mpl.colormaps["viridis_r"]
-STYLES: dict[str, dict[str, Any]] = {
-    "MATCHA": {"color": "tab:blue", "marker": "o"},
-    "MATCHA, p and alpha jointly": {"color": "tab:green", "marker": "s"},
-    "equal p": {"color": "tab:orange", "marker": "^"},
-    "periodic D-PSGD": {"color": "tab:red", "marker": "v"},
-}
+METHODS = ("MATCHA", "MATCHA, p and alpha jointly", "equal p", "periodic D-PSGD")
+"""In the order of their looks."""
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -52,17 +49,18 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 
 def draw(plan: Mapping[str, Any], path: Path) -> Path:
-    """Draw the base graph, and rho against budget where the plan has it, into the PNG file `path`; returns it."""
+    """Draw the base graph, and rho against budget where the plan has it, as the file `path`; returns it."""
     has_curve = bool(plan["budgets"])
-    figure = Figure(figsize=(12.5, 5.6) if has_curve else (7, 5.6), layout="constrained")
-    axes = figure.subplots(1, 1 + has_curve, squeeze=False).flat
-    draw_graph(axes[0], plan)
-    bar = figure.colorbar(ScalarMappable(Normalize(0, 1), COLORS), ax=axes[0], fraction=0.046, pad=0.02)
-    bar.set_label("probability that a round uses the link")
-    if has_curve:
-        draw_rhos(axes[1], plan)
-    figure.savefig(path, dpi=120)
-    return path
+    with styled():
+        figure = new_figure(PAGE if has_curve else COLUMN, 3.4 if has_curve else 2.9)
+        axes = list(figure.subplots(1, 1 + has_curve, squeeze=False).flat)
+        draw_graph(axes[0], plan)
+        bar = figure.colorbar(ScalarMappable(Normalize(0, 1), COLORS), ax=axes[0], fraction=0.046, pad=0.02)
+        bar.set_label("probability that a round uses the link")
+        if has_curve:
+            draw_rhos(axes[1], plan)
+        add_legend(figure, axes, least=1)
+        return save(figure, path)
 
 
 def draw_graph(axis: Axes, plan: Mapping[str, Any]) -> None:
@@ -84,48 +82,43 @@ def draw_graph(axis: Axes, plan: Mapping[str, Any]) -> None:
     lines = LineCollection(
         [(positions[u], positions[v]) for u, v, _ in edges],
         colors=[COLORS(p) if p > 0 else NEVER for _, _, p in edges],
-        linewidths=[0.3 + (0.9 + 4 * p) * max(scale, 0.25) for _, _, p in edges],
+        linewidths=[0.2 + (0.6 + 2.4 * p) * max(scale, 0.25) for _, _, p in edges],
         linestyles=["solid" if p > 0 else "dotted" for _, _, p in edges],
         zorder=1,
     )
     axis.add_collection(lines)
     xs, ys = zip(*positions)
-    axis.scatter(xs, ys, s=300 * scale, color="white", edgecolors="black", linewidths=scale, zorder=2)
+    axis.scatter(xs, ys, s=150 * scale, color="white", edgecolors="black", linewidths=scale, zorder=2)
     if num_ranks <= MAX_LABELS:
         for rank, (x, y) in enumerate(positions):
-            axis.text(x, y, str(rank), ha="center", va="center", fontsize=4 + 5 * scale**0.5, zorder=3)
+            axis.text(x, y, str(rank), ha="center", va="center", fontsize=SMALL * max(scale**0.5, 0.6), zorder=3)
     axis.set_aspect("equal", adjustable="datalim")
     axis.margins(0.08)
     axis.set_axis_off()
     if any(p == 0 for _, _, p in edges):
-        axis.plot([], [], color=NEVER, linestyle="dotted", label="never used")
-        axis.legend(frameon=False, fontsize="small", loc="lower left")
-    axis.set_title(f"{plan['name']}: budget {plan['budget']:.3g}, rho {plan['rho']:.4f}", fontsize="medium")
+        axis.plot([], [], color=NEVER, linestyle="dotted", label="link never used")
+    axis.set_title(f"{plan['name']}: budget {plan['budget']:.3g}, rho {plan['rho']:.4f}")
 
 
 def draw_rhos(axis: Axes, plan: Mapping[str, Any]) -> None:
     """rho of every method against the budget, D-PSGD as a line, and the budget of this plan."""
     for name, rhos in plan["rhos"].items():
-        axis.plot(plan["budgets"], rhos, label=name, markersize=4, linewidth=1.6, **STYLES[name])
-    axis.axhline(plan["dpsgd"]["rho"], color="black", linestyle="--", linewidth=1.2, label="D-PSGD, budget 1")
-    axis.axvline(plan["budget"], color="gray", linestyle=":", linewidth=1.2, label="this plan")
+        axis.plot(plan["budgets"], rhos, label=name, **line_style(METHODS.index(name), len(rhos)))
+    axis.axhline(plan["dpsgd"]["rho"], color="black", linestyle="--", linewidth=1.0, label="D-PSGD, budget 1")
+    axis.axvline(plan["budget"], color=MUTED, linestyle=":", linewidth=1.2, label="this plan")
     axis.set(
-        title="Squared distance from the average, after a round (lower is better)",
+        title="Squared distance after a round (lower is better)",
         xlabel="budget: share of the time of the full schedule",
         ylabel="rho: expected factor per round",
         xlim=(0, 1.02),
     )
-    axis.title.set_fontsize("medium")
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize="small")
 
 
 def main() -> None:
     """Draw the plan named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="JSON file written by python -m gossip_modules.matching --output")
-    parser.add_argument("--output", type=Path, help="PNG to write; default: beside the plan")
+    parser.add_argument("--output", type=Path, help="file to write; default: beside the plan")
     arguments = parser.parse_args()
     print(draw(read_plan(arguments.plan), arguments.output or arguments.plan.with_suffix(".png")))
 

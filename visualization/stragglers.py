@@ -8,29 +8,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.typing import ColorType
+
+from visualization.style import COLORS, PAGE, legend_columns, line_style, new_figure, save, styled
+from visualization.tables import read_columns
 
 ROW_COLUMNS = ("setting", "method", "title", "seed", "steps_per_second")
 CURVE_COLUMNS = ("setting", "method", "title", "seed", "seconds", "accuracy_percent")
 UNDISTURBED, BOUND = "undisturbed", "none"
-
-
-def read(csv: Path, columns: tuple[str, ...]) -> pd.DataFrame:
-    """A CSV of benchmarks/stragglers.py.
-
-    Raises:
-        ValueError: a column is missing, or there are no rows.
-    """
-    table = pd.read_csv(csv)
-    if missing := [name for name in columns if name not in table] or (["rows"] if table.empty else []):
-        raise ValueError(f"got {csv} without {', '.join(missing)}, expected a CSV of benchmarks/stragglers.py")
-    return table
+SOURCE = "benchmarks/stragglers.py"
+HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\")
 
 
 def kept_percent(rows: pd.DataFrame) -> pd.DataFrame:
@@ -51,56 +41,73 @@ def lower_limit(curves: pd.DataFrame) -> float:
     return max(10 * (min(best.min(), 90.0) // 10 - 1), 0.0)
 
 
-def draw_curves(axis: Axes, curves: pd.DataFrame, colors: Mapping[str, ColorType], *, lowest: float) -> None:
-    """Accuracy of the averaged model against seconds, a line per method and seed, on an axis from `lowest` percent."""
+def draw_curves(axis: Axes, curves: pd.DataFrame, places: Mapping[str, int], *, lowest: float) -> None:
+    """Accuracy of the averaged model against seconds, a line per method and seed, on an axis from `lowest` percent.
+
+    Args:
+        axis: where to draw.
+        curves: of one setting.
+        places: of each title among all, which give it its look.
+        lowest: end of the axis.
+    """
     for (title, _), points in curves.groupby(["title", "seed"], sort=False):
-        axis.plot(points["seconds"], points["accuracy_percent"], color=colors[title], linewidth=1.5, label=title)
+        style = line_style(places[title], len(points))
+        axis.plot(points["seconds"], points["accuracy_percent"], label=title, **style)
     axis.set(xlabel="seconds", ylim=(lowest, 100))
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
-def draw_bars(axis: Axes, kept: pd.DataFrame, colors: Mapping[str, ColorType]) -> None:
-    """A group of bars per setting, a bar per method."""
+def draw_bars(axis: Axes, kept: pd.DataFrame, places: Mapping[str, int]) -> None:
+    """A group of bars per setting, a bar per method: colours and hatches tell them apart."""
     width = 0.8 / max(len(kept), 1)
     for index, (title, values) in enumerate(kept.iterrows()):
-        places = [place - 0.4 + (index + 0.5) * width for place in range(len(values))]
-        axis.bar(places, values, width, color=colors[title], label=title)
+        xs = [x - 0.4 + (index + 0.5) * width for x in range(len(values))]
+        axis.bar(xs, values, width, label=title, **_bar_style(places[title]))
     axis.set_xticks(range(len(kept.columns)), kept.columns)
     axis.set(title="rate of fast ranks", ylabel="of the undisturbed rate [%]")
-    axis.grid(alpha=0.3, axis="y")
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(visible=False, axis="x")
+
+
+def _bar_style(place: int) -> dict[str, Any]:
+    hatch = HATCHES[place % len(HATCHES)]
+    return {"facecolor": COLORS[place % len(COLORS)], "hatch": hatch, "edgecolor": "white", "linewidth": 0}
 
 
 def draw(csv: Path, curves_csv: Path, path: Path) -> Path:
-    """Draw the two CSV files into the PNG file `path`; returns it.
+    """Draw the two CSV files as the file `path`; returns it.
 
     Raises:
-        ValueError: see `read`.
+        ValueError: a column is missing, or there are no rows.
     """
-    rows, curves = read(csv, ROW_COLUMNS), read(curves_csv, CURVE_COLUMNS)
+    rows = read_columns(csv, ROW_COLUMNS, source=SOURCE)
+    curves = read_columns(curves_csv, CURVE_COLUMNS, source=SOURCE)
     settings = list(dict.fromkeys(rows["setting"]))
-    colors = dict(
-        zip(dict.fromkeys(rows["title"]), [color for _ in range(9) for color in mpl.color_sequences["tab10"]])
-    )
+    places = {title: index for index, title in enumerate(dict.fromkeys(rows["title"]))}
     curves = curves[curves["method"] != BOUND]
     lowest = lower_limit(curves)
-    figure = Figure(figsize=(4 * len(settings) + 4, 4), layout="constrained")
-    axes = figure.subplots(1, len(settings) + 1, squeeze=False)[0]
-    for axis, setting in zip(axes, settings):
-        draw_curves(axis, curves[curves["setting"] == setting], colors, lowest=lowest)
-        axis.set(title=setting)
-    axes[0].set(ylabel="test accuracy of the averaged model [%]")
-    draw_bars(axes[-1], kept_percent(rows), colors)
-    shown: dict[str, Artist] = {}  # a method has a line per seed, and a bar only where it was run undisturbed
-    for axis in axes:
-        for handle, title in zip(*axis.get_legend_handles_labels()):
-            shown.setdefault(title, handle)
-    titles = [title for title in colors if title in shown]
-    handles = [shown[title] for title in titles]
-    figure.legend(handles, titles, frameon=False, fontsize="small", loc="outside right upper")
-    figure.savefig(path, dpi=120)
-    return path
+    with styled():
+        num_rows = -(-(len(settings) + 1) // 3)
+        num_columns = -(-(len(settings) + 1) // num_rows)
+        figure = new_figure(PAGE, 2.2 * num_rows + 0.9)
+        axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
+        for axis, setting in zip(axes, settings):
+            draw_curves(axis, curves[curves["setting"] == setting], places, lowest=lowest)
+            axis.set(title=setting)
+        for axis in axes[: len(settings) : num_columns]:
+            axis.set(ylabel="averaged model: test accuracy [%]")
+        draw_bars(axes[len(settings)], kept_percent(rows), places)
+        for axis in axes[len(settings) + 1 :]:
+            axis.set_axis_off()
+        # A method has a line per seed, and a bar only where it was run undisturbed.
+        shown = {
+            title: handle
+            for axis in reversed(axes)
+            for handle, title in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        titles = [title for title in places if title in shown]
+        handles = [shown[title] for title in titles]
+        columns = legend_columns(titles, PAGE)
+        figure.legend(handles, titles, loc="outside lower center", ncols=columns)
+        return save(figure, path)
 
 
 def main() -> None:
@@ -108,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path, help="stragglers.csv")
     parser.add_argument("curves", type=Path, help="curves.csv")
-    parser.add_argument("--output", type=Path, help="PNG to write; default: beside the first CSV")
+    parser.add_argument("--output", type=Path, help="file to write; default: beside the first CSV")
     options = parser.parse_args()
     print(draw(options.csv, options.curves, options.output or options.csv.with_suffix(".png")))
 

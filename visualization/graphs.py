@@ -1,0 +1,162 @@
+"""Communication graphs by name, with the weights that a run mixes with, as dense matrices W(t)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+import gossip_modules as gm
+
+Matrix = npt.NDArray[np.float64]
+
+GRAPHS: Mapping[str, Callable[..., gm.GraphManager]] = {
+    "exponential": gm.DynamicDirectedExponentialGraph,
+    "npeer-exponential": gm.NPeerDynamicDirectedExponentialGraph,
+    "bipartite-exponential": gm.DynamicBipartiteExponentialGraph,
+    "linear": gm.DynamicDirectedLinearGraph,
+    "bipartite-linear": gm.DynamicBipartiteLinearGraph,
+    "bipartite-complete": gm.DynamicBipartiteCompleteGraph,
+    "ring": gm.RingGraph,
+    "torus": gm.TorusGraph,
+    "hypercube": gm.HypercubeGraph,
+    "complete": gm.CompleteGraph,
+}
+"""Graphs of any number of ranks; with all neighbours in each round ring, torus, hypercube and complete never change."""
+STATIC = ("ring", "torus", "hypercube", "complete")
+PREDEFINED: Mapping[str, int] = {f"matcha{index}": index for index in range(6)}
+"""The base graphs of the MATCHA experiments, of 8 or 16 ranks."""
+PUSH_SUM, ALL_NEIGHBOURS = ("sgp", "osgp"), ("choco", "deepsqueeze", "moniqua", "powergossip")
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Who mixes with whom, and how.
+
+    Attributes:
+        title: names the graph.
+        num_ranks: n.
+        period: rounds until W(t) repeats; 0: never.
+        matrix: W(t), float64 [n, n], of the round t: row i has the weights that rank i gives.
+    """
+
+    title: str
+    num_ranks: int
+    period: int
+    matrix: Callable[[int], Matrix]
+
+    @classmethod
+    def of(cls, mixing: gm.MixingManager, title: str) -> Rounds:
+        """Those of a mixing manager."""
+        return cls(title, mixing.graph.world_size, mixing.period, lambda t: np.asarray(mixing.matrix(t)))
+
+
+def all_neighbours(name: str, num_ranks: int) -> int:
+    """How many peers each rank of a graph in STATIC has."""
+    return max(1, len(GRAPHS[name](num_ranks).phone_book(0)))
+
+
+def make_graph(name: str, num_ranks: int, *, peers_per_itr: int | None = None) -> gm.GraphManager:
+    """A graph of GRAPHS or PREDEFINED.
+
+    Args:
+        name: of the graph.
+        num_ranks: n; a predefined graph has its own.
+        peers_per_itr: peers of a round; None: all neighbours on a graph of STATIC or PREDEFINED, else one.
+
+    Raises:
+        ValueError: no such graph, or none of that size.
+    """
+    if name in PREDEFINED:
+        graph = gm.NetworkXGraph(gm.select_graph(PREDEFINED[name]), peers_per_itr=peers_per_itr)
+        if graph.world_size != num_ranks:
+            raise ValueError(f"got {num_ranks} ranks for {name}, expected the {graph.world_size} that it has")
+        return graph
+    if name not in GRAPHS:
+        raise ValueError(f"got graph={name!r}, expected one of {', '.join([*GRAPHS, *PREDEFINED])}")
+    if peers_per_itr is None:
+        peers_per_itr = all_neighbours(name, num_ranks) if name in STATIC else 1
+    return GRAPHS[name](num_ranks, peers_per_itr=peers_per_itr)
+
+
+def make_mixing(graph: gm.GraphManager) -> gm.MixingManager:
+    """Weights for a graph: its Laplacian for MATCHA, Metropolis-Hastings where it is undirected, else uniform.
+
+    On a regular graph, as all of GRAPHS but bipartite-complete of an odd number are, the last two are the same.
+    """
+    if isinstance(graph, gm.MatchaGraph):
+        return gm.LaplacianMixing(graph)
+    return gm.MetropolisHastingsMixing(graph) if graph.is_symmetric else gm.UniformMixing(graph)
+
+
+def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
+    """The mixing of a run, or why there is none to show.
+
+    Args:
+        config: options of the run, as in its summary.json.
+        world_size: processes of the run.
+
+    Raises:
+        ValueError: options that no run can have.
+    """
+    recipe, name = config.get("recipe"), config.get("graph", "auto")
+    num_nodes = world_size // int(config.get("nprocs_per_node", 1))
+    if recipe == "ar":
+        return "AllReduce: gradients are averaged over all ranks in every step; there is no graph."
+    if recipe == "dpwa":
+        return "dpwa: each rank pulls the model of a random live peer; there is no fixed graph."
+    if num_nodes < 2:
+        return "A single node has no peers."
+    if recipe == "wagma":
+        groups = gm.ButterflyGroups(num_nodes, group_size=config.get("group_size") or None)
+        period = config.get("sync_period", 0)
+        return _groups(groups, f", all ranks every {period} rounds" if period else "")
+    if recipe == "matcha":
+        name = "ring" if name == "auto" else name
+        base = nx.Graph(_edges(make_graph(name, num_nodes)))
+        matcha = gm.MatchaGraph(base, budget=config["budget"], seed=config["seed"])
+        return Rounds.of(make_mixing(matcha), f"MATCHA on {name}, budget {config['budget']:g}")
+    if recipe in ALL_NEIGHBOURS:
+        name = "ring" if name == "auto" else name
+        return Rounds.of(make_mixing(make_graph(name, num_nodes)), f"{name}, all neighbours")
+    is_push_sum = recipe in PUSH_SUM
+    peers = 1 if recipe == "adpsgd" else _first_peers(str(config.get("peers_per_itr", "1")))
+    if name == "auto":
+        name = "npeer-exponential" if is_push_sum else "bipartite-exponential"
+        if not is_push_sum and num_nodes % 2:
+            name, peers = ("bipartite-complete", 1) if recipe == "adpsgd" else ("ring", max(peers, 2))
+    graph = make_graph(name, num_nodes, peers_per_itr=peers)
+    mixing = gm.UniformMixing(graph) if is_push_sum else make_mixing(graph)
+    return Rounds.of(mixing, f"{name}, {peers} peer{'s' if peers > 1 else ''} per round")
+
+
+def _first_peers(text: str) -> int:
+    """How many peers a run begins with: '0:2,30:1' is two from epoch 0 and one from 30 on, '2' is two throughout."""
+    pairs = [pair.split(":") for pair in text.split(",")]
+    return int(min(pairs, key=lambda pair: int(pair[0]))[-1])
+
+
+def _edges(graph: gm.GraphManager) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(graph.world_size) for j in graph.phone_book(i)]
+
+
+def _groups(groups: gm.ButterflyGroups, ending: str) -> Rounds:
+    """The average of a group as weights."""
+    n = groups.world_size
+    num_bits, num_masks = n.bit_length() - 1, groups.group_size.bit_length() - 1
+    # The window over the butterfly comes around, and so do the ranks that are left over.
+    period = lcm(num_bits // gcd(num_bits, num_masks), n // gcd(n, n - 2**num_bits)) if num_masks else 1
+
+    def matrix(t: int) -> Matrix:
+        weights = np.zeros((n, n))
+        for rank in range(n):
+            members = groups.members(rank, t)
+            weights[rank, list(members)] = 1 / len(members)
+        return weights
+
+    return Rounds(f"groups of {groups.group_size}{ending}", n, period, matrix)

@@ -1,0 +1,189 @@
+"""Panels: each a plot of one quantity against another, a line per run, of whatever runs have the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from visualization.runs import Run
+from visualization.style import line_style
+
+SETTLED = 0.2
+"""Share of the epochs after which the loss is to fill its axis: its start would press all recipes into one line."""
+ERROR_TICKS = (0, 0.5, 1, 2, 5, 10, 20, 50, 100)
+MAX_NAMES = 3
+"""So many runs are named in a title."""
+SMALL_ERROR = 10.0
+"""Percent; where errors get below, the axis is near to logarithmic."""
+
+
+class Unit(NamedTuple):
+    """So many of a base unit, by this name."""
+
+    size: float
+    name: str
+
+
+UNITS: Mapping[str, tuple[Unit, ...]] = {
+    "time_seconds": (Unit(1, "s"), Unit(60, "min"), Unit(3600, "h")),
+    "bytes_sent": (Unit(1e6, "MB"), Unit(1e9, "GB"), Unit(1e12, "TB")),
+}
+"""Of columns, ascending; the largest is taken of which there are ten or more, else the smallest."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One quantity against another.
+
+    Attributes:
+        name: of its file.
+        title: above it.
+        x, y: columns of the tables; x is averaged over ranks.
+        xlabel, ylabel: of the axes; where UNITS has x, its unit is added.
+        band: column whose range over ranks is shaded around the line; empty: none.
+        is_error: draw 100 - y, and so the band.
+        finish: called with the axis and the runs, when all lines are drawn: scales and limits.
+    """
+
+    name: str
+    title: str
+    x: str
+    y: str
+    xlabel: str
+    ylabel: str
+    band: str = ""
+    is_error: bool = False
+    finish: Callable[[Axes, Sequence[Run]], None] = lambda axis, runs: None
+
+    def runs_with(self, runs: Sequence[Run]) -> list[Run]:
+        """Those that have something to draw here."""
+        return [run for run in runs if self.points(run) is not None]
+
+    def points(self, run: Run) -> pd.DataFrame | None:
+        """The line of a run: x, y, low, high, a row per epoch that has both; None: there is none."""
+        if not (run.has(self.x) and run.has(self.y)):
+            return None
+        rows = run.table.dropna(subset=[self.x, self.y])
+        if self.x in UNITS:
+            rows = rows[rows[self.x] > 0]
+        epochs = rows.groupby("epoch")
+        points = pd.DataFrame({"x": epochs[self.x].mean(), "y": epochs[self.y].mean()})
+        has_band = bool(self.band) and run.has(self.band)
+        points["low"] = epochs[self.band].min() if has_band else points["y"]
+        points["high"] = epochs[self.band].max() if has_band else points["y"]
+        if self.is_error:
+            points = points.assign(y=100 - points["y"], low=100 - points["high"], high=100 - points["low"])
+        return points if len(points) else None
+
+    def draw(self, axis: Axes, runs: Sequence[Run]) -> None:
+        """Draw the runs that have both quantities, each in the style of its place among all `runs`."""
+        lines = {index: points for index, run in enumerate(runs) if (points := self.points(run)) is not None}
+        unit = unit_of(self.x, max((points["x"].max() for points in lines.values()), default=0.0))
+        for index, points in lines.items():
+            xs = points["x"] / unit.size
+            style = line_style(index, len(points))
+            axis.plot(xs, points["y"], label=runs[index].name, **style)
+            if (points["high"] > points["low"]).any():
+                axis.fill_between(xs, points["low"], points["high"], color=style["color"], alpha=0.18, linewidth=0)
+        xlabel = f"{self.xlabel} [{unit.name}]" if unit.name else self.xlabel
+        axis.set(title=self.title, xlabel=xlabel, ylabel=self.ylabel)
+        if self.x in ("epoch", "step"):
+            axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        self.finish(axis, runs)
+
+
+def unit_of(column: str, largest: float) -> Unit:
+    """The unit in which `largest` of a column is a handy number; no name for columns without one."""
+    units = UNITS.get(column, (Unit(1, ""),))
+    return next((unit for unit in reversed(units) if largest >= 10 * unit.size), units[0])
+
+
+def finish_error(axis: Axes, runs: Sequence[Run]) -> None:
+    """An error axis: from 0; close to logarithmic where errors are small, so that the end shows next to the start."""
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()] or [np.zeros(1)])
+    top = min(100.0, 1.15 * float(np.nanmax(values)) or 1.0)
+    if np.nanmin(values) < SMALL_ERROR:
+        axis.set_yscale("symlog", linthresh=1.0, linscale=0.5)
+        axis.yaxis.set_major_locator(FixedLocator(ERROR_TICKS))
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_ylim(0, top)
+
+
+def finish_log(axis: Axes, runs: Sequence[Run]) -> None:
+    """A logarithmic axis where something is above 0; runs that are 0 throughout, which have no place there, are named.
+
+    AllReduce is such a run: it keeps ranks equal.
+    """
+    zeros = [line for line in axis.get_lines() if not (np.asarray(line.get_ydata()) > 0).any()]
+    if len(zeros) < len(axis.get_lines()):
+        axis.set_yscale("log", nonpositive="mask")
+    if zeros:
+        names = [str(line.get_label()) for line in zeros]
+        shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if names[MAX_NAMES:] else "")
+        axis.set_title(f"{axis.get_title()}\n0 throughout: {shown}")
+
+
+def finish_loss(axis: Axes, runs: Sequence[Run]) -> None:
+    """Let the settled losses fill the axis, and say so if some are above it."""
+    settled = [run.table.loc[run.table["epoch"] > SETTLED * run.table["epoch"].max(), "loss"] for run in runs]
+    if zoom(axis, pd.concat(settled)):
+        axis.set_title(f"{axis.get_title()} (start above frame)")
+
+
+def finish_bytes(axis: Axes, runs: Sequence[Run]) -> None:
+    """Bytes differ by orders of magnitude between recipes."""
+    xs = np.concatenate([np.asarray(line.get_xdata(), dtype=float) for line in axis.get_lines()])
+    if xs.max() > 20 * xs.min():
+        axis.set_xscale("log")
+
+
+def zoom(axis: Axes, values: pd.Series) -> bool:
+    """Let `values` fill the vertical axis; whether something drawn lies outside."""
+    finite = values[np.isfinite(values)]
+    if not len(finite) or not finite.max() > finite.min():
+        return False
+    low, high = finite.min(), finite.max()
+    margin = 0.05 * (high - low)
+    is_zoomed = bool(axis.dataLim.y1 > high + margin)
+    axis.set_ylim(low - margin, high + margin)
+    return is_zoomed
+
+
+_EPOCH, _STEP, _TIME, _SENT = "epoch", "optimizer step", "training time", "sent per rank"
+_ACCURACY, _OWN_ACCURACY = "averaged_test_accuracy_percent", "own_test_accuracy_percent"
+
+ERROR_EPOCHS = Panel(
+    "error_epochs", "Test error", "epoch", _ACCURACY, _EPOCH, "error [%]", _OWN_ACCURACY, True, finish_error
+)
+ERROR_TIME = Panel(
+    *("error_time", "Test error", "time_seconds", _ACCURACY, _TIME, "error [%]", _OWN_ACCURACY, True, finish_error)
+)
+LOSS_EPOCHS = Panel("loss_epochs", "Training loss", "epoch", "loss", _EPOCH, "loss [nat]", "loss", finish=finish_loss)
+LOSS_TIME = Panel("loss_time", "Training loss", "time_seconds", "loss", _TIME, "loss [nat]", "loss", finish=finish_loss)
+CONSENSUS = Panel(
+    *("consensus", "Distance of ranks from their average", "epoch", "consensus_distance", _EPOCH, "consensus distance"),
+    finish=finish_log,
+)
+NLL_STEPS = Panel(
+    *("nll_steps", "Test negative log-likelihood", "step", "averaged_test_nll", _STEP, "NLL per token [nat]"),
+    "own_test_nll",
+)
+BLEU_STEPS = Panel("bleu_steps", "Test BLEU", "step", "averaged_test_bleu", _STEP, "BLEU")
+ACCURACY_BYTES = Panel(
+    *("accuracy_bytes", "Test accuracy against traffic", "bytes_sent", _ACCURACY, _SENT, "accuracy [%]"),
+    finish=finish_bytes,
+)
+BLEU_BYTES = Panel(
+    *("bleu_bytes", "Test BLEU against traffic", "bytes_sent", "averaged_test_bleu", _SENT, "BLEU"), finish=finish_bytes
+)
+PANELS = (
+    *(ERROR_EPOCHS, ERROR_TIME, LOSS_EPOCHS, LOSS_TIME, ACCURACY_BYTES, CONSENSUS, NLL_STEPS, BLEU_STEPS, BLEU_BYTES),
+)
+CAPTION = "Lines: averaged model, or mean over ranks. Bands: ranks, from the lowest to the highest."

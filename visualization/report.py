@@ -1,0 +1,176 @@
+"""The report of one run as a single HTML file: results, curves, ranks, graph and configuration, nothing loaded.
+
+    python -m visualization.report runs/digits_sgp          # writes report.html there
+    python -m visualization.report runs/digits_sgp --output sgp.html
+
+What cannot be read is said in the report and on the terminal, by file and line; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Annotated, Any
+
+import tyro
+from matplotlib.figure import Figure
+
+from visualization.curves import PANELS, draw_runs
+from visualization.graphs import rounds_of_run
+from visualization.runs import Run, read_run
+from visualization.style import styled
+from visualization.tables import Problem
+from visualization.topology import draw_rounds
+
+TEMPLATE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin-bottom: 0; }
+h2 { font-size: 1.15rem; margin-top: 2rem; border-bottom: 1px solid #d8d8d8; }
+img { max-width: 100%; height: auto; }
+div.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.15rem 0.8rem 0.15rem 0; text-align: right; border-bottom: 1px solid #eee; }
+th:first-child, td:first-child { text-align: left; }
+table.options td { text-align: left; overflow-wrap: anywhere; }
+ul.problems { color: #a33b00; }
+p.muted { color: #595959; }
+</style>
+</head>
+<body>
+$body
+</body>
+</html>
+""")
+UNITS: Mapping[str, tuple[str, float, str]] = {
+    "seconds": ("s", 1, ".1f"),
+    "percent": ("%", 1, ".2f"),
+    "bytes_sent": ("MB", 1e6, ".1f"),
+}
+"""By the end of a name: the unit that is shown, its size, and the format of a number."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Which run to report."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run."""
+    output: Path | None = None
+    """File to write; none: report.html in the folder of the run."""
+
+
+def make_report(run: Run, problems: Sequence[Problem]) -> str:
+    """The report as HTML.
+
+    Args:
+        run: with or without a summary.
+        problems: what is wrong with its files.
+    """
+    name = escape(run.name)
+    recipe = f"{escape(run.recipe)} on {run.world_size} ranks" if run.recipe else f"{run.world_size} ranks"
+    parts = [f"<h1>{name}</h1>", f'<p class="muted">{recipe}; {escape(str(run.folder))}</p>']
+    if problems:
+        items = "".join(f"<li>{escape(str(problem))}</li>" for problem in problems)
+        parts += ["<h2>What could not be read</h2>", f'<ul class="problems">{items}</ul>']
+    if run.summary:
+        results = {**run.summary["averaged_test"], "consensus_distance": run.summary.get("consensus_distance")}
+        row = {"model": "average of all ranks", **{key: value for key, value in results.items() if value is not None}}
+        parts += ["<h2>Results</h2>", _table([row])]
+    parts += ["<h2>Curves</h2>", _curves(run)]
+    if run.summary:
+        ranks = [{"rank": str(rank), **result} for rank, result in enumerate(run.summary["ranks"])]
+        parts += ["<h2>Ranks</h2>", _table(ranks), "<h2>Who talks to whom</h2>", _topology(run)]
+        options = "".join(
+            f"<tr><td>{escape(key)}</td><td>{escape(_option(value))}</td></tr>" for key, value in run.config.items()
+        )
+        parts += ["<h2>Configuration</h2>", f'<table class="options">{options}</table>']
+    return TEMPLATE.substitute(title=name, body="\n".join(parts))
+
+
+def _curves(run: Run) -> str:
+    if not any(panel.runs_with([run]) for panel in PANELS):
+        return '<p class="muted">The tables of the ranks have nothing to draw.</p>'
+    with styled():
+        return _image(draw_runs([run]), "Test error or score, training loss and consensus distance")
+
+
+def _topology(run: Run) -> str:
+    try:
+        rounds = rounds_of_run(run.config, run.world_size)
+    except (ValueError, KeyError) as error:
+        return f'<p class="muted">The options name no graph that can be drawn: {escape(str(error))}</p>'
+    if isinstance(rounds, str):
+        return f"<p>{escape(rounds)}</p>"
+    with styled():
+        return _image(draw_rounds(rounds), f"Mixing weights of {rounds.title}")
+
+
+def _image(figure: Figure, description: str) -> str:
+    """The figure inside the page, as an image of its own: pictures in one page share no names."""
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    data = b64encode(file.getvalue()).decode()
+    return f'<img alt="{escape(description)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table with a header, units in it."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    head = _cells("th", (_header(name) for name in names))
+    body = "".join(_cells("td", (_cell(name, row.get(name, "")) for name in names)) for row in rows)
+    return f'<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+
+
+def _cells(tag: str, texts: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts) + "</tr>"
+
+
+def _header(name: str) -> str:
+    for end, (unit, _, _) in UNITS.items():
+        if name.endswith(end):
+            stem = name if end == "bytes_sent" else name.removesuffix(end)
+            return f"{stem.replace('bytes_sent', 'sent').replace('_', ' ').strip()} [{unit}]"
+    return name.replace("_", " ")
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    for end, (_, size, form) in UNITS.items():
+        if name.endswith(end):
+            return format(value / size, form)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _option(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def main(report: Report) -> int:
+    """Write the report; the exit code."""
+    run, problems = read_run(report.run)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if run is None:
+        return 1
+    path = report.output or report.run / "report.html"
+    path.write_text(make_report(run, problems), encoding="utf-8")
+    print(f"wrote {path}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Report, description=__doc__)))

@@ -1,0 +1,160 @@
+"""How fast ranks agree on every graph: spectral gap, and rounds to consensus, against the number of ranks.
+
+    python -m visualization.spectra                                        # writes figures/spectra.png
+    python -m visualization.spectra --sizes 4 8 16 --graphs ring torus --format pdf
+
+By dense linear algebra on the mixing matrices that training uses. Of graphs that change, over a whole period. Rounds to
+consensus count from round 0 until the distance from the average is at most --error times that of the worst start; the
+spectral gap says how it shrinks per round in the long run. A gap of 1: the average is exact after some rounds.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from visualization.graphs import GRAPHS, STATIC, Rounds, make_graph, make_mixing
+from visualization.style import PAGE, Format, add_legend, line_style, new_figure, save, styled
+
+CASES: dict[str, tuple[str, int | None]] = {
+    **{name: (name, 1) for name in GRAPHS},
+    "npeer-exponential, 2 peers": ("npeer-exponential", 2),
+    **{f"{name}, all neighbours": (name, None) for name in STATIC},
+}
+"""Lines of the picture: a graph of GRAPHS, and its peers per round; None: all neighbours."""
+QUANTITIES = {
+    "gap": "spectral gap",
+    "rounds": "rounds to an error of {error:g}",
+    "messages": "messages of a rank in these",
+}
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """Which graphs to compare, and where."""
+
+    graphs: tuple[str, ...] = tuple(GRAPHS)
+    """Names in train/graphs.py, and bipartite-complete; each with one peer per round, and with all where it may."""
+    sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 6, 12, 24, 48)
+    """Numbers of ranks; a graph is left out where it has none of that size."""
+    error: float = 1e-6
+    """What rounds to consensus leave of the distance from the average."""
+    out_dir: Path = Path("figures")
+    """Folder of the picture, and of the numbers in spectra.csv."""
+    format: Format = "png"
+    """Of the picture."""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.graphs if name not in GRAPHS]:
+            raise ValueError(f"got graphs={unknown}, expected some of {', '.join(GRAPHS)}")
+        if not self.sizes or min(self.sizes) < 2 or not 0 < self.error < 1:
+            raise ValueError(f"got sizes={self.sizes} and error={self.error}, expected n >= 2 and 0 < error < 1")
+
+
+def rounds_to_consensus(rounds: Rounds, *, error: float) -> int:
+    """The least T with ||W(T-1) ... W(0) - J|| <= error, in the spectral norm; J = 1 1^T / n.
+
+    Periods are doubled until they are enough and then halved back, so it costs O((period + log T) n^3).
+
+    Args:
+        rounds: doubly stochastic, of a period; their error never grows.
+        error: of the worst start, relative to it.
+
+    Raises:
+        ValueError: rounds without a period, or that never get there.
+    """
+    if rounds.period < 1:
+        raise ValueError(f"got {rounds.title} without a period, expected rounds that repeat")
+    n = rounds.num_ranks
+    # W - J instead of W: the product of the differences is the difference of the products.
+    steps = [rounds.matrix(t) - 1 / n for t in range(rounds.period)]
+    period = np.linalg.multi_dot([np.eye(n), *reversed(steps), np.eye(n)])
+    powers = [period]
+    while np.linalg.norm(powers[-1], 2) > error:
+        if len(powers) > 40:
+            raise ValueError(f"got {rounds.title}, whose ranks never agree, expected a spectral gap above 0")
+        powers.append(powers[-1] @ powers[-1])
+    left, num_rounds = np.eye(n), 0
+    for exponent, power in reversed(list(enumerate(powers))):
+        if np.linalg.norm(further := power @ left, 2) > error:
+            left, num_rounds = further, num_rounds + rounds.period * 2**exponent
+    for step in steps:
+        left, num_rounds = step @ left, num_rounds + 1
+        if np.linalg.norm(left, 2) <= error:
+            break
+    return num_rounds
+
+
+def measure(spectra: Spectra) -> pd.DataFrame:
+    """Gap and rounds of each case and size: columns graph, num_ranks, peers, gap, rounds, messages.
+
+    `messages` are those of a rank in so many rounds.
+    """
+    rows = []
+    for title, (name, peers) in CASES.items():
+        if name not in spectra.graphs:
+            continue
+        for n in sorted(set(spectra.sizes)):
+            try:
+                mixing = make_mixing(make_graph(name, n, peers_per_itr=peers))
+            except ValueError:
+                continue  # the graph has no such size, or fewer peers
+            num_peers = mixing.graph.num_peers(0)
+            num_rounds = rounds_to_consensus(Rounds.of(mixing, title), error=spectra.error)
+            numbers = {"gap": mixing.spectral_gap(), "rounds": num_rounds, "messages": num_peers * num_rounds}
+            rows.append({"graph": title, "num_ranks": n, "peers": num_peers, **numbers})
+    return pd.DataFrame(rows, columns=["graph", "num_ranks", "peers", "gap", "rounds", "messages"])
+
+
+def draw_spectra(table: pd.DataFrame, *, error: float) -> Figure:
+    """Gap, rounds, and messages against n, a line per graph; to be called within `styled`.
+
+    Powers of two, for which several graphs are exact, have a row of their own: lines through all sizes would zigzag.
+
+    Args:
+        table: of `measure`.
+        error: that the rounds lead to.
+    """
+    is_power = table["num_ranks"].map(lambda n: n & (n - 1) == 0)
+    parts = [
+        (name, part) for name, part in (("powers of two", table[is_power]), ("others", table[~is_power])) if len(part)
+    ]
+    figure = new_figure(PAGE, 2.1 * len(parts) + 1.2)
+    axes = figure.subplots(len(parts), len(QUANTITIES), squeeze=False, sharey="col")
+    # Lines look alike in all panels, also where a graph has no size of a kind.
+    styles = {name: line_style(index, 1) for index, name in enumerate(dict.fromkeys(table["graph"]))}
+    for (kind, part), row in zip(parts, axes, strict=True):
+        for axis, (column, title) in zip(row, QUANTITIES.items(), strict=True):
+            for name, rows in part.groupby("graph", sort=False):
+                axis.plot(rows["num_ranks"], rows[column], label=name, **styles[name])
+            axis.set(xlabel=f"ranks ({kind})", ylabel=title.format(error=error), xscale="log", yscale="log")
+            axis.set_xticks(sizes := sorted(set(part["num_ranks"])), list(map(str, sizes)))
+            axis.xaxis.set_minor_locator(NullLocator())
+    add_legend(figure, axes.flat)
+    return figure
+
+
+def main(spectra: Spectra) -> int:
+    """Measure and draw; the exit code."""
+    spectra.out_dir.mkdir(parents=True, exist_ok=True)
+    table = measure(spectra)
+    if table.empty:
+        print(f"got no graph of {', '.join(spectra.graphs)} with {spectra.sizes} ranks", file=sys.stderr)
+        return 1
+    table.to_csv(spectra.out_dir / "spectra.csv", index=False)
+    print(table.to_string(index=False))
+    with styled():
+        figure = draw_spectra(table, error=spectra.error)
+        print(f"drew {save(figure, spectra.out_dir / f'spectra.{spectra.format}')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Spectra, description=__doc__)))
