@@ -36,6 +36,7 @@ from .mixing_manager import (
     UniformMixing,
 )
 from .moniqua import Moniqua
+from .mpi import init_mpi_process_group, mpi_store, register_mpi_backend
 from .pairwise import PairwiseDataParallel
 from .pairwise_averager import PairwiseAverager
 from .pairwise_config import PairwiseConfig
@@ -112,7 +113,10 @@ __all__ = [
     "Transport",
     "UniformMixing",
     "connect",
+    "init_mpi_process_group",
     "job_store",
     "measure_link_times",
+    "mpi_store",
+    "register_mpi_backend",
     "select_graph",
 ]

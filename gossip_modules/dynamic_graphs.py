@@ -84,12 +84,13 @@ class DynamicBipartiteLinearGraph(MirroredGraph):
 class DynamicBipartiteCompleteGraph(GraphManager):
     """Every active (odd) rank meets every passive (even) one in turn; any n. For AD-PSGD with an odd world.
 
-    In round t active rank 2 a + 1 and passive rank 2 ((a + t) mod m) are a pair, m the number of passive ranks; for
-    odd n one passive rank has no peer.
+    In round t active rank 2 a + 1 and passive rank 2 ((a + s(t)) mod m) are a pair, m the number of passive ranks; for
+    odd n one passive rank has no peer. s(t) is t mod p with its bits reversed, p the next power of two from m on. Where
+    p > m some pairs meet twice in these p rounds. Taken in order, the shifts would mix no faster than a ring.
 
     >>> graph = DynamicBipartiteCompleteGraph(5)
-    >>> [graph.out_peers(1, t) for t in range(3)], [graph.out_peers(4, t) for t in range(3)]
-    ([(0,), (2,), (4,)], [(), (3,), (1,)])
+    >>> [graph.out_peers(1, t) for t in range(4)], [graph.out_peers(4, t) for t in range(4)]
+    ([(0,), (4,), (2,), (0,)], [(), (1,), (3,), ()])
     """
 
     def __init__(self, world_size: int, *, peers_per_itr: int = 1) -> None:
@@ -103,23 +104,34 @@ class DynamicBipartiteCompleteGraph(GraphManager):
 
     def phone_book(self, rank: int) -> Sequence[int]:
         self._check_rank(rank)
-        turns = range((self.world_size + 1) // 2)
-        return tuple(peer for t in turns for peer in self.out_peers(rank, t))
+        peers = (peer for t in range(self._segment_period(1)) for peer in self.out_peers(rank, t))
+        return tuple(dict.fromkeys(peers))
 
     def out_peers(self, rank: int, t: int) -> tuple[int, ...]:
         self._check_rank(rank)
         self._segment(t)  # refuses t < 0
         num_passive, num_active = (self.world_size + 1) // 2, self.world_size // 2
+        shift = self._shift(t)
         if rank % 2:
-            return (2 * ((rank // 2 + t) % num_passive),)
-        index = (rank // 2 - t) % num_passive
+            return (2 * ((rank // 2 + shift) % num_passive),)
+        index = (rank // 2 - shift) % num_passive
         return (2 * index + 1,) if index < num_active else ()
 
     def in_peers(self, rank: int, t: int) -> tuple[int, ...]:
         return self.out_peers(rank, t)
 
     def _segment_period(self, num_peers: int) -> int:
-        return (self.world_size + 1) // 2
+        return 1 << self._num_bits
+
+    @property
+    def _num_bits(self) -> int:
+        return ((self.world_size + 1) // 2 - 1).bit_length()
+
+    def _shift(self, t: int) -> int:
+        shift = 0
+        for bit in range(self._num_bits):
+            shift = shift << 1 | t >> bit & 1
+        return shift
 
 
 @dataclass(frozen=True)

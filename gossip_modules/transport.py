@@ -165,7 +165,7 @@ class ProcessGroupTransport:
         self._after_staging()
         start = time.monotonic()
         try:
-            if self.backend == "gloo" and self.world_size > 1:
+            if self.backend in ("gloo", "mpi4py") and self.world_size > 1:
                 # A collective cannot say who is missing; this barrier can (rank 0 hears from every rank by name).
                 self.group.monitored_barrier(self.timeout, True)  # type: ignore[attr-defined]
             self._wait(post(), self.timeout)

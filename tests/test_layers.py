@@ -25,7 +25,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("butterfly_groups", "interpolation", "peer_scores", "curve_keys", "pairwise_config"),
         *("model_message", "snapshot_pool", "host_copy"),
     ),
-    ("transport", "listener", "connect", "mpi", "progress", *PAIRWISE_WIRE),
+    (
+        *("transport", "listener", "connect", "progress", *PAIRWISE_WIRE),
+        *("mpi", "mpi_group", "mpi_library", "mpi_work"),
+    ),
     (
         *("gossiper", "agreement", "node", "link_times", "envelope", "matrix_batches", "orthonormal"),
         *("compressed_gossiper", "broadcast_gossiper", "choco", "deep_squeeze", "moniqua", "power_gossip"),
@@ -43,7 +46,11 @@ LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in 
 # typing_extensions comes with torch; annotations may use it.
 DEPENDENCIES = {"torch", "numpy", "networkx", "typing_extensions"}
 # Who may import what is not installed with the library; nothing that `import gossip_modules` runs imports these.
-EXTRAS = {"zmq": {*PAIRWISE_WIRE, "pairwise_engine"}, "yaml": {"pairwise_config"}}
+EXTRAS = {
+    "zmq": {*PAIRWISE_WIRE, "pairwise_engine"},
+    "yaml": {"pairwise_config"},
+    "mpi4py": {"mpi_library", "mpi_group", "mpi_work"},
+}
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
 

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from gossip_modules import job_store
+from gossip_modules import init_mpi_process_group, job_store, mpi_store
+from train.rank_environment import RankEnvironment, rank_environment, rendezvous_address
 
 if TYPE_CHECKING:
-    from train.config import Config
+    from train.run_config import RunConfig
 
 
 @dataclass(frozen=True)
 class World:
-    """What torchrun said about this process, and a Gloo group and a store for small agreements on the CPU."""
+    """What the launcher said about this process, and a group and a store for small agreements on the CPU."""
 
     rank: int
     size: int
@@ -29,6 +30,8 @@ class World:
     control: dist.ProcessGroup
     store: dist.Store
     """Keys of this run, the same on every rank."""
+    local_size: int = 1
+    """Ranks on this machine."""
 
     def gather(self, value: Any) -> list[Any]:
         """Collective: the value of every rank, in the order of ranks; plain Python objects only."""
@@ -77,29 +80,58 @@ def agree(gather: Callable[[Any], list[Any]], function: Callable[[], Any]) -> li
     return [result for result, _ in answers]
 
 
-def start_world(config: Config) -> World:
-    """Join the process group that torchrun's environment variables describe; without them, be a world of one.
+def start_world(config: RunConfig) -> World:
+    """Join the processes that torchrun, mpirun or srun has started with this one; without them, be a world of one.
 
     Raises:
-        ValueError: NCCL asked for where it cannot work.
+        ImportError: backend mpi without mpi4py or an MPI library.
+        ValueError: NCCL asked for where it cannot work, or a launcher that does not fit the backend or itself.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    place = rank_environment(os.environ)
     num_gpus = torch.cuda.device_count()
-    backend = config.backend if config.backend != "auto" else ("nccl" if num_gpus >= local_size else "gloo")
-    if backend == "nccl" and num_gpus < local_size:
+    backend = config.backend if config.backend != "auto" else ("nccl" if num_gpus >= place.local_size else "gloo")
+    if backend == "nccl" and num_gpus < place.local_size:
         raise ValueError(
-            f"got backend=nccl with {num_gpus} GPUs for {local_size} processes on this machine, expected one GPU for "
-            "each; use --backend gloo"
+            f"got backend=nccl with {num_gpus} GPUs for {place.local_size} processes on this machine, expected one GPU "
+            "for each; use --backend gloo"
         )
-    device = torch.device("cuda", local_rank % num_gpus) if num_gpus else torch.device("cpu")
+    device = torch.device("cuda", place.local_rank % num_gpus) if num_gpus else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.timeout_seconds)
-    if "RANK" in os.environ:
+    _join(place, backend, timeout)
+    control = dist.new_group(backend=dist.get_backend() if backend == "mpi" else "gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup), "every rank is a member of the control group"
+    rank, size, store = dist.get_rank(), dist.get_world_size(), dist.PrefixStore("train", job_store())
+    return World(rank, size, place.local_rank, device, backend, control, store, place.local_size)
+
+
+def _join(place: RankEnvironment, backend: str, timeout: timedelta) -> None:
+    """Initialise torch.distributed as the launcher wants it."""
+    if backend == "mpi":
+        if place.launcher in ("torchrun", "manual"):
+            raise ValueError(
+                f"got backend=mpi in a process that has RANK={place.rank} from elsewhere, expected MPI's launcher; "
+                f"mpirun -np {place.size} python -m train.gossip_sgd --backend mpi"
+            )
+        init_mpi_process_group(timeout=timeout, host=os.environ.get("MASTER_ADDR"))
+        if place.launcher != "none" and (place.rank, place.size) != (dist.get_rank(), dist.get_world_size()):
+            raise ValueError(
+                f"got rank {place.rank} of {place.size} from {place.launcher}, which is rank {dist.get_rank()} of "
+                f"{dist.get_world_size()} to mpi4py, expected the launcher of the MPI library that mpi4py was built for"
+            )
+    elif place.launcher in ("torchrun", "manual"):
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(control, dist.ProcessGroup), "every rank is a member of the control group"
-    return World(rank, size, local_rank, device, backend, control, dist.PrefixStore("train", job_store()))
+        store = _make_store(place, timeout)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+
+
+def _make_store(place: RankEnvironment, timeout: timedelta) -> dist.Store:
+    """The key-value store of ranks for whom no launcher has made one."""
+    if place.launcher == "none":
+        return dist.HashStore()
+    address = rendezvous_address(os.environ)
+    if address is None:
+        return mpi_store(timeout=timeout)
+    return dist.TCPStore(*address, place.size, is_master=place.rank == 0, timeout=timeout)
