@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tarfile
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from train.config import Config
 from train.data import Data, load_data
-from train.images import BatchKey, TensorImages, random_shift
+from train.images import BatchKey
 from train.shards import dirichlet_shards, iid_shards, log_dirichlet
 
 LABELS = np.repeat(np.arange(5), 40)
@@ -79,28 +83,53 @@ def test_dirichlet_refuses_alpha_that_is_not_positive(alpha: float) -> None:
         dirichlet_shards(LABELS, 4, alpha=alpha, seed=3)
 
 
-def test_an_epoch_continued_from_a_step_is_the_tail_of_the_epoch(digits: Data) -> None:
-    whole = list(digits.train_batches(2))
-    tail = list(digits.train_batches(2, first_step=5))
-    assert len(whole) == digits.steps_per_epoch == 11
-    assert len(tail) == 6
-    for (images, labels), (tail_images, tail_labels) in zip(whole[5:], tail, strict=True):
-        assert torch.equal(images, tail_images)
-        assert torch.equal(labels, tail_labels)
+def assert_same_batches(first: Iterable[tuple[Tensor, Tensor]], second: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for (images, labels), (other_images, other_labels) in zip(first, second, strict=True):
+        assert torch.equal(images, other_images)
+        assert torch.equal(labels, other_labels)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_from_a_step_is_the_tail_of_the_stream_from_the_start(digits: Data, num_workers: int) -> None:
+    assert digits.steps_per_epoch == 11
+    whole, tail = digits.train_stream(0), replace(digits, num_workers=num_workers).train_stream(18)
+    assert_same_batches(islice(whole, 18, 25), islice(tail, 7))  # from the second epoch into the third
+    tail.close()
+
+
+def test_every_epoch_reads_other_images_of_the_shard_and_none_twice(digits: Data) -> None:
+    keys = list(islice(digits.train_keys(0), 22))
+    for epoch in (keys[:11], keys[11:]):
+        indices = np.concatenate([key.indices for key in epoch])
+        assert len(np.unique(indices)) == len(indices) == 11 * 32
+        assert set(indices) <= set(digits.shard)
+    assert len({key.seed for key in keys}) == 22
 
 
 def test_order_differs_between_epochs_ranks_and_seeds(digits: Data) -> None:
     firsts = [
-        next(iter(data.train_batches(epoch)))[0]
-        for data, epoch in ((digits, 0), (digits, 1), (replace(digits, rank=2), 0), (replace(digits, seed=9), 0))
+        next(data.train_stream(step))[0]
+        for data, step in ((digits, 0), (digits, 11), (replace(digits, rank=2), 0), (replace(digits, seed=9), 0))
     ]
     assert not any(torch.equal(firsts[i], firsts[j]) for i in range(4) for j in range(i))
 
 
 def test_loading_leaves_the_global_generator_alone(digits: Data) -> None:
     before = torch.get_rng_state()
-    next(iter(digits.train_batches(0)))
+    next(digits.train_stream(0))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_close_ends_the_processes_of_every_stream(digits: Data) -> None:
+    data = replace(digits, num_workers=1)
+    streams = [data.train_stream(0), data.test_batches(sharded=True)]
+    for stream in streams:
+        next(stream)
+    assert len(multiprocessing.active_children()) == 2
+    for _ in range(2):
+        data.close()
+    assert not multiprocessing.active_children()
+    assert [list(stream) for stream in streams] == [[], []]
 
 
 def test_sharded_test_batches_cover_the_test_set_once(digits: Data) -> None:
@@ -116,26 +145,6 @@ def test_a_batch_larger_than_the_shard_is_refused() -> None:
         load_data(Config(batch_size=4096), rank=0, world_size=4)
 
 
-def test_random_shift_moves_every_image_on_its_own() -> None:
-    images = torch.zeros(64, 2, 9, 9)
-    images[:, :, 4, 4] = 1
-    shifted = random_shift(images, 2, torch.Generator().manual_seed(0))
-    assert torch.equal(shifted.sum(dim=(2, 3)), torch.ones(64, 2))
-    assert torch.equal(shifted[:, 0], shifted[:, 1])
-    places = {tuple(place.tolist()) for place in shifted[:, 0].nonzero()[:, 1:]}
-    assert len(places) > 15
-    assert all(2 <= row <= 6 and 2 <= column <= 6 for row, column in places)
-    assert random_shift(images, 0, torch.Generator()) is images
-
-
-def test_augmentation_is_a_function_of_the_key() -> None:
-    images = TensorImages(torch.rand(8, 3, 4, 4), np.arange(8), num_classes=8, max_shift=1, flip=True)
-    key = BatchKey(np.arange(8), seed=5)
-    assert torch.equal(images[key][0], images[key][0])
-    assert not torch.equal(images[key][0], images[key._replace(seed=6)][0])
-    assert torch.equal(images[key._replace(seed=None)][0], images.images)
-
-
 def image_tree(root: Path, *, held_out: str = "val", classes: tuple[str, ...] = ("cat", "dog")) -> Config:
     generator = np.random.default_rng(0)
     for split in ("train", held_out):
@@ -148,23 +157,22 @@ def image_tree(root: Path, *, held_out: str = "val", classes: tuple[str, ...] = 
 
 
 @pytest.mark.parametrize("held_out", ["val", "test"])
-def test_image_folder(tmp_path: Path, held_out: str) -> None:
-    data = load_data(image_tree(tmp_path, held_out=held_out), rank=0, world_size=2)
+@pytest.mark.parametrize(("model", "size"), [("resnet20", 32), ("resnet50", 224)])
+def test_image_folder(tmp_path: Path, held_out: str, model: str, size: int) -> None:
+    config = replace(image_tree(tmp_path, held_out=held_out), model=model)
+    data = load_data(config, rank=0, world_size=2)
+    assert (len(data.train), len(data.test), data.steps_per_epoch) == (8, 8, 2)
     before = torch.get_rng_state()
-    key = BatchKey(np.array([0, 5]), seed=3)
-    images, labels = data.train[key]
-    assert images.shape == (2, 3, 32, 32)
-    assert labels.tolist() == [0, 1]
-    assert torch.equal(images, data.train[key][0])
-    assert not torch.equal(images, data.train[key._replace(seed=4)][0])
+    for batches in (data.train_stream(0), data.test_batches(sharded=False)):
+        images, labels = next(batches)
+        assert images.shape[1:] == (3, size, size)
+        assert images.dtype == torch.uint8
+        assert set(labels.tolist()) <= {0, 1}
+    assert data.train[BatchKey(np.array([0, 5]), seed=3)][1].tolist() == [0, 1]
     assert torch.equal(torch.get_rng_state(), before)
-    assert len(data.test) == 8
-
-
-def test_image_folder_for_imagenet_sized_models(tmp_path: Path) -> None:
-    data = load_data(replace(image_tree(tmp_path), model="resnet50"), rank=0, world_size=2)
-    for seed in (None, 1):
-        assert data.train[BatchKey(np.array([0]), seed=seed)][0].shape == (1, 3, 224, 224)
+    with_workers = load_data(replace(config, num_workers=1), rank=0, world_size=2)
+    assert_same_batches(islice(data.train_stream(1), 2), islice(with_workers.train_stream(1), 2))
+    with_workers.close()
 
 
 def test_image_folder_errors(tmp_path: Path) -> None:
@@ -175,10 +183,6 @@ def test_image_folder_errors(tmp_path: Path) -> None:
         (tmp_path / "c" / f"n{index}").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"\(with n0, n1, n2, n3, n4 and 4 more\), expected train/"):
         load_data(replace(config, data_dir=str(tmp_path / "c")), rank=0, world_size=1)
-    corrupt = tmp_path / "a" / "train" / "cat" / "0.png"
-    corrupt.write_bytes(corrupt.read_bytes()[:60])
-    with pytest.raises(ValueError, match=r"got .*train/cat/0.png that does not decode \(.*\), expected an image"):
-        load_data(config, rank=0, world_size=1).train[BatchKey(np.array([0]), seed=None)]
     (tmp_path / "a" / "val" / "dog").rename(tmp_path / "a" / "val" / "wolf")
     with pytest.raises(ValueError, match=r"got other classes in .*val.*'dog', 'wolf'"):
         load_data(config, rank=0, world_size=1)
@@ -198,7 +202,7 @@ def test_cifar10_as_a_folder_of_jpegs(tmp_path: Path) -> None:
     config = Config(dataset="imagefolder", data_dir=str(tmp_path), model="resnet20", batch_size=16)
     data = load_data(config, rank=0, world_size=2)
     assert data.train.num_classes == 10
-    images, labels = next(iter(data.train_batches(0)))
+    images, labels = next(data.train_stream(0))
     assert images.shape == (16, 3, 32, 32)
-    assert 0.2 < images.std() < 2
+    assert 0.2 < data.train.prepare(images).std() < 2
     assert len(labels.unique()) > 4

@@ -6,17 +6,18 @@ whatever the number of loader processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from train.images import BatchKey, FolderImages, Images, TensorImages
+from train.images import BatchKey, Images, TensorImages
+from train.loader import Batches
 from train.shards import dirichlet_shards, iid_shards
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 TEST_FRACTION_DIGITS = 0.2
 # First word of every seed, next to SHARD_STREAM, so that order and augmentation draw from unrelated streams.
 ORDER_STREAM, AUGMENTATION_STREAM = 2, 3
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -41,7 +41,8 @@ class Data:
         world_size: number of ranks.
         batch_size: images per rank and optimizer step.
         seed: the same on every rank.
-        num_workers: loader processes.
+        num_workers: loader processes of a stream of batches.
+        timeout_seconds: longest wait for one of them.
     """
 
     train: Images
@@ -52,6 +53,8 @@ class Data:
     batch_size: int
     seed: int
     num_workers: int = 0
+    timeout_seconds: float = 300.0
+    _open: WeakSet[Batches] = field(default_factory=WeakSet, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
@@ -65,43 +68,37 @@ class Data:
         """Full batches in the shard of a rank; the images left over change from epoch to epoch."""
         return len(self.shard) // self.batch_size
 
-    def train_batches(self, epoch: int, *, first_step: int = 0) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The batches of `epoch` from its step `first_step` on: images [B, C, H, W] and labels [B]."""
-        order = np.random.default_rng([ORDER_STREAM, self.seed, epoch, self.rank]).permutation(self.shard)
-        keys = [
-            BatchKey(
-                order[step * self.batch_size : (step + 1) * self.batch_size],
-                seed=_seed_of(AUGMENTATION_STREAM, self.seed, epoch, self.rank, step),
-            )
-            for step in range(first_step, self.steps_per_epoch)
-        ]
-        return self._loader(self.train, keys)
-
-    def train_stream(self, first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of all epochs without end, from this rank's own step `first_step` on."""
+    def train_keys(self, first_step: int) -> Iterator[BatchKey]:
+        """Which images the batches of all epochs hold, without end, from this rank's own step `first_step` on."""
+        epoch, first = divmod(first_step, self.steps_per_epoch)
         while True:
-            epoch, step = divmod(first_step, self.steps_per_epoch)
-            yield from self.train_batches(epoch, first_step=step)
-            first_step = (epoch + 1) * self.steps_per_epoch
+            order = np.random.default_rng([ORDER_STREAM, self.seed, epoch, self.rank]).permutation(self.shard)
+            for step in range(first, self.steps_per_epoch):
+                yield BatchKey(
+                    order[step * self.batch_size : (step + 1) * self.batch_size],
+                    seed=_seed_of(AUGMENTATION_STREAM, self.seed, epoch, self.rank, step),
+                )
+            epoch, first = epoch + 1, 0
 
-    def test_batches(self, *, sharded: bool) -> DataLoader[tuple[Tensor, Tensor]]:
+    def train_stream(self, first_step: int) -> Batches:
+        """The batches of `train_keys`: images [B, C, H, W] and labels [B]."""
+        return self._read(self.train, self.train_keys(first_step))
+
+    def test_batches(self, *, sharded: bool) -> Batches:
         """All test images, or with `sharded` every world_size-th one from `rank` on."""
         indices = np.arange(self.rank if sharded else 0, len(self.test), self.world_size if sharded else 1)
         size = max(self.batch_size, 128)
-        keys = [BatchKey(indices[i : i + size], seed=None) for i in range(0, len(indices), size)]
-        return self._loader(self.test, keys)
+        return self._read(self.test, [BatchKey(indices[i : i + size], seed=None) for i in range(0, len(indices), size)])
 
-    def _loader(self, images: Images, keys: list[BatchKey]) -> DataLoader[tuple[Tensor, Tensor]]:
-        # batch_size=None: a key is a whole batch. The generator of our own keeps the loader from drawing a seed for its
-        # workers from the global one, which a resumed run has just restored.
-        return DataLoader(
-            images,
-            batch_size=None,
-            sampler=keys,
-            num_workers=self.num_workers,
-            generator=torch.Generator().manual_seed(0),
-            pin_memory=torch.cuda.is_available(),
-        )
+    def close(self) -> None:
+        """End the loader processes of all streams; idempotent."""
+        for batches in tuple(self._open):
+            batches.close()
+
+    def _read(self, images: Images, keys: Iterable[BatchKey]) -> Batches:
+        batches = Batches(images, keys, num_workers=self.num_workers, timeout_seconds=self.timeout_seconds)
+        self._open.add(batches)
+        return batches
 
 
 def _seed_of(*parts: int) -> int:
@@ -128,6 +125,7 @@ def load_data(config: Config, *, rank: int, world_size: int) -> Data:
         batch_size=config.batch_size,
         seed=config.seed,
         num_workers=config.num_workers,
+        timeout_seconds=config.timeout_seconds,
     )
 
 
@@ -184,7 +182,8 @@ def _per_channel(values: tuple[float, ...]) -> Tensor:
 def _image_folder(config: Config) -> tuple[Images, Images]:
     """A tree with train/<class>/ and val/<class>/ or test/<class>/: ImageNet, or small images."""
     from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
+
+    from train.folder_images import CroppedImages, ShiftedImages
 
     root = Path(config.data_dir)
     held_out = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
@@ -200,19 +199,8 @@ def _image_folder(config: Config) -> tuple[Images, Images]:
             f"{sorted(set(train.classes) ^ set(test.classes))[:5]}), expected the same folders; complete them"
         )
     size = config.image_size or (224 if config.model == "resnet50" else 32)
-    if size > 64:
-        crop = [v2.RandomResizedCrop(size)]
-        center = [v2.Resize(size * 256 // 224), v2.CenterCrop(size)]
-    else:
-        crop = [v2.Resize((size, size)), v2.RandomCrop(size, padding=size // 8)]
-        center = [v2.Resize((size, size))]
-    to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
-    train_transform = v2.Compose([*crop, v2.RandomHorizontalFlip(), *to_tensor])
-    test_transform = v2.Compose([*center, *to_tensor])
-    return (
-        FolderImages(train, train_transform=train_transform, test_transform=test_transform),
-        FolderImages(test, train_transform=train_transform, test_transform=test_transform),
-    )
+    kind = CroppedImages if size > 64 else ShiftedImages
+    return kind(train, size=size), kind(test, size=size)
 
 
 def _contents(folder: Path) -> str:

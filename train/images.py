@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ class BatchKey(NamedTuple):
 
 
 class Images(Dataset[tuple[Tensor, Tensor]], ABC):
-    """images[key] is one batch: images float32 [B, C, H, W], normalised, and labels int64 [B].
+    """images[key] is one batch: images [B, C, H, W] that `prepare` makes ready for a model, and labels int64 [B].
 
     A batch is a pure function of its key, in whichever process it is read.
     """
@@ -35,6 +34,17 @@ class Images(Dataset[tuple[Tensor, Tensor]], ABC):
 
     @abstractmethod
     def __getitem__(self, key: BatchKey) -> tuple[Tensor, Tensor]: ...
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """What a model takes: float32 [B, C, H, W], normalised.
+
+        Args:
+            x: images as self[key] gives them, on the device of the model; not changed.
+
+        Returns:
+            x itself where it is ready.
+        """
+        return x
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -70,41 +80,6 @@ class TensorImages(Images):
                 mirrored = torch.rand(len(images), generator=generator) < 0.5
                 images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         return images, torch.from_numpy(self.labels[key.indices])
-
-
-class FolderImages(Images):
-    """The images of a `torchvision.datasets.ImageFolder`, decoded when asked for.
-
-    Args:
-        folder: the data set of paths and classes; its own transform is not used.
-        train_transform: of a PIL image into float32 [3, H, W], drawing from torch's global generator.
-        test_transform: the same, without randomness.
-    """
-
-    def __init__(
-        self, folder: Any, *, train_transform: Callable[[Any], Tensor], test_transform: Callable[[Any], Tensor]
-    ):
-        self.folder = folder
-        self.labels = np.asarray(folder.targets, dtype=np.int64)
-        self.num_classes = len(folder.classes)
-        self.num_channels = 3
-        self.train_transform = train_transform
-        self.test_transform = test_transform
-
-    def __getitem__(self, key: BatchKey) -> tuple[Tensor, Tensor]:
-        transform = self.test_transform if key.seed is None else self.train_transform
-        # torchvision's transforms take no generator: lend them the global one, and put it back.
-        with torch.random.fork_rng(devices=[]):
-            if key.seed is not None:
-                torch.manual_seed(key.seed)
-            images = [transform(self._read(self.folder.samples[index][0])) for index in key.indices]
-        return torch.stack(images), torch.from_numpy(self.labels[key.indices])
-
-    def _read(self, path: str) -> Any:
-        try:
-            return self.folder.loader(path)
-        except (OSError, SyntaxError, ValueError) as error:  # all that PIL raises; none of it names the file
-            raise ValueError(f"got {path} that does not decode ({error}), expected an image; replace it") from error
 
 
 def random_shift(images: Tensor, max_shift: int, generator: torch.Generator) -> Tensor:

@@ -31,7 +31,7 @@ class Precision:
     def prepare(self, x: Tensor) -> Tensor:
         """x on the device; images [B, C, H, W] in the memory format, labels [B] as they are."""
         is_channels_last = x.ndim == 4 and self.is_channels_last
-        memory_format = torch.channels_last if is_channels_last else torch.preserve_format
+        memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
         return x.to(self.device, non_blocking=True, memory_format=memory_format)
 
     def autocast(self) -> AbstractContextManager[None]:
