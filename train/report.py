@@ -64,13 +64,6 @@ def write_report(
         validation: the last one.
         results: of all ranks, in their order.
     """
-    # Imported here: only one rank pays the second that matplotlib takes.
-    from visualization.curves import draw_run
-
-    if any(csv_path(folder, rank).is_file() for rank in range(len(results))):
-        draw_run(folder)
-    else:
-        print("no curves: the checkpoint that was resumed had all epochs behind it, none was trained here")
     summary = {
         "score": score,
         "averaged_test": dict(validation.averaged),
@@ -81,6 +74,13 @@ def write_report(
     }
     text = json.dumps(summary, indent=1) + "\n"
     write_atomically(folder / SUMMARY, lambda temporary: temporary.write_text(text))
+    # Imported here: only one rank pays the second that matplotlib takes.
+    from visualization.curves import draw_run
+
+    if any(csv_path(folder, rank).is_file() for rank in range(len(results))):
+        draw_run(folder)
+    else:
+        print("no curves: the checkpoint that was resumed had all epochs behind it, none was trained here")
     rows = [
         {
             "rank": str(rank),
