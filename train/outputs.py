@@ -21,7 +21,7 @@ def clear_outputs(folder: Path, world: Agreement) -> None:
     Every rank deletes the tables that it finds, as the folder may be local to its machine; rank 0 the rest.
     """
 
-    def clear() -> set[str]:
+    def clear() -> list[str]:
         tables = list(folder.glob("rank_*.csv"))
         for path in tables:
             path.unlink(missing_ok=True)  # another rank may be faster
@@ -32,7 +32,7 @@ def clear_outputs(folder: Path, world: Agreement) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        return {path.name for path in (*tables, *others)}
+        return [path.name for path in (*tables, *others)]
 
     names = set().union(*world.on_every_rank(clear))
     if names and world.rank == 0:

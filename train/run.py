@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -207,7 +208,7 @@ class Run:
     def report(self, validation: Validation) -> None:
         """Collective: export the averaged model; on rank 0 write and print the results."""
         result = RankResult.of(validation, self.state.step, self.meters, self.wrapper.comm_stats())
-        results = self.world.gather(result)
+        results = [RankResult(**values) for values in self.world.gather(asdict(result))]
         with self.wrapper.averaged():
             if self.world.rank == 0:
                 metadata = {**self.task.metadata, "recipe": self.config.recipe}

@@ -39,7 +39,7 @@ def survey(folder: Path, world: Agreement) -> Survey:
             mine[step] = ("", True, files.read_manifest().get("world_size"))
         except (ValueError, OSError) as error:  # kept for the one who asks for this step
             mine[step] = (str(error), files.manifest_path.is_file(), None)
-    ranks = world.gather(mine)
+    ranks = [dict(items) for items in world.gather(list(mine.items()))]
     found = Survey([], {}, set())
     for step in sorted(set().union(*ranks)):
         on_ranks = [rank.get(step, (f"no {folder / name_of(step)}", False, None)) for rank in ranks]

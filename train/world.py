@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from gossip_modules import init_mpi_process_group, job_store, mpi_store
 from train.rank_environment import RankEnvironment, rank_environment, rendezvous_address
@@ -34,10 +36,17 @@ class World:
     """Ranks on this machine."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Collective: the value of every rank, in the order of ranks; plain Python objects only."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        """Collective: the value of every rank, in the order of ranks.
+
+        It travels as JSON, since nothing from the network is unpickled: a tuple arrives as a list.
+        """
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.control)
+        longest = int(max(sizes))
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, F.pad(text, (0, longest - len(text))), group=self.control)
+        return [json.loads(text[:size].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Collective: return when every rank is here."""
