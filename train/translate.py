@@ -1,0 +1,41 @@
+r"""Train a Transformer to translate, by AllReduce SGD, D-PSGD, SGP, Overlap SGP, CHOCO-SGD, AD-PSGD, WAGMA-SGD, ...
+
+    torchrun --standalone --nproc-per-node 4 -m train.translate                # number words, in under two minutes
+    torchrun --standalone --nproc-per-node 4 -m train.translate --recipe ar    # or any other of train/recipes.py
+    python -m train.translate --source fr --target de                          # a world of one, another language
+    python -m train.translate --help
+
+    # Multi30k, or any two files train.en and train.de beside val.* and test*.*, plain or .gz
+    torchrun --standalone --nproc-per-node 4 -m train.translate --preset multi30k --data-dir data/multi30k
+    # WMT'16 as Moses' scripts leave it, in batches of 400k tokens on eight machines; see job_scripts/
+    torchrun --nnodes 8 --nproc-per-node 1 ... -m train.translate --preset wmt16-big --data-dir data/wmt16_en_de \
+        --amp bfloat16 --resume auto
+
+Everything goes to --out-dir: what train/gossip_sgd.py leaves there, whose notes on signals, resumption and the steps of
+asynchronous ranks hold here too; and translations.<language>, the test set as the averaged model translates it, and
+tokenizer.json. With that a run translates whatever comes in:
+
+    echo "four hundred and twelve" | python -m train.translate_text runs/numbers_en_de_sgp
+
+Every rank's own model is measured on the validation set (negative log-likelihood in nats per token), the averaged one
+on the test set, by BLEU, chrF and exact matches as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from train.command_line import read_command_line
+from train.preemption import ignore_signals
+from train.run import run
+from train.translation_config import TranslationConfig
+from train.translation_task import TranslationTask
+
+if __name__ == "__main__":
+    exit_code = run(read_command_line(TranslationConfig, description=__doc__), TranslationTask)
+    ignore_signals()
+    sys.exit(exit_code)
