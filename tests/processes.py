@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-
 PRELOADED = [
     *("torch", "torch.distributed", "torch.nn.parallel", "gossip_modules"),
     # What a training run imports when it needs it.
     *("train.run", "train.image_task", "torch.utils.tensorboard", "visualization.curves", "sklearn.datasets"),
+    *("train.translation_task", "transformers.models.marian.modeling_marian"),
 ]
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from train.world import Agreement
 
 TENSORBOARD, SUMMARY, CURVES, EXPORT = "tensorboard", "summary.json", "curves.png", "averaged_model.safetensors"
+TOKENIZER, TRANSLATIONS = "tokenizer.json", "translations"
+OUTPUTS = (TENSORBOARD, SUMMARY, CURVES, EXPORT, TOKENIZER, f"{TRANSLATIONS}.*")
+"""Of rank 0, as patterns."""
 
 
 def csv_path(folder: Path, rank: int) -> Path:
@@ -25,8 +28,7 @@ def clear_outputs(folder: Path, world: Agreement) -> None:
         tables = list(folder.glob("rank_*.csv"))
         for path in tables:
             path.unlink(missing_ok=True)  # another rank may be faster
-        others = [folder / name for name in (TENSORBOARD, SUMMARY, CURVES, EXPORT) if world.rank == 0]
-        others = [path for path in others if path.exists()]
+        others = [path for pattern in OUTPUTS if world.rank == 0 for path in folder.glob(pattern)]
         for path in others:
             if path.is_dir():
                 shutil.rmtree(path)

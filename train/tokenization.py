@@ -15,8 +15,6 @@ from train.parallel_text import ParallelText
 
 PAD, START, END = 0, 1, 2
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
-TOKENIZER = "tokenizer.json"
-"""In the folder of a run."""
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 
 

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 # Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from train.outputs import EXPORT
+from train.outputs import EXPORT, TOKENIZER
 from train.token_batches import by_length
 from train.token_sequences import Sequences
-from train.tokenization import PAD, TOKENIZER, BytePairs
+from train.tokenization import PAD, BytePairs
 from train.transformer import SIZES, Beam, Translator
 
 LINES_AT_ONCE = 1000

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from train.corpus import load_corpus
 from train.files import write_atomically
+from train.outputs import TOKENIZER, TRANSLATIONS
 from train.parallel_text import ListedText, Pair, ParallelText
 from train.task import MicroBatch, Task
 from train.token_batches import TokenBatches, by_length, micro_batch
 from train.token_sequences import TokenizedText
-from train.tokenization import PAD, TOKENIZER, BytePairs
+from train.tokenization import PAD, BytePairs
 from train.transformer import SIZES, Beam, Translator
 from train.translation_config import TranslationConfig
 from train.translation_optim import InverseSquareRoot, adam
@@ -155,7 +156,7 @@ class TranslationTask(Task):
             self.tokenizer.save(self.config.run_dir / TOKENIZER)
             text = "".join(f"{line}\n" for line in self.translations)
             write_atomically(
-                self.config.run_dir / f"translations.{self.config.target}",
+                self.config.run_dir / f"{TRANSLATIONS}.{self.config.target}",
                 lambda temporary: temporary.write_text(text, encoding="utf-8"),
             )
 
