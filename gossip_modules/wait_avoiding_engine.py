@@ -35,10 +35,7 @@ class WaitAvoidingEngine(Engine):
     waits at each global average for the slowest. Here a rank goes to the global average at its next safe point once
     somebody is there. A rank that is slow all the time (see `Pace`) skips versions that others have passed, and where
     its next step would end after the others have come to the global average, it waits for them instead; no longer than
-    two such steps, in case they have stopped training. Simulated, time per own step over that without communication, at
-    a period of 10, by the paper's rule and by this one: 8 ranks of which one is 5 times slower, the others: 5.0, 1.03;
-    8 ranks with steps of 50 ms, in each two of them 320 ms more: 1.55, 1.25; 4 ranks with steps of 11 ms, each 100 ms
-    more with probability 1/4: 1.37, 1.16.
+    two such steps, in case they have stopped training. What this gains is measured in benchmarks/stragglers.py.
 
     [Note: overlapped groups] With `overlap` a rank that is on time does not wait: at its next safe point, when x has
     taken another step, x <- x + (average - y), the law with what this rank contributed as s. One that is late merges
