@@ -243,13 +243,14 @@ def test_a_collective_names_the_rank_that_died() -> None:
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 2:
             raise HangUp
-        # Long enough for the connections of rank 2 to close on a busy machine.
-        transport = ProcessGroupTransport(group, device=CPU, timeout=timedelta(seconds=4 * SECONDS))
+        with pytest.raises(RuntimeError, match="closed"):  # wait until the connection to rank 2 is
+            group.recv([torch.zeros(1)], 2, 0).wait()
+        transport = ProcessGroupTransport(group, device=CPU, timeout=timedelta(seconds=SECONDS))
         pattern = rf"^rank {group.rank()}: a sum among ranks \[0, 1, 2\] .*, connections to ranks \[.*2\] are closed"
         with pytest.raises((ConnectionError, TimeoutError), match=pattern):
             transport.all_reduce(torch.zeros(4), what="a sum")
 
-    run_ranks(3, body, timeout=timedelta(seconds=4))  # also how long rank 1 waits for rank 0's verdict
+    run_ranks(3, body, timeout=timedelta(seconds=3))  # also how long rank 1 waits for rank 0's verdict
 
 
 def test_names_are_global_ranks() -> None:
