@@ -1,16 +1,15 @@
-"""Ranks under mpirun, and what they do: `mpirun ... python -m tests.ranks_under_mpi CHECK FOLDER`."""
+"""Ranks under mpirun, and what they do in turn: `mpirun ... python -m tests.ranks_under_mpi CHECK ... FOLDER`."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import networkx as nx
 import pytest
@@ -21,6 +20,9 @@ from torch import Tensor, nn
 import gossip_modules as gm
 from gossip_modules import init_mpi_process_group, register_mpi_backend
 from gossip_modules.connect import connect
+
+if TYPE_CHECKING:
+    from train.world import World
 
 RECIPES = ("sgp", "ar")
 DTYPES = (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -198,8 +200,9 @@ def check_operations(folder: Path) -> None:
     dist.barrier()
     other.shutdown()
     other.shutdown()
-    with pytest.raises(RuntimeError, match="closed"):
-        other.send([torch.zeros(1)], 0, 1)
+    for start in (lambda: other.send([torch.zeros(1)], 0, 1), other.barrier, other.monitored_barrier):
+        with pytest.raises(RuntimeError, match="the process group is closed; make a new one"):
+            start()
     if rank in (1, 3):  # last: torch counts the groups that only some ranks make
         assert connect(ranks=[1, 3]).names == [1, 3]
     dist.destroy_process_group()
@@ -207,7 +210,7 @@ def check_operations(folder: Path) -> None:
 
 
 def check_failures(folder: Path) -> None:
-    """Rank 1 never comes; all that wait for it say so in time, and the one that raises ends the job."""
+    """Of 4 ranks 1 never comes; all that wait for it say so in time, and the one that raises ends the job."""
     if hasattr(dist.Backend, "_ensure_backend_registered"):  # this torch asks its plugins for "mpi"
         register_mpi_backend()
         dist.init_process_group("mpi", timeout=timedelta(seconds=30))
@@ -225,48 +228,66 @@ def check_failures(folder: Path) -> None:
     with pytest.raises(TimeoutError, match=rf"^rank {rank}: round 3: receive from rank 1 {late}.*rank 1 \(tag"):
         transport.exchange({}, {1: [x]}, tag=3).wait()
     with pytest.raises(
-        RuntimeError, match=rf"^rank {rank}: all-reduce among ranks \[0, 1, 2\]: not complete after 0.5 s"
+        RuntimeError, match=rf"^rank {rank}: all-reduce among ranks \[0, 1, 2, 3\]: not complete after 0.5 s"
     ):
         group.allreduce([x]).wait()
-    pair = dist.new_group([0, 2], backend="mpi4py", use_local_synchronization=True)
-    assert isinstance(pair, dist.ProcessGroup)
-    dist.barrier(pair)
+    others = dist.new_group([0, 2, 3], backend="mpi4py", use_local_synchronization=True)
+    assert isinstance(others, dist.ProcessGroup)
+    dist.barrier(others)
     with pytest.raises((TimeoutError, ConnectionError), match=r"averaging among ranks .*: ranks \[1\] have not come"):
         transport.all_reduce(x, what="averaging")
     assert time.monotonic() - start < 20
     with pytest.raises(RuntimeError, match=r"ranks \[1\] have not come within 0.5 s"):
         dist.new_group(backend="mpi4py", timeout=PATIENCE)
     (folder / f"{rank}.txt").write_text("all said so", encoding="utf-8")
-    dist.barrier(pair)
-    if rank == 2:
+    dist.barrier(others)
+    if rank != 0:
         threading.Event().wait()
     raise LookupError("this rank has an error of its own")
 
 
-def check_training(folder: Path) -> None:
-    """The main job's loss curves, over Gloo under torchrun and over MPI else."""
+def train_recipes(world: World, folder: Path) -> None:
+    """The main job of each of RECIPES, its logs in `folder`."""
     # Seconds of imports that the other checks do without.
     from train.config import Config
     from train.image_task import ImageTask
     from train.preemption import StopRequest
     from train.run import Run
-    from train.world import start_world
 
-    backend: Literal["gloo", "mpi"] = "gloo" if "TORCHELASTIC_RUN_ID" in os.environ else "mpi"
-    configs = [Config(recipe=r, backend=backend, epochs=2, out_dir=str(folder / backend / r)) for r in RECIPES]
-    torch.set_num_threads(1)
-    world = start_world(configs[0])
-    assert world.size == 2
-    for config in configs:
-        run = Run(ImageTask(config, world), config.resolved(world), world, StopRequest())
+    for recipe in RECIPES:
+        config = Config(recipe=recipe, backend=world.backend, epochs=2, out_dir=str(folder / recipe))
+        stop = StopRequest()
+        run = Run(ImageTask(config, world), config.resolved(world), world, stop)
         try:
             assert run.train() == 0
         finally:
             run.close()
+            stop.close()
+
+
+def check_training(folder: Path) -> None:
+    """The main job's loss curves on 2 ranks."""
+    from train.config import Config
+    from train.world import start_world
+
+    world = start_world(Config(backend="mpi"))
+    assert world.size == 2
+    train_recipes(world, folder)
     dist.destroy_process_group()
+
+
+def train_over_gloo(rank: int, folder: str) -> None:
+    """What `check_training` does, in one of 2 processes over Gloo."""
+    from train.world import World
+
+    control, store = dist.new_group(), dist.PrefixStore("train", gm.job_store())
+    assert isinstance(control, dist.ProcessGroup)
+    train_recipes(World(rank, 2, rank, torch.device("cpu"), "gloo", control, store), Path(folder))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     checks = {check.__name__: check for check in (check_operations, check_failures, check_training)}
-    checks[sys.argv[1]](Path(sys.argv[2]))
+    *names, target = sys.argv[1:]
+    for name in names:
+        checks[name](Path(target))

@@ -1,4 +1,4 @@
-"""MPI: ranks under Open MPI's mpirun against the same ranks as threads over Gloo, or as processes under torchrun."""
+"""MPI: ranks under Open MPI's mpirun against the same ranks over Gloo, as threads or processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import pandas as pd
 import pytest
 import torch
 
-from gossip_modules.mpi_library import load_mpi, require_threads
+from gossip_modules.mpi_library import load_mpi, require_countable, require_threads
 from gossip_modules.mpi_work import pause
+from tests.processes import run_processes
 from tests.ranks import run_ranks
 from tests.ranks_under_mpi import (
     RECIPES,
@@ -26,6 +27,7 @@ from tests.ranks_under_mpi import (
     check_operations,
     check_training,
     messages_and_collectives,
+    train_over_gloo,
     training,
 )
 from train.config import Config
@@ -48,15 +50,11 @@ def find_mpirun() -> list[str]:
     return [path, "--oversubscribe", "--allow-run-as-root", "--bind-to", "none", "--timeout", str(SECONDS)]
 
 
-def mpirun(num_ranks: int) -> list[str]:
-    """The command that starts Python as so many ranks."""
-    return [*find_mpirun(), "-np", str(num_ranks), sys.executable, "-W", "error"]
-
-
-def launch(command: list[str], check: Callable[..., None], folder: Path) -> subprocess.CompletedProcess[str]:
-    """`check(folder)` on every rank that `command` starts."""
+def launch(num_ranks: int, folder: Path, *checks: Callable[[Path], None]) -> subprocess.CompletedProcess[str]:
+    """Each `check(folder)` in turn on so many ranks."""
+    command = [*find_mpirun(), "-np", str(num_ranks), sys.executable, "-W", "error", "-m", "tests.ranks_under_mpi"]
     return subprocess.run(
-        [*command, "-m", "tests.ranks_under_mpi", check.__name__, str(folder)],
+        [*command, *(check.__name__ for check in checks), str(folder)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -68,33 +66,26 @@ def launch(command: list[str], check: Callable[..., None], folder: Path) -> subp
 
 @pytest.mark.e2e
 @pytest.mark.timeout(2 * SECONDS + 30)
-def test_operations_and_wrappers_equal_those_over_gloo(tmp_path: Path) -> None:
-    result = launch(mpirun(4), check_operations, tmp_path)
-    assert result.returncode == 0, result.stderr
+def test_ranks_do_as_over_gloo_name_one_that_is_missing_and_end_with_one_that_fails(tmp_path: Path) -> None:
+    result = launch(4, tmp_path, check_operations, check_failures)
     expected = run_ranks(4, lambda group: {**messages_and_collectives(group), **training(lambda: group)})
     for rank in range(4):
+        assert (tmp_path / f"{rank}.pt").exists(), result.stderr
         got = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert got.keys() == expected[rank].keys()
         for name, x in got.items():
             torch.testing.assert_close(x, expected[rank][name], rtol=1e-5, atol=1e-6, msg=f"{name} on rank {rank}")
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(2 * SECONDS + 30)
-def test_who_waits_for_a_missing_rank_names_it_and_an_error_ends_the_job(tmp_path: Path) -> None:
-    result = launch(mpirun(3), check_failures, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"0.txt", "2.txt"}, result.stderr
+    assert {path.name for path in tmp_path.glob("*.txt")} == {"0.txt", "2.txt", "3.txt"}, result.stderr
     assert result.returncode != 0
     assert "LookupError: this rank has an error of its own" in result.stderr
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(2 * SECONDS + 30)
-def test_loss_curves_equal_those_of_gloo_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for command in (mpirun(2), torchrun):
-        result = launch(command, check_training, tmp_path)
-        assert result.returncode == 0, result.stderr
+def test_loss_curves_equal_those_of_gloo(tmp_path: Path) -> None:
+    result = launch(2, tmp_path / "mpi", check_training)
+    assert result.returncode == 0, result.stderr
+    run_processes(2, train_over_gloo, str(tmp_path / "gloo"), timeout=SECONDS)
     columns = ["loss", "train_accuracy_percent", "own_test_accuracy_percent", "averaged_test_accuracy_percent", "step"]
     for recipe, rank in itertools.product(RECIPES, range(2)):
         mpi, gloo = (pd.read_csv(tmp_path / backend / recipe / f"rank_{rank:04}.csv") for backend in ("mpi", "gloo"))
@@ -114,6 +105,15 @@ def test_mpi_must_allow_calls_from_several_threads() -> None:
         RuntimeError, match=r"got .* MPI_THREAD_SERIALIZED, expected MPI_THREAD_MULTIPLE, .* built with"
     ):
         require_threads(2)
+
+
+def test_messages_that_mpi_cannot_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossip_modules.mpi_library._counts_in_64_bits", lambda: False)
+    require_countable(2**31 - 1, "bytes")
+    with pytest.raises(ValueError, match=r"got a message of 2147483648 bytes, expected at most 2147483647, .*; send a"):
+        require_countable(2**31, "bytes")
+    monkeypatch.setattr("gossip_modules.mpi_library._counts_in_64_bits", lambda: True)
+    require_countable(2**40, "bytes")
 
 
 def test_long_waits_poll_about_once_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:

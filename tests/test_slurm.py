@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -185,9 +186,18 @@ def test_a_start_that_fails_says_why_and_leaves_nothing_behind(
 
 
 @needs_slurm
-def test_a_folder_of_something_else_is_neither_taken_nor_removed(tmp_path: Path) -> None:
-    (tmp_path / "slurm.conf").write_text("ClusterName=production\n", encoding="utf-8")
+def test_a_folder_of_something_else_is_not_taken(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="expected a folder that does not exist"):
         Cluster(tmp_path).start()
-    Cluster(tmp_path).stop()
-    assert (tmp_path / "slurm.conf").exists()
+
+
+def test_another_slurm_is_neither_stopped_nor_removed(tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=production\n", encoding="utf-8")
+    program = shutil.copy(shutil.which("sleep") or "", tmp_path / "slurmctld")
+    with subprocess.Popen([program, "60"], cwd=tmp_path) as daemon:
+        try:
+            Cluster(tmp_path).stop()
+            assert daemon.poll() is None
+            assert (tmp_path / "slurm.conf").exists()
+        finally:
+            daemon.kill()

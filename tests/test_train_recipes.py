@@ -90,6 +90,12 @@ def test_a_preset_sets_defaults_and_an_option_overrides_it() -> None:
     assert (config.recipe, config.epochs) == ("osgp", 60)
     assert (config.model, config.milestones, config.lr, config.weight_decay) == ("resnet50", (30, 60, 80), 0.1, 1e-4)
     assert (config.warmup_epochs, config.nesterov, config.label_smoothing) == (5, True, 0.0)
+    assert (config.images_per_node, config.momentum, config.milestone_factor, config.decay_all) == (
+        256,
+        0.9,
+        0.1,
+        False,
+    )
     assert read_command_line(Config, description="", arguments=[]) == Config()
 
 
@@ -97,6 +103,17 @@ def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         read_command_line(Config, description="", arguments=["--preset", "imagenet"])
     assert "choose from" in capsys.readouterr().err
+
+
+def test_the_batch_of_a_machine_and_that_of_a_rank_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"got batch_size=64 and images_per_node=256, expected one of them; .* 0 as"):
+        Config(batch_size=64, images_per_node=256)
+    per_rank = ["--preset", "imagenet-resnet50", "--batch-size", "64"]
+    with pytest.raises(SystemExit):
+        read_command_line(Config, description="", arguments=per_rank)
+    assert "images_per_node=256" in capsys.readouterr().err
+    config = read_command_line(Config, description="", arguments=[*per_rank, "--images-per-node", "0"])
+    assert (config.batch_size, config.images_per_node) == (64, 0)
 
 
 def test_ranks_of_a_machine_share_its_images() -> None:

@@ -146,8 +146,8 @@ def test_batches_are_a_pure_function_of_the_step(tokenized: TokenizedText) -> No
         for part, again in zip(steps[first], resumed, strict=True):
             assert torch.equal(part.targets, again.targets)
             assert all(torch.equal(x, y) for x, y in zip(part.inputs, again.inputs, strict=True))
-    first, second = (np.concatenate(list(chain.from_iterable(batches.plan(epoch)))) for epoch in (0, 1))
-    assert not np.array_equal(np.sort(first), np.sort(second))
+    one, other = (np.concatenate(list(chain.from_iterable(batches.plan(epoch)))) for epoch in (0, 1))
+    assert not np.array_equal(np.sort(one), np.sort(other))
 
 
 def test_a_micro_batch_asks_for_each_token_after_those_before() -> None:

@@ -229,6 +229,11 @@ def test_scores_are_those_of_sacrebleu() -> None:
     assert 0 < scores["chrf"] < 100
 
 
+def test_a_tokenizer_that_bleu_lacks_is_refused_before_training(config: TranslationConfig) -> None:
+    with pytest.raises(ValueError, match=r"rank 0: got bleu_tokenizer='13b', expected one of .*13a.*char"):
+        TranslationTask(replace(config, bleu_tokenizer="13b"), world(Ranks(1), 0))
+
+
 def test_ranks_share_the_translation_of_the_test_set(
     config: TranslationConfig, task: TranslationTask, translator: Translator, tmp_path: Path
 ) -> None:
@@ -298,6 +303,8 @@ def test_options_that_do_not_fit_are_refused() -> None:
         TranslationConfig(source="de")
     with pytest.raises(ValueError, match=r"got model='huge', expected one of tiny, small, base, big"):
         TranslationConfig(model="huge")
+    with pytest.raises(ValueError, match=r"got tokenizer='runs/a/../a/tokenizer.json' in the folder of this run"):
+        TranslationConfig(out_dir="runs/a", tokenizer="runs/a/../a/tokenizer.json")
     with pytest.raises(ValueError, match=r"got beam_size=0, expected more than 0"):
         TranslationConfig(beam_size=0)
 

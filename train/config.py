@@ -41,6 +41,8 @@ class Config(RunConfig):
     """Learning rate for a global batch of 256; scaled linearly with the global batch."""
     warmup_epochs: int = 1
     """Epochs of linear warm-up, moved every iteration."""
+    warmup_lr: float = 0.0
+    """Where the warm-up starts, unless the target is lower; 0: at the smaller of lr and a tenth of the target."""
     milestones: tuple[int, ...] = (15, 22)
     """Epochs after which the learning rate is multiplied by milestone_factor."""
     milestone_factor: float = 0.1
@@ -52,14 +54,14 @@ class Config(RunConfig):
     weight_decay: float = 5e-4
     """Of weight matrices and kernels; biases and normalisation are left alone."""
     decay_all: bool = False
-    """Decay biases and normalisation as well, as the papers did."""
+    """Decay biases and normalisation as well, as the code of the SGP paper did; Goyal et al. left them alone."""
 
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {**RunConfig.CHOICES, "dataset": DATASETS, "model": MODELS}
     POSITIVE: ClassVar[tuple[str, ...]] = (*RunConfig.POSITIVE, "batch_size", "lr")
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *RunConfig.NOT_NEGATIVE,
         *("images_per_node", "warmup_epochs", "dirichlet_alpha", "weight_decay", "image_size", "num_workers"),
-        "milestone_factor",
+        *("milestone_factor", "warmup_lr"),
     )
     BELOW_ONE: ClassVar[tuple[str, ...]] = (*RunConfig.BELOW_ONE, "momentum")
     IDENTITY: ClassVar[tuple[str, ...]] = (
@@ -68,8 +70,8 @@ class Config(RunConfig):
     )
     SETTINGS: ClassVar[tuple[str, ...]] = (
         *RunConfig.SETTINGS,
-        *("lr", "warmup_epochs", "milestones", "milestone_factor", "momentum", "nesterov", "weight_decay", "decay_all"),
-        "channels_last",
+        *("lr", "warmup_epochs", "warmup_lr", "milestones", "milestone_factor"),
+        *("momentum", "nesterov", "weight_decay", "decay_all", "channels_last"),
     )
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Assran et al., ICML 2019, arXiv 1811.10792, section 6: the recipe of Goyal et al., arXiv 1706.02677, for which
@@ -81,6 +83,7 @@ class Config(RunConfig):
             "epochs": 90,
             "lr": 0.1,
             "warmup_epochs": 5,
+            "warmup_lr": 0.1,
             "milestones": (30, 60, 80),
             "milestone_factor": 0.1,
             "momentum": 0.9,
@@ -97,6 +100,11 @@ class Config(RunConfig):
         super().__post_init__()
         if list(self.milestones) != sorted(self.milestones):
             raise ValueError(f"got milestones={self.milestones}, expected ascending epochs; sort them")
+        if self.images_per_node and self.batch_size != type(self).batch_size:
+            raise ValueError(
+                f"got batch_size={self.batch_size} and images_per_node={self.images_per_node}, expected one of them; "
+                "for a batch per rank give --images-per-node 0 as well"
+            )
         if not self.images_per_node and self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"got batch_size={self.batch_size} and accumulation_steps={self.accumulation_steps}, expected a "

@@ -26,19 +26,25 @@ class ImageTask(Task):
         world: of the run.
 
     Raises:
-        ValueError: the data are not there, or a shard is smaller than a batch.
+        ValueError: on some rank, which is named, the data are not there, or are others; or a shard is smaller than a
+            batch.
     """
 
     score = "accuracy_percent"
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world, is_channels_last=config.channels_last)
-        if config.download and world.local_rank != 0:
-            world.barrier()  # one process per machine downloads, the others read what it left
-        self.data = load_data(config, rank=world.rank, world_size=world.size)
-        if config.download and world.local_rank == 0:
-            world.barrier()
         self.config = config
+        if config.download:  # by one process per machine, whose files the others read
+            world.on_every_rank(lambda: self._load() if world.local_rank == 0 else None)
+        counts = world.on_every_rank(self._load)
+        # Their epochs would differ in length, and some rank wait for a step that the others never take.
+        for rank, (num_train, num_test) in enumerate(counts):
+            if [num_train, num_test] != list(counts[0]):
+                raise ValueError(
+                    f"got {num_train} images for training and {num_test} for tests on rank {rank}, expected "
+                    f"{counts[0][0]} and {counts[0][1]} as on rank 0; copy {config.data_dir} again"
+                )
         self.description = f"{config.model} on {config.dataset}"
         self.metadata = {"model": config.model, "dataset": config.dataset}
         self.steps_per_epoch = self.data.steps_per_epoch
@@ -47,6 +53,7 @@ class ImageTask(Task):
             global_batch=config.batch_size * world.size,
             steps_per_epoch=self.steps_per_epoch,
             warmup_epochs=config.warmup_epochs,
+            warmup_lr=config.warmup_lr,
             milestones=config.milestones,
             factor=config.milestone_factor,
         )
@@ -124,6 +131,11 @@ class ImageTask(Task):
     def close(self) -> None:
         """See `Task`."""
         self.data.close()
+
+    def _load(self) -> tuple[int, int]:
+        """Find the data of this rank; how many images there are for training and for tests."""
+        self.data = load_data(self.config, rank=self.world.rank, world_size=self.world.size)
+        return len(self.data.train), len(self.data.test)
 
     def _accuracy(self, counts: Tensor) -> dict[str, float]:
         return {self.score: float(100 * counts[0] / counts[1])}

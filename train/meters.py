@@ -67,7 +67,7 @@ class Meters:
         if not self.is_finite:
             raise ValueError(
                 f"got a loss of {self.loss} by step {step}, expected a number: training has diverged; lower --lr, "
-                "lengthen --warmup-epochs, or leave --amp float16"
+                "lengthen the warm-up, or leave --amp float16"
             )
 
     def start_epoch(self) -> None:

@@ -20,7 +20,8 @@ class LearningRate:
         lr: learning rate for a global batch of 256.
         global_batch: images per optimizer step over all ranks.
         steps_per_epoch: optimizer steps in an epoch.
-        warmup_epochs: epochs of linear warm-up; it starts from the smaller of lr and a tenth of the target.
+        warmup_epochs: epochs of linear warm-up.
+        warmup_lr: what it starts from, unless the target is lower; 0: the smaller of lr and a tenth of the target.
         milestones: epochs, ascending, from which one more `factor` applies.
         factor: what a milestone multiplies by.
     """
@@ -29,6 +30,7 @@ class LearningRate:
     global_batch: int
     steps_per_epoch: int
     warmup_epochs: int = 0
+    warmup_lr: float = 0.0
     milestones: tuple[int, ...] = ()
     factor: float = 0.1
 
@@ -41,7 +43,7 @@ class LearningRate:
         target = self.lr * self.global_batch / 256
         warmup_steps = self.warmup_epochs * self.steps_per_epoch
         if step < warmup_steps:
-            start = min(self.lr, target / 10)
+            start = min(self.warmup_lr, target) if self.warmup_lr else min(self.lr, target / 10)
             return start + (target - start) * (step + 1) / warmup_steps
         return target * self.factor ** bisect_right(self.milestones, step // self.steps_per_epoch)
 

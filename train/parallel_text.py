@@ -73,7 +73,7 @@ class TextFiles(ParallelText):
         """
         counts, num_blank = [0, 0], 0
         with ExitStack() as stack:
-            sides = [_lines(stack.enter_context(_open(path)), path) for path in (self.source, self.target)]
+            sides = [lines_of(stack.enter_context(_open(path)), path) for path in (self.source, self.target)]
             for source, target in zip_longest(*sides):
                 counts[0] += source is not None
                 counts[1] += target is not None
@@ -96,7 +96,12 @@ def _open(path: Path) -> gzip.GzipFile | BufferedReader:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
-def _lines(file: Iterable[bytes], path: Path) -> Iterator[str]:
+def lines_of(file: Iterable[bytes], path: Path | str) -> Iterator[str]:
+    """The lines of `file`, UTF-8; only a line feed ends one.
+
+    Raises:
+        ValueError: one is not UTF-8, or a compressed file is damaged; `path` says which file.
+    """
     number = 0
     try:
         for number, line in enumerate(file, start=1):  # noqa: B007 - read when one fails

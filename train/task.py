@@ -31,8 +31,8 @@ class Task(ABC):
     """What a run learns.
 
     Args:
-        world: of the run.
         config: of the run.
+        world: of the run.
         is_channels_last: memory format of images and kernels.
     """
 

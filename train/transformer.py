@@ -20,15 +20,14 @@ class Size:
     width: int
     feed_forward_width: int
     num_heads: int
-    attention_dropout: float = 0.0
 
 
 SIZES: Mapping[str, Size] = {
     "tiny": Size(num_layers=2, width=128, feed_forward_width=256, num_heads=4),
     "small": Size(num_layers=3, width=256, feed_forward_width=1024, num_heads=4),
-    # Vaswani et al., table 3; the dropout of attention as in fairseq's transformer_vaswani_wmt_en_de_big.
+    # Vaswani et al., table 3.
     "base": Size(num_layers=6, width=512, feed_forward_width=2048, num_heads=8),
-    "big": Size(num_layers=6, width=1024, feed_forward_width=4096, num_heads=16, attention_dropout=0.1),
+    "big": Size(num_layers=6, width=1024, feed_forward_width=4096, num_heads=16),
 }
 
 
@@ -83,7 +82,6 @@ class Translator(nn.Module):
                 decoder_ffn_dim=size.feed_forward_width,
                 encoder_attention_heads=size.num_heads,
                 decoder_attention_heads=size.num_heads,
-                attention_dropout=size.attention_dropout,
                 dropout=dropout,
                 activation_function="relu",
                 scale_embedding=True,

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.outputs import EXPORT, TOKENIZER
+from train.parallel_text import lines_of
 from train.token_batches import by_length
 from train.token_sequences import Sequences
 from train.tokenization import PAD, BytePairs
@@ -67,11 +68,13 @@ class TrainedTranslator:
         """What a finished run has left in the folder `run`; see `Arguments`.
 
         Raises:
-            ValueError: there is none, or it is of something else than translation.
+            ValueError: there is none, or it is of something else than translation; or the beam has a negative size.
         """
+        if beam_size < 0:
+            raise ValueError(f"got beam_size={beam_size}, expected 0 or more; 0 is that of the training")
         try:
             with safe_open(run / EXPORT, framework="pt") as file:
-                about: Mapping[str, str] = file.metadata()
+                about: Mapping[str, str] = file.metadata() or {}
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         except (OSError, SafetensorError) as error:
             raise ValueError(
@@ -117,8 +120,7 @@ def translate_lines(lines: Iterable[str], translator: TrainedTranslator) -> Iter
 
 if __name__ == "__main__":
     arguments = tyro.cli(Arguments, description=__doc__)
-    sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     translator = TrainedTranslator.load(arguments.run, beam_size=arguments.beam_size, device=arguments.device)
-    for line in translate_lines(sys.stdin, translator):
+    for line in translate_lines(lines_of(sys.stdin.buffer, "standard input"), translator):
         print(line, flush=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from train.outputs import TOKENIZER
 from train.run_config import RunConfig
 from train.tokenization import SMALLEST_VOCABULARY
 from train.transformer import SIZES
@@ -26,6 +27,7 @@ _WMT16 = {
     "warmup_steps": 4000,
     "label_smoothing": 0.1,
     "beam_size": 4,
+    "timeout_seconds": 1800.0,  # rank 0 learns the tokenizer from 4.5 million pairs, which the others wait for
     "checkpoint_every": 1,
     "log_every": 100,
 }
@@ -134,6 +136,11 @@ class TranslationConfig(RunConfig):
             )
         if self.source == self.target:
             raise ValueError(f"got source and target {self.source!r}, expected two languages; change one")
+        if self.tokenizer and Path(self.tokenizer).resolve() == (self.run_dir / TOKENIZER).resolve():
+            raise ValueError(
+                f"got tokenizer={self.tokenizer!r} in the folder of this run, which clears what an earlier one left "
+                "there, expected it elsewhere; choose another --out-dir, or copy it"
+            )
 
     @property
     def subject(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from train.tokenization import PAD
 
+if TYPE_CHECKING:
+    from sacrebleu.metrics import BLEU
+
 
 def count_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """What `token_scores` is made of, to be added up over batches and ranks.
+    """What `nll` and `token_accuracy_percent` are made of, to be added up over batches and ranks.
 
     Args:
         logits: [B, T, num_tokens].
@@ -37,6 +41,23 @@ def token_accuracy_percent(counts: Tensor) -> float:
     return float(100 * counts[1] / counts[2])
 
 
+def make_bleu(tokenizer: str) -> BLEU:
+    """BLEU by sacrebleu, of what its `tokenizer` calls words: 13a for text, none for text that is cut already, char.
+
+    Raises:
+        ValueError: sacrebleu has none of that name, or lacks a library for it.
+    """
+    from sacrebleu.metrics import BLEU
+
+    if tokenizer not in BLEU.TOKENIZERS:
+        raise ValueError(f"got bleu_tokenizer={tokenizer!r}, expected one of {', '.join(BLEU.TOKENIZERS)}; see --help")
+    try:
+        # It would print advice about full stops with a space before them, which number words and Moses' text have.
+        return BLEU(tokenize=tokenizer, force=True)
+    except (RuntimeError, ImportError) as error:
+        raise ValueError(f"got bleu_tokenizer={tokenizer!r}: {error}; install that, or choose another") from error
+
+
 def text_scores(hypotheses: Sequence[str], references: Sequence[str], *, bleu_tokenizer: str) -> dict[str, float]:
     """BLEU and chrF of a corpus by sacrebleu, and how many translations are the reference, letter by letter.
 
@@ -46,15 +67,13 @@ def text_scores(hypotheses: Sequence[str], references: Sequence[str], *, bleu_to
     Args:
         hypotheses: one translation per sentence.
         references: as many.
-        bleu_tokenizer: by its name in sacrebleu: 13a for text, none for text that is cut into words already, char.
+        bleu_tokenizer: see `make_bleu`.
     """
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.metrics import CHRF
 
-    # sacrebleu would print advice about full stops with a space before them, which number words and Moses' text have.
-    bleu = BLEU(tokenize=bleu_tokenizer, force=True)
     num_exact = sum(hypothesis == reference for hypothesis, reference in zip(hypotheses, references, strict=True))
     return {
-        "bleu": bleu.corpus_score(hypotheses, [references]).score,
+        "bleu": make_bleu(bleu_tokenizer).corpus_score(hypotheses, [references]).score,
         "chrf": CHRF().corpus_score(hypotheses, [references]).score,
         "exact_match_percent": 100 * num_exact / len(references),
     }

@@ -22,7 +22,7 @@ from train.tokenization import PAD, BytePairs
 from train.transformer import SIZES, Beam, Translator
 from train.translation_config import TranslationConfig
 from train.translation_optim import InverseSquareRoot, adam
-from train.translation_scores import count_tokens, nll, text_scores, token_accuracy_percent
+from train.translation_scores import count_tokens, make_bleu, nll, text_scores, token_accuracy_percent
 from train.world import World
 
 EVALUATION_TOKENS = 4096
@@ -44,6 +44,7 @@ class TranslationTask(Task):
     def __init__(self, config: TranslationConfig, world: World) -> None:
         super().__init__(config, world)
         self.config = config
+        self.bleu_tokenizer = config.bleu_tokenizer or ("13a" if config.data_dir else "char")
         (description, *_) = world.on_every_rank(self._read_corpus)
         self.tokenizer = BytePairs(description)
         digests = world.on_every_rank(self._tokenize)
@@ -146,7 +147,7 @@ class TranslationTask(Task):
             **text_scores(
                 self.translations,
                 [pair.target for pair in self.test_pairs],
-                bleu_tokenizer=self.config.bleu_tokenizer or ("13a" if self.config.data_dir else "char"),
+                bleu_tokenizer=self.bleu_tokenizer,
             ),
         }
 
@@ -163,6 +164,7 @@ class TranslationTask(Task):
     def _read_corpus(self) -> str:
         """Find the text; on rank 0 learn, or load, the tokenizer, and return it as JSON."""
         config = self.config
+        make_bleu(self.bleu_tokenizer)  # an error now, not after the first epochs
         self.corpus = load_corpus(config)
         if self.world.rank != 0:
             return ""

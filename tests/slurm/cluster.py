@@ -92,13 +92,17 @@ class Cluster:
             raise
 
     def stop(self) -> None:
-        """Kill the daemons and what they run, and remove the folder; idempotent, and whoever started them."""
+        """Kill the daemons and what they run, and remove the folder; idempotent, and whoever started them.
+
+        Does nothing where the folder is not that of such a cluster: another SLURM may run there.
+        """
+        if f"={self.folder}/state".encode() not in _read(self.configuration):
+            return
         self._kill_all(lambda: [*self.daemon_pids(), *self.task_pids()])
         for daemon in self._daemons.values():
             daemon.wait()
         self._daemons.clear()
-        if f"={self.folder}/state".encode() in _read(self.configuration):  # lest a mistyped folder goes
-            shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder)
 
     def run(self, *command: str) -> str:
         """What a command of SLURM's prints.
