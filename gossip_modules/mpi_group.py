@@ -179,6 +179,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> MpiWork:
         """Complete when every rank has come."""
+        self._require_open()
         return self._post(self._comm.Ibarrier(), "barrier", opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -188,6 +189,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         Raises:
             RuntimeError: not all have come within the timeout.
         """
+        self._require_open()
         timeout = timeout or self._timeout
         meet(self._comm, range(self.size()), names=self._names, timeout=timeout, tag=self._barrier_tag)
 
@@ -231,6 +233,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     ) -> MpiWork:
         """The work of a request; when it is complete, `finish`, then the first of each pair gets the second."""
         timeout = getattr(opts, "timeout", timedelta(0))
+        results = tensors or [x for x, _ in pairs]
 
         def unstage() -> None:
             if finish is not None:
@@ -238,15 +241,15 @@ class MpiProcessGroup(dist.ProcessGroup):
             for x, message in pairs:
                 if x is not message:
                     x.copy_(message)
-                if x.is_cuda:  # who waits may use it on any stream
-                    torch.cuda.current_stream(x.device).synchronize()
+            for device in {x.device for x in results if x.is_cuda}:  # who waits may use them on any stream
+                torch.cuda.current_stream(device).synchronize()
 
         among = "" if expected_bytes is not None or what.startswith("send") else f" among ranks {self._names}"
         work = MpiWork(
             request,
             what=f"rank {self._names[self.rank()]}: {what}{among}",
             timeout=timeout if timeout > timedelta(0) else self._timeout,
-            tensors=tensors or [x for x, _ in pairs],
+            tensors=results,
             buffers=[*buffers, *pairs],
             finish=unstage,
             expected_bytes=expected_bytes,
@@ -255,9 +258,12 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._works.add(work)
         return work
 
-    def _message(self, x: Tensor, *, fill: bool = True) -> Tensor:
+    def _require_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the process group is closed; make a new one")
+
+    def _message(self, x: Tensor, *, fill: bool = True) -> Tensor:
+        self._require_open()
         return message_of(x, fill=fill)
 
     def _reduction(self, x: Tensor, opts: Any) -> tuple[Op, Tensor, Callable[[], None]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Op
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_MAX_COUNT = 2**31 - 1  # of MPI before its version 4
 _LOGICAL = ("MIN", "MAX", "PRODUCT")  # of zeros and ones they are zeros and ones
 
 
@@ -100,14 +101,40 @@ def message_of(x: Tensor, *, fill: bool = True) -> Tensor:
 
 
 def bytes_of(x: Tensor) -> list[Any]:
-    """The memory of a message, as mpi4py takes it, to be moved only."""
+    """The memory of a message, as mpi4py takes it, to be moved only.
+
+    Raises:
+        ValueError: it has more bytes than MPI counts.
+    """
     mpi = load_mpi()
-    return [mpi.buffer.fromaddress(x.data_ptr(), x.numel() * x.element_size()), mpi.BYTE]
+    num_bytes = x.numel() * x.element_size()
+    require_countable(num_bytes, "bytes")
+    return [mpi.buffer.fromaddress(x.data_ptr(), num_bytes), mpi.BYTE]
 
 
 def elements_of(x: Tensor) -> list[Any]:
-    """The memory of a message, as mpi4py takes it, to be reduced; its dtype is one that `reduced_as` gives."""
-    return [bytes_of(x)[0], _mpi_types()[x.dtype]]
+    """The memory of a message, as mpi4py takes it, to be reduced; its dtype is one that `reduced_as` gives.
+
+    Raises:
+        ValueError: it has more elements than MPI counts.
+    """
+    require_countable(x.numel(), "elements")
+    return [load_mpi().buffer.fromaddress(x.data_ptr(), x.numel() * x.element_size()), _mpi_types()[x.dtype]]
+
+
+def require_countable(count: int, what: str) -> None:
+    """Raise a ValueError if a message of `count` of `what` is more than this MPI counts."""
+    if count > _MAX_COUNT and not _counts_in_64_bits():
+        raise ValueError(
+            f"got a message of {count} {what}, expected at most {_MAX_COUNT}, which is all that an MPI library before "
+            "version 4 of the standard counts; send a smaller dtype (wire_dtype=torch.bfloat16) or a smaller model"
+        )
+
+
+@functools.cache
+def _counts_in_64_bits() -> bool:
+    mpi = load_mpi()
+    return bool(min(mpi.VERSION, mpi.Get_version()[0]) >= 4)  # mpi4py's own knowledge, and the library's
 
 
 def reduced_as(dtype: torch.dtype) -> torch.dtype:

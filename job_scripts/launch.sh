@@ -26,7 +26,9 @@
 #
 # 120 s before the time limit, or on `scancel --batch --signal=USR1 <job>`, USR1 reaches this script, which passes it
 # on through srun and torchrun: the workers save a checkpoint, exit with code 75 and the job is requeued; it resumes from
-# there. They have 100 s for it. When a node fails, SLURM requeues the job, which resumes from its newest checkpoint:
+# there. They have 100 s for it, and do not interrupt a validation: where one takes longer than a minute, submit with
+# --signal=B:USR1@300. Jobs of one name go on from each other: give another --job-name, or OUT_DIR, to another experiment.
+# When a node fails, SLURM requeues the job, which resumes from its newest checkpoint:
 # see --checkpoint-every and --checkpoint-every-steps. A job that fails by itself is not requeued.
 set -euo pipefail
 

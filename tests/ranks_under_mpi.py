@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 import gossip_modules as gm
 from gossip_modules import init_mpi_process_group, register_mpi_backend
 from gossip_modules.connect import connect
+from gossip_modules.mpi_group import MpiProcessGroup
 
 if TYPE_CHECKING:
     from train.world import World
@@ -173,6 +173,7 @@ def check_operations(folder: Path) -> None:
 
     # Mistakes.
     other = make_group()
+    assert isinstance(other, MpiProcessGroup)
     with pytest.raises(ValueError, match=r"shape \(3, 2\) that is not contiguous, expected x.contiguous"):
         other.send([torch.zeros(2, 3).t()], 0, 1)
     with pytest.raises(ValueError, match=r"reduction SUM of torch.bool, expected one of MIN, MAX, PRODUCT"):
@@ -223,8 +224,7 @@ def check_failures(folder: Path) -> None:
         threading.Event().wait()  # until the job is aborted
     transport = connect(group, timeout=PATIENCE)
     x = torch.zeros(2)
-    start = time.monotonic()
-    late = rf"failed after 0\.\d s \(timeout {PATIENCE.total_seconds():g} s\)"
+    late = rf"failed after \d+\.\d s \(timeout {PATIENCE.total_seconds():g} s\)"
     with pytest.raises(TimeoutError, match=rf"^rank {rank}: round 3: receive from rank 1 {late}.*rank 1 \(tag"):
         transport.exchange({}, {1: [x]}, tag=3).wait()
     with pytest.raises(
@@ -236,7 +236,6 @@ def check_failures(folder: Path) -> None:
     dist.barrier(others)
     with pytest.raises((TimeoutError, ConnectionError), match=r"averaging among ranks .*: ranks \[1\] have not come"):
         transport.all_reduce(x, what="averaging")
-    assert time.monotonic() - start < 20
     with pytest.raises(RuntimeError, match=r"ranks \[1\] have not come within 0.5 s"):
         dist.new_group(backend="mpi4py", timeout=PATIENCE)
     (folder / f"{rank}.txt").write_text("all said so", encoding="utf-8")
@@ -248,21 +247,11 @@ def check_failures(folder: Path) -> None:
 
 def train_recipes(world: World, folder: Path) -> None:
     """The main job of each of RECIPES, its logs in `folder`."""
-    # Seconds of imports that the other checks do without.
+    from tests.training import train  # seconds of imports that the other checks do without
     from train.config import Config
-    from train.image_task import ImageTask
-    from train.preemption import StopRequest
-    from train.run import Run
 
     for recipe in RECIPES:
-        config = Config(recipe=recipe, backend=world.backend, epochs=2, out_dir=str(folder / recipe))
-        stop = StopRequest()
-        run = Run(ImageTask(config, world), config.resolved(world), world, stop)
-        try:
-            assert run.train() == 0
-        finally:
-            run.close()
-            stop.close()
+        train(Config(recipe=recipe, epochs=2, out_dir=str(folder / recipe)), world)
 
 
 def check_training(folder: Path) -> None:
@@ -278,11 +267,9 @@ def check_training(folder: Path) -> None:
 
 def train_over_gloo(rank: int, folder: str) -> None:
     """What `check_training` does, in one of 2 processes over Gloo."""
-    from train.world import World
+    from tests.training import gloo_world
 
-    control, store = dist.new_group(), dist.PrefixStore("train", gm.job_store())
-    assert isinstance(control, dist.ProcessGroup)
-    train_recipes(World(rank, 2, rank, torch.device("cpu"), "gloo", control, store), Path(folder))
+    train_recipes(gloo_world(), Path(folder))
 
 
 if __name__ == "__main__":

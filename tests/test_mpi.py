@@ -34,7 +34,7 @@ from train.config import Config
 from train.world import start_world
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 100  # on a busy machine most of it is imports
+SECONDS = 150  # on a busy machine most of it is imports
 
 
 @cache

@@ -16,7 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.processes import run_processes
 from tests.slurm.cluster import Cluster
+from tests.training import gloo_world, train
+from train.command_line import read_command_line
+from train.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "job_scripts" / "launch.sh"
@@ -104,6 +108,11 @@ class Job:
         return dict(re.findall(r"(\S+?)=(\S*)", self.cluster.run("scontrol", "--oneliner", "show", "job", self.number)))
 
 
+def train_without_slurm(rank: int, arguments: list[str]) -> None:
+    """What the command line asks for, as one of two processes."""
+    train(read_command_line(Config, description=None, arguments=arguments), gloo_world())
+
+
 @needs_slurm
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
@@ -130,11 +139,8 @@ def test_a_job_is_preempted_requeued_and_resumed_outlives_a_node_and_is_cancelle
     cluster.kill_node(lost_node)
 
     # Meanwhile the same training without an interruption, and without SLURM.
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     reference = tmp_path / "reference"
-    command = [*torchrun, "train/gossip_sgd.py", "--out-dir", str(reference), *whole]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=120)
+    run_processes(2, train_without_slurm, ["--out-dir", str(reference), *whole], timeout=120)
 
     # The preempted job goes on where it was, to the same end.
     preempted.wait_until(lambda: preempted.state()["JobState"] == "COMPLETED", "the preempted job to end")

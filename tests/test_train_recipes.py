@@ -155,6 +155,7 @@ def test_senseless_numbers_are_refused() -> None:
         ({"step_size": -0.1}, "got step_size=-0.1, expected 0 or more"),
         ({"theta": 0.0}, "got theta=0.0, expected more than 0"),
         ({"power_rank": 0}, "got power_rank=0, expected more than 0"),
+        ({"milestones": (0, 3)}, r"got milestones=\(0, 3\), expected epochs after the first; --lr is for it"),
         ({"milestones": (5, 3)}, r"got milestones=\(5, 3\), expected ascending epochs; sort them"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -240,8 +240,9 @@ def test_ranks_share_the_translation_of_the_test_set(
     translator.eval()
     with torch.no_grad():
         alone = task.evaluate_averaged(translator)
-    assert {"nll", "bleu", "chrf", "exact_match_percent"} == alone.keys()
+    assert {"validation_nll", "nll", "bleu", "chrf", "exact_match_percent"} == alone.keys()
     assert task.score in alone
+    assert task.selection(alone) == -alone["validation_nll"] != -alone["nll"]
     config = replace(config, out_dir=str(tmp_path))
     ranks = Ranks(3)
 
@@ -264,9 +265,9 @@ def test_an_own_model_is_measured_token_by_token(task: TranslationTask, translat
     translator.eval()
     with torch.no_grad():
         scores = task.evaluate(translator)
-        inputs, targets = task.on_device(micro_batch(task.validation, np.arange(len(task.validation))))
+        inputs, targets = task.on_device(micro_batch(task.test, np.arange(len(task.test))))
         counts = count_tokens(translator(*inputs), targets)
-    assert len(task.validation) == task.config.num_validation
+    assert len(task.test) == task.config.num_test
     assert scores == {"nll": pytest.approx(nll(counts)), "token_accuracy_percent": token_accuracy_percent(counts)}
 
 

@@ -137,10 +137,12 @@ def test_the_script_trains_and_its_model_translates(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    assert re.fullmatch(r"averaged model: test nll \d.*, bleu .*, chrf .*, exact match \d+\.\d\d %", last)
+    assert re.fullmatch(
+        r"averaged model: test validation nll \d.*, nll \d.*, bleu .*, chrf .*, exact match \d+\.\d\d %", last
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["score"] == "exact_match_percent"
-    assert summary["averaged_test"].keys() == {"nll", "bleu", "chrf", "exact_match_percent"}
+    assert summary["averaged_test"].keys() == {"validation_nll", "nll", "bleu", "chrf", "exact_match_percent"}
     table = pd.read_csv(tmp_path / "rank_0000.csv")
     assert {"own_test_nll", "own_test_token_accuracy_percent", "averaged_test_bleu"} <= set(table.columns)
 

@@ -130,9 +130,9 @@ def arrows(figure: Figure) -> list[list[FancyArrowPatch]]:
         (
             "bipartite-complete",
             6,
-            [3] * 3,
+            [3] * 4,
             False,
-            "bipartite-complete, 1 peer per round, 6 ranks: a period of 3 rounds",
+            "bipartite-complete, 1 peer per round, 6 ranks: a period of 4 rounds",
         ),
         ("matcha0", 8, [12], False, "matcha0, 5 peers per round, 8 ranks: every round"),
     ],

@@ -18,18 +18,18 @@ from gossip_modules.matching import main as write_plan
 from visualization.matcha import COLORS, NEVER, draw, draw_graph, draw_rhos, main, read_plan
 
 
-def plan_file(folder: Path, *arguments: str) -> Path:
-    path = folder / "plan.json"
-    write_plan([*arguments, "--budget", "0.5", "--output", str(path)])
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of graph 0 with its places, and two points of each curve."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    write_plan(["--graph", "0", "--num-budgets", "2", "--budget", "0.5", "--output", str(path)])
     return path
 
 
 def test_the_command_draws_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = plan_file(tmp_path, "--graph", "0", "--num-budgets", "2")
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["matcha", str(plan), "--output", str(tmp_path / "a.png")])
+    monkeypatch.setattr(sys, "argv", ["matcha", str(plan_file), "--output", str(tmp_path / "a.png")])
     main()
     assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as image:
@@ -49,8 +49,8 @@ def drawn_links(plan: dict[str, Any]) -> dict[tuple[tuple[float, float], ...], t
 
 
 @pytest.mark.parametrize("has_places", [True, False])
-def test_links_are_drawn_where_and_as_often_as_they_are(has_places: bool, tmp_path: Path) -> None:
-    plan = read_plan(plan_file(tmp_path, "--graph", "0", "--num-budgets", "0"))
+def test_links_are_drawn_where_and_as_often_as_they_are(has_places: bool, plan_file: Path) -> None:
+    plan = read_plan(plan_file)
     places = [(float(rank), float(rank * rank)) for rank in range(8)]
     plan["probabilities"] = [1.0, 0.0, 0.2, 0.5, 0.8]  # another colour each
     links = drawn_links({**plan, "positions": places if has_places else None})
@@ -64,20 +64,23 @@ def test_links_are_drawn_where_and_as_often_as_they_are(has_places: bool, tmp_pa
 
 
 def test_many_ranks_without_a_place(tmp_path: Path) -> None:
-    plan = read_plan(plan_file(tmp_path, "--nodes", "70", "--radius", "0.3", "--num-budgets", "0"))
-    assert len(drawn_links({**plan, "positions": None})) == sum(map(len, plan["matchings"]))
+    ring = [[(rank, (rank + 1) % 70) for rank in range(first, 70, 2)] for first in (0, 1)]
+    ring[1][-1] = (0, 69)
+    plan = {"matchings": ring, "probabilities": [1.0, 0.5], "positions": None, "budgets": [], "rhos": {}}
+    plan |= {"name": "ring", "budget": 0.75, "rho": 0.5}
+    assert len(drawn_links(plan)) == 70
     draw(plan, tmp_path / "c.png")
     with Image.open(tmp_path / "c.png") as image:
         assert image.width < 1.5 * image.height, "no curves without budgets"
 
 
-def test_rho_is_drawn_against_the_budget(tmp_path: Path) -> None:
-    plan = read_plan(plan_file(tmp_path, "--graph", "0", "--num-budgets", "4"))
+def test_rho_is_drawn_against_the_budget(plan_file: Path) -> None:
+    plan = read_plan(plan_file)
     axis = Figure().subplots()
     draw_rhos(axis, plan)
     lines = {line.get_label(): np.asarray(line.get_xydata()) for line in axis.get_lines()}
     for name, rhos in plan["rhos"].items():
-        np.testing.assert_allclose(lines[name], np.column_stack([[0.25, 0.5, 0.75, 1], rhos]))
+        np.testing.assert_allclose(lines[name], np.column_stack([[0.5, 1], rhos]))
     assert set(lines["D-PSGD, budget 1"][:, 1]) == {plan["dpsgd"]["rho"]}
     assert set(lines["this plan"][:, 0]) == {0.5}
 

@@ -70,6 +70,13 @@ def test_a_report_is_one_file_with_everything_in_it(tmp_path: Path, capsys: pyte
         assert cell in page.texts
 
 
+@pytest.fixture
+def _draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn in another test."""
+    monkeypatch.setattr("visualization.report._image", lambda figure, description: f'<img alt="{description}">')
+
+
+@pytest.mark.usefixtures("_draws_nothing")
 def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "<b>run&")
     path = folder / "summary.json"
@@ -88,6 +95,7 @@ def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
     assert "<b>run&" in page.texts
 
 
+@pytest.mark.usefixtures("_draws_nothing")
 def test_problems_are_in_the_report_and_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "summary.json").unlink()

@@ -93,6 +93,16 @@ def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
+def replace_by_link(name: str) -> Callable[[Path], None]:
+    """A link to a file that is not there."""
+
+    def apply(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to("elsewhere.csv")
+
+    return apply
+
+
 RANK_1 = "rank_0001.csv"
 
 
@@ -122,6 +132,12 @@ RANK_1 = "rank_0001.csv"
             r"rank_0001\.csv:1: got no column consensus_distance; drawn without",
             {0: 4, 1: 4},
             id="no column",
+        ),
+        pytest.param(
+            edit(RANK_1, lambda text: text.replace("loss", "step", 1)),
+            r"rank_0001\.csv:1: got a column step more often than expected, once; the file is left out",
+            {0: 4},
+            id="a column twice",
         ),
         pytest.param(
             edit(RANK_1, lambda text: text.replace("epoch", "age")),
@@ -182,6 +198,18 @@ RANK_1 = "rank_0001.csv"
             copy_table(RANK_1, "rank_one.csv"), r"rank_one\.csv: got no rank in its name", {0: 4, 1: 4}, id="no rank"
         ),
         pytest.param(
+            copy_table("rank_0000.csv", "rank_1.csv"),
+            r"rank_1\.csv: got no rank in its name, expected rank_0000\.csv",
+            {0: 4, 1: 4},
+            id="a rank twice",
+        ),
+        pytest.param(
+            replace_by_link(RANK_1),
+            r"rank_0001\.csv: got No such file or directory, expected a file to read; it is left out",
+            {0: 4},
+            id="a link to nowhere",
+        ),
+        pytest.param(
             without(RANK_1),
             r"run: got no rank_0001\.csv, expected tables of 2 ranks; copy them here from other machines",
             {0: 4},
@@ -205,6 +233,18 @@ RANK_1 = "rank_0001.csv"
             {0: 4, 1: 4},
             id="summary without results",
         ),
+        pytest.param(
+            edit("summary.json", lambda text: text.replace('"sgp"', "true")),
+            r"summary\.json: got it without config\.recipe: str; left out",
+            {0: 4, 1: 4},
+            id="no recipe",
+        ),
+        pytest.param(
+            edit("summary.json", lambda text: text.replace('"time_seconds": 9.0', '"time_seconds": "9"')),
+            r"summary\.json: got it without ranks: list of dict with time_seconds; left out",
+            {0: 4, 1: 4},
+            id="no seconds",
+        ),
     ],
 )
 def test_what_is_broken_is_named_and_the_rest_is_kept(
@@ -217,6 +257,14 @@ def test_what_is_broken_is_named_and_the_rest_is_kept(
     assert re.search(message, problem)
     assert run is not None
     assert run.table.groupby("rank").size().to_dict() == num_rows
+
+
+def test_a_run_in_the_working_directory_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_run(tmp_path / "mine"))
+    run, problems = read_run(Path())
+    assert problems == []
+    assert run is not None
+    assert run.name == "mine"
 
 
 def test_a_table_whose_epochs_end_at_other_steps_is_another_run_s(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if any(milestone <= 0 for milestone in self.milestones):
+            raise ValueError(f"got milestones={self.milestones}, expected epochs after the first; --lr is for it")
         if list(self.milestones) != sorted(self.milestones):
             raise ValueError(f"got milestones={self.milestones}, expected ascending epochs; sort them")
         if self.images_per_node and self.batch_size != type(self).batch_size:

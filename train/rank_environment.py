@@ -44,6 +44,7 @@ _VARIABLES = (
     ),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+_STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 
 
 def rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
@@ -57,11 +58,13 @@ def rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
     """
     for launcher, *names in _VARIABLES:
         if names[0] in environment or names[1] in environment:
+            if names[0] == "PMI_RANK" and names[2] not in environment and _STEP_SIZE in environment:
+                break  # srun speaks PMI as well, and then it alone knows of machines
             return _numbers(environment, launcher, names)
-    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
+    if _STEP_SIZE in environment and _number(environment, _STEP_SIZE) > 1:
+        rank, size = _number(environment, "SLURM_PROCID"), _number(environment, _STEP_SIZE)
         tasks = _tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-        node = int(environment.get("SLURM_NODEID", 0))
+        node = _number(environment, "SLURM_NODEID")
         if node >= len(tasks):
             raise ValueError(f"got SLURM_NODEID={node}, expected less than the {len(tasks)} nodes of the step")
         return RankEnvironment(rank, size, _number(environment, "SLURM_LOCALID"), tasks[node], "srun")
@@ -72,7 +75,7 @@ def rendezvous_address(environment: Mapping[str, str]) -> tuple[str, int] | None
     """Where rank 0 of the tasks of an srun, or of an mpirun, is to serve the key-value store.
 
     MASTER_ADDR and MASTER_PORT; what is missing of them is, under srun, the first host of the step and a port that
-    follows from the number of the job.
+    follows from the number of the job. Not under an mpirun within a job: where that runs itself, ranks know of no step.
 
     Returns:
         None: nobody says.
@@ -81,7 +84,7 @@ def rendezvous_address(environment: Mapping[str, str]) -> tuple[str, int] | None
         ValueError: only one of the two is set, not under srun, or the port is no number.
     """
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if "SLURM_STEP_NUM_TASKS" in environment:
+    if rank_environment(environment).launcher == "srun":
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
         number = _number(environment, "SLURM_JOB_ID") * 7 + _number(environment, "SLURM_STEP_ID")
         default_port = _FIRST_PORT + number % _NUM_PORTS

@@ -103,7 +103,7 @@ class Run:
             is_due = config.checkpoint_every > 0 and (epoch + 1) % config.checkpoint_every == 0
             is_due |= config.checkpoint_every_steps > 0 and self.position % config.checkpoint_every_steps == 0
             if is_due or (is_last and config.checkpoint_every_steps + config.checkpoint_every > 0):
-                self.save(validation.averaged[self.task.score] if validation else None)
+                self.save(self.task.selection(validation.averaged) if validation else None)
         self.report(validation or self.validate())
         return 0
 

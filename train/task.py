@@ -39,7 +39,7 @@ class Task(ABC):
     description: str
     """As the first line of a run says it, e.g. "cnn on digits"."""
     score: str
-    """The metric of the averaged model that tells good from bad, higher is better; the best checkpoint is kept."""
+    """The metric of the averaged model that tells good from bad, higher is better."""
     steps_per_epoch: int
     """Optimizer steps per rank, the same on every rank."""
     metadata: Mapping[str, str]
@@ -107,6 +107,10 @@ class Task(ABC):
         Returns:
             The same on every rank; `score` is among them.
         """
+
+    def selection(self, averaged: Mapping[str, float]) -> float:
+        """By which of what `evaluate_averaged` returns the best checkpoint is kept: higher is better."""
+        return averaged[self.score]
 
     def finish(self, model: nn.Module) -> None:
         """Collective, at the end of a run: leave what this task has to show of the averaged model, besides metrics."""

@@ -17,8 +17,9 @@ tokenizer.json. With that a run translates whatever comes in:
 
     echo "four hundred and twelve" | python -m train.translate_text runs/numbers_en_de_sgp
 
-Every rank's own model is measured on the validation set (negative log-likelihood in nats per token), the averaged one
-on the test set, by BLEU, chrF and exact matches as well.
+Every rank's own model is measured on the test set (negative log-likelihood in nats per token), the averaged one by
+BLEU, chrF and exact matches as well. Of the checkpoints the one with the least negative log-likelihood on the
+validation set is kept.
 """
 
 from __future__ import annotations

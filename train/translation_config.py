@@ -46,7 +46,7 @@ class TranslationConfig(RunConfig):
     train_prefix: str = ""
     """Of the files to learn from; empty: train."""
     validation_prefix: str = ""
-    """Of the files that every rank's own model is measured on; empty: val, valid, validation or dev."""
+    """Of the files by which the best checkpoint is chosen; empty: val, valid, validation or dev."""
     test_prefix: str = ""
     """Of the files that the averaged model translates; empty: the one set that begins with test."""
     subword_joiner: str = ""

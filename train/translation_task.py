@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
 
@@ -118,38 +118,49 @@ class TranslationTask(Task):
         return ((outputs.argmax(2) == targets) & (targets != PAD)).sum()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """See `Task`; on the validation set, given the right tokens before each."""
-        counts = torch.zeros(3, dtype=torch.float64)
-        for indices in by_length(self.validation.sizes, EVALUATION_TOKENS):
-            inputs, targets = self.on_device(micro_batch(self.validation, indices))
-            counts += count_tokens(model(*inputs), targets)
+        """See `Task`; on the test set, given the right tokens before each."""
+        counts = self._count(model, self.test, np.arange(len(self.test)))
         return {"nll": nll(counts), "token_accuracy_percent": token_accuracy_percent(counts)}
 
     def evaluate_averaged(self, model: nn.Module) -> dict[str, float]:
-        """See `Task`; on the test set, of which every rank translates the sentences rank, rank + size, ..."""
+        """See `Task`; every rank reads the sentences rank, rank + size, ... of both sets and translates the test set's."""
         assert isinstance(model, Translator), "the bare model, not its wrapper"
-        counts = torch.zeros(3, dtype=torch.float64)
-        share = np.arange(self.world.rank, len(self.test), self.world.size)
+        validation, share = (
+            np.arange(self.world.rank, len(text), self.world.size) for text in (self.validation, self.test)
+        )
+        counts = torch.stack([self._count(model, self.validation, validation), self._count(model, self.test, share)])
         own = [""] * len(share)
         for places in by_length(self.test.sizes[share], EVALUATION_TOKENS):
-            indices = share[places]
-            inputs, targets = self.on_device(micro_batch(self.test, indices))
-            counts += count_tokens(model(*inputs), targets)
-            texts = self.tokenizer.decode(model.translate(inputs[0], inputs[1], self.beam))
+            (source, mask, _), _ = self.on_device(micro_batch(self.test, share[places]))
+            texts = self.tokenizer.decode(model.translate(source, mask, self.beam))
             for place, text in zip(places.tolist(), texts, strict=True):
                 own[place] = text
         all_counts, shares = zip(*self.world.gather((counts.tolist(), own)), strict=True)
         # Dealt out one by one, so collected row by row; the last row may be short.
         rows = zip_longest(*shares)
         self.translations = [text for row in rows for text in row if text is not None]
+        validation_counts, test_counts = torch.tensor(all_counts, dtype=torch.float64).sum(0)
         return {
-            "nll": nll(torch.tensor(all_counts, dtype=torch.float64).sum(0)),
+            "validation_nll": nll(validation_counts),
+            "nll": nll(test_counts),
             **text_scores(
                 self.translations,
                 [pair.target for pair in self.test_pairs],
                 bleu_tokenizer=self.bleu_tokenizer,
             ),
         }
+
+    def selection(self, averaged: Mapping[str, float]) -> float:
+        """See `Task`; the test set chooses nothing."""
+        return -averaged["validation_nll"]
+
+    def _count(self, model: nn.Module, text: TokenizedText, indices: np.ndarray) -> Tensor:
+        """What `count_tokens` counts in the pairs of `text` at `indices`, float64 [3] on the CPU."""
+        counts = torch.zeros(3, dtype=torch.float64)
+        for places in by_length(text.sizes[indices], EVALUATION_TOKENS):
+            inputs, targets = self.on_device(micro_batch(text, indices[places]))
+            counts += count_tokens(model(*inputs), targets)
+        return counts
 
     def finish(self, model: nn.Module) -> None:
         """See `Task`: the translations of the test set, and the tokenizer, without which nobody can use the model."""

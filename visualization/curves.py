@@ -24,7 +24,7 @@ PANELS = (ERROR_EPOCHS, ERROR_TIME, NLL_STEPS, BLEU_STEPS, LOSS_EPOCHS, CONSENSU
 
 def draw_run(folder: Path) -> Path:
     """Draw curves.png of one run into its folder; returns its path. For details see `draw`."""
-    return draw({folder.name: folder}, folder / "curves.png")
+    return draw({folder.resolve().name: folder}, folder / "curves.png")
 
 
 def draw(runs: Mapping[str, Path], path: Path) -> Path:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from visualization.runs import Run
-from visualization.style import line_style
+from visualization.style import as_label, line_style
 
 SETTLED = 0.2
 """Share of the epochs after which the loss is to fill its axis: its start would press all recipes into one line."""
@@ -69,7 +69,7 @@ class Panel:
         """The line of a run: x, y, low, high, a row per epoch that has both; None: there is none."""
         if not (run.has(self.x) and run.has(self.y)):
             return None
-        rows = run.table.dropna(subset=[self.x, self.y])
+        rows = run.table[np.isfinite(run.table[[self.x, self.y]]).all(axis=1)]
         if self.x in UNITS:
             rows = rows[rows[self.x] > 0]
         epochs = rows.groupby("epoch")
@@ -88,7 +88,7 @@ class Panel:
         for index, points in lines.items():
             xs = points["x"] / unit.size
             style = line_style(index, len(points))
-            axis.plot(xs, points["y"], label=runs[index].name, **style)
+            axis.plot(xs, points["y"], label=as_label(runs[index].name), **style)
             if (points["high"] > points["low"]).any():
                 axis.fill_between(xs, points["low"], points["high"], color=style["color"], alpha=0.18, linewidth=0)
         xlabel = f"{self.xlabel} [{unit.name}]" if unit.name else self.xlabel
@@ -107,8 +107,8 @@ def unit_of(column: str, largest: float) -> Unit:
 def finish_error(axis: Axes, runs: Sequence[Run]) -> None:
     """An error axis: from 0; close to logarithmic where errors are small, so that the end shows next to the start."""
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()] or [np.zeros(1)])
-    top = min(100.0, 1.15 * float(np.nanmax(values)) or 1.0)
-    if np.nanmin(values) < SMALL_ERROR:
+    top = min(100.0, 1.15 * float(values.max()) or 1.0)
+    if values.min() < SMALL_ERROR:
         axis.set_yscale("symlog", linthresh=1.0, linscale=0.5)
         axis.yaxis.set_major_locator(FixedLocator(ERROR_TICKS))
         axis.yaxis.set_minor_locator(NullLocator())

@@ -108,7 +108,7 @@ def read_run(folder: Path, *, name: str = "", has_ended: bool = True) -> tuple[R
     if summary:
         problems += _compare_with_summary(folder, tables, summary, whole)
     problems += _drop_strangers(folder, tables)
-    return Run(name or folder.name, folder, pd.concat(tables.values(), ignore_index=True), summary), problems
+    return Run(name or folder.resolve().name, folder, pd.concat(tables.values(), ignore_index=True), summary), problems
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
@@ -128,21 +128,34 @@ def _read_summary(path: Path) -> tuple[dict[str, Any], list[Problem]]:
         return {}, [Problem(path, None, text)]
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return {}, [Problem(path, None, f"got {error.strerror}, expected the summary of a run; left out")]
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else None
         return {}, [Problem(path, line, f"got no JSON ({error}), expected the summary of a run; left out")]
     if not isinstance(summary, dict):
         return {}, [Problem(path, 1, f"got a {type(summary).__name__}, expected the summary of a run; left out")]
     wrong = [f"{key}: {kind.__name__}" for key, kind in SUMMARY_KEYS.items() if not isinstance(summary.get(key), kind)]
-    if wrong or not all(isinstance(rank, dict) for rank in summary["ranks"]):
-        return {}, [Problem(path, None, f"got it without {', '.join(wrong) or 'ranks: list of dict'}; left out")]
+    if not wrong and not isinstance(summary["config"].get("recipe"), str):
+        wrong.append("config.recipe: str")
+    if not wrong and not all(
+        isinstance(rank, dict) and _is_number(rank.get("time_seconds")) for rank in summary["ranks"]
+    ):
+        wrong.append("ranks: list of dict with time_seconds")
+    if wrong:
+        return {}, [Problem(path, None, f"got it without {', '.join(wrong)}; left out")]
     return summary, []
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _read_rank(path: Path) -> tuple[int | None, pd.DataFrame, list[Problem]]:
     """Rank, rows and problems of a table."""
     digits = path.stem.removeprefix("rank_")
-    if not digits.isdecimal():
+    # rank_1.csv would take the place of rank_0001.csv.
+    if not digits.isdecimal() or path != _path(path.parent, int(digits)):
         return None, pd.DataFrame(), [Problem(path, None, "got no rank in its name, expected rank_0000.csv; left out")]
     rows, found = read_numbers(path)
     problems = list(found)
@@ -204,10 +217,9 @@ def _compare_with_summary(
             text = f"got rank {rank} in a run of {summary['world_size']}, expected a lower one: a file of another run?"
             strangers[rank] = Problem(path, None, f"{text} It is left out")
             continue
-        told = summary["ranks"][rank].get("time_seconds") if rank < len(summary["ranks"]) else None
-        if told is None:
+        if rank >= len(summary["ranks"]):
             continue
-        seconds = row["time_seconds"]
+        seconds, told = row["time_seconds"], summary["ranks"][rank]["time_seconds"]
         if seconds > told * (1 + 1e-6) or (rank in whole and seconds < told * (1 - 1e-6)):
             text = (
                 f"got {seconds:.6g} s of training in the last row, expected the {told:.6g} s of {SUMMARY}: "
@@ -223,7 +235,8 @@ def _compare_with_summary(
         del tables[rank]
     absent = [rank for rank in range(summary["world_size"]) if rank not in tables and rank not in strangers]
     problems = list(strangers.values())
-    if missing := [_path(folder, rank).name for rank in absent if not _path(folder, rank).is_file()]:
+    found = set(folder.glob("rank_*.csv"))
+    if missing := [path.name for path in (_path(folder, rank) for rank in absent) if path not in found]:
         names = f"{missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}"
         text = f"got no {names}, expected tables of {summary['world_size']} ranks; copy them here from other machines"
         problems.append(Problem(folder, None, text))

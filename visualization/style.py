@@ -96,6 +96,12 @@ def line_style(index: int, num_points: int) -> dict[str, Any]:
     }
 
 
+def as_label(name: str) -> str:
+    """`name` letter by letter: matplotlib reads mathematics between dollars, and hides what begins with a _."""
+    text = name.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
 def legend_columns(labels: Sequence[str], width: float) -> int:
     """How many labels fit side by side below a figure.
 

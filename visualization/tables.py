@@ -44,15 +44,18 @@ def read_numbers(path: Path) -> Table:
     """A CSV with a header in which each cell is a number, or empty: NaN.
 
     Reading ends at the first line that is cut off or has other cells than the header; a row with a cell that is no
-    number is left out.
+    number is left out, and so is a file that cannot be read.
 
     Args:
-        path: of an existing file.
+        path: of the file.
     """
     cells, problems = _read_cells(path)
     if not cells:
         return Table(pd.DataFrame(), problems or (Problem(path, None, _EMPTY),))
     (_, header), *lines = cells
+    if twice := sorted({name for name in header if [*header, "line"].count(name) > 1}):
+        text = f"got a column {', '.join(twice)} more often than expected, once; the file is left out"
+        return Table(pd.DataFrame(), (Problem(path, 1, text),))
     rows: list[dict[str, float]] = []
     bad: list[Problem] = []
     for line, values in lines:
@@ -94,8 +97,11 @@ _EMPTY = "got an empty file, expected a header and a row per epoch; copy it agai
 
 def _read_cells(path: Path) -> tuple[list[tuple[int, Sequence[str]]], tuple[Problem, ...]]:
     """Numbered lines as cells, without one that is cut off."""
-    data = path.read_bytes()
     problems: tuple[Problem, ...] = ()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return [], (Problem(path, None, f"got {error.strerror}, expected a file to read; it is left out"),)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
