@@ -123,7 +123,7 @@ class TranslationTask(Task):
         return {"nll": nll(counts), "token_accuracy_percent": token_accuracy_percent(counts)}
 
     def evaluate_averaged(self, model: nn.Module) -> dict[str, float]:
-        """See `Task`; every rank reads the sentences rank, rank + size, ... of both sets and translates the test set's."""
+        """See `Task`; every rank reads sentence rank, rank + size, ... of both sets, and translates the test set's."""
         assert isinstance(model, Translator), "the bare model, not its wrapper"
         validation, share = (
             np.arange(self.world.rank, len(text), self.world.size) for text in (self.validation, self.test)
