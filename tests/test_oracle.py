@@ -135,12 +135,14 @@ def test_synchronous_wrappers_equal_the_oracle(name: str, n: int) -> None:
     graph = GRAPHS[name](n)
     num_steps = min(max(graph.period + 1, 4), 7)
     push_sums = (True, False) if is_symmetric(graph) or is_regular(graph) else (True, True)
-    # Both wrappers, optimizers and algorithms for every graph and n; all eight combinations for every graph.
+    # Both wrappers, optimizers and algorithms for every graph and n; all eight combinations for every graph. Many ranks
+    # take turns on few cores: from six on, one optimizer for each algorithm.
     pair: list[type[GossipWrapper]] = [GossipDataParallel, SimpleGossipDataParallel]
     cases = [
         (pair[(i + j + n) % 2], push_sum, optimizer)
         for i, push_sum in enumerate(push_sums)
         for j, optimizer in enumerate((sgd, adamw))
+        if n < 6 or (i + j + n // 2) % 2 == 0
     ]
 
     def body(group: dist.ProcessGroup) -> list[Snapshot]:

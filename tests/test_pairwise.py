@@ -167,7 +167,7 @@ def test_a_worker_that_diverged_takes_the_model_of_the_other_and_is_not_copied(w
     ):
         second.update_send(1.0)  # the model that a had published when it began was refused
     assert value_of(b) == 8.0
-    assert second.comm_stats()["num_refused_models"] == 1
+    assert second.comm_stats()["num_refused_models"] in (1, 2)  # the fetch that has just begun may have ended too
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
