@@ -243,7 +243,7 @@ def test_a_collective_names_the_rank_that_died() -> None:
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 2:
             raise HangUp
-        with pytest.raises(RuntimeError, match="Connection (closed|reset)"):  # wait until that to rank 2 is
+        with pytest.raises(RuntimeError):  # wait until the connection to rank 2 is closed or reset
             group.recv([torch.zeros(1)], 2, 0).wait()
         transport = ProcessGroupTransport(group, device=CPU, timeout=timedelta(seconds=SECONDS))
         pattern = rf"^rank {group.rank()}: a sum among ranks \[0, 1, 2\] .*, connections to ranks \[.*2\] are closed"
