@@ -55,7 +55,7 @@ consensus: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python train/consensus.py
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check

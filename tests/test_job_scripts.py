@@ -141,12 +141,19 @@ def test_launch_returns_the_status_of_training_and_does_not_requeue(cluster: Pat
     assert not (cluster / "log").exists()
 
 
+# To a bash that is about to call `wait`, a signal comes too early and too late: its trap runs when the child has ended.
+# In life the step ends by itself then, at the time limit; here it would not.
+WAITS = "waits() { until read -r _ _ state _ </proc/$PPID/stat && [[ $state == S ]]; do sleep 0.01; done; }"
+# A step that a signal ends, which it sends itself.
+SIGNALLED = f"{WAITS}; trap 'exit 1' USR1; waits; kill -USR1 $PPID; while :; do sleep 0.01; done"
+
+
 @pytest.mark.parametrize(
     ("status", "requeues"), [(1, ["requeue 4321"]), (0, [])], ids=["saved and left", "finished in time"]
 )
 def test_launch_hands_usr1_to_training_and_requeues(cluster: Path, status: int, requeues: list[str]) -> None:
     # The step answers the second signal only: an interrupted `wait` must not be taken for its end.
-    listen = 'n=0; trap "n=\\$((n + 1)); echo got USR1" USR1; echo started'
+    listen = f'n=0; {WAITS}; trap "n=\\$((n + 1)); waits; echo got USR1" USR1; waits; echo started'
     training = f"{listen}; while ((n < 2)); do sleep 0.01; done; exit {status}"
     process = launch(cluster, FAKE_SRUN=training)
     assert process.stdout is not None
@@ -166,10 +173,6 @@ def test_launch_requeues_on_a_usr1_that_comes_before_training(cluster: Path) -> 
     status, out, err = run_launch(cluster, FAKE_SRUN="while :; do sleep 0.01; done")
     assert status == 0, err
     assert (cluster / "log").read_text(encoding="utf-8") == "requeue 4321\n", out
-
-
-# A step that a signal ends, which it sends itself.
-SIGNALLED = "trap 'exit 1' USR1; kill -USR1 $PPID; while :; do sleep 0.01; done"
 
 
 def test_launch_says_how_to_go_on_when_slurm_does_not_requeue(cluster: Path) -> None:
