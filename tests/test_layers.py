@@ -20,27 +20,42 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("flat_layout", "flat_vector", "flat_buffer", "schedule"),
         *("compressor", "sparsifier", "quantizer", "bit_packing"),
         *("edge_coloring", "base_graphs", "barrier", "contraction", "activation", "joint_activation", "matching"),
-        *("graph_manager", "shift_graph", "dynamic_graphs", "static_graphs", "matcha_graph"),
+        *("graph_manager", "shift_graph", "dynamic_graphs", "static_graphs", "matcha_graph", "named_graphs"),
         *("mixing_manager", "matrix_mixing", "laplacian_mixing"),
+        *("simulated_mixing", "simulated_delays", "simulated_clocks", "simulated_codes", "simulated_problems"),
+        *("simulated_gossip", "simulated_asynchronous", "simulated_groups", "simulated_setting"),
         *("butterfly_groups", "interpolation", "peer_scores", "curve_keys", "pairwise_config"),
         *("model_message", "snapshot_pool", "host_copy"),
     ),
     (
-        *("transport", "listener", "connect", "progress", *PAIRWISE_WIRE),
+        *("transport", "exchange", "staging", "listener", "connect", "progress", *PAIRWISE_WIRE),
         *("mpi", "mpi_group", "mpi_library", "mpi_work"),
     ),
     (
-        *("gossiper", "agreement", "node", "link_times", "envelope", "matrix_batches", "orthonormal"),
+        *("gossiper", "push_sum", "agreement", "node", "link_times", "envelope", "matrix_batches", "orthonormal"),
         *("compressed_gossiper", "broadcast_gossiper", "choco", "deep_squeeze", "moniqua", "power_gossip"),
         *("mailbox", "bilateral", "group_average", "average_on_demand"),
+        *("simulated_power_gossip", "simulated_methods", "simulated_options", "simulated_advice"),
     ),
     (
-        *("engine", "gossip_thread", "averaging", "defaults", "debias", "metadata_state", "uneven_inputs"),
+        *(
+            "engine",
+            "overlap_engine",
+            "gossip_thread",
+            "averaging",
+            "defaults",
+            "debias",
+            "metadata_state",
+            "uneven_inputs",
+        ),
         *("background", "bilateral_engine", "pairwise_engine"),
         *("wait_avoiding_engine", "wait_avoiding_worker", "wait_avoiding_words", "wait_avoiding_pace"),
     ),
     ("wrapper", "lockstep_wrapper"),
-    ("simple_distributed", "distributed", "ad_psgd", "wagma", "pairwise", "pairwise_averager", "ar_distributed"),
+    (
+        *("simple_distributed", "distributed", "ad_psgd", "wagma", "pairwise", "pairwise_averager", "ar_distributed"),
+        "simulate",
+    ),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}
 # typing_extensions comes with torch; annotations may use it.

@@ -13,9 +13,10 @@ from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
 from gossip_modules.defaults import choose_bipartite_mixing, choose_mixing
+from gossip_modules.named_graphs import GRAPHS, named_graph
 from train import graphs as train_graphs
-from visualization import graphs, spectra, topology
-from visualization.graphs import Rounds, make_graph, make_mixing, rounds_of_run
+from visualization import spectra, topology
+from visualization.graphs import Rounds, make_mixing, rounds_of_run
 from visualization.spectra import Spectra, measure, rounds_to_consensus
 from visualization.style import styled
 from visualization.topology import Topology, as_text, draw_rounds, links_of, rounds_named
@@ -23,13 +24,6 @@ from visualization.topology import Topology, as_text, draw_rounds, links_of, rou
 
 def rounds_of(graph: gm.GraphManager) -> Rounds:
     return Rounds.of(make_mixing(graph), "graph")
-
-
-def test_graphs_have_the_names_that_training_knows() -> None:
-    trained = {name: kind for name, kind in train_graphs.GRAPHS.items() if kind is not None}
-    assert {name: graphs.GRAPHS[name] for name in trained} == trained
-    assert graphs.PREDEFINED == train_graphs.PREDEFINED_GRAPHS
-    assert set(graphs.STATIC) == set(train_graphs.STATIC_GRAPHS) - {"auto"}
 
 
 @pytest.mark.parametrize("n", [4, 6, 8, 16])
@@ -56,9 +50,9 @@ def test_spectral_gaps_are_those_of_closed_forms(n: int) -> None:
     assert dict(zip(table["graph"], table["messages"]))["ring, all neighbours"] == 2 * expected
 
 
-@pytest.mark.parametrize("name", list(graphs.GRAPHS))
+@pytest.mark.parametrize("name", list(GRAPHS))
 def test_rounds_to_consensus_are_the_first_that_suffice(name: str) -> None:
-    rounds = rounds_of(make_graph(name, 8, peers_per_itr=1))
+    rounds = rounds_of(named_graph(name, 8, peers_per_itr=1))
     left = np.eye(8)
     errors: list[float] = []
     while not errors or errors[-1] > 1e-3:
@@ -157,7 +151,7 @@ def test_rounds_are_drawn_with_their_links_and_weights(
 def test_own_weights_are_written_where_they_differ() -> None:
     with styled():
         figure = draw_rounds(rounds_named("matcha0", Topology("matcha0", 8)))
-    matrix = make_mixing(make_graph("matcha0", 8)).matrix(0)
+    matrix = make_mixing(named_graph("matcha0", 8)).matrix(0)
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert sorted(texts) == sorted([*map(str, range(8)), *(as_text(float(matrix[i, i])) for i in range(8))])
     assert "own weight" in [text.get_text() for text in figure.legends[0].get_texts()]
@@ -183,7 +177,7 @@ def test_the_command_draws_every_graph_of_a_size(tmp_path: Path, capsys: pytest.
         for name in ("exponential", "npeer-exponential", "linear", "bipartite-complete", "ring", "complete")
     }
     assert "not drawn: hypercube: HypercubeGraph: got world_size=5, expected a power of two" in said
-    assert "not drawn: matcha0: got 5 ranks for matcha0, expected the 8 that it has" in said
+    assert "not drawn: matcha0: got graph='matcha0' for 5 nodes, expected the 8 nodes that it has" in said
     assert topology.main(Topology("hypercube", 5, out_dir=tmp_path / "out")) == 1
     assert "expected a power of two" in capsys.readouterr().err
 
@@ -201,7 +195,7 @@ def test_topology_options_are_checked() -> None:
     with pytest.raises(ValueError, match="got num_nodes=1 and rounds=8"):
         Topology(num_nodes=1)
     with pytest.raises(ValueError, match="got graph='star', expected one of exponential"):
-        make_graph("star", 4)
+        named_graph("star", 4)
 
 
 OPTIONS = {"graph": "auto", "peers_per_itr": "1", "nprocs_per_node": 1, "budget": 0.5, "seed": 3, "group_size": 0}

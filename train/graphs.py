@@ -7,32 +7,14 @@ from collections.abc import Callable, Mapping
 import networkx as nx
 
 import gossip_modules as gm
+from gossip_modules import named_graphs
+from gossip_modules.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, named_graph
 
 GRAPHS: Mapping[str, Callable[..., gm.GraphManager] | None] = {
     "auto": None,
-    "exponential": gm.DynamicDirectedExponentialGraph,
-    "npeer-exponential": gm.NPeerDynamicDirectedExponentialGraph,
-    "bipartite-exponential": gm.DynamicBipartiteExponentialGraph,
-    "linear": gm.DynamicDirectedLinearGraph,
-    "bipartite-linear": gm.DynamicBipartiteLinearGraph,
-    "ring": gm.RingGraph,
-    "torus": gm.TorusGraph,
-    "hypercube": gm.HypercubeGraph,
-    "complete": gm.CompleteGraph,
+    **{name: graph for name, graph in named_graphs.GRAPHS.items() if name != "bipartite-complete"},
 }
-"""Graphs that take a number of peers per round."""
-
-STATIC_GRAPHS: Mapping[str, Callable[..., gm.GraphManager]] = {
-    "auto": gm.RingGraph,
-    "ring": gm.RingGraph,
-    "torus": gm.TorusGraph,
-    "hypercube": gm.HypercubeGraph,
-    "complete": gm.CompleteGraph,
-}
-"""Graphs that are undirected and never change when a round takes all neighbours."""
-
-PREDEFINED_GRAPHS: Mapping[str, int] = {f"matcha{index}": index for index in range(6)}
-"""The graphs of the MATCHA experiments: undirected, and never changing."""
+"""Graphs that take a number of peers per round; auto: the wrapper's choice."""
 
 
 def make_graph(
@@ -70,28 +52,19 @@ def make_static_graph(name: str, *, num_nodes: int) -> gm.GraphManager:
     """The graph of that name with all its neighbours in every round: undirected, and the same for ever.
 
     Args:
-        name: key of STATIC_GRAPHS or PREDEFINED_GRAPHS.
+        name: key of STATIC_GRAPHS or PREDEFINED_GRAPHS; auto: a ring.
         num_nodes: ranks of the graph.
 
     Raises:
         ValueError: another name, or a predefined graph of another size.
     """
-    if name in PREDEFINED_GRAPHS:
-        graph = gm.NetworkXGraph(gm.select_graph(PREDEFINED_GRAPHS[name]))
-        if graph.world_size != num_nodes:
-            raise ValueError(
-                f"got graph={name!r} for {num_nodes} nodes, expected the {graph.world_size} nodes that it has; start "
-                f"as many, or take --graph ring"
-            )
-        return graph
-    if name not in STATIC_GRAPHS:
+    choices = ["auto", *STATIC_GRAPHS, *PREDEFINED_GRAPHS]
+    if name not in choices:
         raise ValueError(
-            f"got graph={name!r}, expected one of {', '.join([*STATIC_GRAPHS, *PREDEFINED_GRAPHS])}: this recipe wants "
-            "an undirected graph that never changes; choose one of them"
+            f"got graph={name!r}, expected one of {', '.join(choices)}: this recipe wants an undirected graph that "
+            "never changes; choose one of them"
         )
-    kind = STATIC_GRAPHS[name]
-    num_neighbours = len(kind(num_nodes).phone_book(0))
-    return kind(num_nodes, peers_per_itr=max(1, num_neighbours))
+    return named_graph("ring" if name == "auto" else name, num_nodes)
 
 
 def base_graph(name: str, *, num_nodes: int) -> nx.Graph:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import Self
 
+from gossip_modules.named_graphs import PREDEFINED_GRAPHS
 from train.compression import COMPRESSORS, WIRE_DTYPES
-from train.graphs import GRAPHS, PREDEFINED_GRAPHS
+from train.graphs import GRAPHS
 from train.recipes import METHOD_OPTIONS, RECIPES
 
 if TYPE_CHECKING:

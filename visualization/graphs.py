@@ -12,25 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 import gossip_modules as gm
+from gossip_modules.named_graphs import named_graph
 
 Matrix = npt.NDArray[np.float64]
 
-GRAPHS: Mapping[str, Callable[..., gm.GraphManager]] = {
-    "exponential": gm.DynamicDirectedExponentialGraph,
-    "npeer-exponential": gm.NPeerDynamicDirectedExponentialGraph,
-    "bipartite-exponential": gm.DynamicBipartiteExponentialGraph,
-    "linear": gm.DynamicDirectedLinearGraph,
-    "bipartite-linear": gm.DynamicBipartiteLinearGraph,
-    "bipartite-complete": gm.DynamicBipartiteCompleteGraph,
-    "ring": gm.RingGraph,
-    "torus": gm.TorusGraph,
-    "hypercube": gm.HypercubeGraph,
-    "complete": gm.CompleteGraph,
-}
-"""Graphs of any number of ranks; with all neighbours in each round ring, torus, hypercube and complete never change."""
-STATIC = ("ring", "torus", "hypercube", "complete")
-PREDEFINED: Mapping[str, int] = {f"matcha{index}": index for index in range(6)}
-"""The base graphs of the MATCHA experiments, of 8 or 16 ranks."""
 PUSH_SUM, ALL_NEIGHBOURS = ("sgp", "osgp"), ("choco", "deepsqueeze", "moniqua", "powergossip")
 
 
@@ -56,38 +41,10 @@ class Rounds:
         return cls(title, mixing.graph.world_size, mixing.period, lambda t: np.asarray(mixing.matrix(t)))
 
 
-def all_neighbours(name: str, num_ranks: int) -> int:
-    """How many peers each rank of a graph in STATIC has."""
-    return max(1, len(GRAPHS[name](num_ranks).phone_book(0)))
-
-
-def make_graph(name: str, num_ranks: int, *, peers_per_itr: int | None = None) -> gm.GraphManager:
-    """A graph of GRAPHS or PREDEFINED.
-
-    Args:
-        name: of the graph.
-        num_ranks: n; a predefined graph has its own.
-        peers_per_itr: peers of a round; None: all neighbours on a graph of STATIC or PREDEFINED, else one.
-
-    Raises:
-        ValueError: no such graph, or none of that size.
-    """
-    if name in PREDEFINED:
-        graph = gm.NetworkXGraph(gm.select_graph(PREDEFINED[name]), peers_per_itr=peers_per_itr)
-        if graph.world_size != num_ranks:
-            raise ValueError(f"got {num_ranks} ranks for {name}, expected the {graph.world_size} that it has")
-        return graph
-    if name not in GRAPHS:
-        raise ValueError(f"got graph={name!r}, expected one of {', '.join([*GRAPHS, *PREDEFINED])}")
-    if peers_per_itr is None:
-        peers_per_itr = all_neighbours(name, num_ranks) if name in STATIC else 1
-    return GRAPHS[name](num_ranks, peers_per_itr=peers_per_itr)
-
-
 def make_mixing(graph: gm.GraphManager) -> gm.MixingManager:
     """Weights for a graph: its Laplacian for MATCHA, Metropolis-Hastings where it is undirected, else uniform.
 
-    On a regular graph, as all of GRAPHS but bipartite-complete of an odd number are, the last two are the same.
+    On a regular graph, as all named graphs but bipartite-complete of an odd number are, the last two are the same.
     """
     if isinstance(graph, gm.MatchaGraph):
         return gm.LaplacianMixing(graph)
@@ -118,19 +75,19 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
         return _groups(groups, f", all ranks every {period} rounds" if period else "")
     if recipe == "matcha":
         name = "ring" if name == "auto" else name
-        base = nx.Graph(_edges(make_graph(name, num_nodes)))
+        base = nx.Graph(_edges(named_graph(name, num_nodes)))
         matcha = gm.MatchaGraph(base, budget=config["budget"], seed=config["seed"])
         return Rounds.of(make_mixing(matcha), f"MATCHA on {name}, budget {config['budget']:g}")
     if recipe in ALL_NEIGHBOURS:
         name = "ring" if name == "auto" else name
-        return Rounds.of(make_mixing(make_graph(name, num_nodes)), f"{name}, all neighbours")
+        return Rounds.of(make_mixing(named_graph(name, num_nodes)), f"{name}, all neighbours")
     is_push_sum = recipe in PUSH_SUM
     peers = 1 if recipe == "adpsgd" else _first_peers(str(config.get("peers_per_itr", "1")))
     if name == "auto":
         name = "npeer-exponential" if is_push_sum else "bipartite-exponential"
         if not is_push_sum and num_nodes % 2:
             name, peers = ("bipartite-complete", 1) if recipe == "adpsgd" else ("ring", max(peers, 2))
-    graph = make_graph(name, num_nodes, peers_per_itr=peers)
+    graph = named_graph(name, num_nodes, peers)
     mixing = gm.UniformMixing(graph) if is_push_sum else make_mixing(graph)
     return Rounds.of(mixing, f"{name}, {peers} peer{'s' if peers > 1 else ''} per round")
 

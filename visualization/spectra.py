@@ -20,13 +20,14 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from visualization.graphs import GRAPHS, STATIC, Rounds, make_graph, make_mixing
+from gossip_modules.named_graphs import GRAPHS, STATIC_GRAPHS, named_graph
+from visualization.graphs import Rounds, make_mixing
 from visualization.style import PAGE, Format, add_legend, line_style, new_figure, save, styled
 
 CASES: dict[str, tuple[str, int | None]] = {
     **{name: (name, 1) for name in GRAPHS},
     "npeer-exponential, 2 peers": ("npeer-exponential", 2),
-    **{f"{name}, all neighbours": (name, None) for name in STATIC},
+    **{f"{name}, all neighbours": (name, None) for name in STATIC_GRAPHS},
 }
 """Lines of the picture: a graph of GRAPHS, and its peers per round; None: all neighbours."""
 QUANTITIES = {
@@ -41,7 +42,7 @@ class Spectra:
     """Which graphs to compare, and where."""
 
     graphs: tuple[str, ...] = tuple(GRAPHS)
-    """Names in train/graphs.py, and bipartite-complete; each with one peer per round, and with all where it may."""
+    """Names in gossip_modules/named_graphs.py; each with one peer per round, and with all where it may."""
     sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 6, 12, 24, 48)
     """Numbers of ranks; a graph is left out where it has none of that size."""
     error: float = 1e-6
@@ -103,7 +104,7 @@ def measure(spectra: Spectra) -> pd.DataFrame:
             continue
         for n in sorted(set(spectra.sizes)):
             try:
-                mixing = make_mixing(make_graph(name, n, peers_per_itr=peers))
+                mixing = make_mixing(named_graph(name, n, peers))
             except ValueError:
                 continue  # the graph has no such size, or fewer peers
             num_peers = mixing.graph.num_peers(0)

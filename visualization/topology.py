@@ -28,7 +28,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
-from visualization.graphs import GRAPHS, PREDEFINED, Matrix, Rounds, make_graph, make_mixing
+from gossip_modules.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
+from visualization.graphs import Matrix, Rounds, make_mixing
 from visualization.style import COLORS, COLUMN, DASHES, MUTED, PAGE, Format, legend_columns, new_figure, save, styled
 
 MAX_ROUNDS, MAX_COLUMNS = 8, 4
@@ -45,7 +46,7 @@ class Topology:
     """Which graph to draw."""
 
     graph: str = "ring"
-    """By its name in train/graphs.py; bipartite-complete; all."""
+    """By its name in gossip_modules/named_graphs.py; all."""
     num_nodes: int = 8
     """Ranks; up to 16 are legible."""
     peers: int | None = None
@@ -60,8 +61,10 @@ class Topology:
     """Of the pictures."""
 
     def __post_init__(self) -> None:
-        if self.graph not in ("all", *GRAPHS, *PREDEFINED):
-            raise ValueError(f"got graph={self.graph!r}, expected all or one of {', '.join([*GRAPHS, *PREDEFINED])}")
+        if self.graph not in ("all", *GRAPHS, *PREDEFINED_GRAPHS):
+            raise ValueError(
+                f"got graph={self.graph!r}, expected all or one of {', '.join([*GRAPHS, *PREDEFINED_GRAPHS])}"
+            )
         if self.num_nodes < 2 or self.rounds < 1:
             raise ValueError(f"got num_nodes={self.num_nodes} and rounds={self.rounds}, expected at least 2 and 1")
 
@@ -208,7 +211,7 @@ def rounds_named(name: str, topology: Topology) -> Rounds:
     Raises:
         ValueError: there is no such graph of that size, or MATCHA cannot take it apart.
     """
-    graph = make_graph(name, topology.num_nodes, peers_per_itr=topology.peers)
+    graph = named_graph(name, topology.num_nodes, topology.peers)
     if topology.budget is None:
         peers = graph.num_peers(0)
         return Rounds.of(make_mixing(graph), f"{name}, {peers} peer{'s' if peers > 1 else ''} per round")
@@ -223,7 +226,7 @@ def main(topology: Topology) -> int:
     """Draw; the exit code."""
     topology.out_dir.mkdir(parents=True, exist_ok=True)
     is_all = topology.graph == "all"
-    for name in [*GRAPHS, *PREDEFINED] if is_all else [topology.graph]:
+    for name in [*GRAPHS, *PREDEFINED_GRAPHS] if is_all else [topology.graph]:
         try:
             rounds = rounds_named(name, topology)
         except ValueError as error:
