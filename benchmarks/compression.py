@@ -18,7 +18,7 @@ import csv
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -161,9 +161,17 @@ class Echo:
         self.device = device
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int, what: str = ""
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        recvs: Mapping[int, Sequence[Tensor]],
+        *,
+        tag: int,
+        what: str = "",
+        fill: Callable[[int], None] | None = None,
     ) -> Echo:
         """See `gossip_modules.transport.Transport`."""
+        assert fill is None, "only an engine that overlaps fills"
+        self.num_pieces = max(map(len, sends.values()), default=0)
         for peer, tensors in sends.items():
             for x, y in zip(tensors, recvs[peer], strict=True):
                 y.copy_(x)
@@ -172,6 +180,10 @@ class Echo:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Done already."""
+
+    def arrivals(self) -> Iterator[int]:
+        """See `gossip_modules.transport.Pending`."""
+        yield from range(self.num_pieces)
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `gossip_modules.transport.Transport`."""

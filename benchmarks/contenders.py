@@ -1,20 +1,29 @@
-"""The ways of training side by side in `step_time.py`: each trains a model of its own, one `step()` at a time."""
+"""The ways of training side by side in the benchmarks: each trains a model of its own, one `step()` at a time."""
 
 from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from gossip_modules import GossipDataParallel, RingGraph
+from gossip_modules import (
+    AllReduceDataParallel,
+    GossipDataParallel,
+    GossipWrapper,
+    GroupAverageDataParallel,
+    RingGraph,
+)
 
-Optimizer = torch.optim.Optimizer
+Optimizer: TypeAlias = torch.optim.Optimizer
+OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+Loss: TypeAlias = Callable[[nn.Module], Tensor]
+"""The loss of a model on the batch of the step: a scalar."""
 
 
 def make_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
@@ -23,18 +32,27 @@ def make_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 class Contender(ABC):
-    """One method: a model, its optimizer and how they talk."""
+    """One method: a model, its optimizer and how they talk.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: what is trained.
+        optimizer: makes the optimizer of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer) -> None:
         self.model = model
-        self.optimizer = make_optimizer(list(model.parameters()))
+        self.optimizer = optimizer(list(model.parameters()))
 
-    def step(self, x: Tensor, y: Tensor) -> None:
+    def step(self, loss: Loss) -> None:
         """One training step on a batch."""
-        loss = cross_entropy(self.model(x), y)
+        value = loss(self.model)
         self.optimizer.zero_grad()
-        loss.backward()
+        value.backward()
         self.optimizer.step()
+
+    def progress(self, num_own_steps: int) -> int:
+        """How far training is after so many steps of this rank; ranks that end together end at the same progress."""
+        return num_own_steps
 
     @abstractmethod
     def close(self) -> None:
@@ -48,11 +66,11 @@ class Local(Contender):
         """Nothing to end."""
 
 
-class _HandWritten(Contender):
+class HandWritten(Contender):
     """A flat buffer on a one-way ring, by hand: what a person would write in 30 lines for one model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer) -> None:
+        super().__init__(model, optimizer)
         tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
         self.flat = torch.cat([t.detach().reshape(-1) for t in tensors])
         offset = 0
@@ -83,61 +101,71 @@ class _HandWritten(Contender):
         self.wait()
 
 
-class HandWrittenBlocking(_HandWritten):
+class HandWrittenBlocking(HandWritten):
     """Step, exchange, average."""
 
-    def step(self, x: Tensor, y: Tensor) -> None:
+    def step(self, loss: Loss) -> None:
         """See `Contender`."""
-        super().step(x, y)
+        super().step(loss)
         self.post(self.flat)
         self.wait()
         self.flat.lerp_(self.inbox, 0.5)
 
 
-class HandWrittenOverlapped(_HandWritten):
+class HandWrittenOverlapped(HandWritten):
     """The exchange of a snapshot runs under forward and backward; its difference is added afterwards."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer) -> None:
+        super().__init__(model, optimizer)
         self.snapshot = torch.empty_like(self.flat)
 
-    def step(self, x: Tensor, y: Tensor) -> None:
+    def step(self, loss: Loss) -> None:
         """See `Contender`."""
         if self.works:
             self.wait()
             self.flat.add_(self.inbox.sub_(self.snapshot), alpha=0.5)
         self.snapshot.copy_(self.flat)
         self.post(self.snapshot)
-        super().step(x, y)
+        super().step(loss)
 
 
 class DDP(Contender):
-    """torch's DistributedDataParallel."""
+    """torch's DistributedDataParallel.
 
-    def __init__(self, model: nn.Module, *, gradient_as_bucket_view: bool = False) -> None:
-        super().__init__(model)
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view)
+    Args:
+        options: any argument of DistributedDataParallel.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer)
+        self.model = self.replica = DistributedDataParallel(model, **options)
 
     def close(self) -> None:
         """Nothing to end."""
 
 
 class DecentDP(Contender):
-    """Decent-DP from PyPI, one peer a round; it owns the optimizer and steps inside the backward pass."""
+    """Decent-DP from PyPI; it owns the optimizer and steps inside the backward pass.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        topology: "ring" (one peer a round), "one-peer-exp", ...: see its documentation.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer, *, topology: str = "ring"
+    ) -> None:
         from decent_dp.ddp import DecentralizedDataParallel
         from loguru import logger
 
         logger.remove()
         self.decent = DecentralizedDataParallel(
-            model, lambda named: make_optimizer([p for _, p in named]), topology="ring", _local_world_size=1
+            model, lambda named: optimizer([p for _, p in named]), topology=topology, _local_world_size=1
         )
         self.model = self.decent
 
-    def step(self, x: Tensor, y: Tensor) -> None:
+    def step(self, loss: Loss) -> None:
         """See `Contender`."""
-        cross_entropy(self.model(x), y).backward()
+        loss(self.model).backward()
 
     def close(self) -> None:
         """Wait for what is under way."""
@@ -146,18 +174,33 @@ class DecentDP(Contender):
                 work.wait()
 
 
-class Ours(Contender):
-    """GossipDataParallel on the same one-way ring."""
+class Wrapped(Contender):
+    """A model in a wrapper of ours, or in none, with the plain loop.
 
-    def __init__(self, model: nn.Module, *, overlap: bool, comm_device: str | None = None) -> None:
-        super().__init__(model)
-        graph = RingGraph(dist.get_world_size())
-        self.wrapper = GossipDataParallel(model, graph=graph, overlap=overlap, comm_device=comm_device)
-        self.model = self.wrapper
+    Args:
+        wrap: gives the wrapped module.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer, *, wrap: Callable[[nn.Module], nn.Module]
+    ) -> None:
+        super().__init__(model, optimizer)
+        self.model = wrap(model)
+
+    def progress(self, num_own_steps: int) -> int:
+        """See `Contender`; in WAGMA the round, which ranks reach after unequal numbers of steps."""
+        return self.model.round if isinstance(self.model, GroupAverageDataParallel) else num_own_steps
 
     def close(self) -> None:
-        """Flush and end the gossip thread."""
-        self.wrapper.close()
+        """Apply what is under way, end what the wrapper started."""
+        if isinstance(self.model, GossipWrapper | AllReduceDataParallel):
+            self.model.close()
+
+
+def _ours(model: nn.Module, *, overlap: bool) -> Contender:
+    """GossipDataParallel on the same one-way ring."""
+    graph = RingGraph(dist.get_world_size())
+    return Wrapped(model, wrap=lambda module: GossipDataParallel(module, graph=graph, overlap=overlap))
 
 
 def tensor_bytes() -> int:
@@ -181,6 +224,6 @@ CONTENDERS: dict[str, Callable[[nn.Module], Contender]] = {
     "DDP": DDP,
     "DDP, gradient_as_bucket_view": lambda model: DDP(model, gradient_as_bucket_view=True),
     "Decent-DP": DecentDP,
-    "GossipDataParallel": lambda model: Ours(model, overlap=False),
-    "GossipDataParallel(overlap=True)": lambda model: Ours(model, overlap=True),
+    "GossipDataParallel": lambda model: _ours(model, overlap=False),
+    "GossipDataParallel(overlap=True)": lambda model: _ours(model, overlap=True),
 }

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torchvision
+from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
 
@@ -107,13 +108,16 @@ def worker(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     x = torch.randn(options.batch_size, 3, 32, 32, device=device)
     y = torch.randint(10, (options.batch_size,), device=device)
 
+    def loss(model: torch.nn.Module) -> torch.Tensor:
+        return cross_entropy(model(x), y)
+
     contenders: dict[str, Contender] = {}
     memory: dict[str, float] = {}
     for name in options.methods or CONTENDERS:
         before = tensor_bytes()
         contender = contenders[name] = CONTENDERS[name](make_model(device))
         for _ in range(3):
-            contender.step(x, y)
+            contender.step(loss)
         gc.collect()
         if not name.startswith(("DDP", "Decent-DP")):  # their buckets are in C++, out of sight of tensor_bytes
             memory[name] = (tensor_bytes() - before) / num_bytes
@@ -122,7 +126,7 @@ def worker(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
 
     turns: dict[str, Callable[[], None]] = dict(rounds.operations)
     for name, contender in contenders.items():
-        turns[name] = lambda contender=contender: contender.step(x, y)  # type: ignore[misc]
+        turns[name] = lambda contender=contender: contender.step(loss)  # type: ignore[misc]
     times: dict[str, list[float]] = {name: [] for name in turns}
     order = random.Random(0)
     for cycle in range(options.cycles + 1):

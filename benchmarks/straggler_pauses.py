@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
-from benchmarks.contenders import Contender, DecentDP
+from benchmarks.contenders import Contender, DecentDP, Wrapped
 from benchmarks.straggler_methods import BOUND, METHODS, SYNC_PERIOD, Place
-from gossip_modules import AllReduceDataParallel, GossipWrapper, GroupAverageDataParallel
 
 DECENT = "decent-dp"
 HAS_DECENT = importlib.util.find_spec("decent_dp") is not None
@@ -51,19 +51,6 @@ class Pauses:
             )
 
 
-class _Wrapped(Contender):
-    """A method of ours, or none, with the contenders' loop."""
-
-    def __init__(self, model: nn.Module, method: str, place: Place) -> None:
-        super().__init__(model)
-        self.model = METHODS[method].wrap(model, place)
-
-    def close(self) -> None:
-        """See `Contender`."""
-        if isinstance(self.model, GossipWrapper | AllReduceDataParallel):
-            self.model.close()
-
-
 def perceptron() -> nn.Module:
     """1,005,562 parameters, a function of x [B, 512]."""
     torch.manual_seed(0)
@@ -78,10 +65,11 @@ def measure(place: Place, pauses: Pauses) -> dict[str, list[float]]:
     of WAGMA train to the same round instead, as they may take unequal numbers of steps.
     """
     x, y = torch.randn(pauses.batch_size, 512), torch.randint(10, (pauses.batch_size,))
-    contenders = {
-        method: DecentDP(perceptron()) if method == DECENT else _Wrapped(perceptron(), method, place)
-        for method in pauses.methods
-    }
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return cross_entropy(model(x), y)
+
+    contenders = {method: _contender(method, place) for method in pauses.methods}
     times: dict[str, list[float]] = {method: [] for method in pauses.methods}
     order = random.Random(0)
     for cycle in range(pauses.num_cycles + 1):
@@ -90,10 +78,10 @@ def measure(place: Place, pauses: Pauses) -> dict[str, list[float]]:
             contender = contenders[method]
             place.group.barrier().wait()
             start, num_own_steps = time.perf_counter(), 0
-            while not _is_turn_over(contender.model, num_own_steps, cycle, pauses.num_steps):
+            while contender.progress(cycle * pauses.num_steps + num_own_steps) < (cycle + 1) * pauses.num_steps:
                 if draws[num_own_steps] < pauses.probability:
                     time.sleep(pauses.pause_seconds)
-                contender.step(x, y)
+                contender.step(loss)
                 num_own_steps += 1
             if cycle:  # the first one warms up
                 times[method].append((time.perf_counter() - start) * 1000 / num_own_steps)
@@ -103,10 +91,10 @@ def measure(place: Place, pauses: Pauses) -> dict[str, list[float]]:
     return times
 
 
-def _is_turn_over(model: nn.Module, num_own_steps: int, cycle: int, num_steps: int) -> bool:
-    if isinstance(model, GroupAverageDataParallel):
-        return model.round >= (cycle + 1) * num_steps
-    return num_own_steps >= num_steps
+def _contender(method: str, place: Place) -> Contender:
+    if method == DECENT:
+        return DecentDP(perceptron())
+    return Wrapped(perceptron(), wrap=lambda model: METHODS[method].wrap(model, place))
 
 
 def markdown(times: Sequence[Mapping[str, list[float]]]) -> str:

@@ -18,10 +18,10 @@ from .dynamic_graphs import (
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
-from .engine import Engine, LockstepEngine, OverlapEngine, SyncEngine
+from .engine import Engine, LockstepEngine, SyncEngine
 from .flat_buffer import FlatBuffer
 from .flat_vector import FlatVector
-from .gossiper import GlobalAverage, Gossiper, Mixer, PushPull, PushSum
+from .gossiper import GlobalAverage, Gossiper, Mixer
 from .graph_manager import GraphManager
 from .interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
 from .laplacian_mixing import LaplacianMixing
@@ -37,11 +37,13 @@ from .mixing_manager import (
 )
 from .moniqua import Moniqua
 from .mpi import init_mpi_process_group, mpi_store, register_mpi_backend
+from .overlap_engine import OverlapEngine
 from .pairwise import PairwiseDataParallel
 from .pairwise_averager import PairwiseAverager
 from .pairwise_config import PairwiseConfig
 from .power_gossip import PowerGossip
 from .progress import Progress, job_store
+from .push_sum import PushPull, PushSum
 from .quantizer import QSGD, SignNorm
 from .schedule import Schedule
 from .simple_distributed import SimpleGossipDataParallel

@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .transport import DEFAULT_TIMEOUT, ProcessGroupTransport, fail
+from .exchange import fail
+from .transport import DEFAULT_TIMEOUT, ProcessGroupTransport
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,12 @@ from .dynamic_graphs import (
     DynamicBipartiteExponentialGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
-from .gossiper import Gossiper, PushPull, PushSum
+from .gossiper import Gossiper
 from .graph_manager import GraphManager
 from .laplacian_mixing import LaplacianMixing
 from .matcha_graph import MatchaGraph
 from .mixing_manager import MetropolisHastingsMixing, MixingManager, UniformMixing
+from .push_sum import PushPull, PushSum
 from .static_graphs import RingGraph
 
 

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .engine import LockstepEngine, OverlapEngine, SyncEngine
+from .engine import LockstepEngine, SyncEngine
 from .gossiper import Gossiper
 from .graph_manager import GraphManager
 from .lockstep_wrapper import DEFAULT_SCHEDULE, LockstepWrapper
 from .mixing_manager import MixingManager
+from .overlap_engine import OverlapEngine
 from .schedule import Schedule
 from .transport import DEFAULT_TIMEOUT
 

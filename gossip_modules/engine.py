@@ -1,18 +1,15 @@
-"""When rounds run, relative to training: at once, or under the next forward and backward."""
+"""When rounds run, relative to training: the bases of all engines, and rounds that run at once."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import ABC, abstractmethod
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .flat_vector import FlatVector
-from .gossip_thread import GossipThread
 from .gossiper import GlobalAverage, Mixer
 from .schedule import Action, Schedule
 
@@ -173,112 +170,3 @@ class SyncEngine(LockstepEngine):
         self.stats.wait_seconds += time.perf_counter() - start
         self.stats.record(0)
         return True
-
-
-@dataclass
-class _Flight:
-    future: Future[float]
-    step: int
-
-
-class OverlapEngine(LockstepEngine):
-    """Rounds that run on the gossip thread while training computes: x <- x + (W(t) - I) s when round t is done.
-
-    [Note: Overlap] s is a snapshot of x. The round started before forward k is applied before forward k + 1, when x
-    has taken one optimizer step u: x <- W x + u. Nothing of u is lost or scaled, and since 1^T (W - I) = 0 the sum
-    of x over ranks keeps every gradient step exactly, however late a round is applied.
-
-    [Note: Staleness] One round is in flight at a time, so with max_staleness = k one starts every k + 1 steps at most
-    (tau = k + 1 in Overlap SGP). Starting at fixed steps keeps the number of rounds equal on all ranks whatever
-    their speed, and with one in flight the recursion s(t + 1) = W(t) s(t) + u(t) is stable for every k; a pipeline of
-    k stale corrections is not. A round is applied as soon as it is complete, and waited for at its last forward.
-
-    Assran et al., arXiv 1811.10792, Algorithm 2 (Overlap SGP).
-
-    Args:
-        gossiper: bound to its peers; only the gossip thread calls it.
-        schedule: which step gossips; no more often than every max_staleness + 1 steps.
-        max_staleness: forwards that a round may be late before training waits for it.
-        is_eager: apply a round that is complete before its last forward. False applies all rounds at a fixed step,
-            so that the processes of a node agree.
-    """
-
-    def __init__(self, gossiper: Mixer, schedule: Schedule, *, max_staleness: int = 0, is_eager: bool = True) -> None:
-        super().__init__(gossiper, replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1)))
-        self.max_staleness = max_staleness
-        self.is_eager = is_eager
-        self._snapshot: FlatVector | None = None
-        self._flight: _Flight | None = None
-        self._thread: GossipThread | None = None
-        self._stream: torch.cuda.Stream | None = None
-
-    @property
-    def is_in_flight(self) -> bool:
-        """See `Engine`."""
-        return self._flight is not None
-
-    def round(self, x: FlatVector) -> bool:
-        """See `Engine`."""
-        is_written = False
-        if self._flight is not None:
-            is_last = self.step - self._flight.step > self.max_staleness
-            if is_last or (self.is_eager and self._flight.future.done()):
-                is_written = self.flush(x)
-        mixer = self._next_mixer()
-        if mixer is not None:
-            self._depart(mixer, x)
-        return is_written
-
-    def flush(self, x: FlatVector) -> bool:
-        """See `Engine`."""
-        if self._flight is None:
-            return False
-        assert self._snapshot is not None
-        flight = self._flight
-        start = time.perf_counter()
-        with torch.profiler.record_function("gossip.wait"):
-            try:
-                alpha = flight.future.result()
-            except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
-                self._flight = None
-                raise
-        self._flight = None
-        self.stats.wait_seconds += time.perf_counter() - start
-        if self._stream is not None:
-            torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
-        with torch.profiler.record_function("gossip.apply"):
-            x.add_(self._snapshot, alpha=alpha)
-        self.stats.record(max(self.step - flight.step - 1, 0))
-        return True
-
-    def close(self) -> None:
-        """See `Engine`. A round in flight is left to end by itself: its peers have its message."""
-        if self._thread is not None:
-            self._thread.close()
-        self._thread = self._snapshot = self._flight = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        assert self._flight is None, "flush() before copying: a round is in flight"
-        return {**self.__dict__, "_thread": None, "_stream": None, "_snapshot": None}
-
-    def _depart(self, mixer: Mixer, x: FlatVector) -> None:
-        """Take the snapshot and hand it to the gossip thread."""
-        assert self._flight is None, "one round in flight at a time"
-        if self._snapshot is None or self._snapshot.layout != x.layout or self._snapshot.raw.device != x.raw.device:
-            self._snapshot = x.like()
-            self._stream = torch.cuda.Stream(x.raw.device) if x.raw.is_cuda else None
-        if self._thread is None:
-            self._thread = GossipThread(f"gossip-{self.gossiper.transport.rank}")
-        snapshot, stream, t = self._snapshot.copy_(x), self._stream, self.t
-        self.t += 1
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(x.raw.device))  # s is written before it is sent
-
-        def run() -> float:
-            on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
-            with torch.no_grad(), on_stream, torch.profiler.record_function("gossip.round", f"t={t}"):
-                mixer.start(snapshot, t)
-                alpha = mixer.difference(snapshot)
-            return alpha
-
-        self._flight = _Flight(self._thread.submit(run), self.step - 1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .flat_layout import FlatLayout, Part, Segment
+from .flat_layout import PIECE_BYTES, FlatLayout, Part, Segment
 
 CHUNK = 1 << 18  # elements mixed at a time where the storage is narrower than float32: the scratch stays in cache
 
@@ -30,6 +31,11 @@ class FlatVector:
         self.raw = raw
         self.weight = torch.ones(1, dtype=torch.float64, device=raw.device) if weight is None else weight
         self.segments = tuple(raw[s.start : s.stop].view(s.dtype) for s in layout.segments)
+        self._views: dict[tuple[int, ...], tuple[FlatVector, ...]] = {}  # slices and pieces, made once
+        self._viewed = raw.data_ptr()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": {}}  # a copy's are views of the copy
 
     @classmethod
     def zeros(cls, layout: FlatLayout, device: torch.device) -> FlatVector:
@@ -90,10 +96,36 @@ class FlatVector:
         return FlatVector(self.layout, self.raw.clone(), self.weight.clone())
 
     def slice(self, index: int, num_slices: int) -> FlatVector:
-        """Slice `index` of `num_slices` equal slices; shares memory and weight with this vector."""
-        size = self.layout.num_bytes // num_slices
-        start = index * size
-        return FlatVector(self.layout.cut(start, start + size), self.raw[start : start + size], self.weight)
+        """Slice `index` of `num_slices` equal slices; shares memory and weight with this vector. Made once."""
+
+        def make() -> tuple[FlatVector, ...]:
+            size = self.layout.num_bytes // num_slices
+            start = index * size
+            return (FlatVector(self.layout.cut(start, start + size), self.raw[start : start + size], self.weight),)
+
+        return self._made_once((index, num_slices), make)[0]
+
+    def pieces(self, num_bytes: int = PIECE_BYTES) -> tuple[FlatVector, ...]:
+        """Consecutive pieces of at most `num_bytes` that share memory with this vector; see [Note: pieces]. Made once.
+
+        The weight is in none of them: theirs are of no use. A vector of one piece is its own piece, weight included.
+        """
+        if self.layout.num_bytes <= num_bytes:
+            return (self,)
+
+        def make() -> tuple[FlatVector, ...]:
+            places = self.layout.pieces(num_bytes)
+            return tuple(FlatVector(self.layout.cut(start, stop), self.raw[start:stop]) for start, stop in places)
+
+        return self._made_once((num_bytes,), make)
+
+    def _made_once(self, key: tuple[int, ...], make: Callable[[], tuple[FlatVector, ...]]) -> tuple[FlatVector, ...]:
+        """What `make` makes, while the memory that it views is this vector's."""
+        if self._viewed != self.raw.data_ptr():
+            self._views, self._viewed = {}, self.raw.data_ptr()
+        if key not in self._views:
+            self._views[key] = make()
+        return self._views[key]
 
     def copy_(self, other: FlatVector) -> FlatVector:
         """self <- other, weight included."""
@@ -118,27 +150,50 @@ class FlatVector:
         One pass over memory per message where the coefficients are non-negative and sum to one (a chain of lerps,
         which also leaves equal values exactly as they are), else one more.
         """
+        self.combine_segments_(scale, others, weights)
+        self.combine_weight_(scale, others, weights)
+        return self
+
+    def combine_segments_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
+        """As `combine_`, without the weight."""
         for k, x in enumerate(self.segments):
             _combine_(x, scale, [other.segments[k] for other in others], weights)
+
+    def combine_weight_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
+        """As `combine_`, the weight alone."""
         _combine_(self.weight, scale, [other.weight for other in others], weights)
-        return self
 
     def difference_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> float:
         """self <- c such that alpha * c = scale * self + sum_j weights[j] * others[j]; returns alpha.
 
         alpha is the largest weight, factored out, so that this takes one pass over memory per message.
         """
+        alpha = self.factor(weights)
+        self.difference_segments_(scale, others, weights, alpha=alpha)
+        self.difference_weight_(scale, others, weights, alpha=alpha)
+        return 1.0 if alpha is None else alpha
+
+    def factor(self, weights: Sequence[float]) -> float | None:
+        """What `difference_` factors out of these weights; None, which is as good as one: nothing.
+
+        A property of the whole vector: all its pieces have the same.
+        """
         if any(x.element_size() < 4 for x in self.segments) or not any(weights):
-            self.combine_(scale, others, weights)  # c / alpha may leave the range of a narrow type
-            return 1.0
-        order = sorted(range(len(weights)), key=lambda j: -abs(weights[j]))
-        alpha = weights[order[0]]
-        for k, x in enumerate((*self.segments, self.weight)):
-            first, *rest = [((*others[j].segments, others[j].weight)[k], weights[j] / alpha) for j in order]
-            torch.add(first[0], x, alpha=scale / alpha, out=x)
-            for message, ratio in rest:
-                x.add_(message, alpha=ratio)
-        return alpha
+            return None  # c / alpha may leave the range of a narrow type
+        return max(weights, key=abs)
+
+    def difference_segments_(
+        self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
+    ) -> None:
+        """As `difference_`, without the weight. alpha: `factor(weights)` of the whole vector."""
+        for k, x in enumerate(self.segments):
+            _difference_(x, scale, [other.segments[k] for other in others], weights, alpha)
+
+    def difference_weight_(
+        self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
+    ) -> None:
+        """As `difference_`, the weight alone."""
+        _difference_(self.weight, scale, [other.weight for other in others], weights, alpha)
 
     def multiply_by_weight_(self) -> None:
         """x = z * w: every segment times the push-sum weight; the weight stays."""
@@ -192,3 +247,16 @@ def _combine_(x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequ
     x.mul_(scale)
     for message, weight in zip(messages, weights, strict=True):
         x.add_(message, alpha=weight)
+
+
+def _difference_(
+    x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float], alpha: float | None
+) -> None:
+    """x <- (scale * x + sum_j weights[j] * messages[j]) / alpha; alpha is one of the weights, the largest."""
+    if alpha is None:
+        _combine_(x, scale, messages, weights)
+        return
+    first, *rest = sorted(range(len(weights)), key=lambda j: -abs(weights[j]))
+    torch.add(messages[first], x, alpha=scale / alpha, out=x)
+    for j in rest:
+        x.add_(messages[j], alpha=weights[j] / alpha)

@@ -25,9 +25,14 @@ class GossipThread:
         thread.start()
         self._end = weakref.finalize(self, _end, self._jobs, thread)
 
-    def submit(self, job: Callable[[], float]) -> Future[float]:
-        """Run `job` after those submitted before it."""
-        future: Future[float] = Future()
+    def submit(self, job: Callable[[], float], future: Future[float] | None = None) -> Future[float]:
+        """Run `job` after those submitted before it.
+
+        Args:
+            job: runs once, however often it is submitted with the same future.
+            future: of its result; None: a new one.
+        """
+        future = Future() if future is None else future
         self._jobs.put((job, future))
         return future
 
@@ -39,10 +44,11 @@ class GossipThread:
 def _work(jobs: _Jobs) -> None:
     while (item := jobs.get()) is not None:
         job, future = item
-        try:
-            future.set_result(job())
-        except BaseException as error:  # noqa: BLE001 (the future raises it in the training thread)
-            future.set_exception(error)
+        if not future.done():
+            try:
+                future.set_result(job())
+            except BaseException as error:  # noqa: BLE001 (the future raises it in the training thread)
+                future.set_exception(error)
         del item, job, future  # nothing of a finished job may stay alive until the next
 
 

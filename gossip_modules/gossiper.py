@@ -1,21 +1,21 @@
-"""What is said in a round: PushPull and PushSum gossip, and the exact global average."""
+"""What is said in a round: the bases of all algorithms, and the exact global average."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from .compressor import Cast
 from .flat_vector import FlatVector
 from .mixing_manager import MixingManager, MixingWeights
 from .transport import Pending, Transport
 
 _T = TypeVar("_T", Tensor, FlatVector)
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
+_METHODS = ("is_piecewise", "encode", "decode", "decode_difference", "start", "start_filling", "finish", "difference")
 
 
 class Mixer(ABC):
@@ -53,6 +53,23 @@ class Mixer(ABC):
     @abstractmethod
     def start(self, s: FlatVector, t: int) -> None:
         """Post round t without waiting. s: the vector that is mixed, with its push-sum weight."""
+
+    def pieces(self, s: FlatVector) -> Sequence[FlatVector]:
+        """What s is sent as, one after the other; s itself where it is sent whole. The same on all ranks."""
+        return (s,)
+
+    def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
+        """As `start`, for an s that is not there yet.
+
+        Args:
+            s: its weight is there.
+            t: the round.
+            fill: `fill(k)` writes piece k of `pieces(s)`; called once for each, in their order, just before it is sent
+                where s is sent in pieces. Calls with larger numbers (the weight's) may follow; they mean nothing.
+        """
+        for k in range(len(self.pieces(s))):
+            fill(k)
+        self.start(s, t)
 
     @abstractmethod
     def finish(self, s: FlatVector) -> None:
@@ -115,13 +132,25 @@ class Gossiper(Mixer):
 
     A round is one exchange, or `num_phases` of them, each encoded when the one before it is decoded.
 
+    [Note: whole messages] `decode` gets whole messages, and `encode` may read all of s. Where that is not so, since
+    vectors are sent and mixed in pieces, the class that writes these methods says `is_piecewise = True`. A subclass
+    that overrides one of them gets whole messages again, unless it says so too.
+
     Raises (in `start`, `finish` and `difference`):
         TimeoutError, ConnectionError: naming the peer and the round.
     """
 
+    is_piecewise: bool = False
     num_phases: int = 1
     phase: int = 0  # of the round that runs, for `encode` and `decode`
     _pending: Pending | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """[Note: whole messages]"""
+        super().__init_subclass__(**options)
+        order = {name: next(i for i, base in enumerate(cls.__mro__) if name in vars(base)) for name in _METHODS}
+        if any(place < order["is_piecewise"] for place in order.values()):
+            cls.is_piecewise = False
 
     @abstractmethod
     def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
@@ -140,12 +169,15 @@ class Gossiper(Mixer):
 
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`."""
+        self._begin(t)
+        self._post(s, phase=0)
+
+    def _begin(self, t: int) -> None:
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
         rank = self.transport.rank
         self._t, self._weights = t, self.mixing.weights(rank, t)
         self._buffer_weights = self.mixing.buffer_weights(rank, t)
         self._out_peers = self.mixing.graph.out_peers(rank, t)
-        self._post(s, phase=0)
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
@@ -169,149 +201,12 @@ class Gossiper(Mixer):
         self._pending = self.transport.exchange(sends, recvs, tag=self._t)
 
     def _wait(self) -> None:
+        self._take_pending().wait()
+
+    def _take_pending(self) -> Pending:
         assert self._pending is not None, "no round is in flight: start() comes first"
         pending, self._pending = self._pending, None
-        pending.wait()
-
-
-class PushPull(Gossiper):
-    """x_i <- sum_j W_ij x_j: plain gossip averaging, as in D-PSGD.
-
-    Rows of W must sum to one, so that agreement is kept; where columns do too (doubly stochastic W), so is the mean.
-
-    [Note: narrow wire] With `wire_dtype` the numbers that travel are rounded, s' = round(s), and the law is applied to
-    what was sent: x <- x + (W - I) s'. Every rank gives away exactly what its peers add, so the mean is kept to the
-    rounding of x, not of the wire, and no rank drifts. Ranks agree up to the resolution of the wire.
-
-    Args:
-        wire_dtype: torch.bfloat16 or torch.float16, for segments that are wider; None sends what is there. Costs one
-            narrow copy of the model. float16 saturates at 65,504.
-
-    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056,
-    Algorithm 1.
-
-    Example (under `torchrun --nproc-per-node 4`, see README):
-        >>> gossiper = PushPull()
-        >>> gossiper.bind(UniformMixing(RingGraph(4, peers_per_itr=2)), connect())
-        >>> mean = gossiper.average(torch.randn(10), num_rounds=50)
-    """
-
-    def __init__(self, *, wire_dtype: torch.dtype | None = None) -> None:
-        if wire_dtype not in (None, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16; None sends what is there"
-            )
-        self.wire_dtype = wire_dtype
-        self._inbox: list[FlatVector] = []
-        self._sent: FlatVector | None = None
-
-    def check(self, mixing: MixingManager) -> None:
-        """See `Mixer`."""
-        if not mixing.is_row_stochastic:
-            raise ValueError(
-                f"got {mixing} whose rows do not sum to one, expected row-stochastic weights for push-pull gossip; "
-                "use push_sum=True, or MetropolisHastingsMixing on an undirected graph"
-            )
-
-    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
-        """See `Gossiper`. The message is the vector itself, so nothing is copied; or a narrow copy of it."""
-        sent = s if self.wire_dtype is None else self._narrow(s)
-        if self._inbox and (self._inbox[0].layout != sent.layout or self._inbox[0].raw.device != sent.raw.device):
-            self._inbox.clear()
-        while len(self._inbox) < len(in_peers):
-            self._inbox.append(sent.like())
-        recvs = {j: self._pieces(v) for j, v in zip(in_peers, self._inbox, strict=False)}
-        return dict.fromkeys(out_peers, self._pieces(sent)), recvs
-
-    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
-        """See `Gossiper`, and [Note: narrow wire]."""
-        messages = self._messages(weights)
-        if self._buffer_weights == weights:
-            self._mix(s, self._sent, messages, weights)
-        else:
-            for is_buffer, row in ((False, weights), (True, self._buffer_weights)):
-                sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
-                self._mix(s.where(is_buffer=is_buffer), sent, [m.where(is_buffer=is_buffer) for m in messages], row)
-
-    def decode_difference(self, s: FlatVector, weights: MixingWeights) -> float:
-        """See `Gossiper`. Costs a copy of s where buffers have weights of their own."""
-        if self._sent is not None:
-            return super().decode_difference(s, weights)
-        if self._buffer_weights == weights:
-            return s.difference_(weights.own - 1, self._messages(weights), list(weights.inp.values()))
-        before = s.clone()
-        self.decode(s, weights)
-        s.add_(before, alpha=-1.0)
-        return 1.0
-
-    def _mix(
-        self, s: FlatVector, sent: FlatVector | None, messages: Sequence[FlatVector], weights: MixingWeights
-    ) -> None:
-        """s <- s + (W - I) s, with what was sent in the place of s if it was rounded."""
-        coefficients = list(weights.inp.values())
-        if sent is None:
-            s.combine_(weights.own, messages, coefficients)
-            return
-        for message, weight in ((sent, weights.own - 1), *zip(messages, coefficients, strict=True)):
-            s.add_segments_(message, alpha=weight)
-            if self.is_weighted:
-                s.weight.add_(message.weight, alpha=weight)
-
-    def _narrow(self, s: FlatVector) -> FlatVector:
-        """A copy of s in the dtype of the wire; numbers beyond its range become its largest."""
-        assert self.wire_dtype is not None
-        cast = Cast(self.wire_dtype)
-        layout = s.layout.with_dtypes(lambda dtype: cast.dtype if dtype.itemsize > 2 else dtype)
-        if self._sent is None or self._sent.layout != layout or self._sent.raw.device != s.raw.device:
-            self._sent = FlatVector.zeros(layout, s.raw.device)
-        for message, x in zip(self._sent.segments, s.segments, strict=True):
-            if x.element_size() > 2:
-                cast.compress(x, message.view(torch.uint8))
-            else:
-                message.copy_(x)
-        self._sent.weight.copy_(s.weight)
-        return self._sent
-
-    def _messages(self, weights: MixingWeights) -> list[FlatVector]:
-        return self._inbox[: len(weights.inp)]
-
-    def _pieces(self, v: FlatVector) -> Sequence[Tensor]:
-        return (v.raw,)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({'' if self.wire_dtype is None else f'wire_dtype={self.wire_dtype}'})"
-
-
-class PushSum(PushPull):
-    """Push-sum: x_i <- sum_j P_ij x_j and w_i <- sum_j P_ij w_j; the estimate of the mean is x_i / w_i.
-
-    Columns of P must sum to one, so that the total of x and of w is kept, on any directed graph. Where P(t) is doubly
-    stochastic w stays one: then it does not travel and nothing is ever divided by it.
-
-    Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792,
-    Algorithm 1; Kempe et al., "Gossip-Based Computation of Aggregate Information", FOCS 2003.
-
-    Example (under `torchrun --nproc-per-node 4`, see README):
-        >>> gossiper = PushSum()
-        >>> gossiper.bind(UniformMixing(NPeerDynamicDirectedExponentialGraph(4)), connect())
-        >>> mean = gossiper.average(torch.randn(10), num_rounds=2)  # exact: 4 is a power of two
-    """
-
-    def check(self, mixing: MixingManager) -> None:
-        """See `Mixer`."""
-        if not mixing.is_column_stochastic:
-            raise ValueError(
-                f"got {mixing} whose columns do not sum to one, expected column-stochastic weights for push-sum; "
-                "use push_sum=False for row-stochastic weights"
-            )
-
-    @property
-    def is_weighted(self) -> bool:
-        """See `Mixer`: only where W(t) is not doubly stochastic."""
-        return not self.mixing.is_doubly_stochastic
-
-    def _pieces(self, v: FlatVector) -> Sequence[Tensor]:
-        return (v.raw, v.weight) if self.is_weighted else (v.raw,)
+        return pending
 
 
 class GlobalAverage(Mixer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn, Protocol
 
@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .exchange import Exchange, fail, wait_for
+from .staging import Staging
+
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 FOREVER = timedelta(days=365)
 ROUND_BITS, SIZE_BITS, CHANNEL_BITS = 16, 9, 5  # of a tag: torch has 31 bits; rounds and channels wrap around
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
-MAX_STAGED = 64  # twins kept; more means that addresses change from call to call
 
 
 class Pending(Protocol):
@@ -27,6 +29,13 @@ class Pending(Protocol):
 
         Args:
             timeout: None = the transport's own.
+        """
+
+    def arrivals(self) -> Iterator[int]:
+        """As `wait()`, piece by piece: yields 0, 1, ... as the tensors of that index may be touched again.
+
+        That is when those of all in-peers have arrived and those to all out-peers have left, since who mixes in place
+        writes over what was sent. On NCCL, which orders streams, all are yielded at once.
         """
 
 
@@ -40,12 +49,24 @@ class Transport(Protocol):
     num_bytes_sent: int
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int, what: str = ""
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        recvs: Mapping[int, Sequence[Tensor]],
+        *,
+        tag: int,
+        what: str = "",
+        fill: Callable[[int], None] | None = None,
     ) -> Pending:
         """Post one round: to each rank in `sends` its tensors, from each in `recvs` into its tensors; non-blocking.
 
-        Neither may be touched before `wait()` returned. Messages of equal tags meet in their order. `what` names the
-        exchange in errors, "round <tag>" by default.
+        Neither may be touched before `wait()` returned, or `arrivals()` gave their index. Messages of equal tags meet
+        in their order.
+
+        Args:
+            tag: the same at both ends.
+            what: names the exchange in errors; "round <tag>" by default.
+            fill: called with 0, 1, ... just before the tensors of that index are sent, and after those before them
+                were: what it writes there is written while they are on the wire.
         """
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
@@ -90,8 +111,7 @@ class ProcessGroupTransport:
         self.backend = group._get_backend(device).name().lower()
         self._channels = itertools.count(1)
         self._channel = 0
-        self._staging: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
-        self._staged_on: torch.device | None = None
+        self._staging = Staging(device)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupTransport:
         """Another user of the same connection, on a channel of its own: its messages never meet ours.
@@ -104,19 +124,38 @@ class ProcessGroupTransport:
         return other
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int, what: str = ""
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        recvs: Mapping[int, Sequence[Tensor]],
+        *,
+        tag: int,
+        what: str = "",
+        fill: Callable[[int], None] | None = None,
     ) -> Pending:
-        """See `Transport`."""
-        staged = {peer: [self._stage(x, keep=True) for x in tensors] for peer, tensors in recvs.items()}
-        outgoing = {peer: [self._stage(x, fill=True, keep=True) for x in tensors] for peer, tensors in sends.items()}
-        self._after_staging()
-        self.num_bytes_sent += sum(x.numel() * x.element_size() for xs in outgoing.values() for x in xs)
-        # [Note: receives first] A one-peer round reaches 0.94 of a 1 Gbit/s link with receives posted before sends,
-        # 0.69 the other way round: Gloo answers a send only once the receive is there.
-        operations = [(False, peer, x) for peer, xs in staged.items() for x in xs]
-        operations += [(True, peer, x) for peer, xs in outgoing.items() for x in xs]
-        pairs = [(x, y) for j in recvs for x, y in zip(recvs[j], staged[j], strict=True)]
-        return _Exchange(self, operations, pairs, tag, what or f"round {tag}")
+        """See `Transport`.
+
+        [Note: receives first] A one-peer round reaches 0.94 of a 1 Gbit/s link with receives posted before sends,
+        0.69 the other way round: Gloo answers a send only once the receive is there.
+        """
+        staging = self._staging
+        messages = (*recvs.values(), *sends.values())
+        staging.expect(sum(map(len, messages)))
+        inbox = [(peer, k, x, staging.twin(x, keep=True)) for peer, xs in recvs.items() for k, x in enumerate(xs)]
+        staging.settle()
+        num_pieces = max(map(len, messages), default=0)
+        exchange = Exchange(self, num_pieces, tag=tag, what=what or f"round {tag}")
+        for peer, k, x, twin in inbox:
+            exchange.receive(k, peer, x, twin)
+        for k in range(num_pieces):
+            if fill is not None:
+                fill(k)
+            outbox = [(j, staging.twin(xs[k], fill=True, keep=True)) for j, xs in sends.items() if k < len(xs)]
+            staging.settle()
+            for peer, twin in outbox:
+                exchange.send(k, peer, twin)
+                self.num_bytes_sent += twin.numel() * twin.element_size()
+        exchange.begin()
+        return exchange
 
     def receive_any(self, x: Tensor, *, tag: int) -> int:
         """x <- the next message of that length and tag, from whichever rank; returns who sent it.
@@ -139,36 +178,36 @@ class ProcessGroupTransport:
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""
-        message = self._stage(x, fill=True)
+        message = self._staging.twin(x, fill=True)
         self._collective(lambda: self.group.allreduce([message]), what)
         self.num_bytes_sent += 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
-        self._unstage([(x, message)])
+        Staging.copy_back([(x, message)])
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
-        message = self._stage(x, fill=True)
+        message = self._staging.twin(x, fill=True)
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._collective(lambda: self.group.broadcast([message], options), what)
         self.num_bytes_sent += x.numel() * x.element_size() * (self.rank == source)
-        self._unstage([(x, message)])
+        Staging.copy_back([(x, message)])
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
-        gathered, message = self._stage(out), self._stage(x, fill=True)
+        gathered, message = self._staging.twin(out), self._staging.twin(x, fill=True)
         chunks = list(gathered.view(self.world_size, -1).unbind())
         self._collective(lambda: self.group.allgather([chunks], [message]), what)
         self.num_bytes_sent += (self.world_size - 1) * x.numel() * x.element_size()
-        self._unstage([(out, gathered)])
+        Staging.copy_back([(out, gathered)])
 
     def _collective(self, post: Callable[[], dist.Work], what: str) -> None:
-        self._after_staging()
+        self._staging.settle()
         start = time.monotonic()
         try:
             if self.backend in ("gloo", "mpi4py") and self.world_size > 1:
                 # A collective cannot say who is missing; this barrier can (rank 0 hears from every rank by name).
                 self.group.monitored_barrier(self.timeout, True)  # type: ignore[attr-defined]
-            self._wait(post(), self.timeout)
+            wait_for(post(), self.timeout, backend=self.backend)
         except RuntimeError as error:
             names = list(self.names)
             numbered = "" if names == list(range(self.world_size)) else ", numbered from 0 in what follows"
@@ -187,12 +226,6 @@ class ProcessGroupTransport:
                 gone.append(self.names[peer])
         return gone
 
-    def _wait(self, work: dist.Work, timeout: timedelta) -> None:
-        if self.backend == "nccl":
-            work.wait()  # only orders the current stream after the transfer; the group's watchdog has the timeout
-        else:
-            work.wait(timeout)
-
     def wire_tag(self, tag: int, num_bytes: int) -> int:
         """The backend's tag of a message of round `tag` on this channel.
 
@@ -208,84 +241,3 @@ class ProcessGroupTransport:
     ) -> NoReturn:
         """See the function `fail`; the rank is this one."""
         fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout or self.timeout, note=note)
-
-    def _stage(self, x: Tensor, *, fill: bool = False, keep: bool = False) -> Tensor:
-        """`x` itself where it can go on the wire, else a twin that can: filled if asked, kept for the next round."""
-        if x.device.type == self.device.type:
-            return x
-        self._staged_on = x.device
-        key = (x.data_ptr(), x.dtype, x.shape)
-        twin = self._staging.get(key)
-        if twin is None:
-            twin = torch.empty(x.shape, dtype=x.dtype, device=self.device, pin_memory=x.is_cuda)
-            if keep:
-                if len(self._staging) >= MAX_STAGED:
-                    self._staging.clear()
-                self._staging[key] = twin
-        return twin.copy_(x, non_blocking=True) if fill else twin
-
-    def _after_staging(self) -> None:
-        if self._staged_on is not None and self._staged_on.type == "cuda":
-            # Copies into twins must land before a send reads them, copies out of them before a receive overwrites them.
-            torch.cuda.current_stream(self._staged_on).synchronize()
-        self._staged_on = None
-
-    def _unstage(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for x, message in pairs:
-            if x is not message:
-                x.copy_(message, non_blocking=True)
-
-
-class _Exchange:
-    """One posted round."""
-
-    def __init__(
-        self,
-        transport: ProcessGroupTransport,
-        operations: list[tuple[bool, int, Tensor]],
-        staged: list[tuple[Tensor, Tensor]],
-        tag: int,
-        what: str,
-    ) -> None:
-        self.transport = transport
-        self.staged = staged
-        self.start = time.monotonic()
-        self.works: list[tuple[str, dist.Work]] = []
-        if transport.backend == "nccl":
-            if operations:
-                batch = [
-                    dist.P2POp(dist.isend if is_send else dist.irecv, x, transport.names[peer], transport.group)
-                    for is_send, peer, x in operations
-                ]
-                self.works = [(what, work) for work in dist.batch_isend_irecv(batch)]
-            return
-        for is_send, peer, x in operations:
-            action = f"{what}: {'send to' if is_send else 'receive from'} rank {transport.names[peer]}"
-            post = transport.group.send if is_send else transport.group.recv
-            try:
-                self.works.append((action, post([x], peer, transport.wire_tag(tag, x.numel() * x.element_size()))))
-            except RuntimeError as error:
-                transport.fail(error, action, 0.0)
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """See `Pending`."""
-        for what, work in self.works:
-            elapsed = time.monotonic() - self.start
-            left = max((timeout or self.transport.timeout) - timedelta(seconds=elapsed), timedelta(milliseconds=1))
-            try:
-                self.transport._wait(work, left)
-            except RuntimeError as error:
-                self.transport.fail(error, what, time.monotonic() - self.start, timeout=timeout)
-        self.transport._unstage(self.staged)
-
-
-def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: timedelta, note: str = "") -> NoReturn:
-    """Raise what the backend reported as an error that says who waited for whom, and for how long.
-
-    Raises:
-        TimeoutError: about `timeout` had passed.
-        ConnectionError: sooner.
-    """
-    limit = timeout.total_seconds()
-    message = f"rank {rank}: {what} failed after {seconds:.1f} s (timeout {limit:g} s){note}: {error}"
-    raise (TimeoutError if seconds > 0.95 * limit else ConnectionError)(message) from error

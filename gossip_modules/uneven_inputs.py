@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from .transport import fail
+from .exchange import fail
 
 
 class UnevenInputs(Joinable):

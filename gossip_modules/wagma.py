@@ -11,9 +11,10 @@ from torch import nn
 
 from .butterfly_groups import ButterflyGroups
 from .connect import connect
-from .engine import OverlapEngine, SyncEngine
+from .engine import SyncEngine
 from .gossiper import GlobalAverage
 from .group_average import GroupAverage
+from .overlap_engine import OverlapEngine
 from .schedule import Schedule
 from .transport import DEFAULT_TIMEOUT
 from .wait_avoiding_engine import WaitAvoidingEngine

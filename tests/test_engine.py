@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -24,7 +24,8 @@ from gossip_modules import (
     SyncEngine,
     UniformMixing,
 )
-from gossip_modules.engine import GossipThread, LockstepEngine
+from gossip_modules.engine import LockstepEngine
+from gossip_modules.gossip_thread import GossipThread
 from tests.problems import fill_, loss_of, mlp
 from tests.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
 
@@ -48,9 +49,16 @@ class ScriptedTransport:
         return self
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: int, what: str = ""
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        recvs: Mapping[int, Sequence[Tensor]],
+        *,
+        tag: int,
+        what: str = "",
+        fill: Callable[[int], None] | None = None,
     ) -> ScriptedPending:
         """See `Transport`."""
+        assert fill is None, "vectors of one piece are copied by the training thread"
         self.posted.append(tag)
         self.sent.append(sends[1][0].view(torch.float32).clone())
         return ScriptedPending(self, tag, recvs[1][0])
@@ -78,6 +86,11 @@ class ScriptedPending:
         if self.t in self.transport.errors:
             raise self.transport.errors[self.t]
         self.inbox.view(torch.float32).fill_(PEER)
+
+    def arrivals(self) -> Iterator[int]:
+        """See `Pending`."""
+        self.wait()
+        yield 0
 
 
 def scripted(num_open: int = 0) -> tuple[PushSum, ScriptedTransport]:

@@ -336,7 +336,7 @@ def test_bytes_are_those_of_one_factor(rank: int, num_iterations: int) -> None:
             messages.append({peer: len(tensors) for peer, tensors in sends.items()})
             return exchange(sends, recvs, tag=tag, what=what)
 
-        gossiper.transport.exchange = counted  # type: ignore[method-assign]
+        gossiper.transport.exchange = counted  # type: ignore[method-assign, assignment]
         s, num_peers, iteration = vector_of(group.rank(), layout), 3 if group.rank() == 0 else 1, 0
         for t in range(3):
             before = gossiper.transport.num_bytes_sent

@@ -1,0 +1,165 @@
+"""Methods side by side on an emulated cluster: one command builds it, runs the matrix and tears it down.
+
+    sudo .venv/bin/python -m benchmarks.cluster                                      # 8 hosts, 1 Gbit/s, every method
+    sudo .venv/bin/python -m benchmarks.cluster --hosts 2 4 8 16 32 --methods ddp sgp osgp
+    sudo .venv/bin/python -m benchmarks.cluster --rates 0.1 1 10 --straggle-chance 0.02 --slow-factor 10
+
+Hosts are network namespaces of this machine, joined by a switch; each link is shaped both ways by a token bucket. Each
+rank is a process in its own host. Compute time is waited, layer by layer, and everything else is real: what travels,
+what is added, what is allocated. All methods see the same delays, in an order shuffled for each repeat.
+
+--out gets cluster.csv (a row per cell, method, repeat and rank), cluster.md (medians) and pictures. A method that
+cannot run is a row that says why. Needs root and iproute2; leaves nothing behind, even when killed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import asdict, dataclass, replace
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks.cluster.delays import Delays
+from benchmarks.cluster.methods import METHODS
+from benchmarks.cluster.namespaces import ClusterUnavailableError
+from benchmarks.cluster.network import Links, Network
+from benchmarks.cluster.processes import Processes, TrialError
+from benchmarks.cluster.table import failed_row, frame, markdown, rows_of
+from benchmarks.cluster.trials import NUM_WARM_STEPS, Trial
+from visualization.cluster import draw
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What is run: the product of hosts and rates, each with all methods."""
+
+    hosts: tuple[int, ...] = (8,)
+    """Hosts, a rank each."""
+    rates: tuple[float, ...] = (1.0,)
+    """Of each link, both ways, in Gbit/s; 0: not shaped."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Rows of the table."""
+    compute: float = 150.0
+    """Forward and backward of a step, waited, in ms."""
+    spread: float = 0.0
+    """Sigma of a lognormal factor of the compute time, of each rank and step."""
+    straggle_chance: float = 0.0
+    """How often a rank is a straggler in a step,"""
+    slow_factor: float = 10.0
+    """and how much longer it computes then."""
+    slow_host: float = 1.0
+    """How much longer the last rank computes in every step."""
+    slow_link_share: float = 0.0
+    """Share of the rate that the last host's link has; 0: as the others."""
+    repeats: int = 3
+    """Of each method in each cell."""
+    steps: int = 12
+    """Timed ones of each trial; rounded up to a method's period."""
+    parameters: float = 11.2e6
+    """Of the model, float32; ResNet-18 scaled in width."""
+    seed: int = 0
+    """Of delays and of the order of methods."""
+    out: Path = Path("runs/cluster")
+    """Folder of everything this writes."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.methods if name not in METHODS]
+        if unknown or not self.methods:
+            raise ValueError(f"got methods={self.methods}, expected some of {', '.join(METHODS)}; see --help")
+        if min(self.repeats, self.steps) < 1 or self.compute < 0 or self.parameters < 1:
+            raise ValueError(f"got {self}, expected repeats, steps and parameters >= 1, and compute >= 0; see --help")
+        self.delays(0)
+        for rate in self.rates:
+            Links(rate * 1e9, self.slow_link_share)
+
+    def delays(self, repeat: int) -> Delays:
+        """Of all methods in a repeat."""
+        seed = 1000 * self.seed + repeat
+        return Delays(self.spread, self.straggle_chance, self.slow_factor, self.slow_host, seed)
+
+    def trial(self, method: str, number: int, repeat: int) -> Trial:
+        """One of the trials, without a limit."""
+        return Trial(method, number, self.steps, self.parameters, self.compute / 1e3, self.delays(repeat), 0.0)
+
+    def limit_seconds(self, num_hosts: int, rate: float) -> float:
+        """Several times what the slowest method should take for a trial."""
+        bits = 32 * self.parameters
+        slowest = rate * (self.slow_link_share or 1.0)
+        compute = self.compute / 1e3 * max(self.slow_host, 1 + self.straggle_chance * self.slow_factor * num_hosts)
+        step = compute * (1 + 3 * self.spread) + (4 * bits / slowest if slowest else 0.0) + num_hosts * bits / 4e9
+        return 60 + 3 * step * (self.steps + NUM_WARM_STEPS + 20)
+
+    def main(self) -> None:
+        """Run all trials; write the files after each, print the table."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = []
+        numbers = count()
+        order = random.Random(self.seed)
+        for num_hosts, rate in product(self.hosts, self.rates):
+            print(f"== {num_hosts} hosts, {rate:g} Gbit/s", flush=True)
+            with Network(num_hosts, Links(rate * 1e9, self.slow_link_share)) as network:
+                if network.has_neighbours():
+                    print(
+                        "   another cluster runs on this machine: times are no measure",
+                        flush=True,
+                    )
+                ranks: Processes | None = None
+                for repeat in range(self.repeats):
+                    for method in order.sample(self.methods, len(self.methods)):
+                        trial = self.trial(method, next(numbers), repeat)
+                        trial = replace(trial, limit_seconds=self.limit_seconds(num_hosts, rate * 1e9))
+                        key = {**self._key(num_hosts, rate), "method": method, "repeat": repeat}
+                        if METHODS[method].is_alone and ranks is not None:
+                            ranks.close()
+                            ranks = None
+                        try:
+                            ranks = ranks or Processes.in_hosts(network, self.out / "logs")
+                            # A rank's own waits end first, and say for whom they were.
+                            answers = ranks.run(trial.as_message(), 1.2 * trial.limit_seconds)
+                            rows += rows_of(key, answers, rate=rate * 1e9)
+                            print(f"   {method}: {rows[-1]['step_ms']:.0f} ms per step", flush=True)
+                        except TrialError as error:
+                            rows.append(failed_row(key, str(error)))
+                            print(f"   {method}: {error}", flush=True)
+                        if ranks is not None and (METHODS[method].is_alone or rows[-1].get("error")):
+                            ranks.close()
+                            ranks = None
+                        frame(rows).to_csv(self.out / "cluster.csv", index=False)
+                if ranks is not None:
+                    ranks.close()
+        text = markdown(frame(rows))
+        (self.out / "cluster.md").write_text(text + "\n")
+        print(f"\n{text}\n")
+        for picture in draw(self.out / "cluster.csv", self.out):
+            print(picture)
+
+    def _key(self, num_hosts: int, rate: float) -> dict[str, Any]:
+        delays = asdict(self.delays(0))
+        del delays["seed"]
+        return {
+            "hosts": num_hosts,
+            "rate_gbit": rate,
+            "num_parameters": self.parameters,
+            "planned_ms": self.compute,
+            **delays,
+            "slow_link_share": self.slow_link_share,
+            "seed": self.seed,
+        }
+
+
+def main() -> None:
+    """Run the command line; exit code 2 where this machine or user cannot have a cluster."""
+    cluster = tyro.cli(Cluster, description=__doc__)
+    try:
+        cluster.main()
+    except ClusterUnavailableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The methods side by side: none, hand-written loops, ours through their wrappers, and the peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import nn
+
+import gossip_modules as gm
+from benchmarks.cluster import peers
+from benchmarks.cluster.place import Place
+from benchmarks.contenders import Contender, HandWrittenBlocking, HandWrittenOverlapped, Local, Wrapped
+
+SYNC_PERIOD = 10
+"""Rounds from one global average of WAGMA to the next: its default."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table.
+
+    Args:
+        title: its name there.
+        make: the contender of a rank; on all ranks at once.
+        period: steps after which all ranks meet, of methods that do not in every step; trials end at multiples of it.
+        is_alone: whether it leaves threads or servers behind, so that no other trial may use the same processes.
+        has_group: whether torch.distributed is to be initialised first; some peers do that themselves.
+    """
+
+    title: str
+    make: Callable[[nn.Module, Place], Contender]
+    period: int = 1
+    is_alone: bool = False
+    has_group: bool = True
+
+
+def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The same for everyone: SGD with momentum in one pass over memory."""
+    return torch.optim.SGD(parameters, lr=0.001, momentum=0.9, fused=True)
+
+
+def _plain(kind: Callable[..., Contender], **options: Any) -> Callable[[nn.Module, Place], Contender]:
+    """A contender that needs the default process group only."""
+    return lambda model, place: kind(model, make_optimizer, **options)
+
+
+def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], Contender]:
+    """A wrapper of ours. An option that is a function of the number of ranks is called with it."""
+
+    def make(model: nn.Module, place: Place) -> Contender:
+        chosen = {name: value(place.world_size) if callable(value) else value for name, value in options.items()}
+        return Wrapped(model, make_optimizer, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
+
+    return make
+
+
+def _dpwa(model: nn.Module, place: Place) -> Contender:
+    workers = {f"worker{rank}": f"tcp://{address}:{place.port}" for rank, address in enumerate(place.addresses)}
+    wrap = partial(gm.PairwiseDataParallel, name=f"worker{place.rank}", peers=workers, timeout=place.timeout)
+    return Wrapped(model, make_optimizer, wrap=wrap)
+
+
+def _base_graph(n: int) -> nx.Graph:
+    """Of MATCHA: every rank beside the two on its left and the two on its right, where there are that many."""
+    return nx.circulant_graph(n, [1, 2]) if n > 4 else nx.circulant_graph(n, [1])
+
+
+_gossip = partial(_ours, gm.GossipDataParallel)
+_pairs = partial(_gossip, push_sum=False)
+
+METHODS: Mapping[str, Method] = {
+    "local": Method("no communication", _plain(Local)),
+    "hand": Method("hand-written SGP, one-way ring", _plain(HandWrittenBlocking)),
+    "hand-overlap": Method("hand-written OSGP, one-way ring", _plain(HandWrittenOverlapped)),
+    "sgp": Method("SGP, one-peer exponential", _gossip()),
+    "osgp": Method("OSGP", _gossip(overlap=True)),
+    "osgp-bf16": Method("OSGP, bfloat16 on the wire", _gossip(overlap=True, wire_dtype=torch.bfloat16)),
+    "dpsgd": Method("D-PSGD, pairs", _pairs(graph=gm.DynamicBipartiteExponentialGraph)),
+    "dpsgd-overlap": Method(
+        "D-PSGD, pairs, overlapped", _pairs(graph=gm.DynamicBipartiteExponentialGraph, overlap=True)
+    ),
+    "matcha": Method("MATCHA, budget 0.5", _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.5))),
+    "choco": Method("CHOCO, sign, ring", _pairs(gossiper=lambda n: gm.Choco(gm.SignNorm(), step_size=0.45))),
+    "deepsqueeze": Method(
+        "DeepSqueeze, sign, ring", _pairs(gossiper=lambda n: gm.DeepSqueeze(gm.SignNorm(), step_size=0.01))
+    ),
+    "moniqua": Method("Moniqua, 8 bits, ring", _pairs(gossiper=lambda n: gm.Moniqua(theta=0.5, bits=8))),
+    "powergossip": Method("PowerGossip, rank 1, ring", _pairs(gossiper=lambda n: gm.PowerGossip())),
+    "powergossip-overlap": Method(
+        "PowerGossip, rank 1, ring, overlapped", _pairs(gossiper=lambda n: gm.PowerGossip(), overlap=True)
+    ),
+    "adpsgd": Method("AD-PSGD", _ours(gm.BilatGossipDataParallel)),
+    "wagma": Method("WAGMA", _ours(gm.GroupAverageDataParallel, sync_period=SYNC_PERIOD), period=SYNC_PERIOD),
+    "owagma": Method(
+        "WAGMA, overlapped",
+        _ours(gm.GroupAverageDataParallel, sync_period=SYNC_PERIOD, overlap=True),
+        period=SYNC_PERIOD,
+    ),
+    "dpwa": Method("dpwa", _dpwa),
+    "local-average": Method(
+        f"local SGD, average every {peers.PERIOD}",
+        _ours(gm.GroupAverageDataParallel, group_size=lambda n: 1, sync_period=peers.PERIOD),
+        period=peers.PERIOD,
+    ),
+    "ddp": Method("DDP", peers.ddp(make_optimizer)),
+    "ddp-view": Method("DDP, gradient_as_bucket_view", peers.ddp(make_optimizer, gradient_as_bucket_view=True)),
+    "ddp-fp16": Method("DDP, fp16 hook", peers.ddp_fp16(make_optimizer)),
+    "ddp-powersgd": Method("DDP, PowerSGD hook, rank 1, one bucket", peers.ddp_power_sgd(make_optimizer)),
+    "post-local": Method(
+        f"torch post-local SGD, period {peers.PERIOD}", peers.post_local(make_optimizer), period=peers.PERIOD
+    ),
+    "decent-ring": Method("Decent-DP, ring", peers.decent(make_optimizer, topology="ring")),
+    "decent-exp": Method("Decent-DP, one-peer exponential", peers.decent(make_optimizer, topology="one-peer-exp")),
+    "torchft-local": Method(
+        f"torchft LocalSGD, period {peers.PERIOD}", peers.torchft_local(make_optimizer), peers.PERIOD, is_alone=True
+    ),
+    "torchft-diloco": Method(
+        f"torchft DiLoCo, period {peers.PERIOD}", peers.torchft_diloco(make_optimizer), peers.PERIOD, is_alone=True
+    ),
+    "hivemind": Method("hivemind averager", peers.hivemind(make_optimizer), is_alone=True),
+    "slowmo": Method("fairscale SlowMo on SGP", peers.slowmo(make_optimizer), is_alone=True),
+}
+BOUND = "local"
+"""What nobody can beat, and to which the processor time of the others is compared."""

@@ -1,0 +1,133 @@
+"""Network namespaces by `ip netns`: made, listed, and removed with every process in them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+COMMAND_SECONDS = 20.0
+"""For every `ip` and `tc` call; they take milliseconds."""
+_OWNED = re.compile(r"gossip-(\d+)-(\d+)-\d+-\w+")
+"""Process id and start time of the owner, a number within it, the host."""
+
+
+class ClusterUnavailableError(RuntimeError):
+    """This machine, or this user, cannot have network namespaces; the text names the remedy."""
+
+
+def require() -> None:
+    """Make sure that namespaces can be had.
+
+    Raises:
+        ClusterUnavailableError: not root, or no iproute2.
+    """
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise ClusterUnavailableError(
+            f"got no {' and no '.join(missing)}, expected iproute2: install it (Debian: apt-get install iproute2)"
+        )
+    if os.geteuid() != 0:
+        raise ClusterUnavailableError(
+            f"got user id {os.geteuid()}, expected root: network namespaces and shaped links need it; run with sudo"
+        )
+
+
+def run_batch(namespace: str, lines: Sequence[str]) -> None:
+    """Run many commands of `ip` in a namespace at once; raises as `run`."""
+    run("ip", "-n", namespace, "-batch", "-", text="\n".join(lines))
+
+
+def run(*command: str, text: str = "") -> str:
+    """Run `ip` or `tc`; its output.
+
+    Args:
+        command: and its arguments.
+        text: for its stdin.
+
+    Raises:
+        ClusterUnavailableError: it failed, or did not end in time.
+    """
+    try:
+        result = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ClusterUnavailableError(
+            f"got no end of `{' '.join(command)}` in {COMMAND_SECONDS:.0f} s, expected milliseconds; is the kernel "
+            "still removing namespaces?"
+        ) from None
+    if result.returncode:
+        reason = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[0]
+        raise ClusterUnavailableError(
+            f"got `{reason}` of `{' '.join(command)}`, expected it to work: the kernel must have namespaces, veth, "
+            "bridges and tbf, and a container the capability NET_ADMIN and SYS_ADMIN"
+        )
+    return result.stdout
+
+
+def owner_prefix(serial: int) -> str:
+    """What the names of this process's namespaces begin with; of no other process, not even one with its id later.
+
+    Args:
+        serial: of the network within the process.
+    """
+    return f"gossip-{os.getpid()}-{_start_time(os.getpid())}-{serial}-"
+
+
+def names(prefix: str = "gossip-") -> list[str]:
+    """The namespaces whose names begin so."""
+    listed = (line.split()[0] for line in run("ip", "netns", "list").splitlines() if line.strip())
+    return [name for name in listed if name.startswith(prefix)]
+
+
+def abandoned(existing: Sequence[str]) -> list[str]:
+    """Those of a process that is not alive any more."""
+    owned = [(name, match) for name in existing if (match := _OWNED.fullmatch(name))]
+    return [name for name, match in owned if _start_time(int(match[1])) != int(match[2])]
+
+
+def remove(existing: Sequence[str]) -> None:
+    """Kill the processes in these namespaces, then delete them; with the last one its links and bridges go too."""
+    clear(existing)  # a device lives as long as its namespace, and that as long as a process in it
+    for name in existing:
+        _run_if_there(name, "delete")
+
+
+def clear(existing: Sequence[str]) -> None:
+    """Kill the processes in these namespaces, and those that they start meanwhile; wait for their end."""
+    deadline = time.monotonic() + COMMAND_SECONDS
+    while (processes := [x for name in existing for x in _processes(name)]) and time.monotonic() < deadline:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _processes(name: str) -> list[int]:
+    return [int(word) for word in _run_if_there(name, "pids").split()]
+
+
+def _run_if_there(name: str, action: str) -> str:
+    """`ip netns` on a namespace that another run may be removing at the same time, as one that is left over."""
+    try:
+        return run("ip", "netns", action, name)
+    except ClusterUnavailableError:
+        if name in names():
+            raise
+        return ""
+
+
+def _start_time(process: int) -> int:
+    """In clock ticks after boot; -1: there is no such process."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return -1
+    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,149 @@
+"""The cluster's network: a namespace per host, a switch between them, each link shaped both ways."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from benchmarks.cluster import namespaces
+from benchmarks.cluster.reaper import Reaper
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DATA, CONTROL = "eth0", "ctl0"
+"""Interfaces of a host: the shaped one, and one for rendezvous and counters, which is not shaped."""
+NETWORKS = {DATA: 77, CONTROL: 78}
+"""A byte of the addresses on each."""
+BURST, LATENCY = "128kb", "20ms"
+"""Of the token bucket: bytes that may pass at once, and how long a packet may queue before it is dropped."""
+LINE_SHARE = 0.957
+"""What TCP/IP leaves of a link for payload, at 1500 bytes a packet."""
+_serials = itertools.count()
+
+
+@dataclass(frozen=True)
+class Links:
+    """How fast the hosts' links are.
+
+    Args:
+        rate: in bit/s, both ways; 0: not shaped.
+        slow_share: the last host's link has this share of the rate; 0: all links are equal.
+
+    Raises:
+        ValueError: out of range.
+    """
+
+    rate: float
+    slow_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.rate == 0 or self.rate >= 1e6) or not 0 <= self.slow_share <= 1:
+            raise ValueError(
+                f"got a rate of {self.rate:g} bit/s and slow_share={self.slow_share}, expected 0 or at least 1e6, and "
+                "a share of at most 1; --rates is in Gbit/s"
+            )
+
+    def rates(self, num_hosts: int) -> list[float]:
+        """Of each host's link, in bit/s."""
+        last = self.rate * (self.slow_share or 1.0)
+        return [*[self.rate] * (num_hosts - 1), last]
+
+
+class Network:
+    """N hosts joined by a switch that is never the bottleneck. Use it as a context manager, or `close()` it.
+
+    All of it is in namespaces, the switch too: nothing of the machine's own network is touched. Leftovers of processes
+    that have died are removed first.
+
+    Args:
+        num_hosts: 2 to 250.
+        links: between the hosts and the switch.
+
+    Raises:
+        ClusterUnavailableError: no root, no iproute2, or a kernel without what is needed.
+        ValueError: another number of hosts.
+    """
+
+    def __init__(self, num_hosts: int, links: Links) -> None:
+        if not 2 <= num_hosts <= 250:
+            raise ValueError(f"got {num_hosts} hosts, expected 2 to 250: there are that many addresses; see --hosts")
+        namespaces.require()
+        namespaces.remove(namespaces.abandoned(namespaces.names()))
+        prefix = self._prefix = namespaces.owner_prefix(next(_serials))
+        self.hosts: tuple[str, ...] = tuple(f"{prefix}{rank}" for rank in range(num_hosts))
+        self._reaper = Reaper(prefix)
+        try:
+            self._build(f"{prefix}switch", links.rates(num_hosts))
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, switch: str, rates: Sequence[float]) -> None:
+        for namespace in (switch, *self.hosts):
+            namespaces.run("ip", "netns", "add", namespace)
+        ranks = range(len(self.hosts))
+        lines = []
+        for interface in NETWORKS:
+            lines += [f"link add {interface}-bridge type bridge", f"link set {interface}-bridge up"]
+        for rank, host in enumerate(self.hosts):
+            for interface, network in NETWORKS.items():
+                port = f"{interface}-{rank}"
+                cable = f"type veth peer name {interface} address {_hardware_address(network, rank)} netns {host}"
+                lines += [f"link add {port} {cable}", f"link set {port} master {interface}-bridge up"]
+        namespaces.run_batch(switch, lines)
+        for rank, (host, rate) in enumerate(zip(self.hosts, rates, strict=True)):
+            lines = ["link set lo up"]
+            for interface, network in NETWORKS.items():
+                lines += [f"address add {_address(network, rank)}/24 dev {interface}", f"link set {interface} up"]
+                # Nobody asks who is where: on a busy machine the answers come too late for n^2 first connections.
+                lines += [
+                    f"neighbour add {_address(network, other)} lladdr {_hardware_address(network, other)} "
+                    f"dev {interface} nud permanent"
+                    for other in ranks
+                    if other != rank
+                ]
+            namespaces.run_batch(host, lines)
+            if rate:
+                _shape(host, DATA, rate)  # what the host sends
+                _shape(switch, f"{DATA}-{rank}", rate)  # what it receives
+
+    def address(self, rank: int) -> str:
+        """Of a host, on the shaped network."""
+        return _address(NETWORKS[DATA], rank)
+
+    def control_address(self, rank: int) -> str:
+        """Of a host, on the network that is not shaped."""
+        return _address(NETWORKS[CONTROL], rank)
+
+    def has_neighbours(self) -> bool:
+        """Whether there is another cluster on this machine, of another process or of this one."""
+        return any(not name.startswith(self._prefix) for name in namespaces.names())
+
+    def close(self) -> None:
+        """Remove everything, with the processes in it. Idempotent."""
+        self._reaper.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _address(network: int, rank: int) -> str:
+    return f"10.{network}.0.{rank + 1}"
+
+
+def _hardware_address(network: int, rank: int) -> str:
+    return f"02:00:00:00:{network:02x}:{rank + 1:02x}"
+
+
+def _shape(namespace: str, interface: str, rate: float) -> None:
+    bucket = ("tbf", "rate", f"{rate:.0f}bit", "burst", BURST, "latency", LATENCY)
+    namespaces.run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *bucket)

@@ -1,0 +1,258 @@
+"""What people would use instead: torch's own methods and those of other packages, each imported when it is asked for.
+
+Every function here takes the maker of optimizers and returns what makes the contender of a rank. A package that is
+missing, or does not run, raises there: a row of the table says so.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.cluster.place import Place
+from benchmarks.contenders import DDP, Contender, DecentDP, Loss, OptimizerFactory
+
+Make: TypeAlias = Callable[[nn.Module, Place], Contender]
+PERIOD = 4
+"""Steps from one average to the next, of methods that average models now and then."""
+
+
+def ddp(optimizer: OptimizerFactory, **options: Any) -> Make:
+    """torch's DistributedDataParallel."""
+    return lambda model, place: DDP(model, optimizer, **options)
+
+
+def ddp_fp16(optimizer: OptimizerFactory) -> Make:
+    """With gradients that travel in half precision."""
+
+    def make(model: nn.Module, place: Place) -> Contender:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        contender = DDP(model, optimizer)
+        contender.replica.register_comm_hook(None, fp16_compress_hook)
+        return contender
+
+    return make
+
+
+def ddp_power_sgd(optimizer: OptimizerFactory) -> Make:
+    """With gradients of low rank, from the third step on: the first ones are warm-up.
+
+    In one bucket: the hook starts a collective when another has ended, and over Gloo those of several buckets meet in
+    another order on each rank, which ends the process.
+    """
+
+    def make(model: nn.Module, place: Place) -> Contender:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        contender = DDP(model, optimizer, bucket_cap_mb=10_000)
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        contender.replica.register_comm_hook(state, powerSGD_hook)
+        return contender
+
+    return make
+
+
+def post_local(optimizer: OptimizerFactory) -> Make:
+    """torch's post-local SGD, without the phase before: no gradients travel, models are averaged every PERIOD steps."""
+
+    def make(model: nn.Module, place: Place) -> Contender:
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        contender = DDP(model, optimizer)
+        alone, _ = dist.new_subgroups(group_size=1)
+        state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
+        contender.replica.register_comm_hook(state, post_localSGD_hook)
+        averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0)
+        contender.optimizer = PostLocalSGDOptimizer(contender.optimizer, averager)
+        return contender
+
+    return make
+
+
+def decent(optimizer: OptimizerFactory, *, topology: str) -> Make:
+    """Decent-DP; see `DecentDP`."""
+    return lambda model, place: DecentDP(model, optimizer, topology=topology)
+
+
+class _InContext(Contender):
+    """The plain loop inside a context manager that hooks itself into the optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        enter: Callable[[nn.Module, torch.optim.Optimizer], Any],
+        close: Callable[[], None],
+    ) -> None:
+        super().__init__(model, optimizer)
+        self._context = enter(model, self.optimizer)
+        self._context.__enter__()
+        self._close = close
+
+    def close(self) -> None:
+        """See `Contender`."""
+        self._context.__exit__(None, None, None)
+        self._close()
+
+
+class _Replica:
+    """A rank as a replica of torchft's, with its servers; rank 0 has the lighthouse."""
+
+    def __init__(self, model: nn.Module, place: Place) -> None:
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.coordination import LighthouseServer
+
+        lighthouse = f"{place.control_addresses[0]}:{place.port}"
+        self._lighthouse: Any = None
+        if place.rank == 0:
+            self._lighthouse = LighthouseServer(lighthouse, place.world_size, join_timeout_ms=10_000)
+        place.meet("lighthouse")
+        address = place.addresses[place.rank]
+        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=place.timeout)
+        self.manager = Manager(
+            pg=ProcessGroupGloo(timeout=place.timeout),
+            load_state_dict=model.load_state_dict,
+            state_dict=model.state_dict,
+            min_replica_size=place.world_size,
+            use_async_quorum=False,
+            init_sync=False,  # models are equal, and its server of checkpoints would listen on the machine's own name
+            rank=0,
+            world_size=1,
+            store_addr=address,
+            store_port=self._store.port,
+            lighthouse_addr=f"http://{lighthouse}",
+            replica_id=f"rank{place.rank}",
+            hostname=address,
+            timeout=place.timeout,
+            quorum_timeout=place.timeout,
+            connect_timeout=place.timeout,
+        )
+
+    def close(self) -> None:
+        """End the servers."""
+        self.manager.shutdown(wait=False)
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+
+
+def torchft_local(optimizer: OptimizerFactory) -> Make:
+    """torchft's LocalSGD."""
+
+    def make(model: nn.Module, place: Place) -> Contender:
+        from torchft.local_sgd import LocalSGD
+
+        replica = _Replica(model, place)
+
+        def enter(m: nn.Module, inner: torch.optim.Optimizer) -> Any:
+            return LocalSGD(replica.manager, m, inner, sync_every=PERIOD)
+
+        return _InContext(model, optimizer, enter, replica.close)
+
+    return make
+
+
+def torchft_diloco(optimizer: OptimizerFactory) -> Make:
+    """torchft's DiLoCo, with the outer optimizer of its paper."""
+
+    def make(model: nn.Module, place: Place) -> Contender:
+        from torchft.local_sgd import DiLoCo
+
+        replica = _Replica(model, place)
+
+        def enter(m: nn.Module, inner: torch.optim.Optimizer) -> Any:
+            outer = torch.optim.SGD(m.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            return DiLoCo(replica.manager, [m], inner, outer, sync_every=PERIOD, pin_memory=False)
+
+        return _InContext(model, optimizer, enter, replica.close)
+
+    return make
+
+
+class _Hivemind(Contender):
+    """The parameters are averaged over all ranks after every PERIOD-th step, by the process of hivemind's averager."""
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory, place: Place) -> None:
+        import hivemind
+
+        super().__init__(model, optimizer)
+        multiprocessing.set_start_method("fork", force=True)  # its processes cannot be pickled
+        listen = [f"/ip4/{place.addresses[place.rank]}/tcp/0"]
+        first = [] if place.rank == 0 else place.store.get("hivemind").decode().split()
+        self._dht = hivemind.DHT(host_maddrs=listen, initial_peers=first, start=True)
+        if place.rank == 0:
+            place.store.set("hivemind", " ".join(str(address) for address in self._dht.get_visible_maddrs()))
+        self._averager = hivemind.DecentralizedAverager(
+            [p.detach().clone() for p in model.parameters()],
+            self._dht,
+            prefix="cluster",
+            target_group_size=place.world_size,
+            min_group_size=place.world_size,
+            min_matchmaking_time=1.0,
+            start=True,
+        )
+        self._timeout = place.timeout.total_seconds()
+        self._num_steps = 0
+
+    def step(self, loss: Loss) -> None:
+        """See `Contender`."""
+        super().step(loss)
+        self._num_steps += 1
+        if self._num_steps % PERIOD:
+            return
+        parameters: list[torch.Tensor] = list(self.model.parameters())
+        with torch.no_grad():
+            with self._averager.get_tensors() as tensors:
+                torch._foreach_copy_(list(tensors), parameters)
+            if self._averager.step(timeout=self._timeout) is None:
+                raise TimeoutError(f"hivemind found no group in {self._timeout:.0f} s")
+            with self._averager.get_tensors() as tensors:
+                torch._foreach_copy_(parameters, list(tensors))
+
+    def close(self) -> None:
+        """See `Contender`."""
+        self._averager.shutdown()
+        self._dht.shutdown()
+
+
+def hivemind(optimizer: OptimizerFactory) -> Make:
+    """hivemind's averager over all ranks."""
+    return lambda model, place: _Hivemind(model, optimizer, place)
+
+
+class _SlowMo(Contender):
+    """fairscale's wrapper: SGP between the averages of slow momentum."""
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory) -> None:
+        from fairscale.experimental.nn.data_parallel import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+
+        super().__init__(model, optimizer)
+        self.slowmo = SlowMoDistributedDataParallel(
+            model,
+            nprocs_per_node=1,
+            slowmo_base_algorithm=SlowMoBaseAlgorithm.SGP,
+            slowmo_num_shards=1,
+            use_streams=False,
+            comm_device=torch.device("cpu"),
+        )
+        self.model = self.slowmo
+
+    def step(self, loss: Loss) -> None:
+        """See `Contender`."""
+        super().step(loss)
+        self.slowmo.perform_slowmo(self.optimizer)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def slowmo(optimizer: OptimizerFactory) -> Make:
+    """fairscale's SlowMo; its SGP is the ancestor's."""
+    return lambda model, place: _SlowMo(model, optimizer)

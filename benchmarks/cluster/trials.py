@@ -1,0 +1,144 @@
+"""One trial: a method, on all ranks at once, timed step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster.delays import Delays
+from benchmarks.cluster.methods import METHODS, Method
+from benchmarks.cluster.place import Counters, Place, forget_peak_memory, peak_memory_bytes
+from benchmarks.cluster.split import Split
+from benchmarks.cluster.waited_model import WaitedModel
+from benchmarks.contenders import Contender
+
+NUM_WARM_STEPS = 3
+"""Steps of a trial that are not timed, at least."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What all ranks of a trial know.
+
+    Args:
+        method: of METHODS.
+        number: of the trial in its run, which names all that is its own: keys of the store, ports.
+        num_steps: timed ones of each rank; rounded up to the method's period.
+        num_parameters: of the model, about.
+        compute_seconds: of a step, waited.
+        delays: of the ranks.
+        limit_seconds: for the whole trial, and for every wait in it.
+    """
+
+    method: str
+    number: int
+    num_steps: int
+    num_parameters: float
+    compute_seconds: float
+    delays: Delays
+    limit_seconds: float
+
+    def as_message(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Trial:
+        """Of what `as_message` gave."""
+        return cls(**{**message, "delays": Delays(**message["delays"])})
+
+
+def measure(
+    trial: Trial, rank: int, addresses: Sequence[str], controls: Sequence[str], store: dist.Store
+) -> dict[str, Any]:
+    """Run the trial as this rank; collective.
+
+    Args:
+        trial: the same on all ranks.
+        rank, addresses, controls: see `Place`.
+        store: of the processes, for all their trials.
+
+    Returns:
+        What goes to the table, of this rank: `step_ms` is a list; the others are numbers, per timed step unless their
+        names say otherwise. None: it is not known.
+    """
+    limit = timedelta(seconds=trial.limit_seconds)
+    own_store = dist.PrefixStore(f"trial {trial.number}", store)
+    place = Place(rank, addresses, controls, own_store, trial.number, limit)
+    method = METHODS[trial.method]
+    before = forget_peak_memory()
+    if method.has_group:
+        dist.init_process_group("gloo", store=own_store, rank=rank, world_size=place.world_size, timeout=limit)
+    # Gradients differ from rank to rank, or there would be nothing to agree about.
+    model = WaitedModel(
+        trial.num_parameters, compute_seconds=trial.compute_seconds, gradient=1e-3 * (1 + rank / place.world_size)
+    )
+    place.meet("construction")
+    start = time.perf_counter()
+    contender = method.make(model, place)
+    constructed = time.perf_counter() - start
+    result = _timed_steps(trial, method, contender, model, place)
+    place.meet("closing")  # asynchronous methods answer their peers until then
+    contender.close()
+    place.meet("end")  # nobody's connections close while others still use them
+    del contender, model
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    peak = peak_memory_bytes()
+    return {"construct_s": constructed, "rss_mb": peak / 1e6, "memory_mb": (peak - before) / 1e6, **result}
+
+
+def _timed_steps(
+    trial: Trial, method: Method, contender: Contender, model: WaitedModel, place: Place
+) -> dict[str, Any]:
+    x = torch.zeros(())
+    split = Split(contender)
+    computed = 0.0
+
+    def train(first: int, until: int, factor: Callable[[int], float]) -> list[float]:
+        """Steps until the ranks' common progress; the seconds of each."""
+        nonlocal computed
+        num_own_steps, seconds = 0, []
+        while contender.progress(first + num_own_steps) < until:
+            model.factor = factor(first + num_own_steps)
+            computed += model.factor * trial.compute_seconds
+            start = time.perf_counter()
+            contender.step(lambda module: module(x))
+            seconds.append(time.perf_counter() - start)
+            num_own_steps += 1
+        return seconds
+
+    num_warm = -(-NUM_WARM_STEPS // method.period) * method.period
+    num_timed = -(-trial.num_steps // method.period) * method.period
+    warm = train(0, num_warm, lambda step: 1.0)
+    place.meet("first timed step")
+    parts, counters, computed = split.seconds(), Counters.now(), 0.0
+    seconds = train(
+        num_warm,
+        num_warm + num_timed,
+        lambda step: trial.delays.factor(place.rank, step, num_hosts=place.world_size),
+    )
+    after = Counters.now()
+    num_steps = len(seconds)
+    own = {name: 1e3 * (value - parts[name]) / num_steps for name, value in split.seconds().items()}
+    compute = 1e3 * computed / num_steps + own.pop("optimizer")
+    mean = 1e3 * sum(seconds) / num_steps
+    exposed = own["wait"] if split.is_hidden or not split.has_rounds else own["encode"] + own["wire"] + own["mix"]
+    return {
+        "step_ms": [1e3 * x for x in seconds],
+        "num_rounds": num_timed,
+        "mean_step_ms": mean,
+        "compute_ms": compute,
+        **{f"{name}_ms": own.get(name) for name in ("encode", "wire", "mix", "wait")},
+        "rest_ms": mean - compute - exposed,
+        "is_hidden": split.is_hidden,
+        "bytes_per_step": (after.bytes_sent - counters.bytes_sent) / num_steps,
+        "cpu_ms": 1e3 * (after.cpu_seconds - counters.cpu_seconds) / num_steps,
+        "first_round_s": warm[0] - trial.compute_seconds,
+    }

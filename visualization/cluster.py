@@ -1,0 +1,139 @@
+"""The emulated cluster: time per step by method and its parts, scaling over hosts, share of line rate.
+
+python -m visualization.cluster runs/cluster/cluster.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from visualization.style import COLORS, MUTED, PAGE, add_legend, line_style, new_figure, save, styled
+from visualization.tables import read_columns
+
+PARTS = ("compute", "encode", "wire", "mix", "wait", "rest")
+HIDDEN = ("encode", "wire", "mix")
+"""Parts that an overlapped method does beside its training."""
+HATCHES = ("", "////", "", "xxxx", "....", "\\\\\\\\")
+LINE_SHARE = 0.957
+"""What TCP/IP leaves of a link for payload."""
+COLUMNS = (
+    *("hosts", "rate_gbit", "method", "title", "repeat", "step_ms", "is_hidden", "line_share", "error"),
+    *(f"{part}_ms" for part in PARTS),
+)
+
+
+def medians(rows: pd.DataFrame) -> pd.DataFrame:
+    """Medians over repeats of the mean over ranks, a row per cell and method that has results."""
+    done = rows[rows["error"].isna()]
+    numbers = ["step_ms", "line_share", *(f"{part}_ms" for part in PARTS)]
+    key = ["hosts", "rate_gbit", "title", "is_hidden"]
+    per_repeat = done.groupby([*key, "repeat"], sort=False)[numbers].mean().reset_index()
+    return per_repeat.groupby(key, sort=False)[numbers].median().reset_index()
+
+
+def draw_parts(axis: Axes, cell: pd.DataFrame) -> None:
+    """A bar per method, the fastest on top: its mean step by parts, and as a line the median of the slowest rank's.
+
+    Args:
+        axis: where to draw.
+        cell: the rows of `medians` of one cell.
+    """
+    cell = cell.sort_values("step_ms")
+    places = range(len(cell))
+    left = pd.Series(0.0, index=cell.index)
+    for part, color, hatch in zip(PARTS, COLORS, HATCHES):
+        widths = cell[f"{part}_ms"].fillna(0.0)
+        if part in HIDDEN:
+            widths = widths.where(~cell["is_hidden"].astype(bool), 0.0)
+        widths = widths.clip(lower=0.0)
+        axis.barh(places, widths, 0.8, left=left, label=part, facecolor=color, hatch=hatch, edgecolor="white", lw=0)
+        left += widths
+    axis.plot(cell["step_ms"], places, "|", color="black", markersize=8, label="slowest rank, median")
+    axis.set_yticks(places, cell["title"])
+    axis.invert_yaxis()
+    axis.set(xlabel="ms per step")
+    axis.grid(visible=False, axis="y")
+
+
+def draw_line_shares(axis: Axes, cell: pd.DataFrame) -> None:
+    """A bar per method whose rounds are known: the share of its link that a round uses."""
+    cell = cell[cell["line_share"].notna()].sort_values("line_share", ascending=False)
+    axis.barh(range(len(cell)), cell["line_share"], 0.8, facecolor=COLORS[0])
+    axis.axvline(LINE_SHARE, color=MUTED, lw=0.8)
+    axis.set_yticks(range(len(cell)), cell["title"])
+    axis.invert_yaxis()
+    axis.set(xlabel=f"share of the link's rate in a round ({LINE_SHARE}: all that TCP/IP leaves)")
+    axis.grid(visible=False, axis="y")
+
+
+def _per_cell(table: pd.DataFrame, draw_cell: Callable[[Axes, pd.DataFrame], None]) -> Figure:
+    cells = list(table.groupby(["hosts", "rate_gbit"], sort=False))
+    heights = [0.8 + 0.16 * len(cell) for _, cell in cells]
+    figure = new_figure(PAGE, sum(heights) + 0.4)
+    axes = figure.subplots(len(cells), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, ((hosts, rate), cell) in zip(axes, cells):
+        draw_cell(axis, cell)
+        axis.set(title=f"{hosts} hosts, {f'{rate:g} Gbit/s' if rate else 'links not shaped'}")
+    add_legend(figure, axes)
+    return figure
+
+
+def _scaling(table: pd.DataFrame) -> Figure:
+    """Time per step against hosts, a line per method, a panel per rate."""
+    rates = list(table.groupby("rate_gbit", sort=False))
+    places = {title: index for index, title in enumerate(dict.fromkeys(table["title"]))}
+    figure = new_figure(PAGE, 3.2 + 0.12 * len(places))
+    axes = figure.subplots(1, len(rates), squeeze=False)[0]
+    for axis, (rate, rows) in zip(axes, rates):
+        for title, points in rows.groupby("title", sort=False):
+            points = points.sort_values("hosts")
+            axis.plot(points["hosts"], points["step_ms"], label=title, **line_style(places[title], len(points)))
+        hosts = sorted(rows["hosts"].unique())
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(hosts, [str(x) for x in hosts])
+        axis.set(title=f"{rate:g} Gbit/s" if rate else "links not shaped", xlabel="hosts", ylim=(0, None))
+    axes[0].set(ylabel="ms per step, slowest rank")
+    add_legend(figure, axes)
+    return figure
+
+
+def draw(csv: Path, folder: Path) -> list[Path]:
+    """Draw the CSV of benchmarks/cluster into the folder; the files that were written.
+
+    steps.png and line.png always, where there is what they show; scaling.png with more than one number of hosts.
+
+    Raises:
+        ValueError: a column is missing, or there are no rows.
+    """
+    table = medians(read_columns(csv, COLUMNS, source="benchmarks/cluster"))
+    if table.empty:
+        return []
+    written = []
+    with styled():
+        written.append(save(_per_cell(table, draw_parts), folder / "steps.png"))
+        if table["line_share"].notna().any():
+            shown = table[table["line_share"].notna()]
+            written.append(save(_per_cell(shown, draw_line_shares), folder / "line.png"))
+        if table["hosts"].nunique() > 1:
+            written.append(save(_scaling(table), folder / "scaling.png"))
+    return written
+
+
+def main() -> None:
+    """Draw the CSV named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path, help="cluster.csv")
+    parser.add_argument("--output", type=Path, help="folder to write to; default: beside the CSV")
+    options = parser.parse_args()
+    for path in draw(options.csv, options.output or options.csv.parent):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
