@@ -46,6 +46,7 @@ def signs(x: Tensor) -> Tensor:
 
 
 CODES: list[tuple[Compressor, Code]] = [(TopK(0.3), top), (SignNorm(8), signs)]
+CODE_NAMES = [str(compressor) for compressor, _ in CODES]  # the same in every process: a function has an address
 
 
 class Dense:
@@ -72,7 +73,7 @@ class Dense:
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize(("compressor", "code"), CODES, ids=str)
+@pytest.mark.parametrize(("compressor", "code"), CODES, ids=CODE_NAMES)
 def test_rounds_are_those_of_the_paper(compressor: Compressor, code: Code, graph: str) -> None:
     first, *rest = rounds_of(lambda: Choco(compressor, step_size=0.35), STATIC[graph], 10, LAYOUT)
     dense = Dense(first, STATIC[graph].matrix(0), code, 0.35)

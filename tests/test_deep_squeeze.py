@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gossip_modules import Compressor, DeepSqueeze, SignNorm, TopK
 from gossip_modules.flat_layout import FlatLayout, Part
 from tests.ranks import run_ranks
-from tests.test_choco import CODES, Code
+from tests.test_choco import CODE_NAMES, CODES, Code
 from tests.test_compressed_gossiper import DYNAMIC, STATIC, bound, rounds_of, vector_of
 
 LAYOUT = FlatLayout.of([(torch.float64, [Part((3, 4)), Part((5,))])])
@@ -17,7 +17,7 @@ MIXINGS = {"ring": STATIC["ring"], "star": STATIC["star"], "path": STATIC["path"
 
 
 @pytest.mark.parametrize("graph", MIXINGS)
-@pytest.mark.parametrize(("compressor", "code"), CODES, ids=str)
+@pytest.mark.parametrize(("compressor", "code"), CODES, ids=CODE_NAMES)
 def test_rounds_are_those_of_the_paper(compressor: Compressor, code: Code, graph: str) -> None:
     """v = x + e;  e <- v - C(v);  x_i <- x_i + step_size sum_j W_ij (C(v_j) - C(v_i))."""
     x, *rest = rounds_of(lambda: DeepSqueeze(compressor, step_size=0.2), MIXINGS[graph], 10, LAYOUT)
