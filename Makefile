@@ -61,8 +61,10 @@ compare: $(INSTALLED)
 consensus: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python train/consensus.py
 
+# Files in their order: by default the longest of all, which has few tests, would come last and alone.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 \
+	  --dist loadfile --no-loadscope-reorder
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check
