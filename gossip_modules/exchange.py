@@ -29,8 +29,8 @@ class Link(Protocol):
     timeout: timedelta
     names: Sequence[int]
 
-    def wire_tag(self, tag: int, num_bytes: int) -> int:
-        """The backend's tag of a message."""
+    def wire_tag(self, tag: int, num_bytes: int, *, total_bytes: int | None = None) -> int:
+        """The backend's tag of a message, or of a piece of one."""
 
     def fail(self, error: RuntimeError, what: str, seconds: float, *, timeout: timedelta | None = None) -> NoReturn:
         """Raise it as an error that names the peer."""
@@ -52,14 +52,14 @@ class Exchange:
         self._batch: list[dist.P2POp] = []
         self._start = time.monotonic()
 
-    def receive(self, k: int, peer: int, x: Tensor, twin: Tensor) -> None:
-        """Post a receive of piece k into the twin of x."""
+    def receive(self, k: int, peer: int, x: Tensor, twin: Tensor, *, total_bytes: int) -> None:
+        """Post a receive of piece k into the twin of x. total_bytes: of all pieces from this peer."""
         self._pieces[k].inbox.append((x, twin))
-        self._post(k, peer, twin, is_send=False)
+        self._post(k, peer, twin, total_bytes, is_send=False)
 
-    def send(self, k: int, peer: int, x: Tensor) -> None:
-        """Post a send of piece k."""
-        self._post(k, peer, x, is_send=True)
+    def send(self, k: int, peer: int, x: Tensor, *, total_bytes: int) -> None:
+        """Post a send of piece k. total_bytes: of all pieces to this peer."""
+        self._post(k, peer, x, total_bytes, is_send=True)
 
     def begin(self) -> None:
         """All is posted: the time of the waits runs from now."""
@@ -91,7 +91,7 @@ class Exchange:
         Staging.copy_back(piece.inbox)
         self._pieces.popleft()
 
-    def _post(self, k: int, peer: int, x: Tensor, *, is_send: bool) -> None:
+    def _post(self, k: int, peer: int, x: Tensor, total_bytes: int, *, is_send: bool) -> None:
         link = self.link
         name = link.names[peer]
         if link.backend == "nccl":
@@ -101,10 +101,15 @@ class Exchange:
         action = f"{self.what}{piece}: {'send to' if is_send else 'receive from'} rank {name}"
         post = link.group.send if is_send else link.group.recv
         try:
-            work = post([x], peer, link.wire_tag(self.tag, x.numel() * x.element_size()))
+            work = post([x], peer, link.wire_tag(self.tag, num_bytes_of(x), total_bytes=total_bytes))
         except RuntimeError as error:
             link.fail(error, action, 0.0)
         self._pieces[k].works.append((action, work))
+
+
+def num_bytes_of(x: Tensor) -> int:
+    """How long x is on the wire."""
+    return x.numel() * x.element_size()
 
 
 def wait_for(work: dist.Work, timeout: timedelta, *, backend: str) -> None:

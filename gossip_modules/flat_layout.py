@@ -147,6 +147,7 @@ class FlatLayout:
             start = stop
         return (*pieces, (start, self.num_bytes))
 
+    @lru_cache(maxsize=64)  # noqa: B019 (as above)
     def where(self, *, is_buffer: bool) -> FlatLayout:
         """The part of each segment that is buffers, or that is not; over the same bytes."""
         halves = []

@@ -82,14 +82,16 @@ class PushPull(Gossiper):
                 self._mix(s.where(is_buffer=is_buffer), sent, [m.where(is_buffer=is_buffer) for m in messages], row)
 
     def decode_difference(self, s: FlatVector, weights: MixingWeights) -> float:
-        """See `Gossiper`. Costs a copy of s where buffers have weights of their own."""
+        """See `Gossiper`. Costs one pass more where buffers have weights of their own, since no factor is common."""
         if self._sent is not None:
             return super().decode_difference(s, weights)
+        messages = self._messages(weights)
         if self._buffer_weights == weights:
-            return s.difference_(weights.own - 1, self._messages(weights), list(weights.inp.values()))
-        before = s.clone()
-        self.decode(s, weights)
-        s.add_(before, alpha=-1.0)
+            return s.difference_(weights.own - 1, messages, list(weights.inp.values()))
+        for is_buffer, row in ((False, weights), (True, self._buffer_weights)):
+            half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *messages))
+            half.combine_segments_(row.own - 1, halves, list(row.inp.values()))
+        s.weight.zero_()
         return 1.0
 
     # In pieces.
@@ -107,16 +109,26 @@ class PushPull(Gossiper):
             return
         self._begin(t)
         sends, recvs = self.encode(s, self._out_peers, tuple(self._weights.inp))
+        if not (sends or recvs):  # nothing travels that could be filled on its way
+            for k in range(len(self.pieces(s))):
+                fill(k)
         self._pending = self.transport.exchange(sends, recvs, tag=t, fill=fill)
 
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`."""
-        if not self._mixes_pieces(s):
+        """See `Mixer`. If the round breaks off s is as before, to rounding: pieces that were mixed are unmixed."""
+        if not self._mixes_pieces(s) or self._weights.own == 0:  # what keeps nothing of itself cannot be unmixed
             super().finish(s)
             return
         own, messages, weights = self._weights.own, self._messages(self._weights), list(self._weights.inp.values())
-        for piece, parts in self._arriving(s, messages):
-            piece.combine_segments_(own, parts, weights)
+        mixed: list[tuple[FlatVector, list[FlatVector]]] = []
+        try:
+            for piece, parts in self._arriving(s, messages):
+                piece.combine_segments_(own, parts, weights)
+                mixed.append((piece, parts))
+        except BaseException:  # also Control-C: who catches it must not find s torn, or pieces without their weight
+            for piece, parts in mixed:
+                piece.combine_segments_(1 / own, parts, [-weight / own for weight in weights])
+            raise
         s.combine_weight_(own, messages, weights)
 
     def difference(self, s: FlatVector) -> float:
@@ -132,6 +144,8 @@ class PushPull(Gossiper):
 
     def _mixes_pieces(self, s: FlatVector) -> bool:
         """Whether pieces are mixed as they arrive. Buffers with weights of their own wait for the whole."""
+        if self._pending is None:  # an error, which is raised where whole messages are waited for
+            return False
         return len(self.pieces(s)) > 1 and self._buffer_weights == self._weights
 
     def _arriving(self, s: FlatVector, messages: Sequence[FlatVector]) -> Iterator[tuple[FlatVector, list[FlatVector]]]:

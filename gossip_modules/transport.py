@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, fail, wait_for
+from .exchange import Exchange, fail, num_bytes_of, wait_for
 from .staging import Staging
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -63,7 +63,7 @@ class Transport(Protocol):
         in their order.
 
         Args:
-            tag: the same at both ends.
+            tag: the same at both ends, as are the sizes of the tensors.
             what: names the exchange in errors; "round <tag>" by default.
             fill: called with 0, 1, ... just before the tensors of that index are sent, and after those before them
                 were: what it writes there is written while they are on the wire.
@@ -144,16 +144,17 @@ class ProcessGroupTransport:
         staging.settle()
         num_pieces = max(map(len, messages), default=0)
         exchange = Exchange(self, num_pieces, tag=tag, what=what or f"round {tag}")
+        coming, going = ({peer: sum(map(num_bytes_of, xs)) for peer, xs in side.items()} for side in (recvs, sends))
         for peer, k, x, twin in inbox:
-            exchange.receive(k, peer, x, twin)
+            exchange.receive(k, peer, x, twin, total_bytes=coming[peer])
         for k in range(num_pieces):
             if fill is not None:
                 fill(k)
             outbox = [(j, staging.twin(xs[k], fill=True, keep=True)) for j, xs in sends.items() if k < len(xs)]
             staging.settle()
             for peer, twin in outbox:
-                exchange.send(k, peer, twin)
-                self.num_bytes_sent += twin.numel() * twin.element_size()
+                exchange.send(k, peer, twin, total_bytes=going[peer])
+                self.num_bytes_sent += num_bytes_of(twin)
         exchange.begin()
         return exchange
 
@@ -169,7 +170,7 @@ class ProcessGroupTransport:
         assert x.device.type == "cpu", "a listener's messages are in CPU memory"
         start = time.monotonic()
         try:
-            work = self.group.recv_anysource([x], self.wire_tag(tag, x.numel() * x.element_size()))
+            work = self.group.recv_anysource([x], self.wire_tag(tag, num_bytes_of(x)))
             work.wait(FOREVER)
         except RuntimeError as error:  # who was sending has died over it
             note = f", connections to ranks {self._closed_peers()} are closed"
@@ -226,13 +227,19 @@ class ProcessGroupTransport:
                 gone.append(self.names[peer])
         return gone
 
-    def wire_tag(self, tag: int, num_bytes: int) -> int:
+    def wire_tag(self, tag: int, num_bytes: int, *, total_bytes: int | None = None) -> int:
         """The backend's tag of a message of round `tag` on this channel.
 
         It depends on the size, so that messages of two sizes do not meet: Gloo ends the process when a message is
-        longer than what the receiver has room for. Such a receiver waits in vain instead, and says for whom.
+        longer than what the receiver has room for. Such a receiver waits in vain instead, and says for whom. A piece's
+        depends on the size of all pieces too: who expects fewer would take the first ones for the whole.
+
+        Args:
+            num_bytes: of what is sent at once.
+            total_bytes: of the message that they are a piece of; None: they are all.
         """
-        size = num_bytes % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
+        rest = 0 if total_bytes is None else total_bytes - num_bytes
+        size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
         channel = self._channel % (1 << CHANNEL_BITS)
         return (channel << SIZE_BITS | size) << ROUND_BITS | tag % (1 << ROUND_BITS)
 

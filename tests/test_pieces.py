@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import networkx as nx
@@ -242,13 +242,42 @@ def test_buffers_with_weights_of_their_own_wait_for_the_whole() -> None:
     run_ranks(8, body)
 
 
+def test_a_correction_with_weights_for_buffers_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixing = LaplacianMixing(MatchaGraph(select_graph(0), budget=1.0))
+    layout = FlatLayout.of([(torch.float32, [Part((30, 9)), Part((130,), is_buffer=True)]), (torch.bfloat16, 70)])
+    monkeypatch.setattr(FlatVector, "clone", lambda _: pytest.fail("a copy of the model"))
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper = bound(PushPull(), mixing, group)
+        assert mixing.buffer_weights(group.rank(), 0) != mixing.weights(group.rank(), 0)
+        x, y, c = (random_vector(group.rank(), layout) for _ in range(3))
+        gossiper.start(x, 0)
+        gossiper.finish(x)
+        gossiper.start(c, 1)
+        y.add_(c, alpha=gossiper.difference(c))
+        torch.testing.assert_close(y.segments[0], x.segments[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(y.segments[1], x.segments[1], rtol=0.02, atol=0.02)
+        assert torch.equal(y.weight, x.weight)
+
+    run_ranks(8, body)
+
+
 def test_a_rank_without_peers_mixes_all_its_pieces() -> None:
     gossiper = bound(PushSum(piece_bytes=PIECE), UniformMixing(RingGraph(1)), solo_group())
     s = random_vector(0, LAYOUTS["mixed"])
     assert_same_bits(gossiper.mix(s.clone(), 0), s)
-    gossiper.start(s, 1)
+    calls: list[int] = []
+    gossiper.start_filling(s, 1, calls.append)
+    assert calls == list(range(len(gossiper.pieces(s))))
     gossiper.difference(s)
     assert not any(x.any() for x in s.segments)
+
+
+def test_nothing_ends_that_has_not_begun() -> None:
+    gossiper = bound(PushSum(piece_bytes=PIECE), UniformMixing(RingGraph(1)), solo_group())
+    for step in (gossiper.finish, gossiper.difference):
+        with pytest.raises(AssertionError, match=r"no round is in flight: start\(\) comes first"):
+            step(random_vector(0, LAYOUTS["mixed"]))
 
 
 def test_narrow_messages_stay_whole() -> None:
@@ -433,7 +462,8 @@ def test_who_breaks_off_in_mid_vector_is_named(is_dead: bool, is_iterated: bool)
     def body(group: dist.ProcessGroup) -> None:
         transport = connect(group, module_device=CPU, timeout=timeout)
         if transport.rank == 1:
-            transport.exchange({0: [numbered(1, 0)]}, {}, tag=7).wait(TIMEOUT)
+            first = numbered(1, 0)
+            group.send([first], 0, transport.wire_tag(7, 16, total_bytes=3 * 16)).wait(TIMEOUT)
             if is_dead:
                 raise HangUp
             return
@@ -445,6 +475,22 @@ def test_who_breaks_off_in_mid_vector_is_named(is_dead: bool, is_iterated: bool)
             seen.extend(pending.arrivals()) if is_iterated else pending.wait()
         assert caught.type is (ConnectionError if is_dead else TimeoutError)
         assert seen in ([], [0]), "a connection that closes may take with it what has come"
+
+    run_ranks(2, body)
+
+
+def test_vectors_of_two_lengths_do_not_meet() -> None:
+    """The pieces of the shorter one are as long as the first ones of the longer, but they are not the whole."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper, rank = PushPull(piece_bytes=PIECE), group.rank()
+        transport = connect(group, module_device=CPU, timeout=timedelta(seconds=SECONDS))
+        gossiper.bind(UniformMixing(RingGraph(2)), transport)
+        x = torch.full((PIECE // 4 * (2 + rank),), float(rank))
+        pattern = rf"^rank {rank}: round 0, piece \d of {2 + rank}: (send to|receive from) rank {1 - rank} failed"
+        with pytest.raises((ConnectionError, TimeoutError), match=pattern):
+            gossiper.mix(x, 0)
+        assert bool((x == rank).all())
 
     run_ranks(2, body)
 
@@ -541,7 +587,7 @@ class Scripted:
         self.rank, self.world_size, self.num_bytes_sent = 0, 2, 0
         self.device = CPU
         self.names: Sequence[int] = (0, 1)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.num_sent = 0
         self.sent: list[float] = []
         self.before_fill: Callable[[], None] = lambda: None
@@ -587,6 +633,46 @@ class Scripted:
 
 
 NUM_PIECES = 3
+
+
+class BreakingOff(Scripted):
+    """`error` is raised when `num_sent` pieces have come."""
+
+    def exchange(self, sends: Any, recvs: Mapping[int, Sequence[Tensor]], **options: Any) -> BreakingOff:
+        """See `Transport`."""
+        self.recvs = recvs[1]
+        return self
+
+    def arrivals(self) -> Iterator[int]:
+        """See `Pending`."""
+        yield from islice(super().arrivals(), self.num_sent)
+        assert self.error is not None
+        raise self.error
+
+
+class Forgetful(UniformMixing):
+    """Takes over what the peer says."""
+
+    def weights(self, rank: int, t: int) -> MixingWeights:
+        """See `MixingManager`."""
+        return MixingWeights(own=0.0, inp={1 - rank: 1.0})
+
+
+@pytest.mark.parametrize("error", [ConnectionError("rank 1 has gone"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("num_sent", range(NUM_PIECES))
+@pytest.mark.parametrize("make", [UniformMixing, Forgetful])
+def test_a_synchronous_round_that_breaks_off_leaves_no_vector_torn(
+    make: type[UniformMixing], num_sent: int, error: BaseException
+) -> None:
+    gossiper, transport = PushSum(piece_bytes=PIECE), BreakingOff()
+    transport.error, transport.num_sent = error, num_sent
+    gossiper.bind(make(RingGraph(2)), transport)
+    s = random_vector(0, FlatLayout.of([(torch.float32, PIECE // 4 * NUM_PIECES)]))
+    before = s.clone()
+    with pytest.raises(type(error)):
+        gossiper.mix(s, 0)
+    torch.testing.assert_close(s.segments, before.segments, rtol=1e-6, atol=2e-6)  # PEER's last digit
+    assert torch.equal(s.weight, before.weight)
 
 
 def scripted() -> tuple[OverlapEngine, Scripted, FlatVector]:
