@@ -118,6 +118,7 @@ def simulate(
         waiting_share=float(method.waited_seconds.mean()) / seconds if seconds else 0.0,
         disagreement=problem.disagreement(method.estimates(x)),
         max_disagreement=problem.max_disagreement,
+        is_overlapped=method.is_overlapped,
     )
 
 

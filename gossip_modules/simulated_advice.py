@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from .simulated_methods import Choice
 from .simulated_setting import Setting
@@ -26,6 +29,7 @@ class Prediction:
         rank_bytes: that a worker has sent, mean over workers.
         waiting_share: of a worker's time, mean over workers; communication that nothing hides is waiting.
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and what counts as agreement.
+        is_overlapped: whether messages travel while workers compute.
     """
 
     choice: Choice
@@ -38,6 +42,7 @@ class Prediction:
     waiting_share: float
     disagreement: float
     max_disagreement: float
+    is_overlapped: bool = False
 
     @property
     def has_reached(self) -> bool:
@@ -135,12 +140,15 @@ def _choice(chosen: Prediction, predictions: Sequence[Prediction]) -> str:
 
 def _bound(chosen: Prediction, setting: Setting) -> str:
     """The second: what a step spends its time on."""
-    local = setting.compute.overhead_seconds + setting.compute.seconds
+    steps = range(max(1, round(chosen.num_steps)))
+    n = setting.world_size
+    local = float(np.mean([setting.compute.step_seconds(step, num_ranks=n).mean() for step in steps]))
     wire = setting.links.wire_seconds(chosen.rank_bytes / max(chosen.num_steps, 1.0))
     waiting = chosen.waiting_share * chosen.step_seconds
+    exposed = max(wire - local, 0.0) if chosen.is_overlapped else wire
     if chosen.waiting_share < _LITTLE_WAITING:
         advice = "compute bounds it: faster links would change little"
-    elif wire > waiting / 2:
+    elif exposed > waiting / 2:
         advice = "the wire bounds it: faster links or fewer bits (choco, powergossip, moniqua) would help"
     elif setting.compute.is_uneven or setting.links.slow_share:
         advice = "waiting for slow workers or links bounds it: methods that wait for nobody (adpsgd, dpwa) may help"
@@ -159,6 +167,11 @@ def _despair(predictions: Sequence[Prediction]) -> tuple[str, ...]:
             f"No method reaches the target with workers that agree: {nearest.name} gets there with models that differ "
             f"by {nearest.disagreement:.2f} of their size.",
             "Take a better connected graph (npeer-exponential, hypercube), more --peers, or --average-every 10.",
+        )
+    if not math.isfinite(nearest.error):
+        return (
+            f"No method reaches the target of {nearest.target:g}: with all of them models grow without bound.",
+            "Give a lower --step-size, or leave it out.",
         )
     return (
         f"No method reaches the target of {nearest.target:g}: the nearest is {nearest.name} with {nearest.error:.3g} "

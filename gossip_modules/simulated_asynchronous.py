@@ -28,6 +28,7 @@ class AsynchronousMethod(SimulatedMethod):
 
     def __init__(self, compute: ComputeModel, network: Network, message: Message) -> None:
         super().__init__(network.num_ranks)
+        self.is_overlapped = True
         self.compute, self.network, self.message = compute, network, message
         self._starts, self._arrivals = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
         self._waited = np.zeros(self.num_ranks)

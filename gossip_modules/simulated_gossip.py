@@ -21,12 +21,14 @@ class SimulatedMethod(ABC):
         num_ranks: n.
         sent_bytes: what a rank has sent so far, mean over ranks.
         is_stepping: bool [n], which ranks compute a step after this forward; None = all.
+        is_overlapped: whether messages travel while ranks compute.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.sent_bytes = 0.0
         self.is_stepping: Tensor | None = None
+        self.is_overlapped = False
 
     @abstractmethod
     def forward(self, x: Tensor) -> None:
@@ -176,6 +178,7 @@ class LockstepMethod(SimulatedMethod):
         self.rule, self.mixing, self.schedule, self.clock, self.overlap = rule, mixing, schedule, clock, overlap
         is_push_sum = mixing is not None and rule.needs_push_sum and not mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64) if is_push_sum else None
+        self.is_overlapped = overlap
         self._t = 0  # rounds so far
         self._late: tuple[Tensor, Tensor | None] | None = None
 

@@ -15,6 +15,8 @@ from .simulated_setting import Setting
 
 MAX_WORKERS = 4096
 MAX_STEPS = 320
+_TINY, _HUGE = 1e-12, 1e15  # beyond, products and inverses of several numbers may be infinite
+_MAX_SPREAD = 5.0  # of logarithms: one worker in six is 150 times slower than the median
 
 
 @dataclass(frozen=True)
@@ -24,18 +26,19 @@ class _Number:
     least: float
     is_whole: bool = False
     is_above: bool = False
-    most: float = math.inf
+    most: float = _HUGE
 
     def __call__(self, text: str) -> float:
         kind = "a whole number" if self.is_whole else "a number"
-        limit = f", at most {self.most:g}" if self.most < math.inf else ""
-        expected = f"{kind} {'above' if self.is_above else 'of at least'} {self.least:g}{limit}"
+        limit = f", at most {self.most:g}"
+        tiny = f" (that is, {_TINY:g} or more)" if self.is_above else ""
+        expected = f"{kind} {'above' if self.is_above else 'of at least'} {self.least:g}{tiny}{limit}"
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        is_low = value <= self.least if self.is_above else value < self.least
-        if math.isnan(value) or math.isinf(value) or is_low or value > self.most or (self.is_whole and value % 1):
+        is_low = value < max(self.least, _TINY if self.is_above else self.least)
+        if math.isnan(value) or is_low or value > self.most or (self.is_whole and value % 1):
             raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}; change it")
         return int(value) if self.is_whole else value
 
@@ -48,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 _COUNT, _FROM_ZERO, _POSITIVE = _Number(1, is_whole=True), _Number(0), _Number(0, is_above=True)
-_SHARE, _FACTOR = _Number(0, most=1), _Number(1)
+_SHARE, _FACTOR, _SPREAD = _Number(0, most=1), _Number(1), _Number(0, most=_MAX_SPREAD)
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -69,8 +72,8 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--memory-gbyte", type=_POSITIVE, default=9.0, help="GB/s of copies and mixing (default 9; GPU: 1000)")
     add("--slow-links", type=_SHARE, default=0.0, help="share of workers with a slow link")
     add("--slow-link-factor", type=_FACTOR, default=10.0, help="how many times slower (default 10)")
-    add("--rank-spread", type=_FROM_ZERO, default=0.0, help="log-normal spread of workers' speeds, e.g. 0.1")
-    add("--step-spread", type=_FROM_ZERO, default=0.0, help="log-normal spread of steps, e.g. 0.1")
+    add("--rank-spread", type=_SPREAD, default=0.0, help="log-normal spread of workers' speeds, e.g. 0.1")
+    add("--step-spread", type=_SPREAD, default=0.0, help="log-normal spread of steps, e.g. 0.1")
     add("--straggle-share", type=_SHARE, default=0.0, help="share of steps that straggle")
     add("--straggle-factor", type=_FACTOR, default=10.0, help="how many times longer they take (default 10)")
     add("--slow-rank-factor", type=_FACTOR, default=1.0, help="how many times slower worker 0 is")

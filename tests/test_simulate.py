@@ -522,6 +522,30 @@ def test_advice_says_what_to_change_where_nothing_works() -> None:
     assert apart.sentences[0].startswith("No method reaches the target with workers that agree: dpwa gets there")
 
 
+def test_advice_on_methods_that_diverge_is_a_lower_step_size() -> None:
+    advice = advise([prediction("choco", error=math.inf, seconds=9.0, disagreement=math.nan)], CLUSTER)
+    assert advice.best is None
+    assert "--step-size" in advice.sentences[1]
+    assert "--max-steps" not in advice.sentences[1]
+
+
+def test_advice_blames_no_wire_that_compute_hides() -> None:
+    # 44.7 MB take 0.12 s at 3 Gbit/s, less than any step.
+    slow = replace(CLUSTER, compute=replace(EVEN, straggle_share=0.02), links=LinkModel(rate_bit_s=3e9))
+    chosen = simulate("osgp", slow, Digits(), target=0.5)
+    assert chosen.is_overlapped
+    assert LINKS.wire_seconds(44.7e6) / 3 > chosen.waiting_share * chosen.step_seconds / 2, "enough to be suspected"
+    assert "waiting for slow workers" in advise([chosen], slow).sentences[1]
+    assert "the wire bounds it" in advise([simulate("osgp", CLUSTER, Digits(), target=0.5)], CLUSTER).sentences[1]
+    assert not simulate("sgp", slow, Digits(), max_steps=1).is_overlapped
+
+
+def test_advice_counts_the_compute_of_stragglers() -> None:
+    slow = replace(CLUSTER, compute=replace(EVEN, straggle_share=1.0, straggle_factor=3.0))
+    # 3 x 0.15 s, and 0.01 s around it.
+    assert "Its step has 0.460 s of compute" in advise([prediction("sgp", error=0.3, seconds=9.0)], slow).sentences[1]
+
+
 def test_advice_names_what_bounds_a_step() -> None:
     fast = replace(CLUSTER, links=LinkModel(rate_bit_s=1e14, latency_s=0.0, memory_byte_s=1e13))
     chosen = simulate("sgp", fast, Digits(), target=0.5)
@@ -546,9 +570,13 @@ def test_advice_names_what_bounds_a_step() -> None:
         ("--world-size 4 --rate-gbit -1", "got '-1', expected a number above 0"),
         ("--world-size 4 --rate-gbit inf", "got 'inf', expected a number above 0"),
         ("--world-size 4 --compute-ms 0", "got '0', expected a number above 0"),
-        ("--world-size 4 --latency-ms x", "got 'x', expected a number of at least 0; change it"),
+        ("--world-size 4 --latency-ms x", "got 'x', expected a number of at least 0, at most .*; change it"),
         ("--world-size 4 --straggle-share 1.5", "got '1.5', expected a number of at least 0, at most 1"),
         ("--world-size 4 --straggle-factor 0.5", "got '0.5', expected a number of at least 1"),
+        ("--world-size 4 --rate-gbit 1e-320", r"got '1e-320', expected a number above 0 \(that is, 1e-12 or more\)"),
+        ("--world-size 4 --parameters 1e30", r"got '1e30', expected a whole number of at least 1, at most 1e\+15"),
+        ("--world-size 4 --step-spread 500", "got '500', expected a number of at least 0, at most 5"),
+        (f"--world-size 4 --seed {10**30}", "got '1000.*', expected a whole number of at least 0, at most"),
         ("--world-size 4 --methods sgp:star", "got graph='star' of sgp, expected exponential, .*; e.g. dpsgd:ring"),
         ("--world-size 4 --methods adam", "got method='adam', expected <method>.*allreduce.*; e.g. sgp"),
         ("--world-size 4 --methods sgp sgp:npeer-exponential", "got methods sgp and sgp:npeer-exponential, which are"),

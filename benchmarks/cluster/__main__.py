@@ -14,6 +14,7 @@ cannot run is a row that says why. Needs root and iproute2; leaves nothing behin
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,7 @@ import tyro
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import METHODS
 from benchmarks.cluster.namespaces import ClusterUnavailableError
-from benchmarks.cluster.network import Links, Network
+from benchmarks.cluster.network import MAX_HOSTS, MIN_HOSTS, Links, Network
 from benchmarks.cluster.processes import Processes, TrialError
 from benchmarks.cluster.table import failed_row, frame, markdown, rows_of
 from benchmarks.cluster.trials import NUM_WARM_STEPS, Trial
@@ -70,7 +71,12 @@ class Cluster:
         unknown = [name for name in self.methods if name not in METHODS]
         if unknown or not self.methods:
             raise ValueError(f"got methods={self.methods}, expected some of {', '.join(METHODS)}; see --help")
-        if min(self.repeats, self.steps) < 1 or self.compute < 0 or self.parameters < 1:
+        if not self.hosts or not all(MIN_HOSTS <= num <= MAX_HOSTS for num in self.hosts):
+            raise ValueError(f"got hosts={self.hosts}, expected {MIN_HOSTS} to {MAX_HOSTS} of them; see --help")
+        if not self.rates:
+            raise ValueError("got rates=(), expected one at least; see --help")
+        are_numbers = 0 <= self.compute < math.inf and 1 <= self.parameters < math.inf
+        if min(self.repeats, self.steps) < 1 or not are_numbers:
             raise ValueError(f"got {self}, expected repeats, steps and parameters >= 1, and compute >= 0; see --help")
         self.delays(0)
         for rate in self.rates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,9 @@ class Delays:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.spread < 0 or not 0 <= self.straggle_chance <= 1 or self.slow_factor < 1 or self.slow_host < 1:
+        is_spread = 0 <= self.spread < math.inf
+        are_factors = 1 <= self.slow_factor < math.inf and 1 <= self.slow_host < math.inf
+        if not (is_spread and are_factors and 0 <= self.straggle_chance <= 1):
             raise ValueError(
                 f"got {self}, expected spread >= 0, a straggle_chance from 0 to 1, slow_factor and slow_host >= 1"
             )

@@ -18,6 +18,8 @@ DATA, CONTROL = "eth0", "ctl0"
 """Interfaces of a host: the shaped one, and one for rendezvous and counters, which is not shaped."""
 NETWORKS = {DATA: 77, CONTROL: 78}
 """A byte of the addresses on each."""
+MIN_HOSTS, MAX_HOSTS = 2, 250
+"""There are that many addresses."""
 BURST, LATENCY = "128kb", "20ms"
 """Of the token bucket: bytes that may pass at once, and how long a packet may queue before it is dropped."""
 LINE_SHARE = 0.957
@@ -69,8 +71,11 @@ class Network:
     """
 
     def __init__(self, num_hosts: int, links: Links) -> None:
-        if not 2 <= num_hosts <= 250:
-            raise ValueError(f"got {num_hosts} hosts, expected 2 to 250: there are that many addresses; see --hosts")
+        if not MIN_HOSTS <= num_hosts <= MAX_HOSTS:
+            raise ValueError(
+                f"got {num_hosts} hosts, expected {MIN_HOSTS} to {MAX_HOSTS}: there are that many addresses; see "
+                "--hosts"
+            )
         namespaces.require()
         namespaces.remove(namespaces.abandoned(namespaces.names()))
         prefix = self._prefix = namespaces.owner_prefix(next(_serials))
