@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .simulated_delays import ComputeModel, Message, Network
-from .simulated_gossip import SimulatedMethod
+from .simulated_gossip import OwnPace
 from .simulated_mixing import Array, Indices, SimulatedMixing
 
 
-class AsynchronousMethod(SimulatedMethod):
+class AsynchronousMethod(OwnPace):
     """Ranks at their own pace: the clock and the ticks.
 
     Args:
@@ -27,27 +27,14 @@ class AsynchronousMethod(SimulatedMethod):
     """
 
     def __init__(self, compute: ComputeModel, network: Network, message: Message) -> None:
-        super().__init__(network.num_ranks)
+        super().__init__(compute, network, message)
         self.is_overlapped = True
-        self.compute, self.network, self.message = compute, network, message
-        self._starts, self._arrivals = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
-        self._waited = np.zeros(self.num_ranks)
         self.tick_seconds = compute.overhead_seconds + compute.seconds * float(
             compute.rank_factors(self.num_ranks).min()
         )
         # To write the own model down and to add what came: a pass each, the only part of it that training waits for.
         self._pass_seconds = 2 * network.links.memory_seconds(message.num_bytes) if self.num_ranks > 1 else 0.0
         self.tick = 0
-
-    @property
-    def starts(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self._starts
-
-    @property
-    def waited_seconds(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self._waited
 
     def forward(self, x: Tensor) -> None:
         """See `SimulatedMethod`: one tick."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from .compressor import Compressor, random_words
 from .schedule import Action, Schedule
 from .simulated_clocks import Clock
 from .simulated_codes import code_rows
+from .simulated_delays import ComputeModel, Message, Network
 from .simulated_mixing import Array, Round, SimulatedMixing
 
 
@@ -47,6 +49,32 @@ class SimulatedMethod(ABC):
     @abstractmethod
     def waited_seconds(self) -> Array:
         """What each rank has waited so far: float64 [n]."""
+
+
+class OwnPace(SimulatedMethod):
+    """A method whose ranks do not all step together, so that it keeps the time of each itself.
+
+    Args:
+        compute: how long steps take.
+        network: the links.
+        message: a model.
+    """
+
+    def __init__(self, compute: ComputeModel, network: Network, message: Message) -> None:
+        super().__init__(network.num_ranks)
+        self.compute, self.network, self.message = compute, network, message
+        n = self.num_ranks
+        self._starts, self._arrivals, self._waited = np.zeros(n), np.zeros(n), np.zeros(n)
+
+    @property
+    def starts(self) -> Array:
+        """See `SimulatedMethod`."""
+        return self._starts
+
+    @property
+    def waited_seconds(self) -> Array:
+        """See `SimulatedMethod`."""
+        return self._waited
 
 
 class Rule(ABC):

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from .butterfly_groups import ButterflyGroups
 from .simulated_delays import ComputeModel, Message, Network
-from .simulated_gossip import SimulatedMethod
+from .simulated_gossip import OwnPace
 from .simulated_mixing import Array, Flags, Indices
 
 
-class GroupMethod(SimulatedMethod):
+class GroupMethod(OwnPace):
     """WAGMA-SGD as `WaitAvoidingEngine` has it, one version of the model per forward.
 
     A version begins when the first rank that takes part in it in person has come and the version before is done. Who
@@ -37,11 +37,9 @@ class GroupMethod(SimulatedMethod):
         *,
         sync_period: int = 10,
     ) -> None:
-        super().__init__(network.num_ranks)
-        self.compute, self.network, self.message, self.groups = compute, network, message, groups
-        self.sync_period = sync_period
+        super().__init__(compute, network, message)
+        self.groups, self.sync_period = groups, sync_period
         n = self.num_ranks
-        self._starts, self._arrivals, self._waited = np.zeros(n), np.zeros(n), np.zeros(n)
         self._is_late = np.zeros(n, dtype=bool)  # not yet come to the version before
         self._done = np.zeros(n)  # when that was done
         self._average: Tensor | None = None
@@ -49,16 +47,6 @@ class GroupMethod(SimulatedMethod):
         self._labels: dict[int, Indices] = {}
         self._num_phases = groups.group_size.bit_length() - 1 + (2 if n & (n - 1) else 0)
         self.version = 0
-
-    @property
-    def starts(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self._starts
-
-    @property
-    def waited_seconds(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self._waited
 
     def forward(self, x: Tensor) -> None:
         """See `SimulatedMethod`: one version."""
