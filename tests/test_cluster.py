@@ -95,7 +95,7 @@ def test_delays_are_a_pure_function_of_seed_rank_and_step() -> None:
 
 def test_all_methods_of_a_repeat_get_the_same_delays() -> None:
     cluster = Cluster(spread=0.3, straggle_chance=0.1)
-    trials = [cluster.trial(method, number, repeat=1) for number, method in enumerate(METHODS)]
+    trials = [cluster.trial(method, number, repeat=1, limit_seconds=1.0) for number, method in enumerate(METHODS)]
     assert len({trial.delays for trial in trials}) == 1
     assert cluster.delays(0) != cluster.delays(1)
 
@@ -274,7 +274,7 @@ def test_command_line() -> None:
     line = ["--hosts", "2", "8", "--rates", "0.1", "1", "--methods", "ddp", "sgp", "--slow-host", "2", "--out", "x"]
     cluster = tyro.cli(Cluster, args=line)
     assert (cluster.hosts, cluster.rates, cluster.methods) == ((2, 8), (0.1, 1.0), ("ddp", "sgp"))
-    trial = cluster.trial("sgp", 3, repeat=2)
+    trial = cluster.trial("sgp", 3, repeat=2, limit_seconds=60.0)
     assert Trial.from_message(trial.as_message()) == trial
     assert cluster.limit_seconds(8, 1e8) > cluster.limit_seconds(8, 1e9)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from typing import Any
 import tyro
 
 from benchmarks.cluster.delays import Delays
-from benchmarks.cluster.methods import METHODS
+from benchmarks.cluster.methods import METHODS, require_methods
 from benchmarks.cluster.namespaces import ClusterUnavailableError
 from benchmarks.cluster.network import MAX_HOSTS, MIN_HOSTS, Links, Network
-from benchmarks.cluster.processes import Processes, TrialError
+from benchmarks.cluster.processes import Fleet, TrialError
 from benchmarks.cluster.table import failed_row, frame, markdown, rows_of
 from benchmarks.cluster.trials import NUM_WARM_STEPS, Trial
 from visualization.cluster import draw
@@ -68,9 +68,7 @@ class Cluster:
     """Folder of everything this writes."""
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.methods if name not in METHODS]
-        if unknown or not self.methods:
-            raise ValueError(f"got methods={self.methods}, expected some of {', '.join(METHODS)}; see --help")
+        require_methods(self.methods)
         if not self.hosts or not all(MIN_HOSTS <= num <= MAX_HOSTS for num in self.hosts):
             raise ValueError(f"got hosts={self.hosts}, expected {MIN_HOSTS} to {MAX_HOSTS} of them; see --help")
         if not self.rates:
@@ -87,9 +85,17 @@ class Cluster:
         seed = 1000 * self.seed + repeat
         return Delays(self.spread, self.straggle_chance, self.slow_factor, self.slow_host, seed)
 
-    def trial(self, method: str, number: int, repeat: int) -> Trial:
-        """One of the trials, without a limit."""
-        return Trial(method, number, self.steps, self.parameters, self.compute / 1e3, self.delays(repeat), 0.0)
+    def trial(self, method: str, number: int, repeat: int, limit_seconds: float) -> Trial:
+        """One of the trials."""
+        return Trial(
+            method=method,
+            number=number,
+            num_steps=self.steps,
+            compute_seconds=self.compute / 1e3,
+            delays=self.delays(repeat),
+            limit_seconds=limit_seconds,
+            num_parameters=self.parameters,
+        )
 
     def limit_seconds(self, num_hosts: int, rate: float) -> float:
         """Several times what the slowest method should take for a trial."""
@@ -107,36 +113,21 @@ class Cluster:
         order = random.Random(self.seed)
         for num_hosts, rate in product(self.hosts, self.rates):
             print(f"== {num_hosts} hosts, {rate:g} Gbit/s", flush=True)
-            with Network(num_hosts, Links(rate * 1e9, self.slow_link_share)) as network:
+            links = Links(rate * 1e9, self.slow_link_share)
+            with Network(num_hosts, links) as network, Fleet(network, self.out / "logs") as fleet:
                 if network.has_neighbours():
-                    print(
-                        "   another cluster runs on this machine: times are no measure",
-                        flush=True,
-                    )
-                ranks: Processes | None = None
+                    print("   another cluster runs on this machine: times are no measure", flush=True)
                 for repeat in range(self.repeats):
                     for method in order.sample(self.methods, len(self.methods)):
-                        trial = self.trial(method, next(numbers), repeat)
-                        trial = replace(trial, limit_seconds=self.limit_seconds(num_hosts, rate * 1e9))
+                        trial = self.trial(method, next(numbers), repeat, self.limit_seconds(num_hosts, rate * 1e9))
                         key = {**self._key(num_hosts, rate), "method": method, "repeat": repeat}
-                        if METHODS[method].is_alone and ranks is not None:
-                            ranks.close()
-                            ranks = None
                         try:
-                            ranks = ranks or Processes.in_hosts(network, self.out / "logs")
-                            # A rank's own waits end first, and say for whom they were.
-                            answers = ranks.run(trial.as_message(), 1.2 * trial.limit_seconds)
-                            rows += rows_of(key, answers, rate=rate * 1e9)
+                            rows += rows_of(key, fleet.run(trial), rate=rate * 1e9)
                             print(f"   {method}: {rows[-1]['step_ms']:.0f} ms per step", flush=True)
                         except TrialError as error:
                             rows.append(failed_row(key, str(error)))
                             print(f"   {method}: {error}", flush=True)
-                        if ranks is not None and (METHODS[method].is_alone or rows[-1].get("error")):
-                            ranks.close()
-                            ranks = None
                         frame(rows).to_csv(self.out / "cluster.csv", index=False)
-                if ranks is not None:
-                    ranks.close()
         text = markdown(frame(rows))
         (self.out / "cluster.md").write_text(text + "\n")
         print(f"\n{text}\n")

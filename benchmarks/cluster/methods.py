@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,24 +29,19 @@ class Method:
         make: the contender of a rank; on all ranks at once.
         period: steps after which all ranks meet, of methods that do not in every step; trials end at multiples of it.
         is_alone: whether it leaves threads or servers behind, so that no other trial may use the same processes.
-        has_group: whether torch.distributed is to be initialised first; some peers do that themselves.
+        is_asynchronous: whether what it computes depends on how fast each rank is.
     """
 
     title: str
     make: Callable[[nn.Module, Place], Contender]
     period: int = 1
     is_alone: bool = False
-    has_group: bool = True
-
-
-def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The same for everyone: SGD with momentum in one pass over memory."""
-    return torch.optim.SGD(parameters, lr=0.001, momentum=0.9, fused=True)
+    is_asynchronous: bool = False
 
 
 def _plain(kind: Callable[..., Contender], **options: Any) -> Callable[[nn.Module, Place], Contender]:
     """A contender that needs the default process group only."""
-    return lambda model, place: kind(model, make_optimizer, **options)
+    return lambda model, place: kind(model, place.optimizer, **options)
 
 
 def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], Contender]:
@@ -54,7 +49,7 @@ def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Mod
 
     def make(model: nn.Module, place: Place) -> Contender:
         chosen = {name: value(place.world_size) if callable(value) else value for name, value in options.items()}
-        return Wrapped(model, make_optimizer, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
+        return Wrapped(model, place.optimizer, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
 
     return make
 
@@ -62,7 +57,7 @@ def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Mod
 def _dpwa(model: nn.Module, place: Place) -> Contender:
     workers = {f"worker{rank}": f"tcp://{address}:{place.port}" for rank, address in enumerate(place.addresses)}
     wrap = partial(gm.PairwiseDataParallel, name=f"worker{place.rank}", peers=workers, timeout=place.timeout)
-    return Wrapped(model, make_optimizer, wrap=wrap)
+    return Wrapped(model, place.optimizer, wrap=wrap)
 
 
 def _base_graph(n: int) -> nx.Graph:
@@ -85,6 +80,11 @@ METHODS: Mapping[str, Method] = {
         "D-PSGD, pairs, overlapped", _pairs(graph=gm.DynamicBipartiteExponentialGraph, overlap=True)
     ),
     "matcha": Method("MATCHA, budget 0.5", _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.5))),
+    "matcha-sparse": Method("MATCHA, budget 0.1", _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.1))),
+    "matcha-overlap": Method(
+        "MATCHA, budget 0.1, overlapped",
+        _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.1), overlap=True),
+    ),
     "choco": Method("CHOCO, sign, ring", _pairs(gossiper=lambda n: gm.Choco(gm.SignNorm(), step_size=0.45))),
     "deepsqueeze": Method(
         "DeepSqueeze, sign, ring", _pairs(gossiper=lambda n: gm.DeepSqueeze(gm.SignNorm(), step_size=0.01))
@@ -94,36 +94,50 @@ METHODS: Mapping[str, Method] = {
     "powergossip-overlap": Method(
         "PowerGossip, rank 1, ring, overlapped", _pairs(gossiper=lambda n: gm.PowerGossip(), overlap=True)
     ),
-    "adpsgd": Method("AD-PSGD", _ours(gm.BilatGossipDataParallel)),
-    "wagma": Method("WAGMA", _ours(gm.GroupAverageDataParallel, sync_period=SYNC_PERIOD), period=SYNC_PERIOD),
+    "adpsgd": Method("AD-PSGD", _ours(gm.BilatGossipDataParallel), is_asynchronous=True),
+    "wagma": Method(
+        "WAGMA",
+        _ours(gm.GroupAverageDataParallel, sync_period=SYNC_PERIOD),
+        period=SYNC_PERIOD,
+        is_asynchronous=True,
+    ),
     "owagma": Method(
         "WAGMA, overlapped",
         _ours(gm.GroupAverageDataParallel, sync_period=SYNC_PERIOD, overlap=True),
         period=SYNC_PERIOD,
+        is_asynchronous=True,
     ),
-    "dpwa": Method("dpwa", _dpwa),
+    "dpwa": Method("dpwa", _dpwa, is_asynchronous=True),
     "local-average": Method(
         f"local SGD, average every {peers.PERIOD}",
         _ours(gm.GroupAverageDataParallel, group_size=lambda n: 1, sync_period=peers.PERIOD),
         period=peers.PERIOD,
     ),
-    "ddp": Method("DDP", peers.ddp(make_optimizer)),
-    "ddp-view": Method("DDP, gradient_as_bucket_view", peers.ddp(make_optimizer, gradient_as_bucket_view=True)),
-    "ddp-fp16": Method("DDP, fp16 hook", peers.ddp_fp16(make_optimizer)),
-    "ddp-powersgd": Method("DDP, PowerSGD hook, rank 1, one bucket", peers.ddp_power_sgd(make_optimizer)),
-    "post-local": Method(
-        f"torch post-local SGD, period {peers.PERIOD}", peers.post_local(make_optimizer), period=peers.PERIOD
-    ),
-    "decent-ring": Method("Decent-DP, ring", peers.decent(make_optimizer, topology="ring")),
-    "decent-exp": Method("Decent-DP, one-peer exponential", peers.decent(make_optimizer, topology="one-peer-exp")),
+    "ddp": Method("DDP", peers.ddp()),
+    "ddp-view": Method("DDP, gradient_as_bucket_view", peers.ddp(gradient_as_bucket_view=True)),
+    "ddp-fp16": Method("DDP, fp16 hook", peers.ddp_fp16()),
+    "ddp-powersgd": Method("DDP, PowerSGD hook, rank 1, one bucket", peers.ddp_power_sgd()),
+    "post-local": Method(f"torch post-local SGD, period {peers.PERIOD}", peers.post_local(), period=peers.PERIOD),
+    "decent-ring": Method("Decent-DP, ring", peers.decent(topology="ring")),
+    "decent-exp": Method("Decent-DP, one-peer exponential", peers.decent(topology="one-peer-exp")),
     "torchft-local": Method(
-        f"torchft LocalSGD, period {peers.PERIOD}", peers.torchft_local(make_optimizer), peers.PERIOD, is_alone=True
+        f"torchft LocalSGD, period {peers.PERIOD}", peers.torchft_local(), peers.PERIOD, is_alone=True
     ),
     "torchft-diloco": Method(
-        f"torchft DiLoCo, period {peers.PERIOD}", peers.torchft_diloco(make_optimizer), peers.PERIOD, is_alone=True
+        f"torchft DiLoCo, period {peers.PERIOD}", peers.torchft_diloco(), peers.PERIOD, is_alone=True
     ),
-    "hivemind": Method("hivemind averager", peers.hivemind(make_optimizer), is_alone=True),
-    "slowmo": Method("fairscale SlowMo on SGP", peers.slowmo(make_optimizer), is_alone=True),
+    "hivemind": Method("hivemind averager", peers.hivemind(), is_alone=True),
+    "slowmo": Method("fairscale SlowMo on SGP", peers.slowmo(), is_alone=True),
 }
 BOUND = "local"
 """What nobody can beat, and to which the processor time of the others is compared."""
+
+
+def require_methods(names: Sequence[str]) -> None:
+    """Make sure that there are such methods, each once.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if not names or len(set(names)) < len(names) or not set(names) <= set(METHODS):
+        raise ValueError(f"got methods={tuple(names)}, expected some of {', '.join(METHODS)}, each once; see --help")

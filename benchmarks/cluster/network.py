@@ -22,6 +22,8 @@ MIN_HOSTS, MAX_HOSTS = 2, 250
 """There are that many addresses."""
 BURST, LATENCY = "128kb", "20ms"
 """Of the token bucket: bytes that may pass at once, and how long a packet may queue before it is dropped."""
+CONGESTION_CONTROL = "cubic"
+"""Linux's default. What the machine itself has set may be another one, and would decide how full the links are."""
 LINE_SHARE = 0.957
 """What TCP/IP leaves of a link for payload, at 1500 bytes a packet."""
 _serials = itertools.count()
@@ -111,6 +113,11 @@ class Network:
                     for other in ranks
                     if other != rank
                 ]
+                # By the route: a namespace may not choose what is not allowed to everyone on the machine.
+                lines.append(
+                    f"route replace 10.{network}.0.0/24 dev {interface} src {_address(network, rank)} "
+                    f"congctl {CONGESTION_CONTROL}"
+                )
             namespaces.run_batch(host, lines)
             if rate:
                 _shape(host, DATA, rate)  # what the host sends

@@ -1,6 +1,6 @@
 """What people would use instead: torch's own methods and those of other packages, each imported when it is asked for.
 
-Every function here takes the maker of optimizers and returns what makes the contender of a rank. A package that is
+Every function here returns what makes the contender of a rank. A package that is
 missing, or does not run, raises there: a row of the table says so.
 """
 
@@ -22,25 +22,25 @@ PERIOD = 4
 """Steps from one average to the next, of methods that average models now and then."""
 
 
-def ddp(optimizer: OptimizerFactory, **options: Any) -> Make:
+def ddp(**options: Any) -> Make:
     """torch's DistributedDataParallel."""
-    return lambda model, place: DDP(model, optimizer, **options)
+    return lambda model, place: DDP(model, place.optimizer, **options)
 
 
-def ddp_fp16(optimizer: OptimizerFactory) -> Make:
+def ddp_fp16() -> Make:
     """With gradients that travel in half precision."""
 
     def make(model: nn.Module, place: Place) -> Contender:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-        contender = DDP(model, optimizer)
+        contender = DDP(model, place.optimizer)
         contender.replica.register_comm_hook(None, fp16_compress_hook)
         return contender
 
     return make
 
 
-def ddp_power_sgd(optimizer: OptimizerFactory) -> Make:
+def ddp_power_sgd() -> Make:
     """With gradients of low rank, from the third step on: the first ones are warm-up.
 
     In one bucket: the hook starts a collective when another has ended, and over Gloo those of several buckets meet in
@@ -50,7 +50,7 @@ def ddp_power_sgd(optimizer: OptimizerFactory) -> Make:
     def make(model: nn.Module, place: Place) -> Contender:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-        contender = DDP(model, optimizer, bucket_cap_mb=10_000)
+        contender = DDP(model, place.optimizer, bucket_cap_mb=10_000)
         state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         contender.replica.register_comm_hook(state, powerSGD_hook)
         return contender
@@ -58,7 +58,7 @@ def ddp_power_sgd(optimizer: OptimizerFactory) -> Make:
     return make
 
 
-def post_local(optimizer: OptimizerFactory) -> Make:
+def post_local() -> Make:
     """torch's post-local SGD, without the phase before: no gradients travel, models are averaged every PERIOD steps."""
 
     def make(model: nn.Module, place: Place) -> Contender:
@@ -66,7 +66,7 @@ def post_local(optimizer: OptimizerFactory) -> Make:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 
-        contender = DDP(model, optimizer)
+        contender = DDP(model, place.optimizer)
         alone, _ = dist.new_subgroups(group_size=1)
         state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
         contender.replica.register_comm_hook(state, post_localSGD_hook)
@@ -77,9 +77,9 @@ def post_local(optimizer: OptimizerFactory) -> Make:
     return make
 
 
-def decent(optimizer: OptimizerFactory, *, topology: str) -> Make:
+def decent(*, topology: str) -> Make:
     """Decent-DP; see `DecentDP`."""
-    return lambda model, place: DecentDP(model, optimizer, topology=topology)
+    return lambda model, place: DecentDP(model, place.optimizer, topology=topology)
 
 
 class _InContext(Contender):
@@ -143,7 +143,7 @@ class _Replica:
             self._lighthouse.shutdown()
 
 
-def torchft_local(optimizer: OptimizerFactory) -> Make:
+def torchft_local() -> Make:
     """torchft's LocalSGD."""
 
     def make(model: nn.Module, place: Place) -> Contender:
@@ -154,12 +154,12 @@ def torchft_local(optimizer: OptimizerFactory) -> Make:
         def enter(m: nn.Module, inner: torch.optim.Optimizer) -> Any:
             return LocalSGD(replica.manager, m, inner, sync_every=PERIOD)
 
-        return _InContext(model, optimizer, enter, replica.close)
+        return _InContext(model, place.optimizer, enter, replica.close)
 
     return make
 
 
-def torchft_diloco(optimizer: OptimizerFactory) -> Make:
+def torchft_diloco() -> Make:
     """torchft's DiLoCo, with the outer optimizer of its paper."""
 
     def make(model: nn.Module, place: Place) -> Contender:
@@ -171,7 +171,7 @@ def torchft_diloco(optimizer: OptimizerFactory) -> Make:
             outer = torch.optim.SGD(m.parameters(), lr=0.7, momentum=0.9, nesterov=True)
             return DiLoCo(replica.manager, [m], inner, outer, sync_every=PERIOD, pin_memory=False)
 
-        return _InContext(model, optimizer, enter, replica.close)
+        return _InContext(model, place.optimizer, enter, replica.close)
 
     return make
 
@@ -222,9 +222,9 @@ class _Hivemind(Contender):
         self._dht.shutdown()
 
 
-def hivemind(optimizer: OptimizerFactory) -> Make:
+def hivemind() -> Make:
     """hivemind's averager over all ranks."""
-    return lambda model, place: _Hivemind(model, optimizer, place)
+    return lambda model, place: _Hivemind(model, place.optimizer, place)
 
 
 class _SlowMo(Contender):
@@ -253,6 +253,6 @@ class _SlowMo(Contender):
         """Nothing to end."""
 
 
-def slowmo(optimizer: OptimizerFactory) -> Make:
+def slowmo() -> Make:
     """fairscale's SlowMo; its SGP is the ancestor's."""
-    return lambda model, place: _SlowMo(model, optimizer)
+    return lambda model, place: _SlowMo(model, place.optimizer)

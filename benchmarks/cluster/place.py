@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.cluster.network import DATA
 
@@ -26,6 +28,7 @@ class Place:
         store: that all share; over the network that is not shaped.
         number: of the trial, so that no port is used twice.
         timeout: for every wait.
+        learning_rate: of the optimizer, which is the same for every method.
     """
 
     rank: int
@@ -34,6 +37,7 @@ class Place:
     store: dist.Store
     number: int
     timeout: timedelta
+    learning_rate: float = 1e-3
 
     @property
     def world_size(self) -> int:
@@ -44,6 +48,25 @@ class Place:
     def port(self) -> int:
         """Free for this trial on every host: a host is alone with its ports, and connections get none below 32768."""
         return 10_000 + self.number % 15_000
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD with momentum, in one pass over memory."""
+        return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, fused=True)
+
+    def join(self) -> None:
+        """Begin: a process group of all ranks; collective."""
+        dist.init_process_group(
+            "gloo", store=self.store, rank=self.rank, world_size=self.world_size, timeout=self.timeout
+        )
+        self.meet("construction")
+
+    def leave(self, close: Callable[[], None]) -> None:
+        """End, after what closes the method; collective."""
+        self.meet("closing")  # asynchronous methods answer their peers until then
+        close()
+        self.meet("end")  # nobody's connections close while others still use them
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def meet(self, what: str) -> None:
         """Wait for all ranks, by the store: not a byte on the shaped network.

@@ -9,11 +9,17 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.cluster import namespaces
 from benchmarks.cluster import rank as rank_module
+from benchmarks.cluster.job import Job
+from benchmarks.cluster.methods import METHODS
 from benchmarks.cluster.network import Network
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 START_SECONDS = 300.0
 """For all ranks to be ready: the first ones wait for the imports of the server that they are forks of."""
@@ -145,6 +151,54 @@ class Processes:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+
+
+class Fleet:
+    """Processes in the hosts of a network, renewed where a job needs or leaves them so. Use it as a context manager.
+
+    Args:
+        network: whose hosts they live in.
+        folder: for what they print.
+    """
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self._network = network
+        self._folder = folder
+        self._processes: Processes | None = None
+
+    def run(self, job: Job) -> list[dict[str, Any]]:
+        """The answers of the ranks, in their order.
+
+        Raises:
+            TrialError: there is no result.
+        """
+        is_alone = METHODS[job.method].is_alone
+        if is_alone:
+            self.close()
+        try:
+            self._processes = self._processes or Processes.in_hosts(self._network, self._folder)
+            # A rank's own waits end first, and say for whom they were.
+            answers = self._processes.run(job.as_message(), 1.2 * job.limit_seconds)
+        except TrialError:
+            self.close()
+            raise
+        if is_alone:
+            self.close()
+        return answers
+
+    def close(self) -> None:
+        """Kill the processes. Idempotent."""
+        if self._processes is not None:
+            self._processes.close()
+        self._processes = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def _main(log: str, body: Callable[..., None], connection: Connection, arguments: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""One rank, in the namespace of its host: takes trials as messages of JSON, answers each with one."""
+"""One rank, in the namespace of its host: takes trials and trainings as messages of JSON, answers each with one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import json
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.cluster.job import Job
 from benchmarks.cluster.network import DATA
+from benchmarks.cluster.place import Place
+from benchmarks.cluster.training import Training, train
 from benchmarks.cluster.trials import Trial, measure
 
 STORE_PORT = 29_500
@@ -23,11 +26,15 @@ START_TIMEOUT = timedelta(minutes=5)
 """For all ranks to be there."""
 NAMESPACES = Path("/run/netns")
 """Where iproute2 keeps them by name."""
+JOBS: dict[str, tuple[type[Job], Callable[[Any, Place], dict[str, Any]]]] = {
+    kind.__name__: (kind, body) for kind, body in ((Trial, measure), (Training, train))
+}
+"""By kind: what a message tells, and who does it."""
 _CLONE_NEWNET = 0x4000_0000  # of <sched.h>
 
 
 def serve(connection: Connection, namespace: str, rank: int, addresses: Sequence[str], controls: Sequence[str]) -> None:
-    """Run trials as rank `rank` until the connection ends; the body of a process.
+    """Run jobs as rank `rank` until the connection ends; the body of a process.
 
     Args:
         connection: to whoever started it.
@@ -50,9 +57,13 @@ def serve(connection: Connection, namespace: str, rank: int, addresses: Sequence
 def _answer(
     message: dict[str, Any], rank: int, addresses: Sequence[str], controls: Sequence[str], store: dist.Store
 ) -> dict[str, Any]:
-    """The result of the trial, or {"error": ...}."""
+    """The result of the job, or {"error": ...}."""
     try:
-        return measure(Trial.from_message(message), rank, addresses, controls, store)
+        kind, body = JOBS[message["kind"]]
+        job = kind.from_message(message)
+        own_store = dist.PrefixStore(f"{job.number}", store)
+        limit = timedelta(seconds=job.limit_seconds)
+        return body(job, Place(rank, addresses, controls, own_store, job.number, limit, job.learning_rate))
     except Exception as error:  # noqa: BLE001 (a row of the table; whoever started this process then ends it)
         traceback.print_exc()
         return {"error": last_line(error)}

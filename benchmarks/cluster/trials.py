@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.cluster.delays import Delays
+from benchmarks.cluster.job import Job
 from benchmarks.cluster.methods import METHODS, Method
 from benchmarks.cluster.place import Counters, Place, forget_peak_memory, peak_memory_bytes
 from benchmarks.cluster.split import Split
@@ -22,74 +20,41 @@ NUM_WARM_STEPS = 3
 """Steps of a trial that are not timed, at least."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What all ranks of a trial know.
+@dataclass(frozen=True, kw_only=True)
+class Trial(Job):
+    """A method timed with a model that waits.
 
     Args:
-        method: of METHODS.
-        number: of the trial in its run, which names all that is its own: keys of the store, ports.
         num_steps: timed ones of each rank; rounded up to the method's period.
         num_parameters: of the model, about.
-        compute_seconds: of a step, waited.
-        delays: of the ranks.
-        limit_seconds: for the whole trial, and for every wait in it.
     """
 
-    method: str
-    number: int
-    num_steps: int
     num_parameters: float
-    compute_seconds: float
-    delays: Delays
-    limit_seconds: float
-
-    def as_message(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Trial:
-        """Of what `as_message` gave."""
-        return cls(**{**message, "delays": Delays(**message["delays"])})
 
 
-def measure(
-    trial: Trial, rank: int, addresses: Sequence[str], controls: Sequence[str], store: dist.Store
-) -> dict[str, Any]:
+def measure(trial: Trial, place: Place) -> dict[str, Any]:
     """Run the trial as this rank; collective.
 
     Args:
         trial: the same on all ranks.
-        rank, addresses, controls: see `Place`.
-        store: of the processes, for all their trials.
+        place: of this rank.
 
     Returns:
         What goes to the table, of this rank: `step_ms` is a list; the others are numbers, per timed step unless their
         names say otherwise. None: it is not known.
     """
-    limit = timedelta(seconds=trial.limit_seconds)
-    own_store = dist.PrefixStore(f"trial {trial.number}", store)
-    place = Place(rank, addresses, controls, own_store, trial.number, limit)
     method = METHODS[trial.method]
     before = forget_peak_memory()
-    if method.has_group:
-        dist.init_process_group("gloo", store=own_store, rank=rank, world_size=place.world_size, timeout=limit)
     # Gradients differ from rank to rank, or there would be nothing to agree about.
     model = WaitedModel(
-        trial.num_parameters, compute_seconds=trial.compute_seconds, gradient=1e-3 * (1 + rank / place.world_size)
+        trial.num_parameters, compute_seconds=trial.compute_seconds, gradient=1e-3 * (1 + place.rank / place.world_size)
     )
-    place.meet("construction")
+    place.join()
     start = time.perf_counter()
     contender = method.make(model, place)
     constructed = time.perf_counter() - start
     result = _timed_steps(trial, method, contender, model, place)
-    place.meet("closing")  # asynchronous methods answer their peers until then
-    contender.close()
-    place.meet("end")  # nobody's connections close while others still use them
-    del contender, model
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    place.leave(contender.close)
     peak = peak_memory_bytes()
     return {"construct_s": constructed, "rss_mb": peak / 1e6, "memory_mb": (peak - before) / 1e6, **result}
 

@@ -1,0 +1,142 @@
+"""One training: a method, on all ranks at once, on real images, until so many steps are done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.cluster.job import Job
+from benchmarks.cluster.methods import METHODS
+from benchmarks.cluster.place import Place
+
+SPLITS = ("train", "test")
+SIZE = 16
+"""Of an image, in pixels; the network below is made for it."""
+NUM_CLASSES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Job):
+    """A method that learns.
+
+    Args:
+        num_steps: of each rank, or rounds, where a method counts those.
+        compute_seconds: that a step is taken to compute; only what a straggler takes longer is waited.
+        images: folder of what `decode` of images.py writes.
+        batch_size: of each rank.
+        evaluate_every: steps from one evaluation to the next.
+        seed: of the first parameters and of the order of the images.
+    """
+
+    images: str
+    batch_size: int
+    evaluate_every: int
+    seed: int
+
+
+def network(seed: int) -> nn.Module:
+    """Three convolutions and a linear layer, 26,000 parameters; without normalisation, of which methods average
+    statistics in different ways.
+    """
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * (SIZE // 8) ** 2, NUM_CLASSES))
+
+
+class Images:
+    """Images of a split, in memory that ranks share.
+
+    Args:
+        folder: with <split>.npy, uint8 of shape (N, 3, SIZE, SIZE), and <split>-labels.npy, int64 of shape (N,).
+        split: one of SPLITS.
+    """
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self._images = np.load(folder / f"{split}.npy", mmap_mode="r")
+        self._labels = np.load(folder / f"{split}-labels.npy")
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def batch(self, indices: np.ndarray, *, is_flipped: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Images, float32 from -1 to 1, those that are to be flipped from left to right; and labels."""
+        pixels = self._images[indices]
+        if is_flipped is not None:
+            pixels = np.where(is_flipped[:, None, None, None], pixels[..., ::-1], pixels)
+        return torch.from_numpy(pixels).float().div_(127.5).sub_(1.0), torch.from_numpy(self._labels[indices])
+
+    def batches(self, rank: int, world_size: int, *, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of a rank, for ever: every epoch it gets another share, no image is two ranks'."""
+        epoch = 0
+        while True:
+            order = np.random.default_rng([seed, epoch]).permutation(len(self))
+            own = order[rank::world_size][: len(self) // world_size // size * size]
+            flips = np.random.default_rng([seed, epoch, rank]).random(len(own)) < 0.5
+            for first in range(0, len(own), size):
+                chosen = slice(first, first + size)
+                yield self.batch(own[chosen], is_flipped=flips[chosen])
+            epoch += 1
+
+
+def train(training: Training, place: Place) -> dict[str, Any]:
+    """Train as this rank; collective.
+
+    Returns:
+        Of this rank, a list each: num_steps (its own, when it evaluated), num_correct and num_tested (of its share of
+        the test images, by its own model), and mean_loss (of its steps since the last evaluation).
+    """
+    method = METHODS[training.method]
+    folder = Path(training.images)
+    batches = Images(folder, "train").batches(
+        place.rank, place.world_size, size=training.batch_size, seed=training.seed
+    )
+    test = Images(folder, "test")
+    own_test = np.arange(place.rank, len(test), place.world_size)
+    place.join()
+    contender = method.make(network(training.seed), place)
+    curve: dict[str, list[float]] = {"num_steps": [], "num_correct": [], "num_tested": [], "mean_loss": []}
+    losses: list[float] = []
+
+    def loss(model: nn.Module) -> Tensor:
+        images, labels = next(batches)
+        value = F.cross_entropy(model(images), labels)
+        losses.append(value.item())
+        return value
+
+    num_own_steps, due = 0, training.evaluate_every
+    while (progress := contender.progress(num_own_steps)) < training.num_steps:
+        contender.step(loss)
+        factor = training.delays.factor(place.rank, num_own_steps, num_hosts=place.world_size)
+        time.sleep(max(factor - 1.0, 0.0) * training.compute_seconds)
+        num_own_steps += 1
+        progress = contender.progress(num_own_steps)
+        if progress >= due:
+            curve["num_steps"].append(num_own_steps)
+            curve["num_correct"].append(_num_correct(contender.model, test, own_test))
+            curve["num_tested"].append(len(own_test))
+            curve["mean_loss"].append(sum(losses) / len(losses))
+            losses.clear()
+            due += training.evaluate_every
+    place.leave(contender.close)
+    return curve
+
+
+def _num_correct(model: nn.Module, images: Images, indices: np.ndarray) -> int:
+    model.eval()
+    num_correct = 0
+    with torch.no_grad():
+        for chosen in np.array_split(indices, max(1, len(indices) // 250)):
+            x, labels = images.batch(chosen)
+            num_correct += int((model(x).argmax(dim=1) == labels).sum())
+    model.train()
+    return num_correct
