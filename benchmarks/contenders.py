@@ -50,6 +50,11 @@ class Contender(ABC):
         value.backward()
         self.optimizer.step()
 
+    def set_learning_rate(self, value: float) -> None:
+        """From the next step on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
     def progress(self, num_own_steps: int) -> int:
         """How far training is after so many steps of this rank; ranks that end together end at the same progress."""
         return num_own_steps
@@ -166,6 +171,12 @@ class DecentDP(Contender):
     def step(self, loss: Loss) -> None:
         """See `Contender`."""
         loss(self.model).backward()
+
+    def set_learning_rate(self, value: float) -> None:
+        """See `Contender`; there are no optimizers before the second step."""
+        for optimizer in self.decent._optims:
+            for group in optimizer.param_groups:
+                group["lr"] = value
 
     def close(self) -> None:
         """Wait for what is under way."""

@@ -1,10 +1,13 @@
-"""What a graph costs at 1,000 to 1,000,000 ranks: time and memory of building it and of asking for one rank's peers.
+"""What graphs, mixing weights and groups cost at 1,000 to 1,000,000 ranks: time and memory of what one rank does.
 
     python benchmarks/graph_scaling.py
     python benchmarks/graph_scaling.py --sizes 1000 10000 --repeats 50
 
-Per graph and size: construction, the peers of one rank in one round (out_peers and in_peers, one peer per round), and
-the peak of Python's memory over both. A graph that exists only for some sizes is measured at the nearest one.
+Per graph and size: construction, the peers of one rank in one round (out_peers and in_peers, one peer per round), its
+mixing weights there (built, asked whether they are doubly stochastic and symmetric, as the wrappers do, and for one
+row), and the peak of Python's memory over all of it. Mixing is uniform, on symmetric graphs Metropolis-Hastings too.
+ButterflyGroups are WAGMA's: the phases of one rank's round. A graph that exists only for some sizes is measured at the
+nearest one.
 NetworkXGraph stands for graphs that are given edge by edge: it keeps them all, so it is O(n), and is measured up to
 100,000 ranks.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import networkx as nx
@@ -27,11 +30,15 @@ from gossip_modules import (
     DynamicDirectedLinearGraph,
     GraphManager,
     HypercubeGraph,
+    MetropolisHastingsMixing,
+    MixingManager,
     NetworkXGraph,
     NPeerDynamicDirectedExponentialGraph,
     RingGraph,
     TorusGraph,
+    UniformMixing,
 )
+from gossip_modules.butterfly_groups import ButterflyGroups
 
 MAX_NETWORKX_RANKS = 100_000
 
@@ -66,6 +73,25 @@ def query(graph: GraphManager) -> None:
     graph.in_peers(graph.world_size // 2, 123_456_789)
 
 
+def mix(kind: Callable[[GraphManager], MixingManager], make: Callable[[], GraphManager]) -> None:
+    """What a wrapper asks of the mixing of a new graph, and a row."""
+    mixing = kind(make())
+    mixing.is_doubly_stochastic, mixing.is_symmetric  # noqa: B018 (both are worked out when asked for)
+    mixing.weights(mixing.graph.world_size // 2, 123_456_789)
+
+
+def everything(make: Callable[[], GraphManager], kinds: Sequence[Callable[[GraphManager], MixingManager]]) -> None:
+    """All that is measured, once."""
+    query(make())
+    for kind in kinds:
+        mix(kind, make)
+
+
+def group(n: int) -> None:
+    """A rank's phases in a round of WAGMA."""
+    ButterflyGroups(n).phases(n // 2, 123_456_789)
+
+
 def milliseconds(action: Callable[[], object], repeats: int) -> float:
     """The least time of `repeats`: the rest is what else the machine does."""
     times = []
@@ -76,11 +102,11 @@ def milliseconds(action: Callable[[], object], repeats: int) -> float:
     return min(times) * 1e3
 
 
-def peak_bytes(make: Callable[[], GraphManager]) -> int:
-    """The peak of Python's memory while a graph is built and asked."""
+def peak_bytes(action: Callable[[], object]) -> int:
+    """The peak of Python's memory meanwhile."""
     tracemalloc.start()
     try:
-        query(make())
+        action()
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -92,17 +118,25 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6], help="numbers of ranks")
     parser.add_argument("--repeats", type=int, default=20, help="the least time of so many is reported")
     arguments = parser.parse_args()
-    print("| graph | ranks | construction ms | query ms | peak bytes |")
-    print("|---|---:|---:|---:|---:|")
+    print("| graph | ranks | construction ms | query ms | uniform mixing ms | Metropolis mixing ms | peak bytes |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for n in arguments.sizes:
         for name, make in makers(n).items():
             repeats = 1 if name.startswith("NetworkX") else arguments.repeats
             graph = make()
+            kinds = [UniformMixing, *([MetropolisHastingsMixing] if graph.is_symmetric else [])]
+            mixing = [f"{milliseconds(partial(mix, kind, make), repeats):.3f}" for kind in kinds]
             print(
                 f"| {name} | {graph.world_size:,} | {milliseconds(make, repeats):.3f} "
-                f"| {milliseconds(partial(query, graph), repeats):.3f} | {peak_bytes(make):,} |",
+                f"| {milliseconds(partial(query, graph), repeats):.3f} | {' | '.join([*mixing, ''][:2])} "
+                f"| {peak_bytes(partial(everything, make, kinds)):,} |",
                 flush=True,
             )
+        print(
+            f"| ButterflyGroups | {n:,} | | {milliseconds(partial(group, n), arguments.repeats):.3f} | | "
+            f"| {peak_bytes(partial(group, n)):,} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

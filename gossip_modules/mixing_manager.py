@@ -163,6 +163,12 @@ class UniformMixing(MixingManager):
     def is_row_stochastic(self) -> bool:
         return self.graph.is_regular or self.graph.in_every_round(lambda t: _sums_to_one(self._row_sums(t)))
 
+    @cached_property
+    def is_symmetric(self) -> bool:
+        if not self.graph.is_symmetric:
+            return False
+        return self.graph.is_regular or self.graph.in_every_round(self._is_symmetric_round)
+
 
 class SymmetricMixing(MixingManager):
     """Weights that are symmetric, with rows that sum to one, by the way they are made: nothing needs to be scanned."""

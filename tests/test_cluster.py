@@ -257,6 +257,8 @@ def test_pictures(tmp_path: Path, figures: list[Figure]) -> None:
         ({"repeats": 0}, "expected repeats, steps and parameters >= 1"),
         ({"rates": (1e-6,)}, r"got a rate of 1000 bit/s.*--rates is in Gbit/s"),
         ({"slow_link_share": 2.0}, "a share of at most 1"),
+        ({"slow_link_share": 1e-4}, r"the slowest link 100000 bit/s, expected 0 or at least 1e\+06"),
+        ({"hosts": (8, 8)}, r"got hosts=\(8, 8\).*each once"),
         ({"straggle_chance": -0.1}, "a straggle_chance from 0 to 1"),
         ({"hosts": (8, 1)}, r"got hosts=\(8, 1\), expected 2 to 250 of them"),
         ({"hosts": ()}, r"got hosts=\(\), expected 2 to 250 of them"),

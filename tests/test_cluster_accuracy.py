@@ -155,7 +155,13 @@ def test_steps_to_a_target() -> None:
 
 
 def cluster_rows(method: str, *step_ms: float, chance: float = 0.0) -> list[dict[str, Any]]:
-    shared = {"slow_host": 1.0, "slow_link_share": 0.0, "num_parameters": 1e6, "straggle_chance": chance}
+    shared = {
+        "slow_host": 1.0,
+        "slow_link_share": 0.0,
+        "num_parameters": 1e6,
+        "straggle_chance": chance,
+        "planned_ms": 20,
+    }
     key = {"hosts": 2, "rate_gbit": 1.0, "method": method, "repeat": 0, **shared}
     return rows_of(key, [answer(value) for value in step_ms], rate=1e9)
 
@@ -175,7 +181,8 @@ def test_time_is_steps_times_seconds() -> None:
     rows = cluster_rows("ddp", 500, 500) + cluster_rows("adpsgd", 100, 100) + cluster_rows("choco", 50, 50)
     slow = cluster_rows("ddp", 900, 900, chance=0.05) + cluster_rows("adpsgd", 100, 300, chance=0.05)
     table = times(steps, seconds_per_step(frame(rows + slow)))
-    even, straggling = "2 hosts, 1 M parameters, 1 Gbit/s", "2 hosts, 1 M parameters, 1 Gbit/s, 5% stragglers"
+    even = "2 hosts, 1 M parameters, 1 Gbit/s, compute 20 ms"
+    straggling = f"{even}, 5% stragglers"
     assert table.loc["ddp", even] == pytest.approx(40 * 0.5)
     assert table.loc["ddp", straggling] == pytest.approx(40 * 0.9), "what it computes does not depend on stragglers"
     assert table.loc["adpsgd", even] == pytest.approx(80 * 0.1)

@@ -282,7 +282,21 @@ def test_a_mixing_of_your_own_knows_its_sums() -> None:
 def test_regular_graphs_cost_nothing(mixing_class: Callable[[GraphManager], MixingManager]) -> None:
     mixing = mixing_class(DynamicBipartiteExponentialGraph(10**6))
     assert mixing.is_doubly_stochastic
+    assert mixing.is_symmetric
     assert mixing.weights(7, 3) == MixingWeights(own=0.5, inp=dict.fromkeys(mixing.graph.in_peers(7, 3), 0.5))
+
+
+def test_uniform_mixing_is_symmetric_where_its_matrices_are() -> None:
+    graphs = [
+        RingGraph(5),
+        RingGraph(5, peers_per_itr=2),
+        DynamicBipartiteExponentialGraph(6),
+        NetworkXGraph(nx.star_graph(3)),  # symmetric, not regular
+    ]
+    for graph in graphs:
+        mixing = UniformMixing(graph)
+        matrices = [mixing.matrix(t) for t in range(max(mixing.period, 1))]
+        assert mixing.is_symmetric == all(torch.equal(matrix, matrix.T) for matrix in matrices), graph
 
 
 class TestMatrixMixing:

@@ -73,6 +73,8 @@ class Cluster:
             raise ValueError(f"got hosts={self.hosts}, expected {MIN_HOSTS} to {MAX_HOSTS} of them; see --help")
         if not self.rates:
             raise ValueError("got rates=(), expected one at least; see --help")
+        if len(set(self.hosts)) < len(self.hosts) or len(set(self.rates)) < len(self.rates):
+            raise ValueError(f"got hosts={self.hosts} and rates={self.rates}, expected each once; see --help")
         are_numbers = 0 <= self.compute < math.inf and 1 <= self.parameters < math.inf
         if min(self.repeats, self.steps) < 1 or not are_numbers:
             raise ValueError(f"got {self}, expected repeats, steps and parameters >= 1, and compute >= 0; see --help")

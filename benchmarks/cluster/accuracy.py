@@ -7,8 +7,8 @@
 Every rank trains a small convolutional network on its share of the images, scaled to 16 pixels, with the methods and
 the processes of `python -m benchmarks.cluster`, over links that are not shaped: how many steps a method takes does not
 depend on them. Where it depends on how fast each rank is, the stragglers are the same as there. Every method is trained
-with every learning rate, which stays as it is. Accuracy is that of each rank's own model on its share of the test
-images, so disagreement costs.
+with every learning rate, which falls linearly to zero over --steps. Accuracy is that of each rank's own model on its
+share of the test images, so disagreement costs.
 
 --data is a folder with train/ and test/, in each a folder per class. --out gets accuracy.csv, a row per evaluation;
 `python -m benchmarks.cluster.time_to_accuracy` joins it with seconds per step.

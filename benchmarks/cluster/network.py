@@ -20,6 +20,8 @@ NETWORKS = {DATA: 77, CONTROL: 78}
 """A byte of the addresses on each."""
 MIN_HOSTS, MAX_HOSTS = 2, 250
 """There are that many addresses."""
+MIN_RATE = 1e6
+"""In bit/s; slower links would take minutes for a step."""
 BURST, LATENCY = "128kb", "20ms"
 """Of the token bucket: bytes that may pass at once, and how long a packet may queue before it is dropped."""
 CONGESTION_CONTROL = "cubic"
@@ -45,10 +47,12 @@ class Links:
     slow_share: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.rate == 0 or self.rate >= 1e6) or not 0 <= self.slow_share <= 1:
+        slowest = self.rate * (self.slow_share or 1.0)
+        if not (self.rate == 0 or slowest >= MIN_RATE) or not 0 <= self.slow_share <= 1:
             raise ValueError(
-                f"got a rate of {self.rate:g} bit/s and slow_share={self.slow_share}, expected 0 or at least 1e6, and "
-                "a share of at most 1; --rates is in Gbit/s"
+                f"got a rate of {self.rate:g} bit/s and slow_share={self.slow_share}, the slowest link {slowest:g} "
+                f"bit/s, expected 0 or at least {MIN_RATE:g} for each link, and a share of at most 1; --rates is in "
+                "Gbit/s"
             )
 
     def rates(self, num_hosts: int) -> list[float]:

@@ -24,7 +24,7 @@ import tyro
 from benchmarks.cluster.methods import BOUND, METHODS
 from benchmarks.cluster.table import medians
 
-CELL = ["hosts", "rate_gbit", "num_parameters", "straggle_chance", "slow_host", "slow_link_share"]
+CELL = ["hosts", "rate_gbit", "num_parameters", "planned_ms", "straggle_chance", "slow_host", "slow_link_share"]
 """The columns of cluster.csv that make a column here."""
 PEERS = ("hand", "ddp", "post-local", "decent", "torchft", "hivemind", "slowmo")
 """What the names of methods that are not ours begin with."""
@@ -131,6 +131,7 @@ def label(cell: dict[str, float]) -> str:
         f"{cell['hosts']:.0f} hosts",
         f"{cell['num_parameters'] / 1e6:.3g} M parameters",
         f"{cell['rate_gbit']:g} Gbit/s" if cell["rate_gbit"] else "links not shaped",
+        f"compute {cell['planned_ms']:g} ms",
     ]
     if cell["straggle_chance"]:
         parts.append(f"{cell['straggle_chance']:.0%} stragglers")

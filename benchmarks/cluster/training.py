@@ -25,7 +25,7 @@ NUM_CLASSES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Job):
-    """A method that learns.
+    """A method that learns, at a rate that falls linearly to zero.
 
     Args:
         num_steps: of each rank, or rounds, where a method counts those.
@@ -115,6 +115,7 @@ def train(training: Training, place: Place) -> dict[str, Any]:
 
     num_own_steps, due = 0, training.evaluate_every
     while (progress := contender.progress(num_own_steps)) < training.num_steps:
+        contender.set_learning_rate(training.learning_rate * (1 - progress / training.num_steps))
         contender.step(loss)
         factor = training.delays.factor(place.rank, num_own_steps, num_hosts=place.world_size)
         time.sleep(max(factor - 1.0, 0.0) * training.compute_seconds)
