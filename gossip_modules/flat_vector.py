@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .flat_layout import PIECE_BYTES, FlatLayout, Part, Segment
 
+CACHED_BYTES = 1 << 18  # of each of two vectors that are gone over twice at a time: the second time from cache
 CHUNK = 1 << 18  # elements mixed at a time where the storage is narrower than float32: the scratch stays in cache
 
 
@@ -143,6 +144,18 @@ class FlatVector:
         """As `add_`, without the weight; the segments of the other may be of narrower dtypes."""
         for x, y in zip(self.segments, other.segments, strict=True):
             add_(x, y, alpha=alpha)
+
+    def apply_and_refresh_(self, correction: FlatVector, *, alpha: float) -> None:
+        """self <- self + alpha * correction, then correction <- self, without the weights; of one layout.
+
+        As `add_segments_` and a copy, to the bit, but in blocks that are still in cache when they are copied: two
+        thirds of the time.
+        """
+        for x, y in zip(self.segments, correction.segments, strict=True):
+            size = CACHED_BYTES // x.element_size()
+            for block, other in zip(x.split(size), y.split(size), strict=True):
+                add_(block, other, alpha=alpha)
+                other.copy_(block)
 
     def combine_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> FlatVector:
         """self <- scale * self + sum_j weights[j] * others[j], weight included.

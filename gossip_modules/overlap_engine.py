@@ -67,9 +67,10 @@ class _Filling:
             return
         x, s = self._pieces[k]
         with record_function("gossip.fill"):
-            if self._alpha is not None:
-                x.add_segments_(s, alpha=self._alpha)
-            s.raw.copy_(x.raw)
+            if self._alpha is None:
+                s.raw.copy_(x.raw)
+            else:
+                x.apply_and_refresh_(s, alpha=self._alpha)
         self._num_done = k + 1
         if self._num_done == len(self._pieces):
             self._is_done.set()

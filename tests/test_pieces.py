@@ -169,6 +169,21 @@ def test_arithmetic_in_pieces_gives_the_bits_of_the_whole(layout: FlatLayout, ow
     assert_same_bits(y, x)
 
 
+@every_layout
+@pytest.mark.parametrize("num_bytes", [64, 1 << 20])
+def test_apply_and_refresh_is_an_addition_and_a_copy(
+    layout: FlatLayout, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gossip_modules.flat_vector.CACHED_BYTES", num_bytes)
+    x, correction = random_vector(0, layout), random_vector(1, layout)
+    expected, weights = x.clone(), (x.weight.clone(), correction.weight.clone())
+    expected.add_segments_(correction, alpha=0.3)
+    x.apply_and_refresh_(correction, alpha=0.3)
+    assert torch.equal(x.raw, expected.raw)
+    assert torch.equal(correction.raw, expected.raw)
+    assert (x.weight, correction.weight) == weights
+
+
 # Rounds.
 
 MIXINGS: dict[str, tuple[type[PushPull], MixingManager]] = {
