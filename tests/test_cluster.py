@@ -253,7 +253,7 @@ def test_pictures(tmp_path: Path, figures: list[Figure]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"methods": ("ddp", "nothing")}, "got methods=.*nothing.*expected some of local, hand"),
+        ({"methods": ("ddp", "nothing")}, "got methods=.*nothing.*expected some of local, sgp"),
         ({"repeats": 0}, "expected repeats, steps and parameters >= 1"),
         ({"rates": (1e-6,)}, r"got a rate of 1000 bit/s.*--rates is in Gbit/s"),
         ({"slow_link_share": 2.0}, "a share of at most 1"),
@@ -336,7 +336,8 @@ def test_bytes_sent_by_the_shaped_interface() -> None:
 
 def test_ports_of_trials_are_those_that_nobody_is_given() -> None:
     ports = {
-        Place(0, [], [], dist.HashStore(), number, timedelta(seconds=1)).port for number in [*range(20_000), 10**6]
+        Place(0, [], [], dist.HashStore(), number, timedelta(seconds=1), 1, 0.1).port
+        for number in [*range(20_000), 10**6]
     }
     assert min(ports) > 1024
     assert max(ports) < STORE_PORT < 32_768  # from there on Linux hands them out to connections

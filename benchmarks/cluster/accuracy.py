@@ -1,14 +1,17 @@
 """Accuracy by step of the methods of the cluster, on real images: the other half of the time to a fixed accuracy.
 
     sudo .venv-cluster/bin/python -m benchmarks.cluster.accuracy --data /path/to/cifar10
-    sudo .venv-cluster/bin/python -m benchmarks.cluster.accuracy --data /path/to/cifar10 --straggle-chance 0.05 \
-        --methods adpsgd wagma owagma dpwa
+    sudo .venv-cluster/bin/python -m benchmarks.cluster.accuracy --data /path/to/cifar10 --methods adpsgd dpwa \
+        --rate 0.1 --parameters 1.12e6 --compute 150 --straggle-chance 0.05
 
-Every rank trains a small convolutional network on its share of the images, scaled to 16 pixels, with the methods and
-the processes of `python -m benchmarks.cluster`, over links that are not shaped: how many steps a method takes does not
-depend on them. Where it depends on how fast each rank is, the stragglers are the same as there. Every method is trained
-with every learning rate, which falls linearly to zero over --steps. Accuracy is that of each rank's own model on its
-share of the test images, so disagreement costs.
+Every rank trains a small convolutional network on images scaled to 16 pixels, every epoch on another share of them,
+with the methods and the processes of `python -m benchmarks.cluster`, with every learning rate, which falls linearly to
+zero over --steps. Accuracy is that of each rank's own model on its share of the test images, so disagreement costs.
+
+What lockstep methods compute does not depend on links and pace: they train as fast as they can over links that are not
+shaped, and that counts for every cell. What asynchronous methods compute does: on slow links they skip exchanges. So
+each cell needs a training of theirs, with its links, its delays, its compute time (waited in the forward pass) and as
+many parameters, most of them ballast; it must run alone on its machine.
 
 --data is a folder with train/ and test/, in each a folder per class. --out gets accuracy.csv, a row per evaluation;
 `python -m benchmarks.cluster.time_to_accuracy` joins it with seconds per step.
@@ -16,12 +19,12 @@ share of the test images, so disagreement costs.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count, product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -33,16 +36,17 @@ from benchmarks.cluster.methods import METHODS, require_methods
 from benchmarks.cluster.namespaces import ClusterUnavailableError
 from benchmarks.cluster.network import MAX_HOSTS, MIN_HOSTS, Links, Network
 from benchmarks.cluster.processes import Fleet, TrialError
-from benchmarks.cluster.training import Training
+from benchmarks.cluster.training import SPLITS, Images, Training
 
 EVALUATE_EVERY = 40
 """Steps; a multiple of all periods, so that methods that average now and then have just done so."""
 COLUMNS = (
-    *("method", "title", "hosts", "batch_size", "learning_rate", "straggle_chance", "slow_factor", "repeat", "seed"),
-    *("num_steps", "accuracy", "worst_accuracy", "mean_loss", "error"),
+    *("method", "title", "hosts", "rate_gbit", "num_parameters", "planned_ms", "spread", "straggle_chance"),
+    *("slow_factor", "slow_host", "slow_link_share", "batch_size", "learning_rate", "repeat", "seed"),
+    *("num_steps", "accuracy", "worst_accuracy", "mean_loss", "mean_step_ms", "error"),
 )
 """Of the CSV. num_steps: mean over ranks; accuracy: per cent, of all ranks' own models; worst_accuracy: of the rank
-with the lowest, on its share; mean_loss: over the steps since the row before."""
+with the lowest, on its share; mean_loss and mean_step_ms: over the steps since the row before."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,16 @@ class Accuracy:
     """Of each rank."""
     repeats: int = 1
     """Of everything, each with another seed."""
+    rate: float = 0.0
+    """Of each link, both ways, in Gbit/s; 0: not shaped."""
+    parameters: float = 0.0
+    """Of the model at least, with ballast; 0: no ballast."""
+    compute: float = 0.0
+    """What a forward pass is made to take, in ms; 0: what it takes."""
     straggle_chance: float = 0.0
     """How often a rank is a straggler in a step,"""
     slow_factor: float = 10.0
     """and how much longer it computes then."""
-    compute: float = 100.0
-    """What a step is taken to compute then, in ms."""
     seed: int = 0
     """Of the first parameters, of the order of images, and of stragglers."""
     out: Path = Path("runs/accuracy")
@@ -78,11 +86,15 @@ class Accuracy:
         require_methods(self.methods)
         if not MIN_HOSTS <= self.hosts <= MAX_HOSTS:
             raise ValueError(f"got hosts={self.hosts}, expected {MIN_HOSTS} to {MAX_HOSTS}; see --help")
-        if min(self.steps, self.batch_size, self.repeats) < 1 or self.compute < 0:
+        if min(self.steps, self.batch_size, self.repeats) < 1 or not 0 <= self.compute < math.inf:
             raise ValueError(f"got {self}, expected steps, batch_size and repeats >= 1, compute >= 0; see --help")
-        if not self.learning_rates or min(self.learning_rates) <= 0:
-            raise ValueError(f"got learning_rates={self.learning_rates}, expected one > 0 at least; see --help")
+        rates = self.learning_rates
+        if not rates or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
+            raise ValueError(f"got learning_rates={rates}, expected some above 0, each once; see --help")
+        if self.straggle_chance and not self.compute:
+            raise ValueError(f"got straggle_chance={self.straggle_chance} and compute=0, of which there is no multiple")
         self._delays(0)
+        Links(self.rate * 1e9)
 
     def _delays(self, repeat: int) -> Delays:
         return Delays(
@@ -96,37 +108,55 @@ class Accuracy:
             method=method,
             number=number,
             num_steps=num_steps,
+            num_parameters=self.parameters,
             compute_seconds=self.compute / 1e3,
             delays=self._delays(repeat),
             learning_rate=learning_rate,
-            limit_seconds=120.0 + 2.0 * num_steps * (1.0 + self.compute / 1e3 * self.slow_factor),
+            limit_seconds=120.0 + num_steps * self._most_seconds(),
             images=str(images),
             batch_size=self.batch_size,
             evaluate_every=EVALUATE_EVERY,
             seed=self.seed + repeat,
         )
 
+    def _most_seconds(self) -> float:
+        """Several times what a step of the slowest method should take, all ranks on one core."""
+        wire = 8 * 32 * self.parameters / (self.rate * 1e9) if self.rate else 0.0
+        return 0.02 * self.hosts * self.batch_size + 3 * self.compute / 1e3 * self.slow_factor + wire
+
     def main(self) -> None:
-        """Run all trainings; write accuracy.csv after each."""
-        self.out.mkdir(parents=True, exist_ok=True)
+        """Run all trainings; write accuracy.csv after each.
+
+        Raises:
+            ValueError: the images are too few.
+        """
+        images = self.out / "images"
+        decode(self.data, images)
+        num_train, num_test = (len(Images(images, split)) for split in SPLITS)
+        batch = self.hosts * self.batch_size
+        if num_train < batch or num_test < self.hosts:
+            raise ValueError(
+                f"got {num_train} training and {num_test} test images, expected at least {batch} and {self.hosts}, for "
+                f"{self.hosts} hosts; lower --batch-size, or see --data"
+            )
         rows: list[dict[str, Any]] = []
         numbers = count()
-        with (
-            TemporaryDirectory() as images,
-            Network(self.hosts, Links(0.0)) as network,
-            Fleet(network, self.out / "logs") as fleet,
-        ):
-            decode(self.data, Path(images))
+        with Network(self.hosts, Links(self.rate * 1e9)) as network, Fleet(network, self.out / "logs") as fleet:
+            if self.compute and network.has_neighbours():
+                print("another cluster runs on this machine: asynchronous methods get another pace", flush=True)
             for repeat, method, rate in product(range(self.repeats), self.methods, self.learning_rates):
-                training = self.training(method, rate, next(numbers), repeat, Path(images))
+                training = self.training(method, rate, next(numbers), repeat, images)
                 key = {
+                    **asdict(self._delays(repeat)),
                     "method": method,
                     "title": METHODS[method].title,
                     "hosts": self.hosts,
+                    "rate_gbit": self.rate,
+                    "num_parameters": self.parameters,
+                    "planned_ms": self.compute,
+                    "slow_link_share": 0.0,
                     "batch_size": self.batch_size,
                     "learning_rate": rate,
-                    "straggle_chance": self.straggle_chance,
-                    "slow_factor": self.slow_factor,
                     "repeat": repeat,
                     "seed": self.seed,
                 }
@@ -152,6 +182,7 @@ def curve(answers: Sequence[dict[str, list[float]]]) -> list[dict[str, float]]:
                 "accuracy": 100 * sum(correct) / sum(tested),
                 "worst_accuracy": 100 * min(c / t for c, t in zip(correct, tested)),
                 "mean_loss": sum(answer["mean_loss"][index] for answer in answers) / len(answers),
+                "mean_step_ms": 1e3 * sum(answer["mean_seconds"][index] for answer in answers) / len(answers),
             }
         )
     return points

@@ -20,18 +20,22 @@ def decode(source: Path, target: Path) -> None:
         target: folder to write to.
 
     Raises:
-        ValueError: `source` has no such folders, or more classes.
+        ValueError: `source` has no such folders, others than each other's, or more classes.
     """
     if missing := [split for split in SPLITS if not (source / split).is_dir()]:
         raise ValueError(
             f"got {source} without {', '.join(missing)}, expected train/ and test/ with a folder per class; see --data"
         )
+    folders = [ImageFolder(str(source / split)) for split in SPLITS]
+    classes = [folder.classes for folder in folders]
+    if classes[0] != classes[1] or len(classes[0]) > NUM_CLASSES:
+        raise ValueError(
+            f"got the classes {', '.join(classes[0])} in {source / SPLITS[0]} and {', '.join(classes[1])} in "
+            f"{source / SPLITS[1]}, expected the same in both, at most {NUM_CLASSES}; see --data"
+        )
     target.mkdir(parents=True, exist_ok=True)
     resize = v2.Resize((SIZE, SIZE))
-    for split in SPLITS:
-        folder = ImageFolder(str(source / split))
-        if len(folder.classes) > NUM_CLASSES:
-            raise ValueError(f"got {len(folder.classes)} classes in {source / split}, expected at most {NUM_CLASSES}")
+    for split, folder in zip(SPLITS, folders):
         images = np.empty((len(folder), 3, SIZE, SIZE), dtype=np.uint8)
         for index in tqdm(range(len(folder)), desc=split, unit="images", mininterval=5.0):
             images[index] = np.asarray(resize(folder[index][0])).transpose(2, 0, 1)

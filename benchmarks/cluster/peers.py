@@ -41,7 +41,7 @@ def ddp_fp16() -> Make:
 
 
 def ddp_power_sgd() -> Make:
-    """With gradients of low rank, from the third step on: the first ones are warm-up.
+    """With gradients of low rank, but for the first tenth of the steps, which torch's documentation advises.
 
     In one bucket: the hook starts a collective when another has ended, and over Gloo those of several buckets meet in
     another order on each rank, which ends the process.
@@ -51,7 +51,7 @@ def ddp_power_sgd() -> Make:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
         contender = DDP(model, place.optimizer, bucket_cap_mb=10_000)
-        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=max(2, place.num_steps // 10))
         contender.replica.register_comm_hook(state, powerSGD_hook)
         return contender
 
@@ -70,7 +70,7 @@ def post_local() -> Make:
         alone, _ = dist.new_subgroups(group_size=1)
         state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
         contender.replica.register_comm_hook(state, post_localSGD_hook)
-        averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0)
+        averager = PeriodicModelAverager(period=PERIOD, warmup_steps=PERIOD - 1)  # after steps 4, 8, ...
         contender.optimizer = PostLocalSGDOptimizer(contender.optimizer, averager)
         return contender
 
@@ -82,25 +82,41 @@ def decent(*, topology: str) -> Make:
     return lambda model, place: DecentDP(model, place.optimizer, topology=topology)
 
 
-class _InContext(Contender):
-    """The plain loop inside a context manager that hooks itself into the optimizer."""
+class _TorchFT(Contender):
+    """The plain loop inside a context manager of torchft's that hooks itself into the optimizer."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: OptimizerFactory,
         enter: Callable[[nn.Module, torch.optim.Optimizer], Any],
-        close: Callable[[], None],
+        replica: _Replica,
     ) -> None:
         super().__init__(model, optimizer)
         self._context = enter(model, self.optimizer)
         self._context.__enter__()
-        self._close = close
+        self._replica = replica
+        self._num_steps = 0
+
+    def step(self, loss: Loss) -> None:
+        """See `Contender`."""
+        super().step(loss)
+        self._num_steps += 1
 
     def close(self) -> None:
-        """See `Contender`."""
+        """End the context and the servers.
+
+        Raises:
+            RuntimeError: an average has failed, which torchft keeps to itself.
+        """
+        num_averages = self._replica.manager.current_step()
         self._context.__exit__(None, None, None)
-        self._close()
+        self._replica.close()
+        if num_averages != self._num_steps // PERIOD:
+            raise RuntimeError(
+                f"got {num_averages} averages in {self._num_steps} steps, expected one every {PERIOD}; torchft's log "
+                "says why"
+            )
 
 
 class _Replica:
@@ -154,7 +170,7 @@ def torchft_local() -> Make:
         def enter(m: nn.Module, inner: torch.optim.Optimizer) -> Any:
             return LocalSGD(replica.manager, m, inner, sync_every=PERIOD)
 
-        return _InContext(model, place.optimizer, enter, replica.close)
+        return _TorchFT(model, place.optimizer, enter, replica)
 
     return make
 
@@ -171,7 +187,7 @@ def torchft_diloco() -> Make:
             outer = torch.optim.SGD(m.parameters(), lr=0.7, momentum=0.9, nesterov=True)
             return DiLoCo(replica.manager, [m], inner, outer, sync_every=PERIOD, pin_memory=False)
 
-        return _InContext(model, place.optimizer, enter, replica.close)
+        return _TorchFT(model, place.optimizer, enter, replica)
 
     return make
 

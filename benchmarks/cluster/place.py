@@ -28,6 +28,7 @@ class Place:
         store: that all share; over the network that is not shaped.
         number: of the trial, so that no port is used twice.
         timeout: for every wait.
+        num_steps: that are planned.
         learning_rate: of the optimizer, which is the same for every method.
     """
 
@@ -37,7 +38,8 @@ class Place:
     store: dist.Store
     number: int
     timeout: timedelta
-    learning_rate: float = 1e-3
+    num_steps: int
+    learning_rate: float
 
     @property
     def world_size(self) -> int:

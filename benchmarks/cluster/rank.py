@@ -63,7 +63,9 @@ def _answer(
         job = kind.from_message(message)
         own_store = dist.PrefixStore(f"{job.number}", store)
         limit = timedelta(seconds=job.limit_seconds)
-        return body(job, Place(rank, addresses, controls, own_store, job.number, limit, job.learning_rate))
+        return body(
+            job, Place(rank, addresses, controls, own_store, job.number, limit, job.num_steps, job.learning_rate)
+        )
     except Exception as error:  # noqa: BLE001 (a row of the table; whoever started this process then ends it)
         traceback.print_exc()
         return {"error": last_line(error)}

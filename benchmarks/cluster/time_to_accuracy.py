@@ -1,15 +1,15 @@
 """Time to a fixed accuracy: steps of real training times seconds per step of the emulated cluster.
 
-    .venv-cluster/bin/python -m benchmarks.cluster.time_to_accuracy --target 60 \
-        --accuracy runs/accuracy/accuracy.csv runs/accuracy-stragglers/accuracy.csv \
+    .venv-cluster/bin/python -m benchmarks.cluster.time_to_accuracy --target 55 \
+        --accuracy runs/accuracy/accuracy.csv runs/accuracy-0.1/accuracy.csv \
         --cells runs/cluster/cluster.csv runs/stragglers/cluster.csv
 
 The two are measured apart, with models of different sizes, and multiplied: the table says what a task that needs so
-many steps would take on those links. What a method computes does not depend on the links; of asynchronous methods it
-depends on the stragglers, so theirs count only in cells with the same chance of one.
+many steps would take on those links. What a lockstep method computes depends on neither links nor pace, so its steps
+count in every cell with as many hosts; an asynchronous one's only in the cell that it was trained in.
 
 Steps are the first at which the accuracy, between evaluations along a line, reaches the target: the median over
-repeats, with the best of the learning rates that were tried.
+repeats, with the best of the learning rates that were tried. A repeat that failed never reaches it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from pathlib import Path
 import pandas as pd
 import tyro
 
-from benchmarks.cluster.methods import BOUND, METHODS
-from benchmarks.cluster.table import medians
+from benchmarks.cluster import accuracy
+from benchmarks.cluster.methods import METHODS, OTHERS, OURS
+from benchmarks.cluster.table import COLUMNS, medians
+from visualization.tables import read_columns
 
-CELL = ["hosts", "rate_gbit", "num_parameters", "planned_ms", "straggle_chance", "slow_host", "slow_link_share"]
-"""The columns of cluster.csv that make a column here."""
-PEERS = ("hand", "ddp", "post-local", "decent", "torchft", "hivemind", "slowmo")
-"""What the names of methods that are not ours begin with."""
+DELAYS = ["spread", "straggle_chance", "slow_factor", "slow_host"]
+CELL = ["hosts", "rate_gbit", "num_parameters", "planned_ms", *DELAYS, "slow_link_share"]
+"""The columns of both CSVs that make a column here."""
+RUN = ["method", *CELL, "learning_rate"]
+"""The columns of accuracy.csv that repeats have in common."""
 
 
 @dataclass(frozen=True)
@@ -38,49 +41,67 @@ class Options:
     """Of `benchmarks.cluster.accuracy`."""
     cells: tuple[Path, ...]
     """cluster.csv files, of `benchmarks.cluster`."""
-    target: float = 60.0
+    target: float = 55.0
     """In per cent."""
 
+    def __post_init__(self) -> None:
+        if not 0 < self.target <= 100:
+            raise ValueError(f"got target={self.target}, expected more than 0 and at most 100 per cent; see --help")
+
     def main(self) -> None:
-        """Print the table."""
-        trained = pd.concat([pd.read_csv(path) for path in self.accuracy], ignore_index=True)
-        timed = pd.concat([pd.read_csv(path) for path in self.cells], ignore_index=True)
-        print(markdown(times(steps_to(trained, self.target), seconds_per_step(timed)), self.target))
+        """Print the tables."""
+        trained = _read(self.accuracy, accuracy.COLUMNS, source="benchmarks.cluster.accuracy")
+        if trained["batch_size"].nunique() > 1:
+            sizes = ", ".join(str(size) for size in sorted(trained["batch_size"].unique()))
+            raise ValueError(f"got batches of {sizes} images, expected one size: a step is a batch; see --accuracy")
+        seconds = seconds_per_step(_read(self.cells, COLUMNS, source="benchmarks.cluster"))
+        print(markdown(times(steps_to(trained, self.target), seconds), self.target))
+        print(f"\nMilliseconds per step, of all ranks together:\n\n{paces(seconds)}")
+
+
+def _read(paths: Sequence[Path], columns: Sequence[str], *, source: str) -> pd.DataFrame:
+    """The rows of all files, with the titles that methods have now.
+
+    Raises:
+        ValueError: a file has other columns, no rows, or methods that are not there.
+    """
+    parts = []
+    for path in paths:
+        rows = read_columns(path, columns, source=source)
+        if unknown := set(rows["method"]) - set(METHODS):
+            raise ValueError(f"got {path} with the methods {', '.join(sorted(unknown))}, expected some of METHODS")
+        parts.append(rows.assign(title=rows["method"].map(lambda name: METHODS[name].title)))
+    return pd.concat(parts, ignore_index=True)
 
 
 def steps_to(trained: pd.DataFrame, target: float) -> pd.DataFrame:
-    """How many steps every method takes.
+    """How many steps every method takes, trained as in a cell.
 
     Args:
         trained: rows of accuracy.csv.
         target: accuracy in per cent.
 
     Returns:
-        A row per method and straggle_chance: num_steps (inf: not reached), learning_rate (the best), best (the highest
-        accuracy, with any), num_repeats.
+        A row per method and cell: num_steps (inf: not reached) and best (the highest accuracy, per cent), both with
+        the learning_rate that takes the fewest steps.
     """
-    trained = trained[trained["error"].isna()] if "error" in trained else trained
-    key = ["method", "straggle_chance", "learning_rate", "repeat"]
     runs = [
-        {**dict(zip(key, names)), "num_steps": _crossing(rows, target), "best": rows["accuracy"].max()}
-        for names, rows in trained.groupby(key, sort=False)
+        {**dict(zip(RUN, names)), "num_steps": _crossing(rows, target), "best": rows["accuracy"].max()}
+        for (*names, _, _), rows in trained.groupby([*RUN, "seed", "repeat"], sort=False)
     ]
-    groups = pd.DataFrame(runs).groupby(key[:3], sort=False)
-    rates = groups.agg(num_steps=("num_steps", "median"), best=("best", "max"), num_repeats=("repeat", "size"))
-    rates = rates.reset_index().sort_values(["num_steps", "best"], ascending=[True, False], kind="stable")
-    chosen = rates.groupby(key[:2], sort=False).first().reset_index()
-    chosen["best"] = rates.groupby(key[:2], sort=False)["best"].max().to_numpy()
-    return chosen
+    rates = pd.DataFrame(runs).groupby(RUN, sort=False)[["num_steps", "best"]].median().reset_index()
+    rates = rates.sort_values(["num_steps", "best"], ascending=[True, False], kind="stable")
+    return rates.drop_duplicates(["method", *CELL])
 
 
 def _crossing(rows: pd.DataFrame, target: float) -> float:
     """The steps at which the accuracy first reaches the target; inf: it does not."""
-    steps, accuracy = 0.0, 0.0
+    steps, last = 0.0, 0.0
     for point in rows.sort_values("num_steps").itertuples():
         if point.accuracy >= target:
-            share = (target - accuracy) / (point.accuracy - accuracy)
+            share = (target - last) / (point.accuracy - last)
             return float(steps + share * (point.num_steps - steps))
-        steps, accuracy = point.num_steps, point.accuracy
+        steps, last = point.num_steps, point.accuracy
     return float("inf")
 
 
@@ -102,27 +123,50 @@ def seconds_per_step(timed: pd.DataFrame) -> pd.DataFrame:
 
 
 def times(steps: pd.DataFrame, seconds: pd.DataFrame) -> pd.DataFrame:
-    """Seconds to the target, a row per method, a column per cell beside those of `steps_to`; NaN: not both measured.
+    """Seconds to the target: a row per method; a column per cell, NaN where it was not trained for it or not timed.
 
     Args:
         steps: of `steps_to`.
         seconds: of `seconds_per_step`.
+
+    Returns:
+        Beside the cells: num_steps, best and learning_rate of lockstep methods; NaN of the others.
     """
-    even = steps[steps["straggle_chance"] == 0].set_index("method")
-    table = even[["num_steps", "best", "learning_rate"]].copy()
-    by_method = {key: rows.set_index("method")["num_steps"] for key, rows in steps.groupby("straggle_chance")}
-    for cell, rows in seconds.groupby(CELL, sort=False):
-        own = dict(zip(CELL, cell))
-        counts = {
-            method: by_method.get(own["straggle_chance"] if METHODS[method].is_asynchronous else 0.0, {}).get(method)
-            for method in table.index
-        }
-        paces = rows.set_index("method")["seconds"]
-        table[label(own)] = [
-            counts[method] * paces[method] if counts[method] is not None and method in paces else float("nan")
-            for method in table.index
+    is_asynchronous = steps["method"].map(lambda name: METHODS[name].is_asynchronous)
+    lockstep = steps[~is_asynchronous].drop_duplicates(["method", "hosts"])
+    joined = pd.concat(
+        [
+            seconds.merge(lockstep[["method", "hosts", "num_steps"]], on=["method", "hosts"]),
+            seconds.merge(steps.loc[is_asynchronous, ["method", *CELL, "num_steps"]], on=["method", *CELL]),
         ]
-    return table
+    )
+    joined["cell"] = _labels(joined)
+    joined["time"] = joined["num_steps"] * joined["seconds"]
+    table = joined.pivot(index="method", columns="cell", values="time").reindex(columns=dict.fromkeys(_labels(seconds)))
+    kept = lockstep.set_index("method")[["num_steps", "best", "learning_rate"]]
+    return kept.join(table, how="outer")
+
+
+def _labels(cells: pd.DataFrame) -> list[str]:
+    return [label(dict(zip(CELL, cell))) for cell in cells[CELL].itertuples(index=False)]
+
+
+def paces(seconds: pd.DataFrame) -> str:
+    """Milliseconds per step, a row per method, a column per cell.
+
+    Args:
+        seconds: of `seconds_per_step`.
+    """
+    heads = _labels(seconds)
+    table = seconds.assign(cell=heads).pivot(index="method", columns="cell", values="seconds")[
+        list(dict.fromkeys(heads))
+    ]
+    lines = [f"| method | {' | '.join(table.columns)} |", "|---|" + "---:|" * len(table.columns)]
+    lines += [
+        f"| {METHODS[str(method)].title} | {' | '.join(_number(1e3 * value) for value in row)} |"
+        for method, row in table.sort_values(table.columns[0]).iterrows()
+    ]
+    return "\n".join(lines)
 
 
 def label(cell: dict[str, float]) -> str:
@@ -133,18 +177,15 @@ def label(cell: dict[str, float]) -> str:
         f"{cell['rate_gbit']:g} Gbit/s" if cell["rate_gbit"] else "links not shaped",
         f"compute {cell['planned_ms']:g} ms",
     ]
+    if cell["spread"]:
+        parts.append(f"spread {cell['spread']:g}")
     if cell["straggle_chance"]:
-        parts.append(f"{cell['straggle_chance']:.0%} stragglers")
+        parts.append(f"{100 * cell['straggle_chance']:g} % stragglers {cell['slow_factor']:g} times slower")
     if cell["slow_host"] > 1:
         parts.append(f"a host {cell['slow_host']:g} times slower")
     if cell["slow_link_share"]:
         parts.append(f"a link of {cell['slow_link_share']:.0%}")
     return ", ".join(parts)
-
-
-def is_ours(method: str) -> bool:
-    """Whether it is a wrapper of this library."""
-    return method != BOUND and not method.startswith(PEERS)
 
 
 def markdown(table: pd.DataFrame, target: float) -> str:
@@ -160,18 +201,13 @@ def markdown(table: pd.DataFrame, target: float) -> str:
         "|---|" + "---:|" * (3 + len(cells)),
     ]
     for method, row in table.sort_values(["num_steps", "best"], ascending=[True, False]).iterrows():
-        values = [_number(row["num_steps"], 0), *(_number(row[cell], 0) for cell in cells)]
-        lines.append(
-            f"| {METHODS[str(method)].title} | {row['best']:.1f} | {row['learning_rate']:g} | {' | '.join(values)} |"
-        )
-    for name, chosen in (("ours", [m for m in table.index if is_ours(m)]), ("others", _others(table.index))):
-        best = [_fastest(table.loc[chosen, cell]) for cell in cells]
+        values = [_number(row["best"], digits=1), _number(row["learning_rate"], digits=2), _number(row["num_steps"])]
+        values += [_number(row[cell]) for cell in cells]
+        lines.append(f"| {METHODS[str(method)].title} | {' | '.join(values)} |")
+    for name, methods in (("ours", OURS), ("the others", OTHERS)):
+        best = [_fastest(table.loc[table.index.isin(list(methods)), cell]) for cell in cells]
         lines.append(f"| fastest of {name} | | | | {' | '.join(best)} |")
     return "\n".join(lines)
-
-
-def _others(methods: Sequence[str]) -> list[str]:
-    return [method for method in methods if method != BOUND and not is_ours(method)]
 
 
 def _fastest(seconds: pd.Series) -> str:
@@ -179,7 +215,7 @@ def _fastest(seconds: pd.Series) -> str:
     return f"{METHODS[str(finite.idxmin())].title} {finite.min():.0f}" if len(finite) else "none"
 
 
-def _number(value: float, digits: int) -> str:
+def _number(value: float, *, digits: int = 0) -> str:
     if pd.isna(value):
         return ""
     return "never" if value == float("inf") else f"{value:.{digits}f}"

@@ -29,28 +29,46 @@ class Training(Job):
 
     Args:
         num_steps: of each rank, or rounds, where a method counts those.
-        compute_seconds: that a step is taken to compute; only what a straggler takes longer is waited.
+        compute_seconds: that a forward pass is made to take, times the step's delay, as the whole of a step's compute
+            is waited there; the real backward pass comes on top. 0: as long as it takes, without delays.
         images: folder of what `decode` of images.py writes.
         batch_size: of each rank.
+        num_parameters: of the model at least, most of which are ballast then: so much travels.
         evaluate_every: steps from one evaluation to the next.
         seed: of the first parameters and of the order of the images.
     """
 
     images: str
     batch_size: int
+    num_parameters: float
     evaluate_every: int
     seed: int
 
 
-def network(seed: int) -> nn.Module:
-    """Three convolutions and a linear layer, 26,000 parameters; without normalisation, of which methods average
+class SmallNetwork(nn.Module):
+    """Three convolutions and a linear layer, 26,154 parameters; without normalisation, of which methods average
     statistics in different ways.
+
+    Args:
+        seed: of the parameters.
+        num_parameters: more than the layers have are ballast, which travels and has gradients of zero.
     """
-    torch.manual_seed(seed)
-    layers: list[nn.Module] = []
-    for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * (SIZE // 8) ** 2, NUM_CLASSES))
+
+    def __init__(self, seed: int, num_parameters: float = 0.0) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
+                layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * (SIZE // 8) ** 2, NUM_CLASSES))
+        num_ballast = int(num_parameters) - sum(p.numel() for p in self.layers.parameters())
+        self.ballast = nn.Parameter(torch.zeros(num_ballast)) if num_ballast > 0 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images, float32 (N, 3, SIZE, SIZE) -> float32 (N, NUM_CLASSES)."""
+        logits: Tensor = self.layers(x)
+        return logits if self.ballast is None else logits + 0.0 * self.ballast.sum()
 
 
 class Images:
@@ -76,7 +94,13 @@ class Images:
         return torch.from_numpy(pixels).float().div_(127.5).sub_(1.0), torch.from_numpy(self._labels[indices])
 
     def batches(self, rank: int, world_size: int, *, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of a rank, for ever: every epoch it gets another share, no image is two ranks'."""
+        """Of a rank, for ever: every epoch it gets another share, no image is two ranks'.
+
+        Raises:
+            ValueError: a rank's share is less than a batch.
+        """
+        if len(self) // world_size < size:
+            raise ValueError(f"got {len(self)} images for {world_size} ranks, expected at least {size} for each")
         epoch = 0
         while True:
             order = np.random.default_rng([seed, epoch]).permutation(len(self))
@@ -91,9 +115,13 @@ class Images:
 def train(training: Training, place: Place) -> dict[str, Any]:
     """Train as this rank; collective.
 
+    A model is evaluated as it stands after the step: where an average comes at the end of a step, right after it; in
+    our wrappers, which average at the beginning of the next, one local step later; with what was in flight applied in
+    ours, as evaluation mode does, and not in those of others.
+
     Returns:
         Of this rank, a list each: num_steps (its own, when it evaluated), num_correct and num_tested (of its share of
-        the test images, by its own model), and mean_loss (of its steps since the last evaluation).
+        the test images, by its own model), and mean_loss and mean_seconds (of its steps since the last evaluation).
     """
     method = METHODS[training.method]
     folder = Path(training.images)
@@ -103,30 +131,36 @@ def train(training: Training, place: Place) -> dict[str, Any]:
     test = Images(folder, "test")
     own_test = np.arange(place.rank, len(test), place.world_size)
     place.join()
-    contender = method.make(network(training.seed), place)
-    curve: dict[str, list[float]] = {"num_steps": [], "num_correct": [], "num_tested": [], "mean_loss": []}
+    contender = method.make(SmallNetwork(training.seed, training.num_parameters), place)
+    curve: dict[str, list[float]] = {
+        name: [] for name in ("num_steps", "num_correct", "num_tested", "mean_loss", "mean_seconds")
+    }
     losses: list[float] = []
+    seconds: list[float] = []
 
     def loss(model: nn.Module) -> Tensor:
+        factor = training.delays.factor(place.rank, num_own_steps, num_hosts=place.world_size)
+        end = time.perf_counter() + factor * training.compute_seconds
         images, labels = next(batches)
         value = F.cross_entropy(model(images), labels)
         losses.append(value.item())
+        time.sleep(max(end - time.perf_counter(), 0.0))
         return value
 
     num_own_steps, due = 0, training.evaluate_every
     while (progress := contender.progress(num_own_steps)) < training.num_steps:
         contender.set_learning_rate(training.learning_rate * (1 - progress / training.num_steps))
+        start = time.perf_counter()
         contender.step(loss)
-        factor = training.delays.factor(place.rank, num_own_steps, num_hosts=place.world_size)
-        time.sleep(max(factor - 1.0, 0.0) * training.compute_seconds)
+        seconds.append(time.perf_counter() - start)
         num_own_steps += 1
-        progress = contender.progress(num_own_steps)
-        if progress >= due:
+        if contender.progress(num_own_steps) >= due:
             curve["num_steps"].append(num_own_steps)
             curve["num_correct"].append(_num_correct(contender.model, test, own_test))
             curve["num_tested"].append(len(own_test))
-            curve["mean_loss"].append(sum(losses) / len(losses))
-            losses.clear()
+            for name, values in (("mean_loss", losses), ("mean_seconds", seconds)):
+                curve[name].append(sum(values) / len(values))
+                values.clear()
             due += training.evaluate_every
     place.leave(contender.close)
     return curve
