@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .flat_layout import PIECE_BYTES, FlatLayout, Part, Segment
 
-CACHED_BYTES = 1 << 18  # of each of two vectors that are gone over twice at a time: the second time from cache
+CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a block that is gone over twice, then from cache
 CHUNK = 1 << 18  # elements mixed at a time where the storage is narrower than float32: the scratch stays in cache
 
 
@@ -148,11 +148,10 @@ class FlatVector:
     def apply_and_refresh_(self, correction: FlatVector, *, alpha: float) -> None:
         """self <- self + alpha * correction, then correction <- self, without the weights; of one layout.
 
-        As `add_segments_` and a copy, to the bit, but in blocks that are still in cache when they are copied: two
-        thirds of the time.
+        As `add_segments_` and a copy, to the bit, but in blocks that are still in cache when they are copied.
         """
         for x, y in zip(self.segments, correction.segments, strict=True):
-            size = CACHED_BYTES // x.element_size()
+            size = torch.get_num_threads() * CACHED_BYTES // x.element_size()
             for block, other in zip(x.split(size), y.split(size), strict=True):
                 add_(block, other, alpha=alpha)
                 other.copy_(block)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import count, islice
 from pathlib import Path
@@ -16,21 +17,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torch import Tensor, nn
 
 from benchmarks.cluster.accuracy import COLUMNS as accuracy_columns
 from benchmarks.cluster.accuracy import EVALUATE_EVERY, Accuracy, curve
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.images import decode
 from benchmarks.cluster.job import Job
-from benchmarks.cluster.methods import METHODS, require_methods
+from benchmarks.cluster.methods import METHODS, Method, require_methods
 from benchmarks.cluster.peers import PERIOD
 from benchmarks.cluster.place import Place
 from benchmarks.cluster.processes import Fleet, Processes, TrialError
-from benchmarks.cluster.table import frame, rows_of
+from benchmarks.cluster.table import failed_row, frame, rows_of
 from benchmarks.cluster.time_to_accuracy import Options, markdown, paces, seconds_per_step, steps_to, times
 from benchmarks.cluster.training import SIZE, Images, SmallNetwork, Training, train
 from benchmarks.cluster.trials import Trial
-from benchmarks.contenders import Contender, Loss
+from benchmarks.contenders import Contender, Loss, Wrapped
 from tests.test_cluster import ROOT, answer, cannot_make_namespaces
 
 # Images.
@@ -56,7 +58,9 @@ def test_decoded_images_are_those_of_the_folder(folder: Path, tmp_path: Path) ->
     assert labels.tolist() == [0, 0, 1, 1, 2, 2]
     expected = torch.tensor([[80 * label, 10 * index, 255] for label in range(3) for index in range(2)]) / 127.5 - 1
     torch.testing.assert_close(x, expected[:, :, None, None].expand_as(x))
-    assert SmallNetwork(0)(x).shape == (6, 10)
+    network = SmallNetwork(0)
+    assert network(x).shape == (6, 10)
+    assert sum(p.numel() for p in network.parameters()) == SmallNetwork.NUM_PARAMETERS
 
 
 def test_a_folder_without_splits_is_refused(tmp_path: Path) -> None:
@@ -111,7 +115,8 @@ def test_methods_are_there_and_named_once(names: tuple[str, ...]) -> None:
         ({"steps": 0}, "expected steps, batch_size and repeats >= 1"),
         ({"learning_rates": (0.1, -1.0)}, "expected some above 0, each once"),
         ({"learning_rates": (0.1, 0.1)}, "expected some above 0, each once"),
-        ({"rate": 1e-6}, "--rates is in Gbit/s"),
+        ({"parameters": 100.0}, "expected 0 or at least 26154"),
+        ({"rate": 1e-6}, "options are in Gbit/s"),
         ({"straggle_chance": 0.1}, "compute=0, of which there is no multiple"),
         ({"straggle_chance": 2.0, "compute": 1.0}, "a straggle_chance from 0 to 1"),
     ],
@@ -171,7 +176,15 @@ def trained(
 ) -> pd.DataFrame:
     """An evaluation every 40 steps; none: it failed."""
     points = [{"num_steps": 40.0 * (k + 1), "accuracy": value} for k, value in enumerate(accuracy)]
-    own = {**cell, "method": method, "learning_rate": rate, "repeat": repeat, "seed": 0, "batch_size": 8}
+    own = {
+        **cell,
+        "method": method,
+        "learning_rate": rate,
+        "repeat": repeat,
+        "seed": 0,
+        "batch_size": 8,
+        "planned_steps": 120,
+    }
     failed = [{"num_steps": np.nan, "accuracy": np.nan, "error": "no"}]
     return pd.DataFrame([{**point, **own} for point in points or failed], columns=list(accuracy_columns))
 
@@ -252,7 +265,16 @@ def test_a_table_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(ValueError, match="with the methods gone, expected some of METHODS"):
         Options((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",)).main()
     pd.concat([rows, rows.assign(batch_size=16)]).to_csv(tmp_path / "accuracy.csv", index=False)
-    with pytest.raises(ValueError, match="got batches of 8, 16 images, expected one size"):
+    with pytest.raises(ValueError, match="got trainings with batch_size of 8, 16, expected one"):
+        Options((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",)).main()
+    rows.to_csv(tmp_path / "accuracy.csv", index=False)
+    frame(cluster_rows("ddp", 500)).to_csv(tmp_path / "cluster.csv", index=False)
+    with pytest.raises(ValueError, match=r"got the same runs of ddp, sgp twice, .*; see --accuracy"):
+        Options((tmp_path / "accuracy.csv",) * 2, (tmp_path / "cluster.csv",)).main()
+    with pytest.raises(ValueError, match=r"got the same runs of ddp twice, .*; see --cells"):
+        Options((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",) * 2).main()
+    frame([failed_row({**EVEN, "method": "ddp", "repeat": 0}, "no")]).to_csv(tmp_path / "cluster.csv", index=False)
+    with pytest.raises(ValueError, match="got no trial with a time"):
         Options((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",)).main()
     with pytest.raises(ValueError, match="got target=0"):
         Options((), (), target=0)
@@ -261,6 +283,15 @@ def test_a_table_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 # Trainings.
 
 
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """The default process group is this test's."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("own_group")
 @pytest.mark.parametrize("method", ["ddp", "post-local", "sgp", "osgp"])
 def test_a_rank_alone_learns_and_its_rate_falls(
     method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -298,6 +329,7 @@ def recorded(step: Callable[[Contender, Loss], None], rates: list[float]) -> Cal
     return recording
 
 
+@pytest.mark.usefixtures("own_group")
 def test_post_local_averages_before_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60), 40, 0.1)
     place.join()
@@ -316,6 +348,41 @@ def test_post_local_averages_before_an_evaluation(monkeypatch: pytest.MonkeyPatc
 
 
 serials = count()
+
+
+class Slow(nn.Module):
+    """A wrapper that waits for its peers before the forward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        time.sleep(0.2)
+        return self.module(x)
+
+
+@pytest.mark.usefixtures("own_group")
+def test_compute_is_waited_on_top_of_rounds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode(folder, tmp_path / "arrays")
+    slow = Method("slow", lambda model, place: Wrapped(model, place.optimizer, wrap=Slow))
+    monkeypatch.setattr("benchmarks.cluster.training.METHODS", {"slow": slow})
+    training = Training(
+        method="slow",
+        number=0,
+        num_steps=2,
+        compute_seconds=0.1,
+        delays=Delays(straggle_chance=1.0, slow_factor=2.0),
+        learning_rate=0.1,
+        limit_seconds=60.0,
+        images=str(tmp_path / "arrays"),
+        batch_size=12,
+        num_parameters=0.0,
+        evaluate_every=2,
+        seed=0,
+    )
+    place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60), 0, 0.1)
+    assert train(training, place)["mean_seconds"][0] >= 0.4
 
 
 class Ranks:

@@ -37,6 +37,7 @@ from gossip_modules import (
     select_graph,
 )
 from gossip_modules.flat_layout import PIECE_ALIGNMENT, PIECE_BYTES, FlatLayout, Part
+from gossip_modules.overlap_engine import _Filling
 from gossip_modules.staging import MAX_STAGED, Staging
 from tests.problems import fill_, loss_of, sgd, train
 from tests.ranks import CPU, TIMEOUT, HangUp, assert_no_gossip_threads, run_ranks, solo_group
@@ -182,6 +183,22 @@ def test_apply_and_refresh_is_an_addition_and_a_copy(
     assert torch.equal(x.raw, expected.raw)
     assert torch.equal(correction.raw, expected.raw)
     assert (x.weight, correction.weight) == weights
+
+
+def test_ever_more_pieces_are_filled_between_two_posts() -> None:
+    layout = FlatLayout.of([(torch.float32, 12 * PIECE // 4)])
+    x, s = random_vector(0, layout), random_vector(1, layout)
+    expected = x.clone().add_(s, alpha=0.5)
+    pieces = tuple(zip(x.pieces(PIECE), s.pieces(PIECE), strict=True))
+    counts = []
+    with _Filling(x, s, pieces, alpha=0.5) as filling:
+        for k in range(5):
+            filling.fill(k)
+            counts.append(filling._num_done)
+        assert filling._is_done.is_set(), "training goes on"
+    assert counts == [1, 3, 7, 12, 12]
+    assert_same_bits(x, expected)
+    assert torch.equal(s.raw, x.raw)
 
 
 # Rounds.

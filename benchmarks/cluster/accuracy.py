@@ -11,7 +11,8 @@ zero over --steps. Accuracy is that of each rank's own model on its share of the
 What lockstep methods compute does not depend on links and pace: they train as fast as they can over links that are not
 shaped, and that counts for every cell. What asynchronous methods compute does: on slow links they skip exchanges. So
 each cell needs a training of theirs, with its links, its delays, its compute time (waited in the forward pass) and as
-many parameters, most of them ballast; it must run alone on its machine.
+many parameters, most of them ballast; it must run alone on its machine. For cells with a spread, a slow host or a slow
+link there is none yet.
 
 --data is a folder with train/ and test/, in each a folder per class. --out gets accuracy.csv, a row per evaluation;
 `python -m benchmarks.cluster.time_to_accuracy` joins it with seconds per step.
@@ -36,13 +37,13 @@ from benchmarks.cluster.methods import METHODS, require_methods
 from benchmarks.cluster.namespaces import ClusterUnavailableError
 from benchmarks.cluster.network import MAX_HOSTS, MIN_HOSTS, Links, Network
 from benchmarks.cluster.processes import Fleet, TrialError
-from benchmarks.cluster.training import SPLITS, Images, Training
+from benchmarks.cluster.training import SPLITS, Images, SmallNetwork, Training
 
 EVALUATE_EVERY = 40
 """Steps; a multiple of all periods, so that methods that average now and then have just done so."""
 COLUMNS = (
     *("method", "title", "hosts", "rate_gbit", "num_parameters", "planned_ms", "spread", "straggle_chance"),
-    *("slow_factor", "slow_host", "slow_link_share", "batch_size", "learning_rate", "repeat", "seed"),
+    *("slow_factor", "slow_host", "slow_link_share", "batch_size", "planned_steps", "learning_rate", "repeat", "seed"),
     *("num_steps", "accuracy", "worst_accuracy", "mean_loss", "mean_step_ms", "error"),
 )
 """Of the CSV. num_steps: mean over ranks; accuracy: per cent, of all ranks' own models; worst_accuracy: of the rank
@@ -93,6 +94,10 @@ class Accuracy:
             raise ValueError(f"got learning_rates={rates}, expected some above 0, each once; see --help")
         if self.straggle_chance and not self.compute:
             raise ValueError(f"got straggle_chance={self.straggle_chance} and compute=0, of which there is no multiple")
+        if not (self.parameters == 0 or SmallNetwork.NUM_PARAMETERS <= self.parameters < math.inf):
+            raise ValueError(
+                f"got parameters={self.parameters}, expected 0 or at least {SmallNetwork.NUM_PARAMETERS}: so many learn"
+            )
         self._delays(0)
         Links(self.rate * 1e9)
 
@@ -116,7 +121,7 @@ class Accuracy:
             images=str(images),
             batch_size=self.batch_size,
             evaluate_every=EVALUATE_EVERY,
-            seed=self.seed + repeat,
+            seed=1000 * self.seed + repeat,
         )
 
     def _most_seconds(self) -> float:
@@ -156,6 +161,7 @@ class Accuracy:
                     "planned_ms": self.compute,
                     "slow_link_share": 0.0,
                     "batch_size": self.batch_size,
+                    "planned_steps": training.num_steps,
                     "learning_rate": rate,
                     "repeat": repeat,
                     "seed": self.seed,

@@ -33,6 +33,11 @@ class Job:
     learning_rate: float = 1e-3
     limit_seconds: float
 
+    @property
+    def num_warm_steps(self) -> int:
+        """See `Place`."""
+        return 0
+
     def as_message(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {"kind": type(self).__name__, **asdict(self)}

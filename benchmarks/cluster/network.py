@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -48,10 +49,10 @@ class Links:
 
     def __post_init__(self) -> None:
         slowest = self.rate * (self.slow_share or 1.0)
-        if not (self.rate == 0 or slowest >= MIN_RATE) or not 0 <= self.slow_share <= 1:
+        if not (self.rate == 0 or MIN_RATE <= slowest < math.inf) or not 0 <= self.slow_share <= 1:
             raise ValueError(
                 f"got a rate of {self.rate:g} bit/s and slow_share={self.slow_share}, the slowest link {slowest:g} "
-                f"bit/s, expected 0 or at least {MIN_RATE:g} for each link, and a share of at most 1; --rates is in "
+                f"bit/s, expected 0 or at least {MIN_RATE:g} for each link, and a share of at most 1; options are in "
                 "Gbit/s"
             )
 

@@ -41,7 +41,7 @@ def ddp_fp16() -> Make:
 
 
 def ddp_power_sgd() -> Make:
-    """With gradients of low rank, but for the first tenth of the steps, which torch's documentation advises.
+    """With gradients of low rank, but for the first tenth of a training, which torch's documentation advises.
 
     In one bucket: the hook starts a collective when another has ended, and over Gloo those of several buckets meet in
     another order on each rank, which ends the process.
@@ -51,7 +51,7 @@ def ddp_power_sgd() -> Make:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
         contender = DDP(model, place.optimizer, bucket_cap_mb=10_000)
-        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=max(2, place.num_steps // 10))
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=max(2, place.num_warm_steps))
         contender.replica.register_comm_hook(state, powerSGD_hook)
         return contender
 
@@ -109,6 +109,7 @@ class _TorchFT(Contender):
         Raises:
             RuntimeError: an average has failed, which torchft keeps to itself.
         """
+        # A replica that heals counts as the others, but here none can: nobody serves checkpoints.
         num_averages = self._replica.manager.current_step()
         self._context.__exit__(None, None, None)
         self._replica.close()

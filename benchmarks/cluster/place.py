@@ -28,7 +28,7 @@ class Place:
         store: that all share; over the network that is not shaped.
         number: of the trial, so that no port is used twice.
         timeout: for every wait.
-        num_steps: that are planned.
+        num_warm_steps: in which a method may do without what it saves, where it asks for that.
         learning_rate: of the optimizer, which is the same for every method.
     """
 
@@ -38,7 +38,7 @@ class Place:
     store: dist.Store
     number: int
     timeout: timedelta
-    num_steps: int
+    num_warm_steps: int
     learning_rate: float
 
     @property

@@ -64,7 +64,7 @@ def _answer(
         own_store = dist.PrefixStore(f"{job.number}", store)
         limit = timedelta(seconds=job.limit_seconds)
         return body(
-            job, Place(rank, addresses, controls, own_store, job.number, limit, job.num_steps, job.learning_rate)
+            job, Place(rank, addresses, controls, own_store, job.number, limit, job.num_warm_steps, job.learning_rate)
         )
     except Exception as error:  # noqa: BLE001 (a row of the table; whoever started this process then ends it)
         traceback.print_exc()

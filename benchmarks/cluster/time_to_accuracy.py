@@ -9,7 +9,8 @@ many steps would take on those links. What a lockstep method computes depends on
 count in every cell with as many hosts; an asynchronous one's only in the cell that it was trained in.
 
 Steps are the first at which the accuracy, between evaluations along a line, reaches the target: the median over
-repeats, with the best of the learning rates that were tried. A repeat that failed never reaches it.
+repeats, with the best of the learning rates that were tried. A repeat that failed never reaches it. Every step counts
+for what timed steps take, though PowerSGD's first tenth sends whole gradients.
 """
 
 from __future__ import annotations
@@ -51,10 +52,21 @@ class Options:
     def main(self) -> None:
         """Print the tables."""
         trained = _read(self.accuracy, accuracy.COLUMNS, source="benchmarks.cluster.accuracy")
-        if trained["batch_size"].nunique() > 1:
-            sizes = ", ".join(str(size) for size in sorted(trained["batch_size"].unique()))
-            raise ValueError(f"got batches of {sizes} images, expected one size: a step is a batch; see --accuracy")
-        seconds = seconds_per_step(_read(self.cells, COLUMNS, source="benchmarks.cluster"))
+        for column in ("hosts", "batch_size", "planned_steps"):
+            if trained[column].nunique() > 1:
+                values = ", ".join(f"{value:g}" for value in sorted(trained[column].unique()))
+                raise ValueError(f"got trainings with {column} of {values}, expected one: see --accuracy")
+        timed = _read(self.cells, COLUMNS, source="benchmarks.cluster")
+        for rows, key, option in (
+            (trained, [*RUN, "seed", "repeat", "num_steps"], "--accuracy"),
+            (timed[timed["error"].isna()], ["method", *CELL, "repeat", "rank"], "--cells"),
+        ):
+            if (twice := rows.duplicated(key)).any():
+                names = ", ".join(sorted(set(rows.loc[twice, "method"])))
+                raise ValueError(f"got the same runs of {names} twice, expected each in one file; see {option}")
+        seconds = seconds_per_step(timed)
+        if seconds.empty:
+            raise ValueError("got no trial with a time, expected one at least; see --cells, and its column error")
         print(markdown(times(steps_to(trained, self.target), seconds), self.target))
         print(f"\nMilliseconds per step, of all ranks together:\n\n{paces(seconds)}")
 
@@ -70,7 +82,9 @@ def _read(paths: Sequence[Path], columns: Sequence[str], *, source: str) -> pd.D
         rows = read_columns(path, columns, source=source)
         if unknown := set(rows["method"]) - set(METHODS):
             raise ValueError(f"got {path} with the methods {', '.join(sorted(unknown))}, expected some of METHODS")
-        parts.append(rows.assign(title=rows["method"].map(lambda name: METHODS[name].title)))
+        rows["title"] = rows["method"].map(lambda name: METHODS[name].title)
+        rows.loc[rows["straggle_chance"] == 0, "slow_factor"] = 1.0  # without stragglers it says nothing
+        parts.append(rows)
     return pd.concat(parts, ignore_index=True)
 
 

@@ -44,6 +44,11 @@ class Training(Job):
     evaluate_every: int
     seed: int
 
+    @property
+    def num_warm_steps(self) -> int:
+        """See `Place`: a tenth."""
+        return self.num_steps // 10
+
 
 class SmallNetwork(nn.Module):
     """Three convolutions and a linear layer, 26,154 parameters; without normalisation, of which methods average
@@ -52,7 +57,12 @@ class SmallNetwork(nn.Module):
     Args:
         seed: of the parameters.
         num_parameters: more than the layers have are ballast, which travels and has gradients of zero.
+
+    Attributes:
+        start: of the last forward pass, by time.perf_counter(): after what a wrapper does before it.
     """
+
+    NUM_PARAMETERS = 26_154
 
     def __init__(self, seed: int, num_parameters: float = 0.0) -> None:
         super().__init__()
@@ -62,11 +72,13 @@ class SmallNetwork(nn.Module):
             for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
                 layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
             self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * (SIZE // 8) ** 2, NUM_CLASSES))
-        num_ballast = int(num_parameters) - sum(p.numel() for p in self.layers.parameters())
+        num_ballast = int(num_parameters) - self.NUM_PARAMETERS
+        self.start = 0.0
         self.ballast = nn.Parameter(torch.zeros(num_ballast)) if num_ballast > 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Images, float32 (N, 3, SIZE, SIZE) -> float32 (N, NUM_CLASSES)."""
+        self.start = time.perf_counter()
         logits: Tensor = self.layers(x)
         return logits if self.ballast is None else logits + 0.0 * self.ballast.sum()
 
@@ -131,7 +143,8 @@ def train(training: Training, place: Place) -> dict[str, Any]:
     test = Images(folder, "test")
     own_test = np.arange(place.rank, len(test), place.world_size)
     place.join()
-    contender = method.make(SmallNetwork(training.seed, training.num_parameters), place)
+    network = SmallNetwork(training.seed, training.num_parameters)
+    contender = method.make(network, place)
     curve: dict[str, list[float]] = {
         name: [] for name in ("num_steps", "num_correct", "num_tested", "mean_loss", "mean_seconds")
     }
@@ -139,12 +152,11 @@ def train(training: Training, place: Place) -> dict[str, Any]:
     seconds: list[float] = []
 
     def loss(model: nn.Module) -> Tensor:
-        factor = training.delays.factor(place.rank, num_own_steps, num_hosts=place.world_size)
-        end = time.perf_counter() + factor * training.compute_seconds
         images, labels = next(batches)
         value = F.cross_entropy(model(images), labels)
         losses.append(value.item())
-        time.sleep(max(end - time.perf_counter(), 0.0))
+        factor = training.delays.factor(place.rank, num_own_steps, num_hosts=place.world_size)
+        time.sleep(max(network.start + factor * training.compute_seconds - time.perf_counter(), 0.0))
         return value
 
     num_own_steps, due = 0, training.evaluate_every
