@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count, islice
 from pathlib import Path
@@ -291,6 +293,24 @@ def own_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def training_of(method: str, arrays: Path) -> Training:
+    """Two steps of half an epoch each, then an evaluation."""
+    return Training(
+        method=method,
+        number=0,
+        num_steps=2,
+        compute_seconds=0.0,
+        delays=Delays(),
+        learning_rate=0.1,
+        limit_seconds=60.0,
+        images=str(arrays),
+        batch_size=12,
+        num_parameters=0.0,
+        evaluate_every=2,
+        seed=0,
+    )
+
+
 @pytest.mark.usefixtures("own_group")
 @pytest.mark.parametrize("method", ["ddp", "post-local", "sgp", "osgp"])
 def test_a_rank_alone_learns_and_its_rate_falls(
@@ -299,23 +319,10 @@ def test_a_rank_alone_learns_and_its_rate_falls(
     decode(folder, tmp_path / "arrays")
     rates: list[float] = []
     monkeypatch.setattr(Contender, "step", recorded(Contender.step, rates))
-    training = Training(
-        method=method,
-        number=0,
-        num_steps=8,
-        compute_seconds=0.0,
-        delays=Delays(),
-        learning_rate=0.08,
-        limit_seconds=60.0,
-        images=str(tmp_path / "arrays"),
-        batch_size=12,
-        num_parameters=3e4,
-        evaluate_every=4,
-        seed=0,
-    )
-    place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60), 8, 0.08)
+    training = replace(training_of(method, tmp_path / "arrays"), num_steps=8, num_parameters=3e4, evaluate_every=4)
+    place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60), 0, 0.1)
     curve = train(training, place)
-    assert rates == pytest.approx([0.08 * (1 - k / 8) for k in range(8)])
+    assert rates == pytest.approx([0.1 * (1 - k / 8) for k in range(8)])
     assert curve["num_steps"] == [4, 8]
     assert curve["num_tested"] == [6, 6]
     assert curve["mean_loss"][1] < curve["mean_loss"][0]
@@ -367,20 +374,8 @@ def test_compute_is_waited_on_top_of_rounds(folder: Path, tmp_path: Path, monkey
     decode(folder, tmp_path / "arrays")
     slow = Method("slow", lambda model, place: Wrapped(model, place.optimizer, wrap=Slow))
     monkeypatch.setattr("benchmarks.cluster.training.METHODS", {"slow": slow})
-    training = Training(
-        method="slow",
-        number=0,
-        num_steps=2,
-        compute_seconds=0.1,
-        delays=Delays(straggle_chance=1.0, slow_factor=2.0),
-        learning_rate=0.1,
-        limit_seconds=60.0,
-        images=str(tmp_path / "arrays"),
-        batch_size=12,
-        num_parameters=0.0,
-        evaluate_every=2,
-        seed=0,
-    )
+    delays = Delays(straggle_chance=1.0, slow_factor=2.0)
+    training = replace(training_of("slow", tmp_path / "arrays"), compute_seconds=0.1, delays=delays)
     place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60), 0, 0.1)
     assert train(training, place)["mean_seconds"][0] >= 0.4
 
@@ -410,7 +405,7 @@ def test_a_fleet_is_renewed_where_it_must(monkeypatch: pytest.MonkeyPatch, tmp_p
         shared: dict[str, Any] = {"compute_seconds": 0.1, "delays": Delays(), "limit_seconds": 9.0}
         return Trial(method=method, number=number, num_steps=1, num_parameters=1.0, **shared)
 
-    with Fleet(cast(Any, None), tmp_path) as fleet:
+    with closing(Fleet(cast(Any, None), tmp_path)) as fleet:
         first = fleet.run(job("ddp"))
         assert fleet.run(job("sgp")) == first, "the same processes"
         assert fleet.run(job("hivemind")) != first, "wants to be alone"

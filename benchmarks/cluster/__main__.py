@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import count, product
 from pathlib import Path
@@ -116,7 +117,7 @@ class Cluster:
         for num_hosts, rate in product(self.hosts, self.rates):
             print(f"== {num_hosts} hosts, {rate:g} Gbit/s", flush=True)
             links = Links(rate * 1e9, self.slow_link_share)
-            with Network(num_hosts, links) as network, Fleet(network, self.out / "logs") as fleet:
+            with Network(num_hosts, links) as network, closing(Fleet(network, self.out / "logs")) as fleet:
                 if network.has_neighbours():
                     print("   another cluster runs on this machine: times are no measure", flush=True)
                 for repeat in range(self.repeats):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import count, product
 from pathlib import Path
@@ -146,7 +147,10 @@ class Accuracy:
             )
         rows: list[dict[str, Any]] = []
         numbers = count()
-        with Network(self.hosts, Links(self.rate * 1e9)) as network, Fleet(network, self.out / "logs") as fleet:
+        with (
+            Network(self.hosts, Links(self.rate * 1e9)) as network,
+            closing(Fleet(network, self.out / "logs")) as fleet,
+        ):
             if self.compute and network.has_neighbours():
                 print("another cluster runs on this machine: asynchronous methods get another pace", flush=True)
             for repeat, method, rate in product(range(self.repeats), self.methods, self.learning_rates):

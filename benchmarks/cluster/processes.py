@@ -9,17 +9,13 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.cluster import namespaces
 from benchmarks.cluster import rank as rank_module
 from benchmarks.cluster.job import Job
 from benchmarks.cluster.methods import METHODS
 from benchmarks.cluster.network import Network
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 START_SECONDS = 300.0
 """For all ranks to be ready: the first ones wait for the imports of the server that they are forks of."""
@@ -154,7 +150,7 @@ class Processes:
 
 
 class Fleet:
-    """Processes in the hosts of a network, renewed where a job needs or leaves them so. Use it as a context manager.
+    """Processes in the hosts of a network, renewed where a job needs or leaves them so. `close()` it.
 
     Args:
         network: whose hosts they live in.
@@ -191,14 +187,6 @@ class Fleet:
         if self._processes is not None:
             self._processes.close()
         self._processes = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _main(log: str, body: Callable[..., None], connection: Connection, arguments: tuple[Any, ...]) -> None:
