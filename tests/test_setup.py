@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GATE = ROOT / ".ci" / "run"
-SLURM = ("sbatch", "munged", "slurmctld", "slurmd")
+TOOLS = ("sbatch", "munged", "slurmctld", "slurmd", "ip", "tc")
 
 # Debian's python3: `venv` fails and leaves half an environment until python3-venv brings ensurepip.
 FAKE_PYTHON = """#!/bin/sh
@@ -145,7 +145,7 @@ def gate(tmp_path: Path) -> Path:
         found = shutil.which(name)
         assert found is not None
         (bin_dir / name).symlink_to(found)
-    for name in SLURM:
+    for name in TOOLS:
         write_executable(bin_dir / name, "#!/bin/sh\n")
     write_make(bin_dir, accuracy="98.61", broken="")
     return repository
@@ -198,7 +198,7 @@ def test_ci_fails_when_a_stage_does(gate: Path, broken: str, accuracy: str, last
 
 @pytest.mark.parametrize("user", ["0", "1000"])
 @pytest.mark.parametrize("works", [True, False])
-def test_ci_installs_slurm_or_says_that_it_cannot(gate: Path, user: str, works: bool) -> None:
+def test_ci_installs_tools_or_says_that_it_cannot(gate: Path, user: str, works: bool) -> None:
     bin_dir = gate.parent / "bin"
     (bin_dir / "sbatch").unlink()
     (bin_dir / "id").unlink()
@@ -207,7 +207,7 @@ def test_ci_installs_slurm_or_says_that_it_cannot(gate: Path, user: str, works: 
     status, lines = run_gate(gate)
     assert status == 0, "its tests are skipped then, and say so"
     apt = [line for line in lines if line.startswith("apt-get")]
-    install = "apt-get install --yes --quiet=2 --no-install-recommends slurm-wlm munge"
+    install = "apt-get install --yes --quiet=2 --no-install-recommends slurm-wlm munge iproute2"
     assert apt == (["apt-get update --quiet=2", *[install] * works] if user == "0" else [])
-    says_so = any(line.startswith("SLURM cannot be installed here") for line in lines)
+    says_so = any(line.startswith("SLURM and iproute2 cannot be installed here") for line in lines)
     assert says_so != (works and user == "0")
