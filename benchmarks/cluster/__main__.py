@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import count, product
@@ -27,7 +26,7 @@ import tyro
 
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import METHODS, require_methods
-from benchmarks.cluster.namespaces import ClusterUnavailableError
+from benchmarks.cluster.namespaces import or_exit
 from benchmarks.cluster.network import MAX_HOSTS, MIN_HOSTS, Links, Network
 from benchmarks.cluster.processes import Fleet, TrialError
 from benchmarks.cluster.table import failed_row, frame, markdown, rows_of
@@ -154,11 +153,8 @@ class Cluster:
 def main() -> None:
     """Run the command line; exit code 2 where this machine or user cannot have a cluster."""
     cluster = tyro.cli(Cluster, description=__doc__)
-    try:
+    with or_exit():
         cluster.main()
-    except ClusterUnavailableError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

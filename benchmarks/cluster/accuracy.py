@@ -21,7 +21,6 @@ link there is none yet.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -35,7 +34,7 @@ import tyro
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.images import decode
 from benchmarks.cluster.methods import METHODS, require_methods
-from benchmarks.cluster.namespaces import ClusterUnavailableError
+from benchmarks.cluster.namespaces import or_exit
 from benchmarks.cluster.network import MAX_HOSTS, MIN_HOSTS, Links, Network
 from benchmarks.cluster.processes import Fleet, TrialError
 from benchmarks.cluster.training import SPLITS, Images, SmallNetwork, Training
@@ -201,11 +200,8 @@ def curve(answers: Sequence[dict[str, list[float]]]) -> list[dict[str, float]]:
 def main() -> None:
     """Run the command line; exit code 2 where this machine or user cannot have a cluster."""
     accuracy = tyro.cli(Accuracy, description=__doc__)
-    try:
+    with or_exit():
         accuracy.main()
-    except ClusterUnavailableError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

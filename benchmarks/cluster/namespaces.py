@@ -8,8 +8,9 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 COMMAND_SECONDS = 20.0
@@ -37,6 +38,16 @@ def require() -> None:
         raise ClusterUnavailableError(
             f"got user id {os.geteuid()}, expected root: network namespaces and shaped links need it; run with sudo"
         )
+
+
+@contextlib.contextmanager
+def or_exit() -> Iterator[None]:
+    """For a command line: where there can be no cluster, say why on stderr and end with exit code 2."""
+    try:
+        yield
+    except ClusterUnavailableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def run_batch(namespace: str, lines: Sequence[str]) -> None:
