@@ -46,6 +46,7 @@ class CompressedGossiper(Gossiper):
 
     needs_symmetric_weights = True
     needs_static_graph = False
+    is_skippable = False
 
     def __init__(self, *, step_size: float) -> None:
         if not (isinstance(step_size, int | float | np.number) and 0 < float(step_size) < math.inf):

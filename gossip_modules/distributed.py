@@ -71,6 +71,8 @@ class GossipDataParallel(LockstepWrapper):
         comm_device: torch.device | str | None = None,
         init_sync: bool = True,
         gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
+        on_nonfinite: str = "raise",
         find_unused_parameters: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
@@ -94,14 +96,22 @@ class GossipDataParallel(LockstepWrapper):
             comm_device=comm_device,
             init_sync=init_sync,
             gossip_buffers=gossip_buffers,
+            gossip_in_eval_mode=gossip_in_eval_mode,
+            on_nonfinite=on_nonfinite,
             find_unused_parameters=find_unused_parameters,
             timeout=timeout,
         )
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
         if not self.overlap:
-            return SyncEngine(gossiper, schedule)
-        return OverlapEngine(gossiper, schedule, max_staleness=self.max_staleness, is_eager=self._node is None)
+            return SyncEngine(gossiper, schedule, on_nonfinite=self._on_nonfinite)
+        return OverlapEngine(
+            gossiper,
+            schedule,
+            max_staleness=self.max_staleness,
+            is_eager=self._node is None,
+            on_nonfinite=self._on_nonfinite,
+        )
 
     def _engine_options(self) -> str:
         return f"overlap={self.overlap}, max_staleness={self.max_staleness}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage, Mixer
+from .nonfinite import FiniteCheck, check_policy, is_finite
 from .schedule import Action, Schedule
 
 _UNNAMED = "LockstepEngine"  # checkpoints from when there was no other
@@ -22,6 +23,7 @@ class EngineStats:
 
     wait_seconds: float = 0.0
     num_rounds: int = 0
+    num_skipped: int = 0
     total_staleness: int = 0
     max_staleness: int = 0
 
@@ -119,10 +121,21 @@ class LockstepEngine(Engine):
     Args:
         gossiper: bound to its peers; or another mixer with a transport.
         schedule: which step gossips, which averages globally.
+        on_nonfinite: "raise" raises FloatingPointError where a round would mix infinities or NaN into a model, "skip"
+            leaves such a round out, "spread" does not look.
+
+    Raises:
+        ValueError: `on_nonfinite` is none of these, or "skip" with a gossiper that remembers what was said.
     """
 
-    def __init__(self, gossiper: Mixer, schedule: Schedule) -> None:
+    def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise") -> None:
         super().__init__()
+        self.on_nonfinite = check_policy(on_nonfinite)
+        if on_nonfinite == "skip" and not gossiper.is_skippable:
+            raise ValueError(
+                f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': what its messages have said is "
+                "remembered, so that none can be left out"
+            )
         self.gossiper = gossiper
         self.schedule = schedule
         self.averager = GlobalAverage(gossiper.transport)
@@ -153,9 +166,28 @@ class LockstepEngine(Engine):
         self.step += 1
         return {Action.GOSSIP: self.gossiper, Action.AVERAGE: self.averager, Action.SKIP: None}[action]
 
+    def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool) -> NoReturn:
+        names = self.gossiper.transport.names
+        me = names[self.gossiper.transport.rank]
+        others = [names[rank] for rank in mixer.sources if names[rank] != me]
+        whose = "its own model holds" if is_own else f"what ranks {others} have sent holds"
+        raise FloatingPointError(
+            f"rank {me}: in round {t} {whose} infinities or NaN, expected finite parameters and buffers, since gossip "
+            "hands them to all ranks; this model was not changed by the round. Go on from a checkpoint with a smaller "
+            "learning rate, clipped gradients or a GradScaler; on_nonfinite='skip' leaves such rounds out"
+        )
+
 
 class SyncEngine(LockstepEngine):
-    """Blocking rounds: x <- W(t) x, in place, before the forward. No copy, no thread, no stream."""
+    """Blocking rounds: x <- W(t) x, in place, before the forward. No copy, no thread, no stream.
+
+    A rank whose own model is not finite raises before it sends it, on a GPU one round later; with on_nonfinite="skip"
+    each rank looks at the correction, which then takes a copy of the model.
+    """
+
+    def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise") -> None:
+        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
+        self._is_finite = FiniteCheck()
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
@@ -164,9 +196,25 @@ class SyncEngine(LockstepEngine):
             return False
         start = time.perf_counter()
         with torch.profiler.record_function("gossip.round", f"t={self.t}"):
-            mixer.start(x, self.t)
-            self.t += 1
-            mixer.finish(x)
+            if self.on_nonfinite == "skip":
+                self._mix_if_finite(mixer, x)
+            else:
+                if self.on_nonfinite == "raise" and not self._is_finite(x):
+                    self._refuse_nonfinite(mixer, self.t, is_own=True)
+                mixer.start(x, self.t)
+                self.t += 1
+                mixer.finish(x)
         self.stats.wait_seconds += time.perf_counter() - start
         self.stats.record(0)
         return True
+
+    def _mix_if_finite(self, mixer: Mixer, x: FlatVector) -> None:
+        """x <- x + c, unless that is not finite."""
+        correction = x.clone()
+        mixer.start(correction, self.t)
+        self.t += 1
+        alpha = mixer.difference(correction)
+        if is_finite(correction):
+            x.add_(correction, alpha=alpha)
+        else:
+            self.stats.num_skipped += 1

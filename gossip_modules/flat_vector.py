@@ -88,6 +88,12 @@ class FlatVector:
         """The elements that are buffers, or that are not; shares memory, with a weight of its own."""
         return FlatVector(self.layout.where(is_buffer=is_buffer), self.raw)
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The part of each segment that is buffers, where there is one; shares memory. Made once."""
+        half = self._made_once((-1,), lambda: (self.where(is_buffer=True),))[0]
+        return [x for x in half.segments if x.numel()]
+
     def like(self) -> FlatVector:
         """A new vector of zeros with this layout and device, weight one."""
         return FlatVector.zeros(self.layout, self.raw.device)

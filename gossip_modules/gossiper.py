@@ -26,13 +26,20 @@ class Mixer(ABC):
     """
 
     needs_symmetric_weights: bool = False  # so the wrapper's default is an undirected ring
+    _is_bound: bool = False
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """Say whom to talk to. Called once, by the wrapper or by the user.
 
         Raises:
-            ValueError: `mixing` does not suit this algorithm.
+            ValueError: `mixing` does not suit this algorithm, or it is bound already.
         """
+        if self._is_bound:
+            raise ValueError(
+                f"got {self}, which belongs to another wrapper (or was bound before), expected a new one: a gossiper "
+                f"has the messages and the memory of one model; make another {type(self).__name__} with the same "
+                "arguments"
+            )
         self.check(mixing)
         if mixing.graph.world_size != transport.world_size:
             raise ValueError(
@@ -41,6 +48,7 @@ class Mixer(ABC):
             )
         self.mixing = mixing
         self.transport = transport
+        self._is_bound = True
 
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError when the algorithm is wrong with these weights."""
@@ -49,6 +57,22 @@ class Mixer(ABC):
     def is_weighted(self) -> bool:
         """Whether the push-sum weight leaves one, so that the estimate is x / w."""
         return False
+
+    is_skippable: bool = True
+    """Whether a round may be left out after it was received: not where what it said is remembered."""
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """W_ii of the last round that was started, for buffers; 1 = buffers are corrected as parameters are.
+
+        See [Note: late buffers] of `OverlapEngine`.
+        """
+        return 1.0
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The ranks of the group that this one has heard in the last round that was started."""
+        return range(self.transport.world_size)
 
     @abstractmethod
     def start(self, s: FlatVector, t: int) -> None:
@@ -152,6 +176,16 @@ class Gossiper(Mixer):
         if any(place < order["is_piecewise"] for place in order.values()):
             cls.is_piecewise = False
 
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`."""
+        return self._buffer_weights.own
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """See `Mixer`."""
+        return tuple(self._weights.inp)
+
     @abstractmethod
     def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
         """The tensors that each out-peer gets, and the tensors that the message of each in-peer fills."""
@@ -215,6 +249,11 @@ class GlobalAverage(Mixer):
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._round = 0
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`."""
+        return 1 / self.transport.world_size
 
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`. The all-reduce itself blocks, in `finish` or `difference`."""

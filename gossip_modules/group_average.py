@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.profiler import record_function
 
 from .butterfly_groups import ButterflyGroups, Phase
@@ -33,6 +35,16 @@ class GroupAverage(Mixer):
         self._inbox: FlatVector | None = None
         self._phases: tuple[Phase, ...] = ()
         self._pending: Pending | None = None
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`."""
+        return 1 / self.groups.num_members(self.transport.rank, self._t)
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """See `Mixer`."""
+        return self.groups.members(self.transport.rank, self._t)
 
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`. Posts the first phase."""

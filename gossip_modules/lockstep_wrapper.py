@@ -22,6 +22,7 @@ from .gossiper import Gossiper
 from .graph_manager import GraphManager
 from .mixing_manager import MixingManager
 from .node import Node, count_nodes
+from .nonfinite import check_policy
 from .schedule import Schedule
 from .transport import DEFAULT_TIMEOUT
 from .uneven_inputs import UnevenInputs
@@ -48,6 +49,12 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
         init_sync: start from the parameters and buffers of rank 0.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
+        gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
+            are training forwards too, which start rounds.
+        on_nonfinite: what to do about infinities and NaN, which gossip hands to all ranks within a few rounds. "raise":
+            FloatingPointError at the rank that has them, before others get them (with overlap, at those that were sent
+            them too, before they are applied). "skip": leave out such rounds, which `comm_stats()` counts; without
+            overlap it costs a copy of the model, and no compressed gossiper can. "spread": do not look.
         find_unused_parameters: for `nprocs_per_node > 1`, as for DistributedDataParallel.
         timeout: for every wait.
 
@@ -55,6 +62,7 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, `flush()`) a peer is late or gone; names it.
+        FloatingPointError: (forward, `flush()`) see `on_nonfinite`.
     """
 
     def __init__(
@@ -72,25 +80,37 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         comm_device: torch.device | str | None = None,
         init_sync: bool = True,
         gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
+        on_nonfinite: str = "raise",
         find_unused_parameters: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         if find_unused_parameters and nprocs_per_node == 1:
             warnings.warn("find_unused_parameters has no effect with nprocs_per_node=1", stacklevel=3)
         # count_nodes refuses less
-        super().__init__(module, gossip_buffers=gossip_buffers, num_slices=max(nprocs_per_node, 1))
+        super().__init__(
+            module,
+            gossip_buffers=gossip_buffers,
+            gossip_in_eval_mode=gossip_in_eval_mode,
+            num_slices=max(nprocs_per_node, 1),
+        )
+        self._on_nonfinite = check_policy(on_nonfinite)
         UnevenInputs.__init__(self)
         device = self._buffer.vector.raw.device
         hello = self._hello(process_group, timeout=timeout)
         num_nodes = count_nodes(hello.world_size, nprocs_per_node, process_group)
         gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
         mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper)
-        options = (schedule, self._engine_options(), nprocs_per_node, gossip_buffers, init_sync, str(comm_device))
+        options = (
+            *(schedule, self._engine_options(), nprocs_per_node, gossip_buffers, init_sync, str(comm_device)),
+            *(gossip_in_eval_mode, on_nonfinite),
+        )
         description = {
             "graph": repr(mixing.graph),
             "mixing": repr(mixing),
             "gossiper": repr(gossiper),
-            "options (schedule, engine, nprocs_per_node, gossip_buffers, init_sync, comm_device)": repr(options),
+            "options (schedule, engine, nprocs_per_node, gossip_buffers, init_sync, comm_device, gossip_in_eval_mode, "
+            "on_nonfinite)": repr(options),
         }
         self._agree(hello, description, init_sync=init_sync)
         self._node: Node | None = None
@@ -116,8 +136,7 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         # The node's replica averages gradients and shares buffers, so all its processes must call it: in training only.
-        is_node_wide = self._node is not None and self.training and torch.is_grad_enabled()
-        module = self._node.replica if self._node is not None and is_node_wide else self.module
+        module = self._node.replica if self._node is not None and self._trains else self.module
         return module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -125,6 +144,12 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         """See `GossipWrapper`; the processes of a node average gradients when it ends."""
         with super().no_sync(), contextlib.nullcontext() if self._node is None else self._node.replica.no_sync():
             yield
+
+    def settle(self) -> None:
+        """See `AveragingMixin`. As all ranks call it, it also makes what is trained now what travels."""
+        if not (self._is_closed or self._is_averaged):
+            self._choose()
+        super().settle()
 
     def close(self) -> None:
         """See `AveragingMixin`. Forwards after it are local."""

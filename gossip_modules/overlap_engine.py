@@ -11,13 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from .engine import LockstepEngine
 from .flat_vector import FlatVector
 from .gossip_thread import GossipThread
 from .gossiper import Mixer
+from .nonfinite import is_finite
 from .schedule import Schedule
+
+_ROUNDING = 16  # units in the last place
 
 
 @dataclass
@@ -26,6 +30,10 @@ class _Flight:
 
     job: Callable[[], float]
     step: int
+    mixer: Mixer
+    t: int
+    is_finite: bool = True  # its correction; said by the job
+    is_converted: bool = False  # see [Note: late buffers]
     future: Future[float] = field(default_factory=Future)
     is_submitted: bool = False
 
@@ -105,6 +113,11 @@ class OverlapEngine(LockstepEngine):
     flight in `_flight`, to apply it or to fill with it, and one assignment hands it on: an interrupt before or after
     that loses nothing, and who flushes then ends what was begun.
 
+    [Note: late buffers] Statistics of BatchNorm decay while a round is under way: what (W - I) s takes away may then be
+    more than is left, and a variance become negative. So buffers are not corrected but averaged as they are when the
+    round is applied: b <- W_ii b + r, where r = (W s)_i - W_ii s_i is what the peers give. No weight is negative, so a
+    variance stays one. Their sum over ranks is not kept, and need not be.
+
     Assran et al., arXiv 1811.10792, Algorithm 2 (Overlap SGP).
 
     Args:
@@ -113,13 +126,24 @@ class OverlapEngine(LockstepEngine):
         max_staleness: forwards that a round may be late before training waits for it.
         is_eager: apply a round that is complete before its last forward. False applies all rounds at a fixed step,
             so that the processes of a node agree.
+        on_nonfinite: see `LockstepEngine`; the gossip thread looks at the correction before it is applied.
     """
 
-    def __init__(self, gossiper: Mixer, schedule: Schedule, *, max_staleness: int = 0, is_eager: bool = True) -> None:
-        super().__init__(gossiper, replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1)))
+    def __init__(
+        self,
+        gossiper: Mixer,
+        schedule: Schedule,
+        *,
+        max_staleness: int = 0,
+        is_eager: bool = True,
+        on_nonfinite: str = "raise",
+    ) -> None:
+        schedule = replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1))
+        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
         self.max_staleness = max_staleness
         self.is_eager = is_eager
         self._snapshot: FlatVector | None = None
+        self._sent_buffers: list[Tensor] = []  # of the snapshot, which becomes a correction
         self._flight: _Flight | None = None
         self._thread: GossipThread | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -163,10 +187,11 @@ class OverlapEngine(LockstepEngine):
         if self._thread is not None:
             self._thread.close()
         self._thread = self._snapshot = self._flight = None
+        self._sent_buffers = []
 
     def __getstate__(self) -> dict[str, Any]:
         assert self._flight is None, "flush() before copying: a round is in flight"
-        return {**self.__dict__, "_thread": None, "_stream": None, "_snapshot": None}
+        return {**self.__dict__, "_thread": None, "_stream": None, "_snapshot": None, "_sent_buffers": []}
 
     def _staleness_of(self, flight: _Flight) -> int:
         return max(self.step - flight.step - 1, 0)
@@ -185,7 +210,36 @@ class OverlapEngine(LockstepEngine):
         self.stats.wait_seconds += time.perf_counter() - start
         if self._stream is not None:
             torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
+        if not flight.is_finite:
+            self._leave_out(flight, x)
+        if not flight.is_converted:
+            self._convert_buffers(flight, x, alpha)
         return alpha
+
+    def _leave_out(self, flight: _Flight, x: FlatVector) -> None:
+        """Raise, or make the correction nothing."""
+        if self.on_nonfinite == "raise":
+            self._flight = None
+            self._refuse_nonfinite(flight.mixer, flight.t, is_own=not is_finite(x))
+        assert self._snapshot is not None
+        self._snapshot.raw.zero_()
+        self._snapshot.weight.zero_()
+        flight.is_finite = flight.is_converted = True
+        self.stats.num_skipped += 1
+
+    def _convert_buffers(self, flight: _Flight, x: FlatVector, alpha: float) -> None:
+        """[Note: late buffers] x <- W_ii x and c <- r / alpha for the buffers of both: then x + alpha c is their average."""
+        assert self._snapshot is not None
+        flight.is_converted = True
+        own = flight.mixer.own_buffer_weight
+        if own == 1.0:
+            return
+        for b, c, s in zip(x.buffers, self._snapshot.buffers, self._sent_buffers, strict=True):
+            part = s.mul_((1 - own) / alpha)
+            c.add_(part)
+            # What rounding leaves of W_ii s - W_ii s is nothing that a peer has given.
+            c.masked_fill_(c.abs() <= _ROUNDING * torch.finfo(c.dtype).eps * part.abs(), 0.0)
+            b.mul_(own)
 
     def _apply(self, x: FlatVector, alpha: float) -> None:
         """x <- x + the correction of the round that has arrived, which is in flight no more."""
@@ -206,10 +260,11 @@ class OverlapEngine(LockstepEngine):
             on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
             with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
                 mixer.start(snapshot, t)
-                return mixer.difference(snapshot)
+                return self._difference(flight, snapshot)
 
-        self._flight = _Flight(run, self.step - 1)
-        self._submit(self._flight)
+        flight = self._flight = _Flight(run, self.step - 1, mixer, t)
+        self._keep_buffers(snapshot)
+        self._submit(flight)
 
     def _fill_and_depart(self, mixer: Mixer, x: FlatVector, alpha: float | None) -> None:
         """[Note: Filling] alpha: of the round that has arrived; None = there is none."""
@@ -223,14 +278,28 @@ class OverlapEngine(LockstepEngine):
             with torch.no_grad(), record_function("gossip.round", f"t={t}"):
                 with filling:
                     mixer.start_filling(snapshot, t, filling.fill)
-                return mixer.difference(snapshot)
+                return self._difference(flight, snapshot)
 
-        flight = self._flight = _Flight(run, self.step - 1)
+        flight = self._flight = _Flight(run, self.step - 1, mixer, t)
         start = time.perf_counter()
         self._submit(flight)
         with record_function("gossip.fill"):
-            filling.wait()
+            try:
+                filling.wait()
+            finally:  # x and what was sent of it are the same now
+                self._keep_buffers(x)
         self.stats.wait_seconds += time.perf_counter() - start
+
+    def _difference(self, flight: _Flight, snapshot: FlatVector) -> float:
+        """On the gossip thread: the snapshot becomes the correction."""
+        alpha = flight.mixer.difference(snapshot)
+        flight.is_finite = self.on_nonfinite == "spread" or is_finite(snapshot)
+        return alpha
+
+    def _keep_buffers(self, s: FlatVector) -> None:
+        """[Note: late buffers] Remember what is sent of the buffers: the gossip thread writes the correction over it."""
+        for kept, buffer in zip(self._sent_buffers, s.buffers, strict=True):
+            kept.copy_(buffer)
 
     def _submit(self, flight: _Flight) -> None:
         if self._thread is None:
@@ -243,5 +312,6 @@ class OverlapEngine(LockstepEngine):
         if self._snapshot is None or self._snapshot.layout != x.layout or self._snapshot.raw.device != x.raw.device:
             assert self._flight is None, "a correction is in the snapshot"
             self._snapshot = x.like()
+            self._sent_buffers = [torch.empty_like(buffer) for buffer in x.buffers]
             self._stream = torch.cuda.Stream(x.raw.device) if x.raw.is_cuda else None
         return self._snapshot

@@ -23,4 +23,4 @@ class SimpleGossipDataParallel(LockstepWrapper):
     """
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
-        return SyncEngine(gossiper, schedule)
+        return SyncEngine(gossiper, schedule, on_nonfinite=self._on_nonfinite)

@@ -18,21 +18,30 @@ from torch.profiler import record_function
 
 from .agreement import broadcast_tensors, check_agreement
 from .averaging import AveragingMixin
+from .composition import check_inside, check_outside
 from .connect import connect
 from .engine import Engine, IdleEngine
 from .flat_buffer import FlatBuffer
 from .flat_vector import FlatVector
 from .metadata_state import MetadataState
 from .transport import ProcessGroupTransport
+from .unsynced_steps import UnsyncedSteps
 
 
 class GossipWrapper(MetadataState, AveragingMixin):
     """A module whose parameters are mixed with those of other ranks before its training forwards.
 
-    [Note: One forward is one round] At a training forward (train mode, grad enabled) the parameters are exactly
-    "after optimizer.step()", so the round runs there and needs no handle on the optimizer; a GradScaler that skips a
-    step on one rank skips no round. Inside `no_sync()` a forward belongs to the same optimizer step as the next one:
-    the round runs at the first forward of each step, like mixing after the previous `step()`.
+    [Note: One forward is one round] At a training forward (the wrapped module in train mode, grad enabled, something to
+    train) the parameters are exactly "after optimizer.step()", so the round runs there and needs no handle on the
+    optimizer; a GradScaler that skips a step on one rank skips no round. Inside `no_sync()` a forward belongs to the
+    same optimizer step as the next one: the round runs at the first forward of each step, like mixing after the previous
+    `step()`. The mode is that of the wrapped module, since trainers put modules in train mode without the wrapper's
+    knowledge. A forward in eval mode starts no round unless `gossip_in_eval_mode`; training so is an error.
+
+    [Note: What travels] is what is trained at a training forward: the first one after `requires_grad_()`, or after layers
+    have come or gone, makes a new vector on all ranks alike. Nothing else does: a `flush()`, which one rank may call
+    alone (for `eval()`, or to save), leaves vectors as they are, so that those of all ranks still match. An asynchronous
+    wrapper, whose peers may ask for its model at any time, goes on with what is frozen and refuses what is new.
 
     [Note: Safe point] Gossip writes parameters in place, through storage that autograd does not watch. So it bumps
     their version: a backward through a graph that was built before the round fails with autograd's own "modified by
@@ -44,18 +53,34 @@ class GossipWrapper(MetadataState, AveragingMixin):
     Args:
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are mixed too, or stay local.
+        gossip_in_eval_mode: whether forwards in eval mode with grad enabled are training forwards too.
         num_slices: the vector is padded to this many equal slices.
+
+    Raises:
+        ValueError: the module is wrapped or sharded by another tool, or has nothing to train.
     """
 
     _engine: Engine
 
-    def __init__(self, module: nn.Module, *, gossip_buffers: bool = True, num_slices: int = 1) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
+        num_slices: int = 1,
+    ) -> None:
         super().__init__()
+        check_inside(module, wrapper=type(self).__name__)
         self.module = module
+        self.gossip_in_eval_mode = gossip_in_eval_mode
+        self._unsynced_steps = UnsyncedSteps()
         self._sync = True
         self._is_step_start = True
         self._is_closed = False
         self._has_trained = False
+        self._trains = False  # in this forward
+        self._place: tuple[int, int] | None = None  # rank and world size, where there are such
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_slices=num_slices)
 
     # What constructors share.
@@ -74,6 +99,7 @@ class GossipWrapper(MetadataState, AveragingMixin):
         """Check that ranks agree on wrapper, `description` and model, then start from rank 0's tensors if asked."""
         whole = {"wrapper": type(self).__name__, **description, "model": self._buffer.signature()}
         check_agreement(hello, whole)
+        self._place = hello.rank, hello.world_size
         if init_sync:
             flat = {id(tensor) for tensor in self._buffer.tensors}
             rest = [x for x in (*self.module.parameters(), *self.module.buffers()) if id(x) not in flat]
@@ -122,8 +148,6 @@ class GossipWrapper(MetadataState, AveragingMixin):
         if not self._buffer.is_attached():
             self._take_in()
         self._land()
-        if not self._buffer.is_complete():
-            self._buffer.attach()
 
     @torch.no_grad()
     def _take_in(self) -> None:
@@ -132,6 +156,18 @@ class GossipWrapper(MetadataState, AveragingMixin):
             self._buffer.pull()
             self._land()
             self._buffer.push()
+        self._buffer.reattach()
+
+    def _choose(self) -> None:
+        """Make what is trained now what travels, on all ranks at this point: see [Note: What travels]."""
+        if self._buffer.is_complete() or not self._buffer.is_trained():
+            return
+        if self._engine.is_asynchronous and self._buffer.has_all():
+            self._buffer.keep()
+            return
+        if not self._buffer.is_attached():
+            self._take_in()
+        self._land()
         self._buffer.attach()
 
     def _land(self) -> None:
@@ -190,21 +226,43 @@ class GossipWrapper(MetadataState, AveragingMixin):
         return super().state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The round counter and what the algorithm remembers: plain values and tensors."""
-        return {"is_step_start": self._is_step_start, "engine": self._engine.state_dict()}
+        """The round counter, what the algorithm remembers, and whose it is: plain values and tensors."""
+        place = {} if self._place is None else dict(zip(("rank", "world_size"), self._place, strict=True))
+        return {"is_step_start": self._is_step_start, "engine": self._engine.state_dict(), **place}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Take back what `get_extra_state` gave; None (a checkpoint of a plain model) warns and starts anew."""
+        """Take back what `get_extra_state` gave; None (a checkpoint of a plain model) warns and starts anew.
+
+        Raises:
+            ValueError: it is the state of another rank, or of a world of another size; nothing is changed then.
+        """
         if state is None:
-            warnings.warn("the state dict holds no gossip state: counting rounds from 0", stacklevel=2)
+            warnings.warn(
+                "the state dict holds no gossip state: counting rounds from 0. It is that of a plain model, or one "
+                "without its metadata, as torch.distributed.checkpoint makes it",
+                stacklevel=2,
+            )
             self._is_step_start = True
             self._engine.reset()
             return
+        self._check_place(state)
         self._is_step_start = state["is_step_start"]
         self._engine.load_state_dict(state["engine"])
 
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        """Each rank has a model, a push-sum weight and a memory of its own."""
+        found = state.get("rank"), state.get("world_size")
+        if self._place is not None and found != self._place and found != (None, None):
+            (rank, world_size), (own, own_size) = found, self._place
+            raise ValueError(
+                f"got the state of rank {rank} of {world_size}, expected that of rank {own} of {own_size}: every rank "
+                "has a model of its own, so each loads what it has saved itself, with as many ranks as then; to start "
+                "from one model everywhere, save that of averaged() and load it into the module before it is wrapped"
+            )
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.flush()
+        self._unsynced_steps.forget()
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GossipWrapper:
@@ -225,18 +283,37 @@ class GossipWrapper(MetadataState, AveragingMixin):
     @torch.compiler.disable
     def _before_forward(self) -> None:
         """[Note: One forward is one round]"""
-        if self.training and torch.is_grad_enabled() and not self._is_closed:
-            if torch._C._current_graph_task_id() != -1:  # inside a backward: the recomputation of a checkpoint
-                if not self._has_trained:
-                    raise RuntimeError(
-                        "got a training forward inside a backward and none before it, expected rounds to run in the "
-                        "forward; checkpoint parts of the module, or pass use_reentrant=False"
-                    )
-                return
-            self._has_trained = True
-            if self._is_step_start:
-                self._begin_step()
-            self._is_step_start = self._sync
+        mode = self.module.training or self.gossip_in_eval_mode
+        # A model that is frozen for a while, like a GAN's critic, is not trained.
+        self._trains = mode and torch.is_grad_enabled() and (self._buffer.is_complete() or self._buffer.is_trained())
+        if self._is_closed:
+            return
+        if not self._trains:
+            self._evaluate()
+            return
+        if torch._C._current_graph_task_id() != -1:  # inside a backward: the recomputation of a checkpoint
+            if not self._has_trained:
+                raise RuntimeError(
+                    "got a training forward inside a backward and none before it, expected rounds to run in the "
+                    "forward; checkpoint parts of the module, or pass use_reentrant=False"
+                )
+            return
+        if not self._has_trained:
+            check_outside(self, self._buffer.parameters)
+        self._has_trained = True
+        self._unsynced_steps.note_round()
+        if self._is_step_start:
+            self._begin_step()
+        self._is_step_start = self._sync
+
+    def _evaluate(self) -> None:
+        """A forward that is none of training, perhaps in an eval mode that the wrapper was not told of."""
+        if self.module.training:
+            return
+        if self._sync:
+            self._is_step_start = True  # as after eval()
+        if torch.is_grad_enabled():
+            self._unsynced_steps.check(self._buffer.parameters, name=type(self).__name__)
 
     def _begin_step(self) -> None:
         """The first training forward of an optimizer step."""
@@ -244,6 +321,7 @@ class GossipWrapper(MetadataState, AveragingMixin):
             self._step_start()
 
     def _step_start(self) -> None:
+        self._choose()
         if not self._buffer.is_attached():
             self._take_in()
         self._share_buffers()

@@ -17,7 +17,7 @@ PAIRWISE_WIRE = ("model_server", "model_client", "model_fetcher", "peer_connecti
 # A module may import modules of its own layer and of the layers below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("flat_layout", "flat_vector", "flat_buffer", "schedule"),
+        *("flat_layout", "flat_vector", "flat_buffer", "schedule", "nonfinite"),
         *("compressor", "sparsifier", "quantizer", "bit_packing"),
         *("edge_coloring", "base_graphs", "barrier", "contraction", "activation", "joint_activation", "matching"),
         *("graph_manager", "shift_graph", "dynamic_graphs", "static_graphs", "matcha_graph", "named_graphs"),
@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("background", "bilateral_engine", "pairwise_engine"),
         *("wait_avoiding_engine", "wait_avoiding_worker", "wait_avoiding_words", "wait_avoiding_pace"),
     ),
-    ("wrapper", "lockstep_wrapper"),
+    ("wrapper", "lockstep_wrapper", "composition", "unsynced_steps"),
     (
         *("simple_distributed", "distributed", "ad_psgd", "wagma", "pairwise", "pairwise_averager", "ar_distributed"),
         "simulate",

@@ -1,0 +1,65 @@
+"""Infinities and NaN: what a wrapper does about a model that has them, before gossip hands them to all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .flat_vector import CHUNK, FlatVector
+
+POLICIES = ("raise", "skip", "spread")
+
+
+def check_policy(on_nonfinite: str) -> str:
+    """The policy, or ValueError."""
+    if on_nonfinite not in POLICIES:
+        raise ValueError(
+            f"got on_nonfinite={on_nonfinite!r}, expected one of {POLICIES}: an error, a round left out, or no check"
+        )
+    return on_nonfinite
+
+
+def is_finite(x: FlatVector) -> bool:
+    """Whether no element is infinite or NaN; one pass that reads, and a second one where that finds something.
+
+    Waits for the device of x.
+    """
+    return all(bool(torch.isfinite(_total(segment))) or _all_finite(segment) for segment in x.segments)
+
+
+class FiniteCheck:
+    """`is_finite` for every round, which does not wait for a GPU: there the answer is that of the round before."""
+
+    def __init__(self) -> None:
+        self._flag: Tensor | None = None
+        self._copied: torch.cuda.Event
+
+    def __call__(self, x: FlatVector) -> bool:
+        """Whether x, on a GPU the x of the last call, has no infinities or NaN."""
+        if not x.raw.is_cuda:
+            return is_finite(x)
+        answer = True
+        if self._flag is None:
+            self._flag = torch.ones(1, dtype=torch.bool, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        else:
+            self._copied.synchronize()  # queued a whole step ago
+            answer = bool(self._flag)
+        # Every total is finite, or their sum is not. A sum that overflows is looked at again, as in `is_finite`.
+        total = torch.stack([_total(segment).float() for segment in x.segments]).sum()
+        self._flag.copy_(torch.isfinite(total).view(1), non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(x.raw.device))
+        return answer or is_finite(x)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_flag": None}
+
+
+def _total(segment: Tensor) -> Tensor:
+    """A number that is finite only if all elements are."""
+    return segment.sum(dtype=torch.float32 if segment.element_size() < 4 else None)
+
+
+def _all_finite(segment: Tensor) -> bool:
+    """The exact answer: a sum of large finite numbers may overflow."""
+    return all(bool(torch.isfinite(piece).all()) for piece in segment.split(CHUNK))
