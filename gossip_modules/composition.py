@@ -35,7 +35,7 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
 
 
 def check_outside(module: nn.Module, parameters: Collection[Tensor]) -> None:
-    """Refuse what was put around or over a wrapper after it was made; at its first training forward.
+    """Refuse what was put around or over a wrapper after it was made.
 
     Args:
         module: the wrapper.
@@ -55,11 +55,6 @@ def check_outside(module: nn.Module, parameters: Collection[Tensor]) -> None:
     for part in module.modules():
         for other, remedy in _tools_of(part, with_wrappers=False):
             raise RuntimeError(f"got a {name} to which a tool was applied that makes it {other}; {remedy}")
-    if module._parameters:  # FullyShardedDataParallel puts its flat parameter there
-        raise RuntimeError(
-            f"got a {name} with parameters of its own ({', '.join(module._parameters)}), expected them in the module "
-            f"that it wraps: FullyShardedDataParallel around it, or another tool, has moved them; {_NODE_REMEDY}"
-        )
     for optimizer in _sharded_optimizers():
         ours = set(map(id, parameters))
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
@@ -74,12 +69,10 @@ def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tupl
     """What else keeps the module's parameters, in words, and what to do about it."""
     if with_wrappers and isinstance(module, DistributedDataParallel | AveragingMixin):
         yield f"a {type(module).__name__}", _REMEDY
-    # Whoever uses these has imported them; we need not.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for kind in ("FSDPModule", "FullyShardedDataParallel"):
-        if fsdp is not None and hasattr(fsdp, kind) and isinstance(module, getattr(fsdp, kind)):
-            title = {"FSDPModule": "sharded by fully_shard (FSDP2)"}.get(kind, f"sharded by {kind}")
-            yield title, _NODE_REMEDY
+    # Set by fully_shard (FSDP2) and, also in the modules inside, by FullyShardedDataParallel (FSDP1).
+    if getattr(module, "_is_fsdp_managed_module", False):
+        yield "sharded over processes by fully_shard or FullyShardedDataParallel (FSDP)", _NODE_REMEDY
+    # Whoever uses it has imported it; we need not.
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None and "replicate" in (contract._get_registry(module) or ()):
         yield "replicated by replicate(), which averages gradients over all ranks", _REMEDY

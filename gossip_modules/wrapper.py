@@ -78,6 +78,7 @@ class GossipWrapper(MetadataState, AveragingMixin):
         self._sync = True
         self._is_step_start = True
         self._is_closed = False
+        self._is_checked = False  # what is around it
         self._has_trained = False
         self._trains = False  # in this forward
         self._place: tuple[int, int] | None = None  # rank and world size, where there are such
@@ -152,6 +153,7 @@ class GossipWrapper(MetadataState, AveragingMixin):
     @torch.no_grad()
     def _take_in(self) -> None:
         """Attach tensors that were put in place of ours; what is in flight is applied to their values."""
+        check_outside(self, self._buffer.parameters)
         if self._engine.is_in_flight:
             self._buffer.pull()
             self._land()
@@ -204,8 +206,8 @@ class GossipWrapper(MetadataState, AveragingMixin):
         """What communication did on this rank so far; local and cheap.
 
         Returns:
-            bytes_sent (payload, collectives included), wait_seconds (training thread blocked), num_rounds,
-            mean_staleness and max_staleness (forwards that rounds were late), consensus_distance (as last measured by
+            bytes_sent (payload, collectives included), wait_seconds (training thread blocked), num_rounds, num_skipped
+            (those that were left out for infinities or NaN), mean_staleness and max_staleness (forwards that rounds were late), consensus_distance (as last measured by
             `consensus_distance()`, NaN before).
         """
         stats = self._engine.stats
@@ -213,6 +215,7 @@ class GossipWrapper(MetadataState, AveragingMixin):
             "bytes_sent": self._bytes_sent,
             "wait_seconds": stats.wait_seconds,
             "num_rounds": stats.num_rounds,
+            "num_skipped": stats.num_skipped,
             "mean_staleness": stats.total_staleness / max(stats.num_rounds, 1),
             "max_staleness": stats.max_staleness,
             "consensus_distance": self._last_consensus_distance,
@@ -283,9 +286,12 @@ class GossipWrapper(MetadataState, AveragingMixin):
     @torch.compiler.disable
     def _before_forward(self) -> None:
         """[Note: One forward is one round]"""
-        mode = self.module.training or self.gossip_in_eval_mode
+        self._trains = torch.is_grad_enabled() and (self.module.training or self.gossip_in_eval_mode)
+        if self._trains and not self._is_checked:
+            check_outside(self, self._buffer.parameters)
+            self._is_checked = True
         # A model that is frozen for a while, like a GAN's critic, is not trained.
-        self._trains = mode and torch.is_grad_enabled() and (self._buffer.is_complete() or self._buffer.is_trained())
+        self._trains = self._trains and (self._buffer.is_complete() or self._buffer.is_trained())
         if self._is_closed:
             return
         if not self._trains:
@@ -298,8 +304,6 @@ class GossipWrapper(MetadataState, AveragingMixin):
                     "forward; checkpoint parts of the module, or pass use_reentrant=False"
                 )
             return
-        if not self._has_trained:
-            check_outside(self, self._buffer.parameters)
         self._has_trained = True
         self._unsynced_steps.note_round()
         if self._is_step_start:

@@ -78,7 +78,8 @@ class Oracle:
         matrix: W(t).
         gossip_every: steps from one round to the next.
         average_every: every so-manieth round is W = J, the exact average; 0 = never.
-        overlap: a round starts from a snapshot and is added later: x_{k+1} = W_k x_k + u_k.
+        overlap: a round starts from a snapshot and is added later: x_{k+1} = W_k x_k + u_k. Buffers are averaged as they
+            are then: b <- W_ii b + sum_j W_ij b_j as it was sent, over the others j.
         max_staleness: with overlap, how many forwards later than that a round is added, always.
     """
 
@@ -98,7 +99,7 @@ class Oracle:
         self.overlap, self.max_staleness = overlap, max_staleness
         self.weights = torch.ones(len(models), dtype=torch.float64)
         self.num_steps = 0
-        self._flight: tuple[int, Tensor, Tensor] | None = None  # start step and correction of x and of w
+        self._flight: tuple[int, Tensor, Tensor, Tensor] | None = None  # start step, W, and x and w as they were sent
 
     def run(self, num_steps: int, loss: Callable[[nn.Module, int, int], Tensor]) -> Iterator[Snapshot]:
         """`num_steps` training steps of all ranks; `loss(model, rank, step)`."""
@@ -115,30 +116,36 @@ class Oracle:
 
     def flush(self) -> Snapshot:
         """Apply what is in flight."""
-        x = self._stack()
-        if self._flight is not None:
-            x, self.weights = x + self._flight[1], self.weights + self._flight[2]
-            self._flight = None
+        x, self.weights = self._land(self._stack(), self.weights)
         return Snapshot(x / self.weights[:, None], x, self.weights)
 
     def _gossip(self) -> None:
         """Before a forward: x <- W x, or what overlap makes of it; leaves z = x / w in the models."""
         x, w = self._stack(), self.weights
         if self._flight is not None and self.num_steps - self._flight[0] > self.max_staleness:
-            x, w = x + self._flight[1], w + self._flight[2]
-            self._flight = None
+            x, w = self._land(x, w)
         t, is_between = divmod(self.num_steps, self.gossip_every)
         if not is_between:
             n = len(self.models)
             is_average = self.average_every > 0 and (t + 1) % self.average_every == 0
             W = torch.full((n, n), 1 / n, dtype=torch.float64) if is_average else self.matrix(t)
             if self.overlap:
-                self._flight = (self.num_steps, W @ x - x, W @ w - w)
+                self._flight = (self.num_steps, W, x, w)
             else:
                 x, w = W @ x, W @ w
         self.weights = w
         for row, model in zip(x / w[:, None], self.models, strict=True):
             scatter(row, model)
+
+    def _land(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """What x and w become by the round in flight, which there may be."""
+        if self._flight is None:
+            return x, w
+        _, W, s, s_w = self._flight
+        self._flight = None
+        own = W.diag()[:, None]
+        buffers = torch.cat([torch.full((x.numel(),), not x.requires_grad) for x in trained(self.models[0])])
+        return torch.where(buffers, own * x + (W @ s - own * s), x + (W @ s - s)), w + (W @ s_w - s_w)
 
     def _stack(self) -> Tensor:
         return torch.stack([flatten(model) for model in self.models])
