@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from .averaging import AveragingMixin
 
@@ -78,7 +79,7 @@ def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tupl
         yield "replicated by replicate(), which averages gradients over all ranks", _REMEDY
 
 
-def _sharded_optimizers() -> Iterator[nn.Module]:
+def _sharded_optimizers() -> Iterator[Optimizer]:
     """The living instances of ZeroRedundancyOptimizer; nothing is looked for where its module was never imported."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is not None:

@@ -133,8 +133,8 @@ class LockstepEngine(Engine):
         self.on_nonfinite = check_policy(on_nonfinite)
         if on_nonfinite == "skip" and not gossiper.is_skippable:
             raise ValueError(
-                f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': what its messages have said is "
-                "remembered, so that none can be left out"
+                f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': what its messages have said "
+                "is remembered, so that none can be left out"
             )
         self.gossiper = gossiper
         self.schedule = schedule

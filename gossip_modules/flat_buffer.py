@@ -132,7 +132,7 @@ class FlatBuffer:
                 yield view, tensor.detach()
 
     def is_complete(self) -> bool:
-        """Whether nothing has changed that says which tensors are trained: `requires_grad`, layers, parameters, buffers.
+        """Whether nothing has changed that says which tensors are trained: `requires_grad`, layers, their tensors.
 
         One look per parameter and per submodule, under 0.2 us each.
         """
@@ -231,9 +231,7 @@ class _Choice:
     def __init__(self, module: nn.Module) -> None:
         owners = list(module.modules())
         self._tables: list[tuple[dict[str, Any], int]] = [
-            (table, len(table))
-            for owner in owners
-            for table in (owner._parameters, owner._buffers, owner._modules)
+            (table, len(table)) for owner in owners for table in (owner._parameters, owner._buffers, owner._modules)
         ]
         self._children = [(owner._modules, name, child) for owner in owners for name, child in owner._modules.items()]
         self._parameters = [
@@ -302,8 +300,8 @@ def _check(slots: list[_Slot]) -> None:
         if hasattr(slot.tensor, "placements"):  # DTensor, whose import takes a second
             raise ValueError(
                 f"got '{slot.name}', a DTensor: the module is sharded over processes, by fully_shard (FSDP2) or a "
-                "parallel plan; expected plain tensors, since every rank gossips a whole model. Wrap the module without "
-                "sharding it; the GPUs of one machine can share one model and its batch with nprocs_per_node"
+                "parallel plan; expected plain tensors, since every rank gossips a whole model. Wrap the module "
+                "without sharding it; the GPUs of one machine can share one model and its batch with nprocs_per_node"
             )
     devices: dict[torch.device, str] = {}
     for slot in slots:

@@ -228,7 +228,7 @@ class OverlapEngine(LockstepEngine):
         self.stats.num_skipped += 1
 
     def _convert_buffers(self, flight: _Flight, x: FlatVector, alpha: float) -> None:
-        """[Note: late buffers] x <- W_ii x and c <- r / alpha for the buffers of both: then x + alpha c is their average."""
+        """[Note: late buffers] x <- W_ii x, c <- r / alpha for the buffers of both: x + alpha c is their average."""
         assert self._snapshot is not None
         flight.is_converted = True
         own = flight.mixer.own_buffer_weight
@@ -297,7 +297,7 @@ class OverlapEngine(LockstepEngine):
         return alpha
 
     def _keep_buffers(self, s: FlatVector) -> None:
-        """[Note: late buffers] Remember what is sent of the buffers: the gossip thread writes the correction over it."""
+        """[Note: late buffers] What is sent of the buffers, before the gossip thread writes the correction over it."""
         for kept, buffer in zip(self._sent_buffers, s.buffers, strict=True):
             kept.copy_(buffer)
 

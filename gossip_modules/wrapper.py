@@ -34,14 +34,15 @@ class GossipWrapper(MetadataState, AveragingMixin):
     [Note: One forward is one round] At a training forward (the wrapped module in train mode, grad enabled, something to
     train) the parameters are exactly "after optimizer.step()", so the round runs there and needs no handle on the
     optimizer; a GradScaler that skips a step on one rank skips no round. Inside `no_sync()` a forward belongs to the
-    same optimizer step as the next one: the round runs at the first forward of each step, like mixing after the previous
-    `step()`. The mode is that of the wrapped module, since trainers put modules in train mode without the wrapper's
-    knowledge. A forward in eval mode starts no round unless `gossip_in_eval_mode`; training so is an error.
+    same optimizer step as the next one: the round runs at the first forward of each step, like mixing after the
+    previous `step()`. The mode is that of the wrapped module, since trainers put modules in train mode without the
+    wrapper's knowledge. A forward in eval mode starts no round unless `gossip_in_eval_mode`; training so is an error.
 
-    [Note: What travels] is what is trained at a training forward: the first one after `requires_grad_()`, or after layers
-    have come or gone, makes a new vector on all ranks alike. Nothing else does: a `flush()`, which one rank may call
-    alone (for `eval()`, or to save), leaves vectors as they are, so that those of all ranks still match. An asynchronous
-    wrapper, whose peers may ask for its model at any time, goes on with what is frozen and refuses what is new.
+    [Note: What travels] is what is trained at a training forward: the first one after `requires_grad_()`, or after
+    layers have come or gone, makes a new vector on all ranks alike. Nothing else does: a `flush()`, which one rank may
+    call alone (for `eval()`, or to save), leaves vectors as they are, so that those of all ranks still match. An
+    asynchronous wrapper, whose peers may ask for its model at any time, goes on with what is frozen and refuses what is
+    new.
 
     [Note: Safe point] Gossip writes parameters in place, through storage that autograd does not watch. So it bumps
     their version: a backward through a graph that was built before the round fails with autograd's own "modified by
@@ -207,8 +208,8 @@ class GossipWrapper(MetadataState, AveragingMixin):
 
         Returns:
             bytes_sent (payload, collectives included), wait_seconds (training thread blocked), num_rounds, num_skipped
-            (those that were left out for infinities or NaN), mean_staleness and max_staleness (forwards that rounds were late), consensus_distance (as last measured by
-            `consensus_distance()`, NaN before).
+            (rounds that were left out for infinities or NaN), mean_staleness and max_staleness (forwards that rounds
+            were late), consensus_distance (as last measured by `consensus_distance()`, NaN before).
         """
         stats = self._engine.stats
         return {

@@ -78,8 +78,8 @@ class Oracle:
         matrix: W(t).
         gossip_every: steps from one round to the next.
         average_every: every so-manieth round is W = J, the exact average; 0 = never.
-        overlap: a round starts from a snapshot and is added later: x_{k+1} = W_k x_k + u_k. Buffers are averaged as they
-            are then: b <- W_ii b + sum_j W_ij b_j as it was sent, over the others j.
+        overlap: a round starts from a snapshot and is added later: x_{k+1} = W_k x_k + u_k. Buffers are averaged as
+            they are then: b <- W_ii b + sum_j W_ij b_j as it was sent, over the others j.
         max_staleness: with overlap, how many forwards later than that a round is added, always.
     """
 

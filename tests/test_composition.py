@@ -46,7 +46,9 @@ def test_a_wrapper_in_a_wrapper_is_refused(outer: Callable[..., nn.Module], dept
     if depth:
         inner = nn.Sequential(nn.Identity(), inner)
     where = r"'1' inside is a GossipDataParallel" if depth else r"it is a GossipDataParallel"
-    with pytest.raises(ValueError, match=rf"got a module to wrap in {outer.__name__} of which {where}.*remove the other"):
+    with pytest.raises(
+        ValueError, match=rf"got a module to wrap in {outer.__name__} of which {where}.*remove the other"
+    ):
         outer(inner, process_group=solo_group())
 
 
@@ -64,7 +66,9 @@ def test_distributed_data_parallel_in_or_around_is_refused() -> None:
         with pytest.raises(ValueError, match=r"of which it is a DistributedDataParallel.*wrap the plain module once"):
             GossipDataParallel(DistributedDataParallel(mlp()))
         around = DistributedDataParallel(GossipDataParallel(mlp()))
-        with pytest.raises(RuntimeError, match=r"got a GossipDataParallel inside a DistributedDataParallel.*prepare\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"got a GossipDataParallel inside a DistributedDataParallel.*prepare\(\)"
+        ):
             loss_of(around, 0, 0)
 
     in_one_process(body)
@@ -77,15 +81,19 @@ def test_sharding_is_refused_with_what_is_possible() -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (1,))
+        sharded = mlp()
+        fully_shard(sharded, mesh=mesh)
         with pytest.raises(ValueError, match=r"it is sharded over processes by fully_shard.*nprocs_per_node"):
-            GossipDataParallel(fully_shard(mlp(), mesh=mesh))
+            GossipDataParallel(sharded)
         layer = nn.Sequential(nn.Linear(2, 2))
         layer.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(2), mesh))
         with pytest.raises(ValueError, match=r"got 'weight', a DTensor.*nprocs_per_node"):
             GossipDataParallel(layer)
         wrapper = GossipDataParallel(mlp())
         fully_shard(wrapper, mesh=mesh)
-        with pytest.raises(RuntimeError, match=r"a tool was applied that makes it sharded over processes by fully_shard"):
+        with pytest.raises(
+            RuntimeError, match=r"a tool was applied that makes it sharded over processes by fully_shard"
+        ):
             loss_of(wrapper, 0, 0)
         for is_original in (False, True):
             outer = FullyShardedDataParallel(
@@ -105,7 +113,9 @@ def zero_redundancy(rank: int) -> str:
 
     wrapper = GossipDataParallel(mlp(rank))
     optimizer = ZeroRedundancyOptimizer(wrapper.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match=r"got a ZeroRedundancyOptimizer over the parameters.*torch\.optim") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"got a ZeroRedundancyOptimizer over the parameters.*torch\.optim"
+    ) as caught:
         train_step(wrapper, optimizer, rank, 0)
     wrapper.close()
     return str(caught.value)
@@ -185,7 +195,7 @@ def test_a_state_from_before_ranks_were_named_still_loads() -> None:
     loss_of(wrapper, 0, 0)
     state = wrapper.state_dict()
     for key in ("rank", "world_size"):
-        del state._metadata[""]["gossip_state"][key]  # type: ignore[attr-defined]
+        del state._metadata[""]["gossip_state"][key]
     other = wrap(net(1), solo_group())
     other.load_state_dict(state)
     assert other._engine.t == 1
