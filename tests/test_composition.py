@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from gossip_modules import (
     GossipDataParallel,
     GroupAverageDataParallel,
     MetropolisHastingsMixing,
+    NetworkXGraph,
     PushSum,
     RingGraph,
     SignNorm,
@@ -199,3 +202,37 @@ def test_a_state_from_before_ranks_were_named_still_loads() -> None:
     other = wrap(net(1), solo_group())
     other.load_state_dict(state)
     assert other._engine.t == 1
+
+
+def save_with_torch_distributed_checkpoint(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    """As docs/checkpoints.md shows it: every rank under a key of its own, and the gossip state beside the module's."""
+    import torch.distributed.checkpoint as dcp
+
+    def state_of(model: GossipDataParallel) -> dict[str, Any]:
+        own = {"model": model.state_dict(), "gossip": model.get_extra_state()}
+        return {f"rank {dist.get_rank()} of {dist.get_world_size()}": own}
+
+    graph = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))  # weights move
+    model = GossipDataParallel(mlp(rank), init_sync=False, graph=graph)
+    loss_of(model, rank, 0)
+    dcp.save(state_of(model), checkpoint_id=folder)
+    saved = {key: x.clone() for key, x in model.state_dict().items()} | {"weight": model.get_extra_state()["weight"]}
+    for step in range(3):
+        loss_of(model, rank, step)
+    state = state_of(model)
+    dcp.load(state, checkpoint_id=folder)
+    (own,) = state.values()
+    model.load_state_dict(own["model"])
+    model.set_extra_state(own["gossip"])
+    assert model._engine.t == 1
+    loaded = {**model.state_dict(), "weight": model.get_extra_state()["weight"]}
+    assert all(torch.equal(x, saved[key]) for key, x in loaded.items())
+    model.close()
+    return saved
+
+
+@pytest.mark.e2e
+def test_torch_distributed_checkpoint_with_a_key_for_each_rank(tmp_path: Path) -> None:
+    results = [outcome.result for outcome in run_processes(3, save_with_torch_distributed_checkpoint, str(tmp_path))]
+    assert not torch.equal(results[0]["module.0.weight"], results[1]["module.0.weight"])
+    assert len({float(result["weight"]) for result in results}) > 1
