@@ -16,7 +16,8 @@ import torch
 import zmq
 
 from .curve_keys import CurveKeys
-from .flat_vector import CHUNK, FlatVector
+from .distance_bound import DistanceBound
+from .flat_vector import FlatVector
 from .interpolation import Standing
 from .model_message import HEADER_BYTES, MIN_LIMIT_BYTES, Kind, Message, MessageError, ModelShape, RefusedModelError
 from .peer_connection import PeerConnection
@@ -43,7 +44,8 @@ class ClientStats:
 
     num_fetches: requests, that is rounds and the tries of other peers in them.
     num_failed_fetches: refused, timed out or broken off.
-    num_refused_models: with another shape, with infinities or NaN in the model, its loss or its clock, or malformed.
+    num_refused_models: with another shape, with infinities or NaN in the model, its loss or its clock, too far from
+        ours, or malformed.
     refusals: why, the last one of each peer; the training thread takes them out.
     """
 
@@ -72,6 +74,7 @@ class ModelClient:
         scores: of the same peers.
         shape: of its model.
         curve: keys.
+        bound: which models are refused.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class ModelClient:
         *,
         shape: ModelShape,
         curve: CurveKeys | None,
+        bound: DistanceBound,
     ) -> None:
         self.scores = scores
         self.stats = ClientStats()
@@ -89,6 +93,7 @@ class ModelClient:
         self._context = context
         self._shape = shape
         self._curve = curve
+        self.bound = bound
         self._lock = threading.Lock()
         self._peers = dict(peers)
         self._keys = {peer: curve.of_peer(peer) for peer in peers} if curve is not None else {}
@@ -111,6 +116,12 @@ class ModelClient:
         with self._lock:
             self._peers.pop(peer, None)
             self._keys.pop(peer, None)
+
+    @property
+    def num_peers(self) -> int:
+        """How many peers may be asked."""
+        with self._lock:
+            return len(self._peers)
 
     def stop(self) -> None:
         """End a fetch that is under way, and all further ones; idempotent."""
@@ -188,8 +199,7 @@ class ModelClient:
             if len(payload) != self._shape.num_bytes:
                 raise MessageError(f"got a model of {len(payload)} bytes, expected {self._shape.num_bytes}")
             inbox.raw.numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
-        if not _is_finite(inbox):
-            raise RefusedModelError("got a model with infinite or NaN values, expected finite ones; the peer diverged")
+        self.bound.check(inbox)
         return reply.standing
 
     def _send(self, connection: PeerConnection, kind: Kind) -> int:
@@ -267,17 +277,3 @@ class ModelClient:
 
 class _Stopped(Exception):
     """The worker closes."""
-
-
-def _is_finite(x: FlatVector) -> bool:
-    """Whether no element is infinite or NaN.
-
-    A sum is finite only if all its terms are, and takes a fiftieth of the time of looking at each. One that is not may
-    have overflowed, so then each is looked at.
-    """
-    for segment in x.segments:
-        for piece in segment.split(CHUNK):
-            wide = piece.float() if piece.element_size() < 4 else piece
-            if not (math.isfinite(wide.sum().item()) or bool(torch.isfinite(wide).all())):
-                return False
-    return True

@@ -108,7 +108,9 @@ class ModelFetcher:
     def _fetch(self) -> Fetched | None:
         with torch.no_grad(), record_function("gossip.fetch"):
             fetched = self.client.fetch(self._inbox, self.timeout)
-            if fetched is not None and self._arrived is not self._inbox:
+            if fetched is None:
+                self.client.bound.check_own()  # else the client has, beside the peer's
+            elif self._arrived is not self._inbox:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(self._read)  # the last merge reads what this overwrites
                     self._arrived.raw.copy_(self._inbox.raw, non_blocking=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 from .average_on_demand import AverageOnDemand
 from .curve_keys import CurveKeys
+from .distance_bound import DEFAULT_MAX_DISTANCE
 from .engine import IdleEngine
 from .flat_vector import FlatVector
 from .interpolation import Interpolation
@@ -52,6 +53,11 @@ class PairwiseDataParallel(GossipWrapper):
         timeout: of one round, for all peers that are tried in it. Training does not wait for it.
         seed: of the choice of peers; each worker's choices are its own.
         curve: keys, so that strangers neither read nor write models.
+        on_nonfinite: "raise", "skip" or "spread": what happens when the own model holds infinities or NaN. See
+            `PairwiseConfig`.
+        max_distance: from the own model, beyond which a peer's is refused. See `PairwiseConfig`.
+        average_timeout: of `averaged()`, `average_()` and `consensus_distance()`, which wait for all ranks; None =
+            `timeout`, but 10 s at least.
         init_from_peers: start from the model of a live peer if there is one: for workers that start late or restart.
             Workers that start at the same time start from their own: give them equal weights by `torch.manual_seed`.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) travel too.
@@ -61,6 +67,7 @@ class PairwiseDataParallel(GossipWrapper):
         ValueError: arguments that do not fit.
         ConnectionError: the own address cannot be bound.
         RuntimeError: (forward) a loss is needed and was not reported, or a background thread failed.
+        FloatingPointError: (forward, eval, flush) the own model holds infinities or NaN.
 
     Example:
         >>> peers = {"w0": "tcp://127.0.0.1:*"}  # and the others, with their ports
@@ -86,15 +93,28 @@ class PairwiseDataParallel(GossipWrapper):
         timeout: timedelta = DEFAULT_TIMEOUT,
         seed: int = 0,
         curve: CurveKeys | None = None,
+        on_nonfinite: str = "raise",
+        max_distance: float = DEFAULT_MAX_DISTANCE,
+        average_timeout: timedelta | None = None,
         init_from_peers: bool = True,
         gossip_buffers: bool = True,
     ) -> None:
         config = PairwiseConfig(
-            name, peers, interpolation, divergence_threshold, fetch_probability, timeout, seed, curve
+            name,
+            peers,
+            interpolation,
+            divergence_threshold,
+            fetch_probability,
+            timeout,
+            seed,
+            curve,
+            on_nonfinite,
+            max_distance,
+            average_timeout,
         )
         super().__init__(module, gossip_buffers=gossip_buffers)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
-        self._averager = AverageOnDemand(self._buffer.vector.raw.device)
+        self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
 
     @classmethod
     def from_config(
@@ -105,11 +125,22 @@ class PairwiseDataParallel(GossipWrapper):
         *,
         seed: int = 0,
         curve: CurveKeys | None = None,
+        on_nonfinite: str = "raise",
+        max_distance: float = DEFAULT_MAX_DISTANCE,
+        average_timeout: timedelta | None = None,
         init_from_peers: bool = True,
         gossip_buffers: bool = True,
     ) -> Self:
         """Worker `name` of a YAML file of dpwa: see `PairwiseConfig.from_yaml`."""
-        config = PairwiseConfig.from_yaml(name, path, seed=seed, curve=curve)
+        config = PairwiseConfig.from_yaml(
+            name,
+            path,
+            seed=seed,
+            curve=curve,
+            on_nonfinite=on_nonfinite,
+            max_distance=max_distance,
+            average_timeout=average_timeout,
+        )
         return cls(module, **vars(config), init_from_peers=init_from_peers, gossip_buffers=gossip_buffers)
 
     @property
@@ -158,9 +189,11 @@ class PairwiseDataParallel(GossipWrapper):
         Returns:
             As `GossipWrapper.comm_stats`, where num_rounds is merges, and: bytes_received, num_fetches (requests),
             num_failed_fetches (refused, timed out, broken off), num_refused_models (another shape, infinities or NaN
-            in the model or its loss), num_refused_losses (own ones that were not finite, and not published),
-            num_refused_connections (strangers without ZeroMQ or an authorised key), num_garbage_messages,
-            num_models_sent, clock.
+            in the model or its loss, or too far from ours), num_skipped (merges that were left out as the own model was
+            not finite), num_refused_losses (own ones that were not finite, and not published),
+            num_refused_connections (strangers without ZeroMQ or an authorised key, or too many connections),
+            num_garbage_messages, num_unread_replies (that ended before the asker had read them), num_models_sent,
+            clock.
         """
         return {**super().comm_stats(), **self._engine.statistics()}
 

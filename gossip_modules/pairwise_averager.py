@@ -50,7 +50,7 @@ class PairwiseAverager(AveragingMixin):
         self.module = module
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
-        self._averager = AverageOnDemand(self._buffer.vector.raw.device)
+        self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

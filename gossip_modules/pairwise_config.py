@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .curve_keys import CurveKeys
+from .distance_bound import DEFAULT_MAX_DISTANCE
 from .interpolation import (
     ClockInterpolation,
     ConstantInterpolation,
@@ -20,6 +21,8 @@ from .interpolation import (
 )
 
 DEFAULT_TIMEOUT = timedelta(seconds=2.5)
+MIN_AVERAGE_TIMEOUT = timedelta(seconds=10)
+ON_NONFINITE = ("raise", "skip", "spread")
 DEFAULT_INTERPOLATION = ConstantInterpolation(0.5)
 _METHODS: Mapping[str, type[Interpolation]] = {
     "constant": ConstantInterpolation,
@@ -43,6 +46,14 @@ class PairwiseConfig:
         timeout: of one round, for all peers that are tried in it.
         seed: of the choice of peers; with the name, so equal seeds give each worker choices of its own.
         curve: keys; None = no encryption, and whoever reaches the address reads the model.
+        on_nonfinite: what happens when the own model holds infinities or NaN, which is found when a fetch ends: "raise"
+            an error; "skip": merge nothing into it, unless the peer's model replaces it whole (f = 1), count that in
+            `num_skipped` and warn once; "spread": merge all the same. A peer's model that is not finite is refused in
+            any case.
+        max_distance: a peer's model is refused whose root mean square distance from the own one is larger, in units of
+            the own root mean square, or of 1 if that is smaller. The default is far beyond what training reaches.
+        average_timeout: of averages over all ranks, which wait for all of them; None = `timeout`, but 10 s at least,
+            as workers come to an average at times of their own.
 
     Raises:
         ValueError: an argument out of range, or no own entry.
@@ -56,6 +67,9 @@ class PairwiseConfig:
     timeout: timedelta = DEFAULT_TIMEOUT
     seed: int = 0
     curve: CurveKeys | None = field(default=None)
+    on_nonfinite: str = "raise"
+    max_distance: float = DEFAULT_MAX_DISTANCE
+    average_timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
         if self.name not in self.peers:
@@ -69,6 +83,16 @@ class PairwiseConfig:
             raise ValueError(f"got fetch_probability={self.fetch_probability}, expected a probability in [0, 1]")
         if self.timeout <= timedelta(0):
             raise ValueError(f"got timeout={self.timeout}, expected more than zero; timedelta(seconds=2.5) is usual")
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ValueError(f"got on_nonfinite={self.on_nonfinite!r}, expected one of {list(ON_NONFINITE)}")
+        if not self.max_distance > 0:
+            raise ValueError(
+                f"got max_distance={self.max_distance}, expected a positive number; math.inf refuses no finite model"
+            )
+        if self.average_timeout is not None and self.average_timeout <= timedelta(0):
+            raise ValueError(
+                f"got average_timeout={self.average_timeout}, expected more than zero; None follows timeout"
+            )
         if self.divergence_threshold != 0:
             DivergenceThreshold(self.interpolation, self.divergence_threshold)
         for peer in self.others if self.curve is not None else ():
@@ -80,6 +104,11 @@ class PairwiseConfig:
         return {peer: address for peer, address in self.peers.items() if peer != self.name}
 
     @property
+    def time_to_average(self) -> timedelta:
+        """How long an average over all ranks waits for them."""
+        return max(self.timeout, MIN_AVERAGE_TIMEOUT) if self.average_timeout is None else self.average_timeout
+
+    @property
     def rule(self) -> Interpolation:
         """The interpolation with the divergence threshold, if there is one."""
         if self.divergence_threshold == 0:
@@ -88,7 +117,15 @@ class PairwiseConfig:
 
     @classmethod
     def from_yaml(
-        cls, name: str, path: str | PathLike[str], *, seed: int = 0, curve: CurveKeys | None = None
+        cls,
+        name: str,
+        path: str | PathLike[str],
+        *,
+        seed: int = 0,
+        curve: CurveKeys | None = None,
+        on_nonfinite: str = "raise",
+        max_distance: float = DEFAULT_MAX_DISTANCE,
+        average_timeout: timedelta | None = None,
     ) -> PairwiseConfig:
         """The configuration of worker `name` in a file of dpwa.
 
@@ -117,6 +154,9 @@ class PairwiseConfig:
                 timeout=timedelta(milliseconds=_number(entries, "timeout_ms", 2500.0)),
                 seed=seed,
                 curve=curve,
+                on_nonfinite=on_nonfinite,
+                max_distance=max_distance,
+                average_timeout=average_timeout,
             )
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error

@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from .background import Background
 from .curve_keys import check_key
+from .distance_bound import DistanceBound
 from .engine import Engine
 from .flat_buffer import FlatBuffer
 from .flat_vector import FlatVector
@@ -26,6 +27,11 @@ from .peer_scores import PeerScores
 
 if TYPE_CHECKING:
     from .model_client import Fetched
+
+
+_REMEDY = (
+    "lower the learning rate, clip gradients, or go back to a checkpoint; on_nonfinite='skip' trains on without merging"
+)
 
 
 class PairwiseEngine(Engine):
@@ -47,6 +53,7 @@ class PairwiseEngine(Engine):
     Raises:
         ImportError: pyzmq is missing.
         ValueError, ConnectionError: an address that is none, or that is taken.
+        FloatingPointError: (round, flush) the own model holds infinities or NaN, with on_nonfinite="raise".
     """
 
     is_asynchronous = True
@@ -56,9 +63,10 @@ class PairwiseEngine(Engine):
         try:
             import zmq
 
+            from .curve_server import CurveServer
             from .model_client import ModelClient
             from .model_fetcher import ModelFetcher
-            from .model_server import ModelServer
+            from .plain_server import PlainServer
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] != "zmq":
                 raise
@@ -71,6 +79,7 @@ class PairwiseEngine(Engine):
         self.loss: float | None = None
         self.step = 0  # rounds seen, with or without a fetch
         self.num_refused_losses = 0
+        self.num_skipped = 0  # merges, as the own model was not finite
         self.last_peer: str | None = None  # whose model was merged last
         self._layout, self._device = x.layout, x.raw.device
         self._coin = self._new_coin()
@@ -83,14 +92,29 @@ class PairwiseEngine(Engine):
         shape, is_pinned = ModelShape.of(signature, x.layout), x.raw.is_cuda
         self.scores = PeerScores(config.others, seed=f"{config.seed}/{name}/peers")
         with contextlib.ExitStack() as undo:
-            # One each, so that no trouble with a peer that we ask holds up those that we answer.
-            contexts = [undo.enter_context(zmq.Context()) for _ in range(2)]
+            # The server, which needs one with keys only, has its own: no trouble with a peer that we ask holds it up.
+            contexts = [undo.enter_context(zmq.Context()) for _ in range(1 if curve is None else 2)]
             self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = contexts
-            self._server = ModelServer(
-                contexts[0], own_address, name=name, shape=shape, layout=x.layout, is_pinned=is_pinned, curve=curve
-            )
+            self._server: PlainServer | CurveServer
+            if curve is None:
+                self._server = PlainServer(
+                    own_address,
+                    name=name,
+                    shape=shape,
+                    layout=x.layout,
+                    is_pinned=is_pinned,
+                    round_seconds=config.timeout.total_seconds(),
+                )
+            else:
+                self._server = CurveServer(
+                    contexts[1], own_address, name=name, shape=shape, layout=x.layout, is_pinned=is_pinned, curve=curve
+                )
             undo.callback(self._server.close)
-            self._client = ModelClient(contexts[1], config.others, self.scores, shape=shape, curve=curve)
+            self._server.num_peers = len(config.others)
+            self._bound = DistanceBound(config.max_distance, self._server.latest)
+            self._client = ModelClient(
+                contexts[0], config.others, self.scores, shape=shape, curve=curve, bound=self._bound
+            )
             undo.callback(self._client.close)
             self._fetcher = ModelFetcher(self._client, x, name=name, timeout=config.timeout.total_seconds())
             undo.pop_all()
@@ -137,9 +161,11 @@ class PairwiseEngine(Engine):
             "num_fetches": client.num_fetches,
             "num_failed_fetches": client.num_failed_fetches,
             "num_refused_models": client.num_refused_models,
+            "num_skipped": self.num_skipped,
             "num_refused_losses": self.num_refused_losses,
             "num_refused_connections": server.num_refused_connections,
             "num_garbage_messages": server.num_garbage_messages,
+            "num_unread_replies": server.num_unread_replies,
             "num_models_sent": server.num_models_sent,
             "clock": self.clock,
         }
@@ -182,13 +208,23 @@ class PairwiseEngine(Engine):
         Returns:
             Whether x was written: not where no peer had a model for us.
         """
+        if not self._fetcher.is_under_way:
+            return False
         fetched = self._await()
+        is_sick = not self._bound.is_own_finite
+        if is_sick and self.config.on_nonfinite == "raise":
+            raise FloatingPointError(f"{self._sickness(fetched)}; {_REMEDY}")
         if fetched is None:
             return False
         own, peer = Standing(self.clock, self.loss), fetched.standing
         if (self.rule.needs_loss and own.loss is None) or (self.rule.needs_peer_loss and peer.loss is None):
             return False  # one of us has only just begun
         factor = self.rule.factor(own, peer)
+        if is_sick and self.config.on_nonfinite == "skip" and factor != 1.0:
+            self.num_skipped += 1
+            if self.num_skipped == 1:
+                warnings.warn(f"{self._sickness(fetched)}; merges are left out from now on; {_REMEDY}", stacklevel=2)
+            return False
         with record_function("gossip.merge"):
             if factor == 1.0:  # also out of a model that holds infinities or NaN
                 x.raw.copy_(self._fetcher.arrived.raw)
@@ -217,10 +253,12 @@ class PairwiseEngine(Engine):
                 self._server.authorize(keys.values())
                 self._keys = keys
         self._client.add(name, address, public_key)
+        self._server.num_peers = self._client.num_peers
 
     def remove_peer(self, name: str) -> None:
         """Do not ask this worker any more; with keys, do not answer it any more either. Not known: no error."""
         self._client.remove(name)
+        self._server.num_peers = self._client.num_peers
         with self._keys_lock:
             if self._keys.pop(name, None) is not None:
                 self._server.authorize(self._keys.values())
@@ -271,6 +309,7 @@ class PairwiseEngine(Engine):
     def _withdraw(self) -> None:
         """Forget the model that is served, and the one that is under way: they are not of the state to come."""
         self._await()
+        self._bound.is_own_finite = True
         self._server.withdraw()
 
     def _new_coin(self) -> random.Random:
@@ -291,6 +330,13 @@ class PairwiseEngine(Engine):
             if peer not in self._warned:
                 self._warned.add(peer)
                 warnings.warn(f"worker {self.config.name!r} refused the model of {peer!r}: {why}", stacklevel=2)
+
+    def _sickness(self, fetched: Fetched | None) -> str:
+        met = "" if fetched is None else f" when it met that of {fetched.peer!r}"
+        return (
+            f"worker {self.config.name!r}: the own model held infinities or NaN in round {self._fetch_step}{met}, "
+            "expected finite numbers: training has diverged"
+        )
 
     def _fits(self, x: FlatVector) -> bool:
         return x.raw.device == self._device and x.layout == self._layout

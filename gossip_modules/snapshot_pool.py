@@ -12,12 +12,29 @@ from .flat_vector import FlatVector
 from .host_copy import HostCopy
 
 
-class Reading(Protocol):
-    """Bytes of a snapshot on their way to somebody."""
+class Tracker(Protocol):
+    """Says when bytes have left."""
 
     @property
     def done(self) -> bool:
         """Whether they have left or never will."""
+
+
+class Reading:
+    """Bytes of a snapshot on their way to somebody: until `end`, or until a tracker says so."""
+
+    def __init__(self) -> None:
+        self.tracker: Tracker | None = None
+        self._is_over = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the snapshot is not read any more."""
+        return self._is_over or (self.tracker is not None and self.tracker.done)
+
+    def end(self) -> None:
+        """The bytes have left or never will; from any thread."""
+        self._is_over = True
 
 
 class Snapshot:
@@ -36,6 +53,11 @@ class Snapshot:
     def is_written(self) -> bool:
         """Whether the copy has landed."""
         return self.written is None or self.written.query()
+
+    def read(self) -> Reading:
+        """A new reading: until it has ended the snapshot is not written."""
+        self.readings.append(Reading())
+        return self.readings[-1]
 
     def num_readings(self) -> int:
         """How many replies with these bytes are on their way."""

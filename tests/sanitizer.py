@@ -37,7 +37,7 @@ from tests.ranks_at_work import Board, Rank
 from tests.workloads import WORKLOADS, Workload
 
 _OF_THREADS = ("background", "bilateral", "gossip_thread", "listener", "mailbox", "wait_avoiding")
-_OF_DPWA = ("model_", "pairwise", "peer_", "snapshot_pool")
+_OF_DPWA = ("model_", "pairwise", "peer_", "snapshot_pool", "plain_server", "curve_server")
 ASYNCHRONOUS = tuple(Path(gossip_modules.__file__).with_name(name) for name in (*_OF_THREADS, *_OF_DPWA))
 PATIENCE = 20.0  # seconds without progress that count as a deadlock
 EPISODE = 3.0  # seconds

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "gossip_modules"
 
-PAIRWISE_WIRE = ("model_server", "model_client", "model_fetcher", "peer_connection")
+PAIRWISE_WIRE = ("curve_server", "model_client", "model_fetcher", "peer_connection")
 # A module may import modules of its own layer and of the layers below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
@@ -25,10 +25,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("simulated_mixing", "simulated_delays", "simulated_clocks", "simulated_codes", "simulated_problems"),
         *("simulated_gossip", "simulated_asynchronous", "simulated_groups", "simulated_setting"),
         *("butterfly_groups", "interpolation", "peer_scores", "curve_keys", "pairwise_config"),
-        *("model_message", "snapshot_pool", "host_copy"),
+        *("model_message", "snapshot_pool", "host_copy", "zmtp", "distance_bound"),
     ),
     (
-        *("transport", "exchange", "staging", "listener", "connect", "progress", *PAIRWISE_WIRE),
+        *(
+            "transport",
+            "exchange",
+            "staging",
+            "listener",
+            "connect",
+            "progress",
+            *PAIRWISE_WIRE,
+            "model_server",
+            "plain_server",
+        ),
         *("mpi", "mpi_group", "mpi_library", "mpi_work"),
     ),
     (

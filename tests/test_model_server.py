@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import resource
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +19,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gossip_modules import plain_server
 from gossip_modules.background import Background
 from gossip_modules.curve_keys import CurveKeys
+from gossip_modules.curve_server import CurveServer
+from gossip_modules.distance_bound import DistanceBound
 from gossip_modules.flat_vector import FlatVector
 from gossip_modules.interpolation import Standing
 from gossip_modules.model_client import Fetched, ModelClient
@@ -24,6 +31,7 @@ from gossip_modules.model_message import HEADER_BYTES, Kind, Message, MessageErr
 from gossip_modules.model_server import MAX_REPLIES, ModelServer
 from gossip_modules.peer_connection import PeerConnection
 from gossip_modules.peer_scores import PeerScores
+from gossip_modules.plain_server import PlainServer
 from tests.ranks import gossip_threads
 
 TIMEOUT = 20.0
@@ -43,19 +51,29 @@ def make_keys() -> tuple[str, str]:
     return public.decode(), secret.decode()
 
 
+def make_server(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    x: FlatVector,
+    curve: CurveKeys | None = None,
+    *,
+    name: str = "s",
+    round_seconds: float = TIMEOUT,
+) -> ModelServer:
+    """A server of models like x."""
+    shape = shape_of(x)
+    if curve is None:
+        return PlainServer(
+            address, name=name, shape=shape, layout=x.layout, is_pinned=False, round_seconds=round_seconds
+        )
+    return CurveServer(context, address, name=name, shape=shape, layout=x.layout, is_pinned=False, curve=curve)
+
+
 @contextlib.contextmanager
-def serving(x: FlatVector, curve: CurveKeys | None = None) -> Iterator[ModelServer]:
+def serving(x: FlatVector, curve: CurveKeys | None = None, *, round_seconds: float = TIMEOUT) -> Iterator[ModelServer]:
     """A server of models like x, in its thread; nothing is published yet."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = ModelServer(
-        context,
-        "tcp://127.0.0.1:*",
-        name="s",
-        shape=shape_of(x),
-        layout=x.layout,
-        is_pinned=False,
-        curve=curve,
-    )
+    server = make_server(context, "tcp://127.0.0.1:*", x, curve, round_seconds=round_seconds)
     background = Background()
     background.start("gossip-serve-s", server.serve)
     try:
@@ -67,12 +85,17 @@ def serving(x: FlatVector, curve: CurveKeys | None = None) -> Iterator[ModelServ
         context.term()
 
 
+def unbounded() -> DistanceBound:
+    """Of a client that has no model of its own."""
+    return DistanceBound(math.inf, contextlib.nullcontext)
+
+
 @contextlib.contextmanager
 def asking(server: ModelServer, x: FlatVector, curve: CurveKeys | None = None) -> Iterator[ModelClient]:
     """A client of that server, of models like x."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers = {"s": server.address}
-    client = ModelClient(context, peers, PeerScores(peers, seed=""), shape=shape_of(x), curve=curve)
+    client = ModelClient(context, peers, PeerScores(peers, seed=""), shape=shape_of(x), curve=curve, bound=unbounded())
     try:
         yield client
     finally:
@@ -89,6 +112,32 @@ def connect(server: ModelServer) -> socket.socket:
     """A stranger."""
     host, port = server.address.removeprefix("tcp://").split(":")
     return socket.create_connection((host, int(port)), timeout=TIMEOUT)
+
+
+def read(stranger: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes of what it is sent."""
+    data = b""
+    while len(data) < num_bytes:
+        data += stranger.recv(num_bytes - len(data))
+    return data
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until something that a thread does has happened."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        threading.Event().wait(0.001)
+
+
+def num_descriptors() -> int:
+    """Of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 def wait_until_closed(stranger: socket.socket) -> None:
@@ -186,24 +235,26 @@ def test_frames_of_strangers_are_dropped(frames: list[bytes]) -> None:
         context.term()
 
 
-def test_garbage_is_counted() -> None:
+def test_garbage_is_counted_and_hung_up_on() -> None:
     x = vector_of(1.0)
     with serving(x) as server:
         server.publish(x, Standing())
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.linger = 0
-        stranger.connect(server.address)
         reply = Message(Kind.MODEL, 0, shape_of(x)).pack()  # which is no request
-        for frames in ([b"x"], [b"x" * HEADER_BYTES], [reply], [reply, reply]):
-            stranger.send_multipart(frames)
-        stranger.send(Message(Kind.PROBE, 5, shape_of(x)).pack())
-        assert stranger.poll(round(1000 * TIMEOUT))
-        answer = Message.parse(stranger.recv())
+        garbage = [b"x", b"x" * HEADER_BYTES, reply]
+        frames = [bytes([0, len(text)]) + text for text in garbage]
+        frames.append(bytes([1, len(reply)]) + reply)  # the first of several
+        frames.append(b"\x04\x05\x04PONG")  # a command that answers nothing
+        for frame in frames:
+            with connect(server) as stranger:
+                zmtp_handshake(stranger)
+                stranger.sendall(frame)
+                wait_until_closed(stranger)
+        assert server.stats.num_garbage_messages == len(frames)
+        with connect(server) as stranger:
+            zmtp_handshake(stranger)
+            stranger.sendall(bytes([0, HEADER_BYTES]) + Message(Kind.PROBE, 5, shape_of(x)).pack())
+            answer = Message.parse(read(stranger, 2 + HEADER_BYTES)[2:])
         assert (answer.kind, answer.request) == (Kind.ALIVE, 5)
-        assert server.stats.num_garbage_messages == 4
-        stranger.close()
-        context.term()
 
 
 @pytest.mark.parametrize(
@@ -246,34 +297,140 @@ def test_a_message_that_is_too_long_is_refused_by_its_declared_length() -> None:
         assert fetch(server, vector_of(0.0)) is not None
 
 
-def test_clients_that_do_not_read_block_nobody() -> None:
-    numel = 6_000_000  # 24 MB, more than the buffers of a connection take
-    x, inbox = vector_of(0.0, numel), vector_of(0.0, numel)
-    with serving(x) as server, contextlib.ExitStack() as strangers:
-        for i in range(MAX_REPLIES - 1):
+LONG = 6_000_000  # 24 MB, more than the buffers of a connection take
+
+
+def ask_and_never_read(server: ModelServer, x: FlatVector) -> socket.socket:
+    """A client whose reply has begun; the rest of it is never read."""
+    stranger = connect(server)
+    zmtp_handshake(stranger)
+    stranger.sendall(bytes([0, HEADER_BYTES]) + Message(Kind.FETCH, 1, shape_of(x)).pack())
+    assert stranger.recv(1)
+    return stranger
+
+
+def test_clients_that_do_not_read_keep_nobody_without_a_model() -> None:
+    x, inbox = vector_of(0.0, LONG), vector_of(0.0, LONG)
+    with serving(x, round_seconds=3600.0) as server, contextlib.ExitStack() as strangers:
+        for i in range(MAX_REPLIES):
             server.publish(x, Standing(i))
-            stranger = strangers.enter_context(connect(server))
-            zmtp_handshake(stranger)
-            stranger.sendall(bytes([0, HEADER_BYTES]) + Message(Kind.FETCH, 1, shape_of(x)).pack())
-            stranger.recv(1)  # the reply has begun; the rest is never read
+            strangers.enter_context(ask_and_never_read(server, x))
         with asking(server, inbox) as client:
             for i in range(10):
                 x.segments[0].fill_(i)
-                assert server.publish(x, Standing(i))
-                assert client.fetch(inbox, TIMEOUT) == Fetched("s", Standing(i))
-                assert inbox.segments[0][0] == inbox.segments[0][-1] == i
-            server.publish(x, Standing(99))
-            stranger = strangers.enter_context(connect(server))
-            zmtp_handshake(stranger)
-            stranger.sendall(bytes([0, HEADER_BYTES]) + Message(Kind.FETCH, 1, shape_of(x)).pack())
-            stranger.recv(1)
-            assert client.fetch(inbox, TIMEOUT) is None  # as many models on their way as may be: busy
+                assert server.publish(x, Standing(100 + i))
+                # As many snapshots are being sent as may be, so a peer gets the newest of those.
+                assert client.fetch(inbox, TIMEOUT) == Fetched("s", Standing(MAX_REPLIES - 1))
             assert client.stats.num_failed_fetches == 0
-        assert len(server._pool.snapshots) <= MAX_REPLIES + 2
-        strangers.close()  # they vanish
-        deadline = time.monotonic() + TIMEOUT
-        while fetch(server, inbox) is None:
-            assert time.monotonic() < deadline
+            assert len(server._pool.snapshots) <= MAX_REPLIES + 3
+            strangers.close()  # they vanish
+            deadline = time.monotonic() + TIMEOUT
+            while client.fetch(inbox, TIMEOUT) != Fetched("s", Standing(109)):
+                assert time.monotonic() < deadline
+        assert inbox.segments[0][0] == inbox.segments[0][-1] == 9
+        assert server.stats.num_unread_replies == MAX_REPLIES
+
+
+def test_a_reply_longer_than_a_round_makes_room_for_a_newer_model() -> None:
+    x, inbox = vector_of(0.0, LONG), vector_of(0.0, LONG)
+    with serving(x, round_seconds=0.0) as server, contextlib.ExitStack() as strangers:
+        for i in range(3 * MAX_REPLIES):
+            server.publish(x, Standing(i))
+            strangers.enter_context(ask_and_never_read(server, x))
+        server.publish(x, Standing(99))
+        assert fetch(server, inbox) == Fetched("s", Standing(99))
+        assert server.stats.num_unread_replies > MAX_REPLIES
+        assert len(server._pool.snapshots) <= MAX_REPLIES + 3
+
+
+def test_a_reply_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_server, "STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.05)
+    x = vector_of(0.0, LONG)
+    with serving(x) as server:
+        server.publish(x, Standing())
+        with ask_and_never_read(server, x):
+            wait_for(lambda: server.stats.num_unread_replies == 1)
+        assert server._pool.num_readings() == 0
+
+
+@pytest.mark.parametrize("is_greeted", [False, True])
+def test_time_without_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch, is_greeted: bool) -> None:
+    monkeypatch.setattr(plain_server, "IDLE_SECONDS" if is_greeted else "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.05)
+    with serving(vector_of(0.0)) as server, connect(server) as stranger:
+        if is_greeted:
+            zmtp_handshake(stranger)
+        wait_until_closed(stranger)
+        assert server.stats.num_refused_connections == (not is_greeted)
+
+
+def test_a_client_that_only_pings_is_answered_and_kept_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_server, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.05)
+    with serving(vector_of(0.0)) as server, connect(server) as stranger:
+        zmtp_handshake(stranger)
+        stranger.sendall(b"\x04\x09\x04PING\0\x0ahi")
+        assert read(stranger, 9) == b"\x04\x07\x04PONGhi"
+        with contextlib.suppress(OSError):
+            while True:
+                stranger.sendall(b"\x04\x07\x04PING\0\x0a")
+                read(stranger, 7)
+        assert server.stats.num_garbage_messages == 0
+
+
+def test_connections_are_bounded_and_a_peer_among_them_is_served() -> None:
+    x, inbox = vector_of(1.0), vector_of(0.0)
+    with serving(x) as server, contextlib.ExitStack() as strangers, asking(server, inbox) as client:
+        server.publish(x, Standing())
+        assert client.fetch(inbox, TIMEOUT) is not None
+        before = num_descriptors()
+        for _ in range(400):
+            strangers.enter_context(connect(server))
+            assert isinstance(server, PlainServer)
+        wait_for(lambda: server.stats.num_refused_connections >= 400 - server.max_connections)
+        assert num_descriptors() - 400 - before <= server.max_connections
+        assert client.fetch(inbox, TIMEOUT) is not None  # on the connection that it had
+        assert fetch(server, inbox) is not None  # and on a new one
+        assert client.stats.num_failed_fetches == 0
+
+
+def test_a_process_without_descriptors_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.1)
+    x, inbox = vector_of(1.0), vector_of(0.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving(x) as server, asking(server, inbox) as client, contextlib.ExitStack() as strangers:
+        server.publish(x, Standing())
+        assert client.fetch(inbox, TIMEOUT) is not None
+        zmtp_handshake(strangers.enter_context(connect(server)))
+        late = strangers.enter_context(socket.socket())
+        late.settimeout(TIMEOUT)
+        strangers.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors() + 16, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                strangers.callback(os.close, os.dup(late.fileno()))
+        host, port = server.address.removeprefix("tcp://").split(":")
+        late.connect((host, int(port)))
+        wait_for(lambda: server.stats.num_refused_connections == 1)
+        zmtp_handshake(late)  # in the place of the first one
+        assert client.fetch(inbox, TIMEOUT) is not None
+        assert client.stats.num_failed_fetches == 0
+
+
+def test_empty_frames_take_no_memory() -> None:
+    x, inbox = vector_of(1.0), vector_of(0.0)
+    with serving(x) as server:
+        server.publish(x, Standing())
+        before = resident_bytes()
+        for _ in range(4):
+            with connect(server) as stranger:
+                zmtp_handshake(stranger)
+                with contextlib.suppress(OSError):  # it hangs up
+                    stranger.sendall(b"\x01\x00" * 5_000_000)  # 10 MB: frames of no bytes, each with one to follow
+        assert fetch(server, inbox) is not None
+        assert resident_bytes() - before < 32 << 20
+        assert server.stats.num_garbage_messages == 4
 
 
 # Keys.
@@ -385,15 +542,7 @@ def test_a_taken_address_is_an_error_at_once() -> None:
         with pytest.raises(
             ConnectionError, match=r"worker 'late': cannot bind tcp://.*another process using this port"
         ):
-            ModelServer(
-                context,
-                server.address,
-                name="late",
-                shape=shape_of(x),
-                layout=x.layout,
-                is_pinned=False,
-                curve=None,
-            )
+            make_server(context, server.address, x, name="late")
         context.term()  # which would wait for a socket that was left open
 
 

@@ -1,0 +1,99 @@
+"""ZeroMQ's protocol without security, one side of one connection: frames from bytes, and bytes from frames."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+MAX_FRAME_BYTES = 1024  # of what is read: a request of ours has 64
+SIGNATURE_BYTES, GREETING_BYTES = 10, 64
+_MECHANISM = b"NULL".ljust(20, b"\0")
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _MECHANISM + bytes(32)  # version 3.0
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_LENGTH = struct.Struct(">Q")
+
+
+class ZmtpError(ValueError):
+    """Bytes that are not this protocol, or more of them than may be."""
+
+
+class Frame(NamedTuple):
+    """What one frame holds."""
+
+    body: bytes
+    is_command: bool
+
+
+class FrameReader:
+    """The frames in what a client sends: ZMTP 3.0 with the mechanism NULL (ZeroMQ RFC 23).
+
+    It keeps the bytes of one frame that is not complete, so MAX_FRAME_BYTES and a few, whatever is sent. A frame that
+    says that others of the same message follow is refused: libzmq would keep them all until the last one has come,
+    at 30 times their bytes where they are empty, and has no bound on their number.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._has_greeting = False
+
+    def feed(self, data: bytes) -> None:
+        """Take in what has arrived; `next` gives the frames in it."""
+        self._bytes += data
+
+    def next(self) -> Frame | None:
+        """The next frame, None while it is not complete.
+
+        Raises:
+            ZmtpError: another protocol, version or mechanism; a frame that is too long or one of several.
+        """
+        if not self._has_greeting and not self._read_greeting():
+            return None
+        data = self._bytes
+        if not data:
+            return None
+        flags = data[0]
+        if flags & ~(_MORE | _LONG | _COMMAND):
+            raise ZmtpError(f"got a frame with flags {flags:#x}, expected ZMTP 3.0")
+        if flags & _MORE:
+            raise ZmtpError("got a message of several frames, expected one")
+        start = 1 + _LENGTH.size if flags & _LONG else 2
+        if len(data) < start:
+            return None
+        length = _LENGTH.unpack_from(data, 1)[0] if flags & _LONG else data[1]
+        if length > MAX_FRAME_BYTES:
+            raise ZmtpError(f"got a frame of {length} bytes, expected {MAX_FRAME_BYTES} at most")
+        if len(data) < start + length:
+            return None
+        body = bytes(data[start : start + length])
+        del data[: start + length]
+        return Frame(body, bool(flags & _COMMAND))
+
+    def _read_greeting(self) -> bool:
+        """Whether the greeting is complete; a wrong one is refused at its first wrong byte."""
+        data = self._bytes
+        is_signed = data[:1] in (b"", b"\xff") and (len(data) < SIGNATURE_BYTES or data[SIGNATURE_BYTES - 1] == 0x7F)
+        if not is_signed or (len(data) > SIGNATURE_BYTES and data[SIGNATURE_BYTES] < 3):
+            raise ZmtpError(f"got a greeting that begins with {bytes(data[:12])!r}, expected ZMTP 3.0")
+        if len(data) < GREETING_BYTES:
+            return False
+        if (mechanism := bytes(data[12:32])) != _MECHANISM:
+            raise ZmtpError(f"got the mechanism {mechanism!r}, expected NULL: the peer has keys and we have none")
+        del data[:GREETING_BYTES]
+        self._has_greeting = True
+        return True
+
+
+def header_of(num_bytes: int) -> bytes:
+    """What precedes a message of that length, of one frame."""
+    return bytes([0, num_bytes]) if num_bytes < 1 << 8 else bytes([_LONG]) + _LENGTH.pack(num_bytes)
+
+
+def command(name: bytes, body: bytes = b"") -> bytes:
+    """A command of less than 256 bytes, as it is sent."""
+    text = bytes([len(name)]) + name + body
+    return bytes([_COMMAND, len(text)]) + text
+
+
+def ready(socket_type: bytes) -> bytes:
+    """The end of a handshake, as it is sent."""
+    return command(b"READY", b"\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type)
