@@ -45,6 +45,11 @@ class AverageOnDemand(GlobalAverage):
             RuntimeError: torch.distributed is not initialised.
             TimeoutError: a rank has not come in time; names it.
         """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised, expected it for an average over all ranks; start with torchrun "
+                "and call torch.distributed.init_process_group() before"
+            )
         call_the_roll(job_store(), dist.get_rank(), dist.get_world_size(), call=next(_calls), timeout=self._timeout)
         if not self._is_connected:
             super().__init__(connect(module_device=self._device, timeout=self._timeout))

@@ -101,7 +101,7 @@ def _exact_rms(y: FlatVector, x: FlatVector | None = None) -> float:
     """The same in float64, where the numbers of float32 do not overflow."""
     total = 0.0
     for a, b in _pieces(y, x):
-        difference = a.double() if b is None else a.double().sub_(b.double())
+        difference = a.double() if b is None else a.double() - b.double()
         total = math.hypot(total, torch.linalg.vector_norm(difference).item())
     return total / math.sqrt(_numel(y))
 

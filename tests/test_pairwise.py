@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 import sys
 import threading
 import time
@@ -154,7 +155,8 @@ def test_below_the_divergence_threshold_merges_are_smaller(workers: contextlib.E
 
 def test_a_worker_that_diverged_takes_the_model_of_the_other_and_is_not_copied(workers: contextlib.ExitStack) -> None:
     a, b = filled(float("nan")), filled(8.0)
-    first, second = (averager(workers, n, m, interpolation=LossInterpolation()) for n, m in (("a", a), ("b", b)))
+    first = averager(workers, "a", a, interpolation=LossInterpolation(), on_nonfinite="skip")
+    second = averager(workers, "b", b, interpolation=LossInterpolation())
     introduce(("a", first), ("b", second))
     second.update_send(1.0)
     second.update_wait(1.0)
@@ -162,6 +164,7 @@ def test_a_worker_that_diverged_takes_the_model_of_the_other_and_is_not_copied(w
     assert first.update_wait()
     assert value_of(a) == 8.0
     assert first.comm_stats()["num_refused_losses"] == 1
+    assert first.comm_stats()["num_skipped"] == 0
     with pytest.warns(
         UserWarning, match="worker 'b' refused the model of 'a': got a model with infinite or NaN values"
     ):
@@ -558,6 +561,126 @@ def test_with_keys_workers_train_and_strangers_get_nothing(workers: contextlib.E
         first.add_peer("c", REFUSED)
 
 
+# Models that are not finite, or far away.
+
+
+def pair(workers: contextlib.ExitStack, own: float, peer: float, **options: Any) -> tuple[nn.Module, PairwiseAverager]:
+    """A worker and its module, both with these values, and a peer of it."""
+    a = filled(own)
+    first = averager(workers, "a", a, **options)
+    first.add_peer("b", averager(workers, "b", filled(peer)).address)
+    return a, first
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_worker_notices_that_its_own_model_is_not_finite(workers: contextlib.ExitStack, bad: float) -> None:
+    a, worker = pair(workers, bad, 8.0)
+    worker.update_send()
+    with pytest.raises(
+        FloatingPointError,
+        match=r"worker 'a': the own model held infinities or NaN in round 1 when it met that of 'b', expected.*on_nonf",
+    ):
+        worker.update_wait()
+    assert worker.comm_stats()["num_rounds"] == 0
+    with torch.no_grad():
+        next(a.parameters()).fill_(4.0)  # a checkpoint, say
+    worker.update_send()
+    assert worker.update_wait()
+    assert value_of(a) == 6.0
+
+
+def test_a_wrapper_notices_it_too_where_no_peer_answers(workers: contextlib.ExitStack) -> None:
+    worker = wrap(workers, "a", filled(float("nan")), peers={"a": ANY_PORT, "b": REFUSED})
+    worker(torch.ones(1, 50))
+    with pytest.raises(FloatingPointError, match="worker 'a': the own model held infinities or NaN in round 1, expect"):
+        worker.eval()
+
+
+def test_merges_into_a_model_that_is_not_finite_can_be_left_out(workers: contextlib.ExitStack) -> None:
+    a, worker = pair(workers, float("inf"), 8.0, on_nonfinite="skip")
+    worker.update_send()
+    with pytest.warns(UserWarning, match="worker 'a': the own model held infinities.*merges are left out from now on"):
+        assert not worker.update_wait()
+    worker.update_send()
+    assert not worker.update_wait()  # said once
+    assert worker.comm_stats()["num_skipped"] == 2
+    assert worker.comm_stats()["num_rounds"] == 0
+    assert torch.isinf(next(a.parameters())).all()
+
+
+def test_merges_into_a_model_that_is_not_finite_can_be_made(workers: contextlib.ExitStack) -> None:
+    a, worker = pair(workers, float("inf"), 8.0, on_nonfinite="spread")
+    worker.update_send()
+    assert worker.update_wait()
+    assert torch.isinf(next(a.parameters())).all()
+    assert worker.comm_stats()["num_skipped"] == 0
+
+
+@pytest.mark.parametrize("far", [1e38, -1e7])
+def test_a_model_far_from_ours_is_refused(workers: contextlib.ExitStack, far: float) -> None:
+    a, worker = pair(workers, 3.0, far)
+    worker.update_send()
+    assert not worker.update_wait()
+    with pytest.warns(
+        UserWarning, match=r"worker 'a' refused the model of 'b': got a model at a root mean square distance of 1e\+"
+    ):
+        worker.update_send()
+    assert value_of(a) == 3.0
+    assert worker.comm_stats()["num_refused_models"] >= 1
+
+
+def test_a_model_far_from_ours_is_not_started_from(workers: contextlib.ExitStack) -> None:
+    a = filled(3.0)
+    bad = averager(workers, "b", filled(1e38))
+    worker = averager(workers, "a", a, peers={"b": bad.address}, init_from_peers=True, max_distance=0.1)
+    assert value_of(a) == 3.0
+    with pytest.warns(UserWarning, match="refused the model of 'b'"):
+        worker.update_send()
+    near = averager(workers, "c", filled(100.0))
+    b = filled(3.0)
+    averager(workers, "a", b, peers={"c": near.address}, init_from_peers=True, max_distance=0.1)
+    assert value_of(b) == 100.0  # which a beginner may be far from
+
+
+@pytest.mark.parametrize(("max_distance", "is_merged"), [(2.1, True), (1.9, False)])
+def test_the_distance_is_in_units_of_the_own_model(
+    workers: contextlib.ExitStack, max_distance: float, is_merged: bool
+) -> None:
+    _, worker = pair(workers, 100.0, 300.0, max_distance=max_distance)
+    worker.update_send()
+    assert worker.update_wait() == is_merged
+    if not is_merged:
+        with pytest.warns(UserWarning, match=r"distance of 200 from ours, expected 1.9 \* 100 at most"):
+            worker.update_send()
+
+
+# What strangers do.
+
+
+def test_clients_that_read_nothing_but_ping_leave_merges_as_they_are(workers: contextlib.ExitStack) -> None:
+    numel = 3_000_000  # 12 MB, more than the buffers of a connection take
+    a = filled(0.0, numel)
+    worker, asker = averager(workers, "a", a), averager(workers, "b", filled(8.0, numel))
+    asker.add_peer("a", worker.address)
+    request = Message(Kind.FETCH, 1, worker._engine._server.shape).pack()
+    with contextlib.ExitStack() as strangers:
+        context = strangers.enter_context(zmq.Context())
+        for _ in range(8):
+            worker.update_send()
+            stranger = strangers.enter_context(context.socket(zmq.DEALER))
+            stranger.linger = 0
+            stranger.setsockopt(zmq.HEARTBEAT_IVL, 100)
+            stranger.setsockopt(zmq.RCVHWM, 1)
+            stranger.connect(worker.address)
+            for _ in range(8):  # libzmq reads the first replies ahead
+                stranger.send(request)
+            assert stranger.poll(round(1000 * TIMEOUT.total_seconds()))
+        for _ in range(10):
+            asker.update_send()
+            assert asker.update_wait()
+        assert asker.comm_stats()["num_rounds"] == 10
+
+
 # State, beginning and end.
 
 
@@ -741,7 +864,7 @@ def test_an_error_of_a_thread_is_raised_in_training(
         with pytest.raises(RuntimeError, match="worker 'a': fetching from 'b' failed: ZeroDivisionError"):
             first.update_wait()
     else:
-        monkeypatch.setattr(first._engine._server, "_answer", fail)
+        monkeypatch.setattr(first._engine._server, "_reply", fail)
         second = averager(workers, "c", filled(0.0), peers={"a": first.address}, timeout=timedelta(seconds=1))
         second.update_send()
         assert not second.update_wait()
@@ -767,6 +890,24 @@ def test_tensors_put_in_place_of_ours_are_taken_in(workers: contextlib.ExitStack
     first.update_send()
     assert first.update_wait()
     assert value_of(a) == 6.0
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_workers_that_are_closed_leave_nothing_open(workers: contextlib.ExitStack) -> None:
+    def live(num_workers: int) -> None:
+        for _ in range(num_workers):
+            with silent_peer() as address:
+                worker = averager(workers, "a", filled(1.0), peers={"b": address, "c": REFUSED})
+                worker.update_send()
+                worker.close()
+
+    live(1)
+    before = num_descriptors(), threading.active_count()
+    live(20)
+    assert (num_descriptors(), threading.active_count()) == before
 
 
 def test_the_average_needs_a_process_group(workers: contextlib.ExitStack) -> None:
@@ -893,7 +1034,8 @@ def test_a_peer_that_is_gone_fills_no_monitor(workers: contextlib.ExitStack) -> 
     assert probe.monitor.poll(2000)
     assert probe.failure() == "the connection was refused"
     assert not probe.monitor.poll(400)  # libzmq would try again every 100 ms
-    assert worker._engine._client._context is not worker._engine._contexts[0]  # nor could it hold up the server
+    (context,) = worker._engine._contexts  # nor could it hold up the server, which has none
+    assert worker._engine._client._context is context
 
 
 def test_gradients_are_those_of_the_plain_module(workers: contextlib.ExitStack) -> None:
