@@ -56,7 +56,7 @@ def test_numbers_whose_squares_overflow_have_a_distance(dtype: torch.dtype) -> N
     largest = 1e38 if dtype is torch.float32 else 1e300
     own = vector_of(1.0, dtype)
     other = FlatVector.over(torch.full((NUMEL,), largest, dtype=dtype))
-    with pytest.raises(RefusedModelError, match="root mean square distance of (1e|inf)"):
+    with pytest.raises(RefusedModelError, match=r"root mean square distance of (1e|inf)"):
         bound(DEFAULT_MAX_DISTANCE, own).check(other)
     bound(math.inf, own).check(other)
     bound(0.1, other).check(other)  # equal ones are near, however large

@@ -33,8 +33,7 @@ from gossip_modules.peer_connection import PeerConnection
 from gossip_modules.peer_scores import PeerScores
 from gossip_modules.plain_server import PlainServer
 from tests.ranks import gossip_threads
-
-TIMEOUT = 20.0
+from tests.strangers import PING, TIMEOUT, ask, ask_and_never_read, connect, read, wait_until_closed, zmtp_handshake
 
 
 def vector_of(value: float, numel: int = 1000) -> FlatVector:
@@ -108,20 +107,6 @@ def fetch(server: ModelServer, inbox: FlatVector, curve: CurveKeys | None = None
         return client.fetch(inbox, TIMEOUT)
 
 
-def connect(server: ModelServer) -> socket.socket:
-    """A stranger."""
-    host, port = server.address.removeprefix("tcp://").split(":")
-    return socket.create_connection((host, int(port)), timeout=TIMEOUT)
-
-
-def read(stranger: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes of what it is sent."""
-    data = b""
-    while len(data) < num_bytes:
-        data += stranger.recv(num_bytes - len(data))
-    return data
-
-
 def wait_for(condition: Callable[[], bool]) -> None:
     """Until something that a thread does has happened."""
     deadline = time.monotonic() + TIMEOUT
@@ -138,13 +123,6 @@ def num_descriptors() -> int:
 def resident_bytes() -> int:
     """Memory of this process."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-
-
-def wait_until_closed(stranger: socket.socket) -> None:
-    """Until the other end has hung up."""
-    with contextlib.suppress(ConnectionResetError):
-        while stranger.recv(1 << 16):
-            pass
 
 
 def test_the_newest_model_is_served_with_its_progress() -> None:
@@ -245,14 +223,14 @@ def test_garbage_is_counted_and_hung_up_on() -> None:
         frames.append(bytes([1, len(reply)]) + reply)  # the first of several
         frames.append(b"\x04\x05\x04PONG")  # a command that answers nothing
         for frame in frames:
-            with connect(server) as stranger:
+            with connect(server.address) as stranger:
                 zmtp_handshake(stranger)
                 stranger.sendall(frame)
                 wait_until_closed(stranger)
         assert server.stats.num_garbage_messages == len(frames)
-        with connect(server) as stranger:
+        with connect(server.address) as stranger:
             zmtp_handshake(stranger)
-            stranger.sendall(bytes([0, HEADER_BYTES]) + Message(Kind.PROBE, 5, shape_of(x)).pack())
+            ask(stranger, shape_of(x), Kind.PROBE)
             answer = Message.parse(read(stranger, 2 + HEADER_BYTES)[2:])
         assert (answer.kind, answer.request) == (Kind.ALIVE, 5)
 
@@ -265,7 +243,7 @@ def test_raw_garbage_is_hung_up_on(garbage: bytes) -> None:
     x = vector_of(1.0)
     with serving(x) as server:
         server.publish(x, Standing())
-        with connect(server) as stranger:
+        with connect(server.address) as stranger:
             stranger.sendall(garbage)
             with contextlib.suppress(OSError):  # it has hung up already
                 stranger.shutdown(socket.SHUT_WR)
@@ -273,24 +251,11 @@ def test_raw_garbage_is_hung_up_on(garbage: bytes) -> None:
         assert fetch(server, vector_of(0.0)) is not None
 
 
-def zmtp_handshake(stranger: socket.socket) -> None:
-    """ZMTP 3.0 without security, by hand, as a DEALER (ZeroMQ RFC 23)."""
-    stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    stranger.sendall(bytes([4, len(ready)]) + ready)
-    greeting = b""
-    while len(greeting) < 64 + 2:
-        greeting += stranger.recv(64 + 2 - len(greeting))
-    left = greeting[65]
-    while left:
-        left -= len(stranger.recv(left))
-
-
 def test_a_message_that_is_too_long_is_refused_by_its_declared_length() -> None:
     x = vector_of(1.0)
     with serving(x) as server:
         server.publish(x, Standing())
-        with connect(server) as stranger:
+        with connect(server.address) as stranger:
             zmtp_handshake(stranger)
             stranger.sendall(b"\x02" + struct.pack(">Q", 1 << 40))  # a frame of a terabyte, of which nothing follows
             wait_until_closed(stranger)
@@ -300,21 +265,12 @@ def test_a_message_that_is_too_long_is_refused_by_its_declared_length() -> None:
 LONG = 6_000_000  # 24 MB, more than the buffers of a connection take
 
 
-def ask_and_never_read(server: ModelServer, x: FlatVector) -> socket.socket:
-    """A client whose reply has begun; the rest of it is never read."""
-    stranger = connect(server)
-    zmtp_handshake(stranger)
-    stranger.sendall(bytes([0, HEADER_BYTES]) + Message(Kind.FETCH, 1, shape_of(x)).pack())
-    assert stranger.recv(1)
-    return stranger
-
-
 def test_clients_that_do_not_read_keep_nobody_without_a_model() -> None:
     x, inbox = vector_of(0.0, LONG), vector_of(0.0, LONG)
     with serving(x, round_seconds=3600.0) as server, contextlib.ExitStack() as strangers:
         for i in range(MAX_REPLIES):
             server.publish(x, Standing(i))
-            strangers.enter_context(ask_and_never_read(server, x))
+            strangers.enter_context(ask_and_never_read(server.address, shape_of(x)))
         with asking(server, inbox) as client:
             for i in range(10):
                 x.segments[0].fill_(i)
@@ -336,7 +292,7 @@ def test_a_reply_longer_than_a_round_makes_room_for_a_newer_model() -> None:
     with serving(x, round_seconds=0.0) as server, contextlib.ExitStack() as strangers:
         for i in range(3 * MAX_REPLIES):
             server.publish(x, Standing(i))
-            strangers.enter_context(ask_and_never_read(server, x))
+            strangers.enter_context(ask_and_never_read(server.address, shape_of(x)))
         server.publish(x, Standing(99))
         assert fetch(server, inbox) == Fetched("s", Standing(99))
         assert server.stats.num_unread_replies > MAX_REPLIES
@@ -349,7 +305,7 @@ def test_a_reply_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     x = vector_of(0.0, LONG)
     with serving(x) as server:
         server.publish(x, Standing())
-        with ask_and_never_read(server, x):
+        with ask_and_never_read(server.address, shape_of(x)):
             wait_for(lambda: server.stats.num_unread_replies == 1)
         assert server._pool.num_readings() == 0
 
@@ -358,7 +314,7 @@ def test_a_reply_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_time_without_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch, is_greeted: bool) -> None:
     monkeypatch.setattr(plain_server, "IDLE_SECONDS" if is_greeted else "HANDSHAKE_SECONDS", 0.2)
     monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.05)
-    with serving(vector_of(0.0)) as server, connect(server) as stranger:
+    with serving(vector_of(0.0)) as server, connect(server.address) as stranger:
         if is_greeted:
             zmtp_handshake(stranger)
         wait_until_closed(stranger)
@@ -368,13 +324,13 @@ def test_time_without_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch, is_g
 def test_a_client_that_only_pings_is_answered_and_kept_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_server, "IDLE_SECONDS", 0.5)
     monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.05)
-    with serving(vector_of(0.0)) as server, connect(server) as stranger:
+    with serving(vector_of(0.0)) as server, connect(server.address) as stranger:
         zmtp_handshake(stranger)
         stranger.sendall(b"\x04\x09\x04PING\0\x0ahi")
         assert read(stranger, 9) == b"\x04\x07\x04PONGhi"
         with contextlib.suppress(OSError):
             while True:
-                stranger.sendall(b"\x04\x07\x04PING\0\x0a")
+                stranger.sendall(PING)
                 read(stranger, 7)
         assert server.stats.num_garbage_messages == 0
 
@@ -386,7 +342,7 @@ def test_connections_are_bounded_and_a_peer_among_them_is_served() -> None:
         assert client.fetch(inbox, TIMEOUT) is not None
         before = num_descriptors()
         for _ in range(400):
-            strangers.enter_context(connect(server))
+            strangers.enter_context(connect(server.address))
             assert isinstance(server, PlainServer)
         wait_for(lambda: server.stats.num_refused_connections >= 400 - server.max_connections)
         assert num_descriptors() - 400 - before <= server.max_connections
@@ -402,7 +358,7 @@ def test_a_process_without_descriptors_serves_on(monkeypatch: pytest.MonkeyPatch
     with serving(x) as server, asking(server, inbox) as client, contextlib.ExitStack() as strangers:
         server.publish(x, Standing())
         assert client.fetch(inbox, TIMEOUT) is not None
-        zmtp_handshake(strangers.enter_context(connect(server)))
+        zmtp_handshake(strangers.enter_context(connect(server.address)))
         late = strangers.enter_context(socket.socket())
         late.settimeout(TIMEOUT)
         strangers.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
@@ -424,7 +380,7 @@ def test_empty_frames_take_no_memory() -> None:
         server.publish(x, Standing())
         before = resident_bytes()
         for _ in range(4):
-            with connect(server) as stranger:
+            with connect(server.address) as stranger:
                 zmtp_handshake(stranger)
                 with contextlib.suppress(OSError):  # it hangs up
                     stranger.sendall(b"\x01\x00" * 5_000_000)  # 10 MB: frames of no bytes, each with one to follow

@@ -29,6 +29,7 @@ from gossip_modules.pairwise_averager import PairwiseAverager
 from gossip_modules.pairwise_config import PairwiseConfig
 from tests.problems import batch, mlp, net
 from tests.ranks import gossip_threads
+from tests.strangers import PING, ask_and_never_read, connect
 
 ANY_PORT = "tcp://127.0.0.1:*"
 TIMEOUT = timedelta(seconds=20)  # of rounds that do not wait for it
@@ -662,23 +663,33 @@ def test_clients_that_read_nothing_but_ping_leave_merges_as_they_are(workers: co
     a = filled(0.0, numel)
     worker, asker = averager(workers, "a", a), averager(workers, "b", filled(8.0, numel))
     asker.add_peer("a", worker.address)
-    request = Message(Kind.FETCH, 1, worker._engine._server.shape).pack()
-    with contextlib.ExitStack() as strangers:
-        context = strangers.enter_context(zmq.Context())
-        for _ in range(8):
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for _ in range(4):
             worker.update_send()
-            stranger = strangers.enter_context(context.socket(zmq.DEALER))
-            stranger.linger = 0
-            stranger.setsockopt(zmq.HEARTBEAT_IVL, 100)
-            stranger.setsockopt(zmq.RCVHWM, 1)
-            stranger.connect(worker.address)
-            for _ in range(8):  # libzmq reads the first replies ahead
-                stranger.send(request)
-            assert stranger.poll(round(1000 * TIMEOUT.total_seconds()))
+            address, shape = worker.address, worker._engine._server.shape
+            strangers.append(stack.enter_context(ask_and_never_read(address, shape)))
         for _ in range(10):
+            for stranger in strangers:
+                stranger.sendall(PING)
             asker.update_send()
             assert asker.update_wait()
         assert asker.comm_stats()["num_rounds"] == 10
+    wait_for(lambda: worker.comm_stats()["num_unread_replies"] == 4)
+
+
+def test_connections_of_strangers_leave_a_worker_its_descriptors(workers: contextlib.ExitStack) -> None:
+    worker, asker = averager(workers, "a", filled(0.0)), averager(workers, "b", filled(8.0))
+    asker.add_peer("a", worker.address)
+    worker.update_send()
+    before = num_descriptors()
+    with contextlib.ExitStack() as strangers:
+        for _ in range(300):
+            strangers.enter_context(connect(worker.address))
+        wait_for(lambda: worker.comm_stats()["num_refused_connections"] > 200)
+        assert num_descriptors() - before - 300 < 100  # the other ends are ours too
+        asker.update_send()
+        assert asker.update_wait()
 
 
 # State, beginning and end.
