@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -118,7 +119,8 @@ class Method:
 
 def _pairwise(model: nn.Module, place: Place) -> nn.Module:
     peers = {f"worker{rank}": address for rank, address in enumerate(place.addresses)}
-    return PairwiseDataParallel(model, name=f"worker{place.rank}", peers=peers)
+    patience = timedelta(minutes=5)  # stragglers come late to an average
+    return PairwiseDataParallel(model, name=f"worker{place.rank}", peers=peers, average_timeout=patience)
 
 
 def _wrap(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], nn.Module]:

@@ -686,10 +686,10 @@ def test_connections_of_strangers_leave_a_worker_its_descriptors(workers: contex
     with contextlib.ExitStack() as strangers:
         for _ in range(300):
             strangers.enter_context(connect(worker.address))
-        wait_for(lambda: worker.comm_stats()["num_refused_connections"] > 200)
-        assert num_descriptors() - before - 300 < 100  # the other ends are ours too
         asker.update_send()
-        assert asker.update_wait()
+        assert asker.update_wait()  # and connections are accepted in their order, so all others are by now
+        assert num_descriptors() - before - 300 < 150  # the other ends are ours too
+        assert worker.comm_stats()["num_refused_connections"] > 200
 
 
 # State, beginning and end.

@@ -243,6 +243,7 @@ def wrap_pairwise(module: nn.Module, config: RunConfig, world: World, task: Task
             divergence_threshold=config.divergence_threshold,
             fetch_probability=config.fetch_probability,
             seed=config.seed,
+            average_timeout=timedelta(seconds=config.timeout_seconds),
             init_from_peers=False,  # all have made the same model
         )
         wrappers.append(wrapper)
