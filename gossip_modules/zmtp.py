@@ -71,7 +71,9 @@ class FrameReader:
     def _read_greeting(self) -> bool:
         """Whether the greeting is complete; a wrong one is refused at its first wrong byte."""
         data = self._bytes
-        is_signed = bytes(data[:1]) in (b"", b"\xff") and (len(data) < SIGNATURE_BYTES or data[SIGNATURE_BYTES - 1] == 0x7F)
+        is_signed = bytes(data[:1]) in (b"", b"\xff") and (
+            len(data) < SIGNATURE_BYTES or data[SIGNATURE_BYTES - 1] == 0x7F
+        )
         if not is_signed or (len(data) > SIGNATURE_BYTES and data[SIGNATURE_BYTES] < 3):
             raise ZmtpError(f"got a greeting that begins with {bytes(data[:12])!r}, expected ZMTP 3.0")
         if len(data) < GREETING_BYTES:
