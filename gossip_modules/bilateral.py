@@ -129,6 +129,8 @@ class BilateralAverage:
         self.mailbox.snapshot(self._sent)
         sends, recvs = {peer: [self._sent.raw]}, {peer: [self._received.raw]}
         self.transport.exchange(sends, recvs, tag=_MODEL_TAG, what=what).wait()
+        for buffers in self.mailbox.buffers_of(self._sent):
+            buffers.zero_()  # the mailbox takes those received as they are
         self._received.add_segments_(self._sent, alpha=-1.0)
         with self.mailbox.lock:
             self.mailbox.deliver(self._received, alpha=weight)

@@ -235,6 +235,11 @@ def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:
             piece.add_(part.to(x.dtype), alpha=alpha)
 
 
+def scale_and_add_(x: Tensor, y: Tensor, *, scale: float, alpha: float) -> None:
+    """x <- scale * x + alpha * y in place, computed in float32 where x is narrower than that; y of the same dtype."""
+    _combine_(x, scale, [y], [alpha])
+
+
 def _as_real(x: Tensor) -> Tensor:
     """`x` without autograd, complex numbers as pairs; shares memory."""
     return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()

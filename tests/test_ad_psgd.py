@@ -412,6 +412,47 @@ def test_buffers_are_averaged_or_stay_local(gossip_buffers: bool) -> None:
     assert run_ranks(2, body) == ([(0.5, 1)] * 2 if gossip_buffers else [(0.0, 1), (1.0, 1)])
 
 
+@pytest.mark.parametrize("num_exchanges", [1, 3])
+def test_variances_that_decay_while_an_exchange_is_under_way_stay_variances(num_exchanges: int) -> None:
+    """A BatchNorm at 100 says so, gets 1 from its peer, and is at .01 when that is there."""
+    meeting = Meeting(2)
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        norm = nn.BatchNorm1d(3).double()
+        norm.momentum = 1.0
+        wrapper = wrap(norm, group)
+        data = torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, 3) * 10.0 ** group.rank() / 2**0.5
+        for _ in range(3):
+            wrapper(data)  # and publishes, at the second one
+            wrapper.settle()
+        deliver, num_delivered = engine_of(wrapper).mailbox.deliver, 0
+        wrapper(data)
+        meeting.wait()
+
+        def decay_then_deliver(correction: FlatVector, *, alpha: float) -> None:
+            nonlocal num_delivered
+            norm.running_var.fill_(0.01)  # type: ignore[union-attr]
+            deliver(correction, alpha=alpha)
+            num_delivered += 1
+
+        engine_of(wrapper).mailbox.deliver = decay_then_deliver  # type: ignore[method-assign]
+        meeting.wait()
+        for _ in range(num_exchanges * is_active(wrapper)):
+            wrapper(data)
+            wrapper.flush()
+        meeting.wait()
+        wrapper.settle()
+        assert num_delivered >= num_exchanges
+        variances = norm.running_var.tolist()  # type: ignore[union-attr]
+        wrapper.eval()
+        assert wrapper(data).isfinite().all()
+        wrapper.close()
+        return variances
+
+    for variances in run_ranks(2, body):
+        assert min(variances) > 0.0099
+
+
 def test_frozen_parameters_stay() -> None:
     meeting = Meeting(2)
 

@@ -110,6 +110,32 @@ def test_all_dtypes_of_a_model() -> None:
         torch.testing.assert_close(after, before + 0.125)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_buffers_are_averaged_with_what_is_there_when_mail_is_applied(dtype: torch.dtype) -> None:
+    """b <- (b / 2 + 8 / 2) * 3 / 4 + 2 / 4 for the b of that moment; parameters get w times the correction."""
+    module = nn.BatchNorm1d(3).to(dtype)
+    x = FlatBuffer(module).vector
+    mailbox = Mailbox(x)
+    (y,) = mailbox.buffers_of(x)
+    assert y.numel() == 6
+    for received, alpha in ((8.0, 0.5), (2.0, 0.25)):
+        correction = mailbox.host_vector()
+        correction.segments[0].fill_(received)
+        mailbox.deliver(correction, alpha=alpha)
+    (published,) = mailbox.buffers_of(snapshot(mailbox))
+    assert published.tolist() == [(0 + 8) / 2 * 3 / 4 + 2 / 4] * 3 + [(1 + 8) / 2 * 3 / 4 + 2 / 4] * 3
+    for start in (16.0, 0.0):  # twice: nothing of the mail before comes back
+        y.fill_(start)
+        before = module.weight.detach().clone()
+        assert mailbox.collect(x)
+        assert y.tolist() == [3 / 8 * start + 3.5] * 6
+        assert (module.weight == before + 4.5).all()
+        for received, alpha in ((8.0, 0.5), (2.0, 0.25)):
+            correction = mailbox.host_vector()
+            correction.segments[0].fill_(received)
+            mailbox.deliver(correction, alpha=alpha)
+
+
 @pytest.mark.parametrize("call", ["publish", "collect"])
 def test_another_layout_is_refused(call: str) -> None:
     mailbox = Mailbox(vector(1.0))
