@@ -16,6 +16,7 @@ from .gossiper import GlobalAverage
 from .graph_manager import GraphManager
 from .mixing_manager import MixingManager
 from .transport import DEFAULT_TIMEOUT
+from .watched_transport import WatchedTransport
 from .wrapper import GossipWrapper
 
 
@@ -40,12 +41,13 @@ class BilatGossipDataParallel(GossipWrapper):
         process_group: a Gloo group, used as it is, so it must carry nothing else; None = a new one over all ranks.
         init_sync: start from the parameters and buffers of rank 0.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
-        timeout: for every wait on a peer.
+        timeout: for every wait on a peer. The death of a process is raised at the next step, without waiting for it.
 
     Raises:
         ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
         RuntimeError: torch.distributed is not initialised.
-        TimeoutError, ConnectionError: (construction, forward, `flush()`) a peer is late or gone; names it.
+        TimeoutError, ConnectionError: (construction, forward, `flush()`, collectives) a peer is late or has died; names
+            it, also where another rank has found out.
 
     Example:
         >>> model = BilatGossipDataParallel(model)  # was: DistributedDataParallel(model)
@@ -80,13 +82,14 @@ class BilatGossipDataParallel(GossipWrapper):
         self._transport = connect(
             process_group, module_device=x.raw.device, comm_device="cpu", backend="gloo", timeout=timeout
         )
-        self._averager = GlobalAverage(self._transport)
         self._engine = BilateralEngine(mixing, self._transport, x)
+        self._watched = WatchedTransport(self._transport, self._engine.join_in)
+        self._averager = GlobalAverage(self._watched)
         self._close_when_collected()
 
     @property
     def _bytes_sent(self) -> int:
-        return self._transport.num_bytes_sent
+        return self._transport.num_bytes_sent + self._watched.num_bytes_sent
 
     def settle(self) -> None:
         """See `AveragingMixin`: when all ranks have asked no more, what they have said is applied.
@@ -103,7 +106,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._meet("waiting until no rank answers")
 
     def _meet(self, what: str) -> None:
-        self._transport.all_reduce(torch.zeros(1), what=what)
+        self._watched.all_reduce(torch.zeros(1), what=what)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._withdraw()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from concurrent.futures import Future, wait
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import torch
 
@@ -18,12 +19,15 @@ from .mailbox import Mailbox
 from .mixing_manager import MixingManager
 from .transport import ProcessGroupTransport
 
+_SECONDS_TO_NAME = 0.5  # beyond the timeout, for an error that says who is missing
+
 
 class BilateralEngine(Engine):
     """Active ranks ask a passive peer once per training step at most; passive ranks answer whenever they are asked.
 
     At the safe point: x <- x + mail, y <- x, and an active rank whose last exchange is complete starts the next one.
-    Nothing there waits. See [Note: bilateral exchange].
+    Nothing there waits. See [Note: bilateral exchange]. A thread of every rank listens to its peers, so that training
+    hears of a dead one at its next step: [Note: who died].
 
     `t` counts the exchanges that an active rank has started; its peers are those of the graph in its own round t.
 
@@ -43,17 +47,19 @@ class BilateralEngine(Engine):
         self._step = 0  # training steps seen so far
         self._published_at = 0  # step
         self._bilateral = BilateralAverage(self.mailbox, transport, clock=lambda: self._published_at)
+        self._failed = self._bilateral.presence.failed
         self._background = Background()
+        self._failed.add_done_callback(self._on_failure)
         self._asking: Future[float] | None = None
         self._asker: GossipThread | None = None
+        self._helper: GossipThread | None = None  # of `join_in`
         self._peers = self._reachable()
         self._gone: set[int] = set()  # those of them who have said so
         name = f"gossip-{transport.rank}"
         if not self._peers:
             return
-        if mixing.graph.is_passive(transport.rank):
-            self._background.start(name, lambda: self._bilateral.answer(self._peers))
-        else:
+        self._background.start(f"{name}-listener", lambda: self._bilateral.answer(self._peers))
+        if not mixing.graph.is_passive(transport.rank):
             self._asker = GossipThread(name)
 
     def _reachable(self) -> set[int]:
@@ -74,7 +80,7 @@ class BilateralEngine(Engine):
         Raises:
             TimeoutError, ConnectionError: a peer is late or gone; names it.
         """
-        self._background.raise_if_failed()
+        self.raise_if_failed()
         if self._asking is not None and self._asking.done():
             self._take_answer()
         with torch.profiler.record_function("gossip.apply"), self.mailbox.lock:
@@ -88,7 +94,7 @@ class BilateralEngine(Engine):
         return is_written
 
     def flush(self, x: FlatVector) -> bool:
-        """See `Engine`. Waits for the exchange that this rank has asked for, and for one that it answers.
+        """See `Engine`. Waits for the exchange that this rank has asked for, or for one that it answers.
 
         An error that has been raised before is not raised again, unlike by `round()`: so a last checkpoint can be
         taken of a model whose peers are lost.
@@ -110,30 +116,73 @@ class BilateralEngine(Engine):
         self.mailbox.withdraw()
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended the thread of a passive rank, if one did."""
+        """Raise the first failure of this rank, if it has one: a peer is dead or late, or a thread met an error."""
         if not self.is_closed:
+            self._bilateral.check_time()
+            if self._failed.done():
+                self._asking = None  # nobody waits for it any more; what it delivers is mail
             self._background.raise_if_failed()
 
+    def join_in(self, collective: Callable[[], None], what: str) -> None:
+        """Run what all ranks run together; not longer than the timeout, and not when a peer has died.
+
+        A thread of its own waits in there, so that this one hears of a death that others have seen.
+
+        Args:
+            collective: blocks until all ranks are there.
+            what: names it in errors.
+
+        Raises:
+            TimeoutError, ConnectionError: a peer is late or gone; names who died first.
+        """
+        if self.is_closed or not self._peers:
+            collective()
+            return
+        if self._helper is None:
+            self._helper = GossipThread(f"gossip-{self.transport.rank}-collective")
+
+        def job() -> float:
+            collective()
+            return 0.0
+
+        start, limit = time.monotonic(), self.transport.timeout.total_seconds()
+        running = self._helper.submit(job)
+        wait([running, self._failed], limit + _SECONDS_TO_NAME, FIRST_COMPLETED)
+        if not running.done():
+            self.raise_if_failed()
+            name, seconds = self.transport.names[self.transport.rank], time.monotonic() - start
+            after = f"after {seconds:.1f} s (timeout {limit:g} s)"
+            raise TimeoutError(f"rank {name}: {what}: not all ranks have come {after}")
+        if (error := running.exception()) is not None:
+            # Connections may have closed because of a rank that others have seen die.
+            wait([self._failed], _SECONDS_TO_NAME if isinstance(error, ConnectionError) else 0.0)
+            self.raise_if_failed()
+            raise error
+
     def close(self) -> None:
-        """See `Engine`. Passive ranks answer until all who might ask have closed, or for two seconds.
+        """See `Engine`. Says goodbye and waits for those of the peers, for two seconds at most.
 
         What is delivered until then is mail, for a last `flush()`.
         """
         if self.is_closed:
             return
         self.is_closed = True
-        if self._asker is None:
-            if not self._bilateral.stop_answering():
-                warnings.warn("closed while a peer was being answered: its correction is lost", stacklevel=2)
-            self._background.close()
-            self._background.raise_if_unseen()
-            return
+        deadline = time.monotonic() + GOODBYE_TIMEOUT.total_seconds()
         asking, self._asking = self._asking, None
-        if asking is not None and not wait([asking], GOODBYE_TIMEOUT.total_seconds()).done:
-            warnings.warn("closed while a peer had not answered: its correction is lost", stacklevel=2)
-            asking = None
-        self._bilateral.say_goodbye(sorted(self._peers - self._gone))
-        self._asker.close()
+        if asking is not None:
+            wait([asking, self._failed], GOODBYE_TIMEOUT.total_seconds(), FIRST_COMPLETED)
+            if not asking.done():
+                asking = None
+                if not self._failed.done():
+                    warnings.warn("closed while a peer had not answered: its correction is lost", stacklevel=2)
+        if not self._bilateral.stop_answering() and not self._failed.done():
+            warnings.warn("closed while a peer was being answered: its correction is lost", stacklevel=2)
+        self._bilateral.say_goodbye(sorted(self._peers))
+        for thread in (self._asker, self._helper):
+            if thread is not None:
+                thread.close()
+        self._background.close(max(deadline - time.monotonic(), 0.0))
+        self._background.raise_if_unseen()
         if asking is not None:
             asking.result()
 
@@ -160,9 +209,15 @@ class BilateralEngine(Engine):
         self._asking = self._asker.submit(exchange)
 
     def _take_answer(self) -> None:
-        assert self._asking is not None
+        """Wait for the answer; it is lost when this rank fails meanwhile."""
+        asking = self._asking
+        assert asking is not None
         try:
-            self._asking.result()
+            while not asking.done():
+                wait([asking, self._failed], max(self._bilateral.seconds_left, 0.0), FIRST_COMPLETED)
+                if not asking.done():
+                    self.raise_if_failed()
+            asking.result()
         except Exception:  # of the exchange; an interrupt instead leaves it in flight, done or not
             self._asking = None
             raise
@@ -175,3 +230,9 @@ class BilateralEngine(Engine):
             while self._bilateral.delivered:
                 self.stats.record(self._step - self._bilateral.delivered.popleft())
             return True
+
+    def _on_failure(self, failed: Future[None]) -> None:
+        """Called by the thread that has met the failure."""
+        error = failed.exception()
+        assert error is not None
+        self._background.fail(error)

@@ -123,7 +123,10 @@ def test_a_rank_that_closes_says_so_and_keeps_its_model() -> None:
             me.bilateral.stop_answering()
             me.bilateral.answer([1])
         else:
-            assert not me.bilateral.ask(0, 0, 0.5)  # and asks no more, so that it need not say goodbye
+            for _ in range(2):
+                assert not me.bilateral.ask(0, 0, 0.5)
+            me.bilateral.say_goodbye([0])
+            assert not me.bilateral.ask(0, 0, 0.5)  # nor is anything sent
         assert not me.mailbox.has_mail
         return me.value()
 
@@ -167,7 +170,7 @@ def test_a_passive_rank_that_does_not_answer_is_named() -> None:
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 1:
             me = Rank(group, start=0.0, timeout=SOON)
-            pattern = r"^rank 1: asking in round 7: receive from rank 0 failed after \d\.\d s \(timeout 0\.4 s\)"
+            pattern = r"^rank 1: asking in round 7: .*with rank 0 has not ended after \d\.\d s \(timeout 0\.4 s\)"
             with pytest.raises(TimeoutError, match=pattern):
                 me.bilateral.ask(0, 7, 0.5)
 
@@ -191,7 +194,8 @@ def test_an_active_rank_that_asks_and_sends_nothing_is_named_by_the_listener() -
         me = Rank(group, start=0.0, timeout=SOON if group.rank() == 0 else TIMEOUT)
         if group.rank() == 0:
             with pytest.raises(
-                TimeoutError, match=r"^rank 0: answering round 7 of rank 1: receive from rank 1 failed after \d\.\d s"
+                TimeoutError,
+                match=r"^rank 0: answering round 7 of rank 1: the exchange with rank 1 has not ended after \d\.\d s",
             ):
                 me.bilateral.answer([1])
         else:
@@ -219,11 +223,16 @@ def test_an_answer_that_does_not_end_is_named() -> None:
             snapshot(out)
 
         me.mailbox.snapshot = stuck  # type: ignore[method-assign]
-        listener = threading.Thread(target=me.bilateral.answer, args=([1],), daemon=True)
+
+        def answer() -> None:
+            with pytest.raises(TimeoutError, match="rank 0: answering round 0 of rank 1"):
+                me.bilateral.answer([1])
+
+        listener = threading.Thread(target=answer, daemon=True)
         listener.start()
         assert is_serving.wait(PATIENCE)
         assert me.bilateral.is_serving
-        with pytest.raises(TimeoutError, match=r"^rank 0: still answering rank 1 after 0\.4 s"):
+        with pytest.raises(TimeoutError, match=r"^rank 0: answering round 0 of rank 1: .*with rank 1 has not ended"):
             me.bilateral.wait_until_served()
         is_over.set()
         listener.join(PATIENCE)

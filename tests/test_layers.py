@@ -38,13 +38,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             *PAIRWISE_WIRE,
             "model_server",
             "plain_server",
+            "watched_transport",
         ),
         *("mpi", "mpi_group", "mpi_library", "mpi_work"),
     ),
     (
         *("gossiper", "push_sum", "agreement", "node", "link_times", "envelope", "matrix_batches", "orthonormal"),
         *("compressed_gossiper", "broadcast_gossiper", "choco", "deep_squeeze", "moniqua", "power_gossip"),
-        *("mailbox", "bilateral", "group_average", "average_on_demand"),
+        *("mailbox", "bilateral", "presence", "group_average", "average_on_demand"),
         *("simulated_power_gossip", "simulated_methods", "simulated_options", "simulated_advice"),
     ),
     (
