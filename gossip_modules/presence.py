@@ -66,9 +66,7 @@ class Presence:
             except ConnectionLost as lost:
                 if lost.is_closed_here:
                     self._wait_for_cause()  # whoever has waited in vain says for whom
-                    self.fail(lost)
-                else:
-                    self.fail(lost, news=(_DIED, lost.peer, 0))
+                self.fail(ConnectionError(str(lost)), news=None if lost.is_closed_here else (_DIED, lost.peer, 0))
 
     def request(self, peer: int, first: int, second: int, *, reply: Tensor, what: str) -> Pending | None:
         """Post a request and a receive of its reply; None after a goodbye.
@@ -98,7 +96,7 @@ class Presence:
             if news is not None:
                 for peer in sorted(self._listener.present if self._listener is not None else ()):
                     with self._sending:
-                        if peer not in self._told and peer != news[1]:
+                        if peer not in self._told:
                             self._post(peer, *news)
             self.failed.set_exception(error)
 
@@ -131,10 +129,11 @@ class Presence:
             after = f"{milliseconds / 1000:.1f} s without an answer" if kind == _LATE else "a closed connection"
             error = ConnectionError(f"{self._me}: {source} has given this rank up after {after}")
         elif kind == _DIED:
-            error = ConnectionError(f"{self._me}: {rank} has died: {source} says that its connection to it is closed")
+            error = ConnectionError(f"{self._me}: {rank} has died: {source} says so")
         else:
-            seconds = f"{milliseconds / 1000:.1f} s"
-            error = TimeoutError(f"{self._me}: {rank} does not answer: {source} has waited for it for {seconds}")
+            error = TimeoutError(
+                f"{self._me}: {rank} has not answered for {milliseconds / 1000:.1f} s: {source} says so"
+            )
         self.fail(error, news=(kind, about, milliseconds))
 
     def _post(self, peer: int, kind: int, first: int, second: int) -> None:

@@ -990,7 +990,7 @@ def hang_up(wrapper: BilatGossipDataParallel) -> None:
     with pytest.raises(TimeoutError):
         transport.exchange({}, {1 - transport.rank % 2: [X]}, tag=9).wait(timedelta(milliseconds=1))
     engine_of(wrapper)._background.close(PATIENCE)
-    with pytest.raises(ConnectionError, match="a wait of this rank has timed out, which closed its connections"):
+    with pytest.raises(ConnectionError):
         wrapper.close()
 
 
@@ -1008,7 +1008,7 @@ def error_of(call: Callable[[], object]) -> tuple[BaseException, float]:
 
 @pytest.mark.parametrize("graph", [DynamicBipartiteExponentialGraph, DynamicBipartiteLinearGraph])
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("doing", ["training", "settling", "averaging", "nothing but a flush"])
+@pytest.mark.parametrize("doing", ["training", "settling", "averaging"])
 def test_all_name_a_rank_that_has_died_at_once(
     victim: int, graph: type[DynamicBipartiteExponentialGraph], doing: str
 ) -> None:
@@ -1028,9 +1028,8 @@ def test_all_name_a_rank_that_has_died_at_once(
             "training": lambda: wrapper(X),
             "settling": wrapper.settle,
             "averaging": wrapper.consensus_distance,
-            "nothing but a flush": wrapper.flush,
         }
-        error, seconds = error_of(calls[doing] if doing != "nothing but a flush" else lambda: wrapper.train())
+        error, seconds = error_of(calls[doing])
         assert isinstance(error, ConnectionError)
         assert re.match(rf"rank {group.rank()}: rank {victim} has died: ", str(error)), error
         with pytest.raises(ConnectionError, match=f"rank {victim} has died"):
@@ -1059,9 +1058,8 @@ def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:
         if group.rank() == 0:
             is_over.wait()
             gates[0].opened.set()
-            with pytest.raises(ConnectionError, match=r"rank [13] has given this rank up after \d\.\d s without an an"):
-                error_of(lambda: wrapper(X))
-                wrapper(X)
+            error, _ = error_of(lambda: wrapper(X))
+            assert re.search(r"rank 0: rank [13] has given this rank up after \d\.\d s without an answer", str(error))
             wrapper.close()
             return 0.0
 
@@ -1071,7 +1069,9 @@ def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:
 
         error, waited = error_of(step)
         assert isinstance(error, TimeoutError)
-        assert re.search(r"rank 0 has not ended after|rank 0 does not answer: rank [13] has waited", str(error)), error
+        assert re.search(
+            r"rank 0 has not ended after|rank 0 has not answered for \d\.\d s: rank \d says so", str(error)
+        ), error
         is_over.wait()
         wrapper.close()
         return waited
@@ -1153,7 +1153,7 @@ def test_a_rank_that_is_killed_is_named_by_all(victim: int) -> None:
 def test_a_passive_rank_that_stops_is_named_by_all() -> None:
     outcomes = outcomes_of(0, signal.SIGSTOP)
     for rank in (1, 2, 3):
-        pattern = rf"^TimeoutError: rank {rank}: .*rank 0 (has not ended after|does not answer: rank [13] has waited)"
+        pattern = rf"^TimeoutError: rank {rank}: .*rank 0 (has not ended after|has not answered for \d\.\d s: rank \d says so)"
         assert re.search(pattern, outcomes[rank].error), outcomes[rank]
         assert outcomes[rank].exit_code == 1
 
