@@ -19,6 +19,7 @@ from .transport import FOREVER, ProcessGroupTransport
 GOODBYE_TIMEOUT = timedelta(seconds=2)
 _AT_EXIT = timedelta(milliseconds=1)
 _AT_EXIT_SECONDS = 1.0
+_SECONDS_OF_GRACE = 1.0
 _CLOSED_HERE = "Application timeout"  # in what Gloo says of connections that a wait of this process has closed
 
 
@@ -91,7 +92,8 @@ class Listener:
         self._threads: list[threading.Thread] = []  # readers, and who takes the messages
         self._lock = threading.Lock()  # of the count, which readers keep
         self._num_reading = 0
-        self._is_exiting = False
+        self._exiting = threading.Event()
+        self._has_waited = False
 
     @property
     def present(self) -> frozenset[int]:
@@ -109,11 +111,12 @@ class Listener:
         self._start()
         while self._present:
             sender, message = self._letters.get()
-            if self._is_exiting:
+            if self._exiting.is_set():
                 return
             if isinstance(message, ConnectionLost):
                 if sender in self._present:
                     self.dismiss(sender)
+                    self._let_others_say_why(message)
                     raise message
                 continue
             try:
@@ -127,6 +130,12 @@ class Listener:
     def dismiss(self, peer: int) -> None:
         """This peer will write no more. Called by who takes the messages, between two of them."""
         self._present.discard(peer)
+
+    def _let_others_say_why(self, lost: ConnectionLost) -> None:
+        """Who has waited in vain, and has closed all connections by that, names whom it has waited for."""
+        if lost.is_closed_here and not self._has_waited:
+            self._has_waited = True
+            self._exiting.wait(_SECONDS_OF_GRACE)
 
     def _start(self) -> None:
         if self._threads or not self._present:
@@ -147,7 +156,7 @@ class Listener:
         tag = self.transport.wire_tag(self.tag, message.numel() * message.element_size())
         start = time.monotonic()
         try:
-            while peer in self._present and not self._is_exiting:
+            while peer in self._present and not self._exiting.is_set():
                 self.transport.group.recv([message], peer, tag).wait(FOREVER)
                 self._letters.put((peer, message.tolist()))
                 self._may_read[peer].acquire()
@@ -157,22 +166,19 @@ class Listener:
             with self._lock:
                 self._num_reading -= 1
                 is_last = self._num_reading == 0
-            if is_last and not self._is_exiting:
+            if is_last and not self._exiting.is_set():
                 atexit.unregister(self._exit)
 
     def _lost(self, peer: int, error: RuntimeError, seconds: float) -> ConnectionLost:
-        names = self.transport.names
+        me, name = (self.transport.names[rank] for rank in (self.transport.rank, peer))
         is_closed_here = _CLOSED_HERE in str(error)
-        if is_closed_here:
-            what = f"a wait of this rank has timed out, which closed its connections, that to rank {names[peer]} too"
-        else:
-            what = f"rank {names[peer]} has died: its connection closed without a goodbye"
-        message = f"rank {names[self.transport.rank]}: {what}, {seconds:.1f} s after it opened: {error}"
+        why = "a wait of this rank has timed out" if is_closed_here else f"rank {name} has died"
+        message = f"rank {me}: {why}: the connection to rank {name} failed after {seconds:.1f} s: {error}"
         return ConnectionLost(message, peer=peer, is_closed_here=is_closed_here)
 
     def _exit(self) -> None:
         """[Note: leaving a listener behind]"""
-        self._is_exiting = True
+        self._exiting.set()
         nothing = torch.empty(1, dtype=torch.uint8)
         for peer in self._may_read:
             with contextlib.suppress(RuntimeError):  # of Gloo; the first to time out closes the connections to all

@@ -64,8 +64,6 @@ class Presence:
                         self._hear(kind, first, second, sender)
                 return
             except ConnectionLost as lost:
-                if lost.is_closed_here:
-                    self._wait_for_cause()  # whoever has waited in vain says for whom
                 self.fail(ConnectionError(str(lost)), news=None if lost.is_closed_here else (_DIED, lost.peer, 0))
 
     def request(self, peer: int, first: int, second: int, *, reply: Tensor, what: str) -> Pending | None:
