@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 import torch
 
@@ -147,7 +148,7 @@ class BilateralEngine(Engine):
 
         start, limit = time.monotonic(), self.transport.timeout.total_seconds()
         running = self._helper.submit(job)
-        wait([running, self._failed], limit + _SECONDS_TO_NAME, FIRST_COMPLETED)
+        self._wait_for(running, limit + _SECONDS_TO_NAME)
         if not running.done():
             self.raise_if_failed()
             name, seconds = self.transport.names[self.transport.rank], time.monotonic() - start
@@ -170,7 +171,7 @@ class BilateralEngine(Engine):
         deadline = time.monotonic() + GOODBYE_TIMEOUT.total_seconds()
         asking, self._asking = self._asking, None
         if asking is not None:
-            wait([asking, self._failed], GOODBYE_TIMEOUT.total_seconds(), FIRST_COMPLETED)
+            self._wait_for(asking, GOODBYE_TIMEOUT.total_seconds())
             if not asking.done():
                 asking = None
                 if not self._failed.done():
@@ -214,7 +215,7 @@ class BilateralEngine(Engine):
         assert asking is not None
         try:
             while not asking.done():
-                wait([asking, self._failed], max(self._bilateral.seconds_left, 0.0), FIRST_COMPLETED)
+                self._wait_for(asking, max(self._bilateral.seconds_left, 0.0))
                 if not asking.done():
                     self.raise_if_failed()
             asking.result()
@@ -230,6 +231,11 @@ class BilateralEngine(Engine):
             while self._bilateral.delivered:
                 self.stats.record(self._step - self._bilateral.delivered.popleft())
             return True
+
+    def _wait_for(self, future: Future[float], seconds: float) -> None:
+        """Until it is done, or this rank has failed."""
+        either: list[Future[Any]] = [future, self._failed]
+        wait(either, seconds, FIRST_COMPLETED)
 
     def _on_failure(self, failed: Future[None]) -> None:
         """Called by the thread that has met the failure."""
