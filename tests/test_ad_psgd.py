@@ -1058,8 +1058,10 @@ def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:
         if group.rank() == 0:
             is_over.wait()
             gates[0].opened.set()
-            error, _ = error_of(lambda: wrapper(X))
-            assert re.search(r"rank 0: rank [13] has given this rank up after \d\.\d s without an answer", str(error))
+            error, _ = error_of(lambda: wrapper(X))  # its own clock, or what the others say
+            assert re.search(r"^rank 0: (rank [13] has given this rank up|answering .* has not ended)", str(error)), (
+                error
+            )
             wrapper.close()
             return 0.0
 
