@@ -17,6 +17,7 @@ class Background:
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
+        self._has_failed = threading.Event()
         self._is_seen = False
 
     def start(self, name: str, body: Callable[[], None]) -> None:
@@ -36,6 +37,11 @@ class Background:
         """Keep `error` for the training thread, unless there is an earlier one."""
         if self._error is None:
             self._error = error
+        self._has_failed.set()
+
+    def wait_for_error(self, seconds: float) -> bool:
+        """Wait for so long at most until a thread has failed; returns whether one has."""
+        return self._has_failed.wait(seconds)
 
     def raise_if_failed(self) -> None:
         """Raise what ended a thread, if anything did; from then on at every call."""
@@ -51,6 +57,7 @@ class Background:
     def close(self, timeout: float = 2.0) -> bool:
         """Wait `timeout` seconds at most for all threads to end; returns whether they have. They must know by now."""
         deadline = time.monotonic() + timeout
-        for thread in self._threads:
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in others)

@@ -22,6 +22,9 @@ class GroupAverage(Mixer):
     Args:
         groups: of the transport's world.
         transport: whose rank this is.
+
+    Attributes:
+        partner: the rank that the phase under way exchanges with; -1 = none is under way.
     """
 
     def __init__(self, groups: ButterflyGroups, transport: Transport) -> None:
@@ -35,6 +38,7 @@ class GroupAverage(Mixer):
         self._inbox: FlatVector | None = None
         self._phases: tuple[Phase, ...] = ()
         self._pending: Pending | None = None
+        self.partner = -1
 
     @property
     def own_buffer_weight(self) -> float:
@@ -73,12 +77,15 @@ class GroupAverage(Mixer):
                 s.raw.copy_(self._inbox.raw)
             elif phase.in_peer is not None:
                 s.add_segments_(self._inbox, alpha=1.0)
+        self.partner = -1
         s.weight.fill_(num_members)
         s.divide_by_weight_()
         s.weight.fill_(1.0)
 
     def _post(self, phase: Phase, s: FlatVector) -> None:
         assert self._inbox is not None, "start() makes it"
+        partner = phase.in_peer if phase.out_peer is None else phase.out_peer
+        self.partner = -1 if partner is None else partner
         sends = {} if phase.out_peer is None else {phase.out_peer: [s.raw]}
         recvs = {} if phase.in_peer is None else {phase.in_peer: [self._inbox.raw]}
         self._pending = self.transport.exchange(sends, recvs, tag=self._t, what=f"group average in round {self._t}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -42,7 +46,15 @@ class GroupAverageDataParallel(GossipWrapper):
 
     A fast rank does more of the work: ranks that are always late skip rounds. So let training last a number of rounds
     that all ranks share, as in the example; each rank ends it in the same round. Call `settle()` before something that
-    all ranks do together (checkpoints, the end); `averaged()` and its like call it.
+    all ranks do together (checkpoints); `averaged()` and its like call it.
+
+    End with `close()` on all ranks. It settles if training went on since `settle()`, so that no rank leaves while
+    others need it; loops of equal length may end in it too. It waits as long as the others take steps. In the handler
+    of an exception it leaves at once, and the others fail with an error that names this rank. The end of a program
+    without `close()` closes too, within the timeout.
+
+    When a rank dies or is stopped, all others fail with an error that names it: at once where its connections close,
+    and within the timeout where it only stops answering.
 
     Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging",
     IEEE TPDS 2021, arXiv 2005.00124, Algorithm 2.
@@ -75,7 +87,7 @@ class GroupAverageDataParallel(GossipWrapper):
         ...     optimizer.zero_grad()
         ...     loss.backward()
         ...     optimizer.step()
-        >>> model.settle()
+        >>> model.close()
     """
 
     def __init__(
@@ -121,7 +133,9 @@ class GroupAverageDataParallel(GossipWrapper):
         average = GroupAverage(groups, self._transport)
         if is_asynchronous:
             self._engine = WaitAvoidingEngine(average, self._averager, x, sync_period=sync_period, overlap=overlap)
+            self._averager = _WatchedAverage(self._engine)
             self._close_when_collected()
+            self._exit = _close_at_exit(self)
         else:
             self._engine = (OverlapEngine if overlap else SyncEngine)(average, Schedule(average_every=sync_period))
         self.register_load_state_dict_post_hook(_publish_loaded)
@@ -144,9 +158,79 @@ class GroupAverageDataParallel(GossipWrapper):
 
         Until all have called it, a rank in here goes to the averages over all ranks that the others come to.
         """
+        self._settle(is_patient=False)
+
+    def _settle(self, *, is_patient: bool) -> None:
         self.flush()
-        if isinstance(self._engine, WaitAvoidingEngine) and not self._is_closed and self._engine.settle(self._gossiped):
+        engine = self._engine
+        if not isinstance(engine, WaitAvoidingEngine) or self._is_closed:
+            return
+        if engine.settle(self._gossiped, is_patient=is_patient):
             self._written()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if state.pop("_exit", None) is not None:  # a copy has no threads to end or to ask
+            state["_averager"] = GlobalAverage(self._transport)
+        return state
+
+    def consensus_distance(self) -> float:
+        """See `AveragingMixin`."""
+        try:
+            return super().consensus_distance()
+        except (ConnectionError, TimeoutError) as error:
+            if isinstance(self._engine, WaitAvoidingEngine):
+                self._engine.worker.watch.explain(error)
+            raise
+
+    def close(self) -> None:
+        """See `AveragingMixin` and above: settles first, or leaves at once in the handler of an exception."""
+        self._close(sys.exc_info()[1], is_patient=True)
+
+    @torch.no_grad()
+    def _close(self, error: BaseException | None, *, is_patient: bool) -> None:
+        engine = self._engine
+        if not self._is_closed and isinstance(engine, WaitAvoidingEngine):
+            self._exit()
+            if error is not None:
+                engine.close(error=error)
+            elif not engine.is_settled:
+                try:
+                    self._settle(is_patient=is_patient)
+                except BaseException as failure:
+                    engine.close(error=failure)
+                    super().close()
+                    raise
+        super().close()
+
+
+class _WatchedAverage(GlobalAverage):
+    """The average over all ranks that wrappers take after `settle()`; errors name who is at fault."""
+
+    def __init__(self, engine: WaitAvoidingEngine) -> None:
+        super().__init__(engine.worker.transport)
+        self._engine = engine
+
+    def mix(self, x: Any, t: int) -> Any:
+        """See `Mixer`."""
+        with self._engine.together("the average over all ranks"):
+            return super().mix(x, t)
+
+
+def _close_at_exit(wrapper: GroupAverageDataParallel) -> Callable[[], None]:
+    """At the end of the program the wrapper closes, if it is still there. Returns what takes that back."""
+
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            found._close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None), is_patient=False)
+
+    def take_back(_: object = None) -> None:
+        atexit.unregister(close)
+
+    reference = weakref.ref(wrapper, take_back)
+    atexit.register(close)
+    return take_back
 
 
 def _publish_loaded(module: nn.Module, incompatible_keys: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from .flat_vector import FlatVector
 from .gossiper import GlobalAverage
 from .group_average import GroupAverage
 from .wait_avoiding_pace import Pace
+from .wait_avoiding_watch import Place, Watch
 from .wait_avoiding_words import Kind, Word
 from .wait_avoiding_worker import WaitAvoidingWorker
 
@@ -97,10 +100,11 @@ class WaitAvoidingEngine(Engine):
         Raises:
             TimeoutError, ConnectionError: a peer is late or gone; names it.
         """
-        worker = self.worker
-        worker.raise_if_failed()
+        worker, watch = self.worker, self.worker.watch
+        watch.version = self.t
+        watch.engage()
         self.begin()
-        self._check_present()
+        watch.check_present()
         with worker.state:
             due = self.worker.next_global(self.t)
             self._pace.arrive(worker.num_started, is_halted=worker.num_started == due)
@@ -128,12 +132,14 @@ class WaitAvoidingEngine(Engine):
         worker = self.worker
         if not worker.is_held:
             return
+        worker.watch.engage()
         with worker.state:
             meeting = worker.begin()
         oldest = newest = self.t
+        patience = _Patience(worker.watch, is_patient=False)
         for stage, (out_peer, in_peer) in enumerate(zip(worker.words.out_peers, worker.words.in_peers, strict=True)):
-            worker.words.say(Word(Kind.BEGINNING, newest, meeting, stage, oldest), peers=[out_peer])
-            heard = self._hear_of(Kind.BEGINNING, meeting, stage, in_peer)
+            self._say(Word(Kind.BEGINNING, newest, meeting, stage, oldest), out_peer)
+            heard = self._hear_of(Kind.BEGINNING, meeting, stage, in_peer, patience)
             assert heard is not None
             oldest, newest = min(oldest, heard.oldest), max(newest, heard.version)
         if oldest != newest:
@@ -144,25 +150,48 @@ class WaitAvoidingEngine(Engine):
         with worker.state:
             worker.release()
 
-    def settle(self, x: FlatVector) -> bool:
+    def settle(self, x: FlatVector, *, is_patient: bool = False) -> bool:
         """Wait until all ranks settle, with all at the same version and no worker at work; collective.
 
         See [Note: settling]. Raises as `round()`.
 
+        Args:
+            is_patient: wait as long as those who are missing take a step, or settle, within the timeout.
+
         Returns:
             Whether x was written: by global averages that others asked for.
         """
-        self.worker.raise_if_failed()
+        watch = self.worker.watch
+        watch.engage()
         self.begin()
-        is_written = self._meet(x, serves=True)  # to know the newest version
+        patience = _Patience(watch, is_patient=is_patient)
+        is_written = self._meet(x, patience, serves=True)  # to know the newest version
         # Until all workers are done with it. Whoever is at a global average now has settled, and trains on.
-        self._meet(x, serves=False)
+        self._meet(x, patience, serves=False)
+        watch.is_idle = True
         return is_written
 
-    def close(self) -> None:
-        """See `Engine`."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether no rank needs this one any more: nothing was done since it was made, loaded or settled."""
+        return self.worker.watch.is_idle
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Inside, all ranks do something together: an error names who is at fault, see `Watch`."""
+        watch = self.worker.watch
+        was_idle, watch.version, watch.place = watch.is_idle, self.t, Place.GLOBAL
+        watch.engage()
+        try:
+            with watch.waiting(what, lambda: -1):
+                yield
+        finally:
+            watch.place, watch.is_idle = Place.TRAINING, was_idle
+
+    def close(self, *, error: BaseException | None = None) -> None:
+        """See `Engine`. Does not settle. error: of this rank's own code, for which it leaves the others at once."""
         self.is_closed = True
-        self.worker.close()
+        self.worker.close(error=error)
         if self._awaited is not None and self.worker.num_done <= self._awaited:
             warnings.warn(f"closed before the group average of round {self._awaited}: it is lost", stacklevel=2)
             self._awaited = None
@@ -242,7 +271,17 @@ class WaitAvoidingEngine(Engine):
 
     def _wait_for_group(self, t: int) -> None:
         worker = self.worker
-        worker.wait_for(lambda: worker.num_done > t, f"the group average of ranks {self._group(t)} in round {t}")
+        what = f"waiting for the group average of ranks {self._group(t)} in round {t}"
+        self._wait_for(lambda: worker.num_done > t, what)
+
+    def _wait_for(self, is_over: Callable[[], bool], what: str) -> None:
+        """By who holds the lock."""
+        watch = self.worker.watch
+        watch.version, watch.place = self.t, Place.GROUP
+        try:
+            self.worker.wait_for(is_over, what)
+        finally:
+            watch.place = Place.TRAINING
 
     def _would_be_late_for(self, due: int) -> bool:
         """[Note: stragglers]"""
@@ -255,9 +294,9 @@ class WaitAvoidingEngine(Engine):
         with worker.state:
             worker.arrive_at(t)
             # All workers are to be idle. Their last version is that of a group in which nobody waits any more.
-            worker.wait_for(lambda: worker.num_done >= t, f"the group averages before round {t}")
+            self._wait_for(lambda: worker.num_done >= t, f"waiting for the group averages before round {t}")
         start = time.perf_counter()
-        with record_function("gossip.average", f"t={t}"):
+        with record_function("gossip.average", f"t={t}"), self.together(f"the global average in round {t}"):
             self._averager.mix(x, t)
         self.stats.wait_seconds += time.perf_counter() - start
         with worker.state:
@@ -266,15 +305,19 @@ class WaitAvoidingEngine(Engine):
             self.stats.record(0)
         self.t, self._merged = t + 1, t
 
-    def _meet(self, x: FlatVector, *, serves: bool) -> bool:
+    def _say(self, word: Word, peer: int) -> None:
+        with self.worker.watch.waiting(f"telling rank {self._transport.names[peer]} of {word.kind.name}", lambda: peer):
+            self.worker.words.say(word, peers=[peer])
+
+    def _meet(self, x: FlatVector, patience: _Patience, *, serves: bool) -> bool:
         """[Note: settling]. `serves`: goes to the global averages of those who train."""
         worker = self.worker
         meeting, self._num_meetings = self._num_meetings, self._num_meetings + 1
         is_written = False
         newest = self.t
         for stage, (out_peer, in_peer) in enumerate(zip(worker.words.out_peers, worker.words.in_peers, strict=True)):
-            worker.words.say(Word(Kind.SETTLING, newest, meeting, stage), peers=[out_peer])
-            while (heard := self._hear_of(Kind.SETTLING, meeting, stage, in_peer, serves=serves)) is None:
+            self._say(Word(Kind.SETTLING, newest, meeting, stage), out_peer)
+            while (heard := self._hear_of(Kind.SETTLING, meeting, stage, in_peer, patience, serves=serves)) is None:
                 due = self.worker.next_global(self.t)
                 assert due is not None
                 self._average_globally(x, due)
@@ -282,37 +325,40 @@ class WaitAvoidingEngine(Engine):
             newest = max(newest, heard.version, self.t)
         with worker.state:
             worker.arrive_at(newest - 1)  # the word of it may still be on its way
-            worker.wait_for(lambda: worker.num_done >= newest, f"the group averages before round {newest}")
+            self._wait_for(lambda: worker.num_done >= newest, f"waiting for the group averages before round {newest}")
         self.t = newest
         return is_written
 
-    def _hear_of(self, kind: Kind, meeting: int, stage: int, peer: int, *, serves: bool = False) -> Word | None:
+    def _hear_of(
+        self, kind: Kind, meeting: int, stage: int, peer: int, patience: _Patience, *, serves: bool = False
+    ) -> Word | None:
         """What `peer` says at a meeting; None when, if this rank `serves`, somebody comes to a global average before.
 
         Raises:
             TimeoutError, ConnectionError: it says nothing or has closed; names it.
         """
-        worker, due = self.worker, self.worker.next_global(self.t) if serves else None
+        worker, watch, due = self.worker, self.worker.watch, self.worker.next_global(self.t) if serves else None
         key, name = (kind, meeting, stage), self._transport.names[peer]
 
-        def is_over() -> bool:
-            if key not in worker.meetings and peer in worker.words.gone:
-                self._check_present()
+        def is_heard() -> bool:
             return key in worker.meetings or (due is not None and worker.newest_arrival >= due)
 
-        verb = "settle" if kind is Kind.SETTLING else "begin"
-        with worker.state:
-            worker.wait_for(is_over, f"rank {name} to {verb} after round {self.t}")
-            return worker.meetings.pop(key, None)
-
-    def _check_present(self) -> None:
-        """Raise ConnectionError, naming them, if neighbours have closed: this rank is going on."""
-        gone = self.worker.words.gone
-        if gone:
-            rank, names = self._transport.names[self._transport.rank], [self._transport.names[i] for i in sorted(gone)]
-            raise ConnectionError(
-                f"rank {rank}: in round {self.t}, ranks {names} have closed; call settle() on all ranks before close()"
-            )
+        is_settling = kind is Kind.SETTLING
+        what = f"waiting for rank {name} to {'settle' if is_settling else 'begin'} after round {self.t}"
+        place = Place.SETTLING if is_settling else Place.BEGINNING
+        with watch.waiting(what, lambda: peer, has_deadline=False):
+            watch.version, watch.place, watch.peer = self.t, place, peer
+            try:
+                while True:
+                    with worker.state:
+                        worker.wait(lambda: is_heard() or peer in worker.words.gone, seconds=patience.interval)
+                        if is_heard():
+                            return worker.meetings.pop(key, None)
+                    if peer in worker.words.gone:
+                        watch.check_present()
+                    patience.ask(peer, what)
+            finally:
+                watch.place, watch.peer = Place.TRAINING, -1
 
     def _group(self, t: int) -> list[int]:
         return [self._transport.names[rank] for rank in self._groups.members(self._transport.rank, t)]
@@ -321,3 +367,31 @@ class WaitAvoidingEngine(Engine):
         with self.worker.state:
             self.worker.set_version(t)
         self.t, self._merged, self._awaited = t, t - 1, None
+
+
+class _Patience:
+    """How long a rank that meets the others waits for those who are missing.
+
+    Args:
+        watch: of this rank.
+        is_patient: as long as a missing one takes a step, or waits for others itself, within the timeout.
+    """
+
+    def __init__(self, watch: Watch, *, is_patient: bool) -> None:
+        self._watch, self._is_patient = watch, is_patient
+        self._start = self._progress = time.monotonic()
+        self._standing: Word | None = None
+        self.interval = min(0.25, watch.timeout / 20)  # seconds between two questions
+
+    def ask(self, peer: int, what: str) -> None:
+        """A question to all. Raises TimeoutError that names who is missing when the time is over."""
+        watch, now = self._watch, time.monotonic()
+        watch.ask()
+        standing = watch.standings.get(peer)
+        if self._is_patient and standing is not None and not watch.is_silent(peer):
+            is_meeting = Place(standing.stage) is watch.place
+            last, self._standing = self._standing, standing
+            if is_meeting or last is None or (last.version, last.stage) != (standing.version, standing.stage):
+                self._progress = now
+        if now - self._progress > watch.timeout:
+            watch.give_up(what, now - self._start, peer=peer)

@@ -60,7 +60,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "uneven_inputs",
         ),
         *("background", "bilateral_engine", "pairwise_engine"),
-        *("wait_avoiding_engine", "wait_avoiding_worker", "wait_avoiding_words", "wait_avoiding_pace"),
+        *(
+            "wait_avoiding_engine",
+            "wait_avoiding_worker",
+            "wait_avoiding_words",
+            "wait_avoiding_watch",
+            "wait_avoiding_pace",
+        ),
     ),
     ("wrapper", "lockstep_wrapper", "composition", "unsynced_steps"),
     (

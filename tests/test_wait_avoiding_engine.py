@@ -515,9 +515,9 @@ def test_words_of_before_a_load_start_nothing() -> None:
         rank = Rank(group)
         rank.engine.reset()
         rank.engine.publish_loaded(rank.vector)
-        rank.worker._hear(Word(Kind.ARRIVED, 7, rank.worker.num_beginnings))
+        rank.worker._hear(1 - group.rank(), Word(Kind.ARRIVED, 7, rank.worker.num_beginnings))
         rank.engine.begin()
-        rank.worker._hear(Word(Kind.ARRIVED, 7, rank.worker.num_beginnings - 1))
+        rank.worker._hear(1 - group.rank(), Word(Kind.ARRIVED, 7, rank.worker.num_beginnings - 1))
         assert rank.worker.newest_arrival == -1
         rank.end()
         assert rank.engine.t == 0
