@@ -46,7 +46,7 @@ class Background:
     def raise_if_failed(self) -> None:
         """Raise what ended a thread, if anything did; from then on at every call."""
         if self._error is not None:
-            self._is_seen = True
+            self._is_seen = self._is_seen or threading.current_thread() not in self._threads
             raise self._error
 
     def raise_if_unseen(self) -> None:

@@ -112,6 +112,7 @@ class Watch:
         self._asked: dict[int, float] = {}  # neighbours who owe an answer: since when
         self.standings: dict[int, Word] = {}
         self._ended = threading.Event()
+        self._looked, self._paused = time.monotonic(), 0.0  # when `run` saw the clock, and the last long gap
 
     def engage(self) -> None:
         """From here on failures of others are this rank's; raises the first one. By the training thread."""
@@ -199,6 +200,9 @@ class Watch:
                 self.state.notify_all()
         elif word.kind is Kind.FAILED:
             rank, fault = word.version, Fault(word.stage)
+            if rank == self._rank:
+                self._fail_or_put_aside(self._stopped(), rank, Fault.SILENT)
+                return
             me, by = self._names[self._rank], self._names[sender]
             told = "" if rank == sender else f" (as rank {by} says)"
             message = f"rank {me}: in round {self.version}, {fault.sentence(self._names[rank])}{told}"
@@ -211,18 +215,23 @@ class Watch:
             if self.has_failed:  # by our own hanging up
                 return
             self.words.gone.setdefault(peer, time.monotonic())
+        if max(self._paused, time.monotonic() - self._looked) > self.timeout / 2:
+            self._fail_or_put_aside(self._stopped(), self._rank, Fault.SILENT)
+            return
         me = self._names[self._rank]
         message = f"rank {me}: in round {self.version}, {Fault.DIED.sentence(self._names[peer])}: {error}"
         self._fail_or_put_aside(ConnectionError(message), peer, Fault.DIED)
 
     def run(self) -> None:
         """[Note: deadlines]"""
-        interval, last = min(_INTERVAL, self.timeout / 20), time.monotonic()
+        interval = min(_INTERVAL, self.timeout / 20)
         while not self._ended.wait(interval):
             now = time.monotonic()
-            pause, last = now - last, now
+            pause, self._looked = now - self._looked, now
+            if pause > interval + _PAUSE:  # this rank was stopped itself: time did not run for it
+                self._paused = pause
             for wait in list(self._waits.values()):
-                if pause > interval + _PAUSE:  # this rank was stopped itself: time did not run for it
+                if pause > interval + _PAUSE:
                     wait.start += pause
                 if self.has_failed:
                     break
@@ -255,6 +264,14 @@ class Watch:
         """Whether that neighbour has owed an answer for long."""
         asked = self._asked.get(peer)
         return asked is not None and time.monotonic() - asked > _SILENT_AFTER * self.timeout
+
+    def _stopped(self) -> TimeoutError:
+        pause = max(self._paused, time.monotonic() - self._looked)
+        me = self._names[self._rank]
+        return TimeoutError(
+            f"rank {me}: in round {self.version}, the others have gone on without rank {me}, which they waited for in "
+            f"vain (timeout {self.timeout:g} s); its threads did not run for {pause:.1f} s"
+        )
 
     def _culprit(self, peer: int) -> tuple[int, Fault, str]:
         """Who is at fault, by what, and what is known of it: of the neighbours' answers."""

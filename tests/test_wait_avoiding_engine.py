@@ -20,6 +20,7 @@ from gossip_modules import FlatVector, GlobalAverage, ProcessGroupTransport
 from gossip_modules.background import Background
 from gossip_modules.butterfly_groups import ButterflyGroups
 from gossip_modules.group_average import GroupAverage
+from gossip_modules.transport import Pending
 from gossip_modules.wait_avoiding_engine import WaitAvoidingEngine
 from gossip_modules.wait_avoiding_pace import Pace
 from gossip_modules.wait_avoiding_words import Kind, Word, Words
@@ -530,12 +531,12 @@ def test_settle_ends_in_one_round_though_others_train_on(monkeypatch: pytest.Mon
     post = Words._post
     workers: dict[int, WaitAvoidingWorker] = {}
 
-    def late(words: Words, word: Word, peers: Sequence[int]) -> None:
+    def late(words: Words, word: Word, peers: Sequence[int]) -> Pending:
         if (word.kind, word.meeting, word.stage, words.transport.rank) == (Kind.SETTLING, 1, 1, 3):
             worker = workers[1]
             with worker.state:
                 assert worker.state.wait_for(lambda: worker.newest_arrival >= 2, PATIENCE)
-        post(words, word, peers)
+        return post(words, word, peers)
 
     monkeypatch.setattr(Words, "_post", late)
 
