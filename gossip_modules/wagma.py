@@ -194,7 +194,7 @@ class GroupAverageDataParallel(GossipWrapper):
             self._exit()
             if error is not None:
                 engine.close(error=error)
-            elif not engine.is_settled:
+            elif not engine.is_settled and not engine.worker.watch.has_failed:
                 try:
                     self._settle(is_patient=is_patient)
                 except BaseException as failure:

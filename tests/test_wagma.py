@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
 import threading
-from typing import Any
+import time
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from gossip_modules.butterfly_groups import ButterflyGroups
 from gossip_modules.wagma import GroupAverageDataParallel
 from gossip_modules.wait_avoiding_engine import WaitAvoidingEngine
 from tests.problems import loss_of, mlp, sgd, train_step
-from tests.ranks import run_ranks, solo_group
+from tests.ranks import gossip_threads, run_ranks, solo_group
 from tests.reference import Matrix, Oracle, flatten
 from tests.test_wait_avoiding_engine import be_on_time
 
@@ -54,6 +58,12 @@ def fill(wrapper: GroupAverageDataParallel, value: float) -> None:
     with torch.no_grad():
         for parameter in wrapper.parameters():
             parameter.fill_(value)
+
+
+def train_on(wrapper: GroupAverageDataParallel) -> NoReturn:
+    """Until an error."""
+    while True:
+        wrapper(torch.ones(1, 3))
 
 
 @pytest.mark.parametrize(("n", "size", "period"), [(4, 2, 0), (4, 2, 3), (4, 1, 3), (8, 4, 0), (5, 2, 3), (3, 1, 0)])
@@ -180,6 +190,130 @@ def test_loops_of_equal_length_end_together() -> None:
         return wrapper.round
 
     assert len(set(run_ranks(5, body))) == 1
+
+
+@pytest.mark.parametrize(("n", "period", "num_steps"), [(2, 0, 5), (3, 4, 4), (4, 5, 9), (5, 3, 7)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_equal_steps_and_close_end_together(n: int, period: int, num_steps: int, overlap: bool) -> None:
+    """Without `settle()`, at any speed: a rank does not leave while others need it, and leaves no thread behind."""
+
+    def body(group: dist.ProcessGroup) -> int:
+        delays = random.Random(100 * n + group.rank())
+        wrapper = wrap(group, sync_period=period, overlap=overlap)
+        for _ in range(num_steps):
+            time.sleep(delays.choice((0.0, 0.0, 0.003)))
+            wrapper(torch.ones(1, 3))
+        wrapper.close()
+        return wrapper.round
+
+    assert len(set(run_ranks(n, body))) == 1
+    assert gossip_threads() == []
+
+
+def test_close_serves_those_who_take_more_steps() -> None:
+    def body(group: dist.ProcessGroup) -> int:
+        wrapper = wrap(group, sync_period=3)
+        for _ in range(2 if group.rank() == 1 else 10):
+            wrapper(torch.ones(1, 3))
+        wrapper.close()
+        return wrapper.round
+
+    assert run_ranks(3, body) == [10, 10, 10]
+
+
+def test_who_goes_on_after_a_peer_has_closed_is_told() -> None:
+    closed = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(group)
+        wrapper(torch.ones(1, 3))
+        wrapper.settle()
+        if group.rank() == 2:
+            wrapper.close()
+            closed.set()
+            return
+        assert closed.wait(PATIENCE)
+        message = (
+            rf"^rank {group.rank()}: in round \d, ranks \[2\] have closed; call settle\(\) on all ranks before close"
+        )
+        with pytest.raises(ConnectionError, match=message):
+            train_on(wrapper)
+        wrapper.close()
+
+    run_ranks(3, body)
+    assert gossip_threads() == []
+
+
+def test_a_rank_whose_own_code_fails_is_named() -> None:
+    """`close()` in a `finally`: the rank leaves at once, and the others do not take a neighbour for the culprit."""
+    n, culprit = 4, 1
+    seconds = [0.0] * n
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(group, sync_period=3, timeout=timedelta(seconds=PATIENCE))
+        start = time.monotonic()
+        if group.rank() == culprit:
+            wrapper(torch.ones(1, 3))
+            with pytest.raises(KeyError, match="mine"), contextlib.closing(wrapper):
+                raise KeyError("mine")
+        else:
+            message = rf"^rank {group.rank()}: in round \d+, rank {culprit} left after an error in its own code"
+            with pytest.raises(ConnectionError, match=message):
+                train_on(wrapper)
+            wrapper.close()
+        seconds[group.rank()] = time.monotonic() - start
+
+    run_ranks(n, body)
+    assert max(seconds) < PATIENCE / 2
+    assert gossip_threads() == []
+
+
+def test_averaged_by_one_rank_alone_names_who_did_not_call() -> None:
+    failed = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(group, timeout=timedelta(seconds=1))
+        wrapper(torch.ones(1, 3))
+        if group.rank() == 0:
+            start = time.monotonic()
+            message = (
+                r"^rank 0: waiting for rank 1 to settle after round \d .*rank 1 did not come; .*; it trains, in round"
+            )
+            with pytest.raises(TimeoutError, match=message), wrapper.averaged():
+                pass
+            assert time.monotonic() - start < 2.0
+            failed.set()
+        else:
+            assert failed.wait(PATIENCE)
+            with pytest.raises(TimeoutError, match=r"^rank 1: .*waited for in vain \(timeout 1 s\)"):
+                wrapper.settle()
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+def test_statistics_stay_variances_when_an_average_is_applied_late() -> None:
+    """BatchNorm decays its statistics in every forward, also between the publication of a model and its average."""
+    n, num_rounds = 2, 4
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        torch_module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        variance = torch_module[1].running_var
+        assert isinstance(variance, Tensor)
+        variance.fill_(100.0 if group.rank() == 0 else 1.0)
+        wrapper = wrap(group, torch_module, overlap=True, sync_period=0)
+        lows = []
+        for _ in range(num_rounds):
+            wrapper(torch.zeros(2, 3))
+            with wrapper.no_sync():
+                for _ in range(30):
+                    wrapper(torch.zeros(2, 3))  # a batch without variance: what is known decays to 1/25
+            wrapper.flush()
+            lows.append(variance.min().item())
+        wrapper.close()
+        return torch.tensor(lows)
+
+    assert all(lows.min() >= 0 for lows in run_ranks(n, body))
 
 
 def test_a_round_is_one_step_and_seen_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
