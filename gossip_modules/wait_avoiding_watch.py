@@ -244,7 +244,7 @@ class Watch:
                 with contextlib.suppress(ConnectionError, TimeoutError):  # kept for those who wait
                     if wait.has_deadline and is_left:
                         self.check_present()
-                    if wait.has_deadline and seconds > _GIVING_UP * self.timeout:
+                    if wait.has_deadline and seconds > self._limit(partner):
                         self.give_up(wait.what, seconds, peer=partner)
 
     def end(self) -> None:
@@ -273,13 +273,20 @@ class Watch:
             f"vain (timeout {self.timeout:g} s); its threads did not run for {pause:.1f} s"
         )
 
+    def _limit(self, partner: int) -> float:
+        """Seconds that a wait may last: a little longer where others can say better than this rank who is late."""
+        is_known = partner >= 0 or self.place is Place.GLOBAL or any(map(self.is_silent, self.words.neighbours))
+        return _GIVING_UP * self.timeout if is_known else self.timeout + _GONE_AFTER
+
     def _culprit(self, peer: int) -> tuple[int, Fault, str]:
         """Who is at fault, by what, and what is known of it: of the neighbours' answers."""
         with self.state:
             silent = [i for i in self.words.neighbours if self.is_silent(i) and i not in self.words.gone]
             if silent:
                 return (peer if peer in silent else silent[0]), Fault.SILENT, ""
-            suspects = [peer] if peer >= 0 else [i for i in self.words.neighbours if self._is_behind(i)]
+            suspects = [peer] if peer >= 0 else []
+            if peer < 0 and self.place is Place.GLOBAL:
+                suspects = [i for i in self.words.neighbours if self._is_behind(i)]
             for suspect in suspects:
                 standing = self.standings.get(suspect)
                 if standing is None:

@@ -218,7 +218,9 @@ def test_close_serves_those_who_take_more_steps() -> None:
         wrapper.close()
         return wrapper.round
 
-    assert run_ranks(3, body) == [10, 10, 10]
+    rounds = run_ranks(3, body)
+    assert len(set(rounds)) == 1
+    assert min(rounds) >= 10
 
 
 def test_who_goes_on_after_a_peer_has_closed_is_told() -> None:
