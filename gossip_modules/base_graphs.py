@@ -1,10 +1,12 @@
-"""The six base graphs of the MATCHA experiments, as matchings."""
+"""The six base graphs of the MATCHA experiments, as matchings, which they have wherever a plan is made for them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import networkx as nx
 
-from .edge_coloring import Matching
+from .edge_coloring import Edge, Matching, decompose, graph_edges
 
 _MATCHINGS = {
     0: (
@@ -97,6 +99,27 @@ def select_graph(index: int) -> nx.Graph:
     graph.add_nodes_from(range(1 + max(v for _, v in edges)))
     graph.add_edges_from(edges)
     return graph
+
+
+def matchings_of(graph: nx.Graph, *, costs: Mapping[Edge, float] | None = None) -> tuple[Matching, ...]:
+    """The matchings that a plan for `graph` is made of: those published for a predefined graph, else by `decompose`.
+
+    A graph with the links of a predefined one is that graph, however it was made. Its other decompositions into as few
+    matchings have other probabilities and another, often worse, rho. With `costs` links of similar cost belong
+    together, so `decompose` serves every graph.
+
+    Args and Raises: as `decompose`.
+
+    >>> matchings_of(select_graph(0)) == predefined_matchings(0)
+    True
+    """
+    edges = graph_edges(graph)
+    if costs is None:
+        for index in _MATCHINGS:
+            matchings = predefined_matchings(index)
+            if edges == sorted(edge for matching in matchings for edge in matching):
+                return matchings
+    return tuple(decompose(graph, costs=costs))
 
 
 def _edge(text: str) -> tuple[int, int]:

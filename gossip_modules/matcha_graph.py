@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 from .activation import best_connected, budget_limit, matching_costs
+from .base_graphs import matchings_of
 from .contraction import as_probabilities, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
-from .edge_coloring import Edge, Matching, as_matchings, decompose, world_size
+from .edge_coloring import Edge, Matching, as_matchings, world_size
 from .graph_manager import GraphManager
 from .joint_activation import ActivationPlan, smallest_rho
+
+_SAME_RHO = 1e-6  # machines that round differently agree on rho to this
 
 
 class MatchaGraph(GraphManager):
@@ -29,8 +37,8 @@ class MatchaGraph(GraphManager):
     With `budget=1` all links are used in all rounds: D-PSGD, and a static graph.
 
     Args:
-        base: the base graph, undirected and connected with nodes 0..n-1, which `decompose` turns into matchings; or
-            the matchings themselves. Not changed.
+        base: the base graph, undirected and connected with nodes 0..n-1, which `matchings_of` turns into matchings:
+            those published for a predefined graph, else those of `decompose`; or the matchings themselves. Not changed.
         budget: share of the cost of the full schedule that a round may take on average; above 0, at most 1.
         budget_seconds: instead of `budget`: expected seconds per round, with `costs` only.
         seed: of the coins, the same on all ranks; at least 0.
@@ -82,7 +90,7 @@ class MatchaGraph(GraphManager):
                 f"got probabilities beside {budget=} and {budget_seconds=}, expected one of them: p is what a budget "
                 f"is spent on. Leave one out."
             )
-        self.matchings = tuple(decompose(base, costs=costs)) if isinstance(base, nx.Graph) else as_matchings(base)
+        self.matchings = matchings_of(base, costs=costs) if isinstance(base, nx.Graph) else as_matchings(base)
         self.seed = int(seed)
         self.is_periodic = periodic
         seconds = matching_costs(self.matchings, costs)
@@ -100,6 +108,49 @@ class MatchaGraph(GraphManager):
         self._books = tuple(tuple(peer for peer, _ in row) for row in self._rows)
         self._last: tuple[int, list[bool]] | None = None
         super().__init__(world_size(self.matchings), peers_per_itr=max(map(len, self._rows)) or 1)
+
+    @classmethod
+    def from_plan(
+        cls, path: str | PathLike[str], *, seed: int = 0, joint: bool = False, world_size: int | None = None
+    ) -> Self:
+        """The graph of a plan that `python -m gossip_modules.matching --output plan.json` wrote.
+
+        Its matchings, probabilities and rho are those of the plan. Ranks whose files differ are told when the model is
+        wrapped.
+
+        Args:
+            path: of the JSON file.
+            seed: of the coins, the same on all ranks.
+            joint: take the probabilities that were chosen together with alpha.
+            world_size: ranks that the plan must be for; None: any.
+
+        Raises:
+            ValueError: no such file, one that is no plan or a damaged one, or a plan for other ranks.
+        """
+        plan = read_plan(path)
+        chosen = plan.get("joint") if joint else plan
+        if chosen is None:
+            raise ValueError(
+                f"got joint=True for {path}, expected a plan that holds the joint optimum: plans of more than 64 ranks "
+                f"do not. Leave joint out."
+            )
+        try:
+            planned = float(chosen["rho"])
+            graph = cls(plan["matchings"], probabilities=chosen["probabilities"], seed=seed)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error} is missing." if isinstance(error, KeyError) else error
+            raise ValueError(f"got a damaged plan {path}: {what} {_WRITE_AGAIN}") from error
+        if not abs(graph.rho - planned) <= _SAME_RHO:
+            raise ValueError(
+                f"got a damaged plan {path}: its rho is {planned:.6f}, expected {graph.rho:.6f}, which is that of its "
+                f"matchings and probabilities. {_WRITE_AGAIN}"
+            )
+        if world_size is not None and graph.world_size != world_size:
+            raise ValueError(
+                f"got the plan {path} for {graph.world_size} ranks, expected one for {world_size}, which take part. "
+                f"Start {graph.world_size}, or make a plan for {world_size}: python -m gossip_modules.matching --help."
+            )
+        return graph
 
     def active(self, t: int) -> list[bool]:
         """Whether each matching is used in round `t`. The answer is kept for the next query: do not change it."""
@@ -157,6 +208,27 @@ class MatchaGraph(GraphManager):
     def _segment_period(self, num_peers: int) -> int:
         """1 when no coin decides anything, else 0: the rounds never repeat."""
         return int(all(p in (0, 1) for p in self.probabilities))
+
+
+_WRITE_AGAIN = "Write it again with python -m gossip_modules.matching --output."
+
+
+def read_plan(path: str | PathLike[str]) -> dict[str, Any]:
+    """What `python -m gossip_modules.matching --output` wrote, as plain lists, numbers and strings.
+
+    Raises:
+        ValueError: no such file, or another one.
+    """
+    expected = "expected a plan in JSON, with matchings, probabilities and rho"
+    try:
+        plan = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(f"got no plan at {path} ({error.strerror}), {expected}. {_WRITE_AGAIN}") from error
+    except ValueError as error:  # neither JSON nor text
+        raise ValueError(f"got the file {path}, which is no JSON ({error}), {expected}. {_WRITE_AGAIN}") from error
+    if not isinstance(plan, dict) or not {"matchings", "probabilities", "rho"} <= set(plan):
+        raise ValueError(f"got the file {path}, {expected}. {_WRITE_AGAIN}")
+    return plan
 
 
 def _plan(

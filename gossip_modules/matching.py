@@ -4,10 +4,14 @@
     python -m gossip_modules.matching --nodes 16 --radius 0.4 --seed 1 --budget 0.3 --output plan.json
     python -m gossip_modules.matching --edges links.txt --budget-seconds 0.02
 
-A file of links has a line "u v" or "u v seconds" per link; with seconds the budget is time. rho is the factor by which
-the squared distance of the ranks from their average shrinks per round in expectation, or better. The joint optimum
-over p and alpha is left out for more than 64 ranks. `--output` writes the plan, with rho against budget, for
-`python -m visualization.matcha`.
+`--output` writes the plan, which `MatchaGraph.from_plan("plan.json")` and the training scripts use as it is:
+
+    torchrun --nproc-per-node 8 -m train.gossip_sgd --recipe matcha --plan plan.json
+
+They train with the rho that the row MATCHA has. The file also holds rho against budget, for
+`python -m visualization.matcha`. A file of links has a line "u v" or "u v seconds" per link; with seconds the budget is
+time. rho is the factor by which the squared distance of the ranks from their average shrinks per round in expectation,
+or better. The joint optimum over p and alpha is left out for more than 64 ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .activation import activation_probabilities, budget_limit, matching_costs
-from .base_graphs import predefined_matchings, select_graph
+from .base_graphs import matchings_of, predefined_matchings, select_graph
 from .contraction import MixingWeight, contraction, dpsgd_weight, laplacian, mixing_weight, periodic_dpsgd_weight
 from .edge_coloring import Edge, Matching, as_matchings, decompose, world_size
 from .joint_activation import ActivationPlan, joint_probabilities
@@ -42,6 +46,7 @@ __all__ = [
     "joint_probabilities",
     "laplacian",
     "matching_costs",
+    "matchings_of",
     "mixing_weight",
     "periodic_dpsgd_weight",
     "predefined_matchings",
@@ -167,7 +172,7 @@ def read_links(path: Path) -> BaseGraph:
     if known and len(known) < len(costs):
         missing = [f"{u} {v}" for u, v in costs if (u, v) not in known]
         raise ValueError(f"{path}: got no seconds for {missing}, expected them for all links or for none.")
-    return BaseGraph(path.name, tuple(decompose(graph, costs=known or None)), known or None)
+    return BaseGraph(path.name, matchings_of(graph, costs=known or None), known or None)
 
 
 def geometric(num_ranks: int, radius: float, seed: int) -> BaseGraph:
@@ -183,7 +188,7 @@ def geometric(num_ranks: int, radius: float, seed: int) -> BaseGraph:
         )
     graph = nx.random_geometric_graph(num_ranks, radius, seed=seed)
     positions = [list(graph.nodes[rank]["pos"]) for rank in range(num_ranks)]
-    return BaseGraph(f"geometric graph, radius {radius:g}", tuple(decompose(graph)), positions=positions)
+    return BaseGraph(f"geometric graph, radius {radius:g}", matchings_of(graph), positions=positions)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -230,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.output is not None:
         text = json.dumps(plan(base, share, num_budgets=options.num_budgets), indent=1)
         options.output.write_text(text, encoding="utf-8")
-        print(f"\nwritten: {options.output}")
+        print(f"\nwritten: {options.output}\ntrain with it: --recipe matcha --plan {options.output}")
 
 
 if __name__ == "__main__":

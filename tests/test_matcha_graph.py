@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import doctest
+import json
 import pickle
 import tracemalloc
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
+import torch.distributed as dist
+from torch import nn
 
-from gossip_modules import matcha_graph
+from gossip_modules import GossipDataParallel, matcha_graph, matching
 from gossip_modules.base_graphs import predefined_matchings, select_graph
 from gossip_modules.contraction import dpsgd_weight, mixing_weight, periodic_dpsgd_weight
 from gossip_modules.edge_coloring import decompose
 from gossip_modules.joint_activation import joint_probabilities
 from gossip_modules.matcha_graph import MatchaGraph
+from tests.ranks import run_ranks
 
 ROUNDS = (*range(40), 10**6, 2**40)
 MAKERS: dict[str, Callable[[], MatchaGraph]] = {
@@ -156,7 +161,8 @@ def test_plans_are_those_of_their_functions() -> None:
     assert (periodic.alpha, periodic.rho) == periodic_dpsgd_weight(matchings, 0.3)
     given = MatchaGraph(matchings, probabilities=[0.5] * 5)
     assert (given.alpha, given.rho) == mixing_weight(matchings, [0.5] * 5)
-    assert MatchaGraph(select_graph(0), budget=0.5).matchings == tuple(decompose(select_graph(0)))
+    circle = nx.circulant_graph(9, [1, 2])
+    assert MatchaGraph(circle, budget=0.5).matchings == tuple(decompose(circle))
 
 
 def test_seconds() -> None:
@@ -230,6 +236,101 @@ def test_a_world_of_one_however_it_is_said() -> None:
     ]
     graphs = [MatchaGraph(base, **options) for base in bases for options in ways]
     assert {(g.world_size, g.matchings, g.probabilities, g.alpha, g.rho) for g in graphs} == {(1, (), (), 1.0, 0.0)}
+
+
+def written_plan(tmp_path: Path, *arguments: str) -> tuple[Path, dict[str, Any]]:
+    """A plan that the command wrote, as a file and as what is in it."""
+    path = tmp_path / "plan.json"
+    matching.main([*arguments, "--num-budgets", "0", "--output", str(path)])
+    return path, json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_a_plan_on_paper_is_the_graph_that_trains(
+    index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However the predefined graph is said: by its plan, by its links, or by the matchings themselves."""
+    path, plan = written_plan(tmp_path, "--graph", str(index), "--budget", "0.5")
+    printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("MATCHA  "))
+    graphs = [
+        MatchaGraph.from_plan(path, seed=4),
+        MatchaGraph(select_graph(index), budget=0.5, seed=4),
+        MatchaGraph(nx.Graph(list(select_graph(index).edges)[::-1]), budget=0.5, seed=4),
+        MatchaGraph(predefined_matchings(index), budget=0.5, seed=4),
+    ]
+    for graph in graphs:
+        assert printed.split()[-2:] == [f"{graph.alpha:.6f}", f"{graph.rho:.6f}"]
+        assert graph.rho == plan["rho"]
+    assert len({repr(graph) for graph in graphs}) == 1, "ranks that come by it differently would not agree"
+    joint = MatchaGraph.from_plan(path, joint=True)
+    assert joint.rho == pytest.approx(plan["joint"]["rho"], abs=1e-9)
+    assert joint.rho <= plan["rho"] + 1e-6
+
+
+def test_links_in_a_file_have_the_matchings_that_train(tmp_path: Path) -> None:
+    links = tmp_path / "links.txt"
+    links.write_text("\n".join(f"{u} {v}" for u, v in select_graph(0).edges), encoding="utf-8")
+    path, plan = written_plan(tmp_path, "--edges", str(links), "--budget", "0.5")
+    assert plan["rho"] == MatchaGraph.from_plan(path).rho == MatchaGraph(select_graph(0), budget=0.5).rho
+
+
+def test_plans_with_seconds_and_of_many_ranks(tmp_path: Path) -> None:
+    links = tmp_path / "links.txt"
+    links.write_text("0 1 0.01\n1 2 .01\n3 2 0.1\n0 3 0.1\n", encoding="utf-8")
+    path, plan = written_plan(tmp_path, "--edges", str(links), "--budget-seconds", "0.05")
+    assert MatchaGraph.from_plan(path, world_size=4).rho == plan["rho"]
+    path, plan = written_plan(tmp_path, "--nodes", "70", "--radius", "0.25", "--seed", "1", "--budget", "0.2")
+    assert MatchaGraph.from_plan(path).rho == plan["rho"]
+    with pytest.raises(ValueError, match=r"got joint=True for .*plan.json, expected a plan that holds the joint"):
+        MatchaGraph.from_plan(path, joint=True)
+
+
+def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path, plan = written_plan(tmp_path, "--graph", "0", "--budget", "0.5")
+    text = path.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"got the plan .* for 8 ranks, expected one for 4, which .* Start 8, or make"):
+        MatchaGraph.from_plan(path, world_size=4)
+    with pytest.raises(ValueError, match=r"got no plan at .*nowhere \(No such file.*\), expected a plan in JSON"):
+        MatchaGraph.from_plan(tmp_path / "nowhere")
+    damages: list[tuple[str | dict[str, Any], str]] = [
+        (text[: len(text) // 2], r"got the file .*, which is no JSON .*Write it again"),
+        ("[]", r"got the file .*, expected a plan in JSON, with matchings"),
+        ({**plan, "rho": None}, "got a damaged plan"),
+        ({**plan, "rho": 0.5}, r"its rho is 0.500000, expected 0.643975, which is that of its matchings"),
+        ({**plan, "probabilities": plan["probabilities"][:-1]}, "expected 5 numbers from 0 to 1.*Write it again"),
+        ({**plan, "probabilities": plan["probabilities"][::-1]}, "got a damaged plan"),
+        ({**plan, "matchings": plan["matchings"][1:]}, "got a damaged plan"),
+        ({**plan, "matchings": [[[0, 1], [1, 2]]]}, "got a damaged plan .*no rank twice"),
+        ({**plan, "matchings": 3}, "got a damaged plan"),
+    ]
+    for damage, message in damages:
+        path.write_text(damage if isinstance(damage, str) else json.dumps(damage), encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            MatchaGraph.from_plan(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="which is no JSON"):
+        MatchaGraph.from_plan(path)
+    del plan["joint"]["rho"]
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    with pytest.raises(ValueError, match="got a damaged plan .*: 'rho' is missing"):
+        MatchaGraph.from_plan(path, joint=True)
+
+
+def test_ranks_agree_on_the_plan(tmp_path: Path) -> None:
+    """A rank with another file is named when the model is wrapped, before a round."""
+    links = tmp_path / "links.txt"
+    links.write_text("0 1\n1 2\n", encoding="utf-8")
+    paths = []
+    for budget in ("0.5", "0.6"):
+        (folder := tmp_path / budget).mkdir()
+        paths.append(written_plan(folder, "--edges", str(links), "--budget", budget)[0])
+
+    def body(group: dist.ProcessGroup) -> None:
+        graph = MatchaGraph.from_plan(paths[group.rank() == 2], world_size=3)
+        with pytest.raises(ValueError, match="ranks do not agree with rank 0: rank 2: graph: got MatchaGraph"):
+            GossipDataParallel(nn.Linear(2, 2), graph=graph, push_sum=False, process_group=group)
+
+    run_ranks(3, body)
 
 
 def test_ranks_and_rounds_that_do_not_exist() -> None:

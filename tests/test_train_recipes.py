@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ import tyro
 from torch import Tensor, nn
 
 import gossip_modules as gm
+from gossip_modules import matching
 from tests.ranks import CPU, TIMEOUT, run_ranks
 from tests.test_train_checkpoint import Ranks
 from train.command_line import read_command_line
@@ -384,6 +386,36 @@ def test_matcha_plans_on_the_base_graph(wrapped: Callable[..., dict[str, Any]]) 
     assert isinstance(mixing.graph, gm.MatchaGraph)
     assert mixing.graph.seed == 5
     assert sum(mixing.graph.probabilities) <= 0.3 * len(mixing.graph.matchings) + 1e-6
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_matcha_trains_by_the_plan_that_is_printed(
+    wrapped: Callable[..., dict[str, Any]], index: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    matching.main(["--graph", str(index), "--budget", "0.5", "--num-budgets", "0", "--output", str(path)])
+    rho = json.loads(path.read_text(encoding="utf-8"))["rho"]
+    size = len(gm.select_graph(index))
+    named = wrapped(size, recipe="matcha", graph=f"matcha{index}", seed=5)["mixing"]
+    planned = wrapped(size, recipe="matcha", plan=str(path), seed=5)["mixing"]
+    assert repr(planned) == repr(named)
+    assert planned.graph.rho == rho
+    with pytest.raises(ValueError, match=rf"got the plan .* for {size} ranks, expected one for 4"):
+        wrapped(4, recipe="matcha", plan=str(path))
+
+
+def test_a_plan_is_part_of_what_a_run_is(wrapped: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """By what it says: the file may move, but a run goes on with the same plan only."""
+    paths = [tmp_path / name for name in ("first.json", "second.json", "other.json")]
+    for path, budget in zip(paths, ("0.5", "0.5", "0.6"), strict=True):
+        matching.main(["--graph", "5", "--budget", budget, "--num-budgets", "0", "--output", str(path)])
+    first, second, other = (Config(recipe="matcha", plan=str(path)).identity["plan"] for path in paths)
+    assert first == second != other
+    assert Config(recipe="sgp", plan=str(paths[0])).identity["plan"] == Config().identity["plan"] == ""
+    with pytest.warns(UserWarning, match="^graph, budget: without effect with --recipe matcha$"):
+        wrapped(8, recipe="matcha", plan=str(paths[0]), graph="torus", budget=0.3)
+    with pytest.warns(UserWarning, match="^plan: without effect with --recipe sgp$"):
+        wrapped(8, recipe="sgp", plan=str(paths[0]))
 
 
 def test_options_without_effect_are_named_and_have_none(wrapped: Callable[..., dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
+from gossip_modules import matching
 from gossip_modules.defaults import choose_bipartite_mixing, choose_mixing
 from gossip_modules.named_graphs import GRAPHS, named_graph
 from train import graphs as train_graphs
@@ -235,6 +236,13 @@ def test_the_graph_of_a_run_that_takes_all_neighbours(name: str, n: int) -> None
     assert_equal_rounds(rounds_of_run({**options, "recipe": "choco"}, n), trained, 1)
     matcha = gm.MatchaGraph(train_graphs.base_graph(name, num_nodes=n), budget=0.5, seed=3)
     assert_equal_rounds(rounds_of_run({**options, "recipe": "matcha"}, n), gm.LaplacianMixing(matcha), 20)
+
+
+def test_the_graph_of_a_run_by_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    matching.main(["--graph", "0", "--budget", "0.3", "--num-budgets", "0", "--output", str(path)])
+    planned = gm.LaplacianMixing(gm.MatchaGraph.from_plan(path, seed=3))
+    assert_equal_rounds(rounds_of_run({**OPTIONS, "recipe": "matcha", "plan": str(path)}, 8), planned, 20)
 
 
 @pytest.mark.parametrize(("n", "group_size"), [(8, 0), (8, 2), (6, 2), (7, 4), (4, 1)])

@@ -68,7 +68,7 @@ def make_static_graph(name: str, *, num_nodes: int) -> gm.GraphManager:
 
 
 def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
-    """`make_static_graph` as a networkx graph, nodes ascending: what MATCHA takes apart."""
+    """`make_static_graph` as a networkx graph, nodes ascending: what MATCHA takes apart, see `matchings_of`."""
     graph = make_static_graph(name, num_nodes=num_nodes)
     base = nx.Graph()
     base.add_nodes_from(range(num_nodes))

@@ -43,7 +43,7 @@ INTERPOLATIONS: Mapping[str, Callable[[RunConfig], gm.Interpolation]] = {
 
 METHOD_OPTIONS = (
     *("graph", "peers_per_itr", "gossip_every", "average_every", "nprocs_per_node", "overlap", "max_staleness"),
-    *("wire_dtype", "budget", "compressor", "compression_ratio", "compression_bits", "step_size", "theta"),
+    *("wire_dtype", "budget", "plan", "compressor", "compression_ratio", "compression_bits", "step_size", "theta"),
     *("power_rank", "power_iterations", "warm_start", "compress_vectors", "group_size", "sync_period", "wait_avoiding"),
     *("interpolation", "interpolation_value", "divergence_threshold", "fetch_probability"),
 )
@@ -102,6 +102,8 @@ class Recipe:
     def heeded(self, config: RunConfig) -> frozenset[str]:
         """The METHOD_OPTIONS that shape a run of `config`."""
         options = self.options
+        if "plan" in options and config.plan:  # it says who talks to whom, and how often
+            options -= {"graph", "budget"}
         if "compressor" in options:
             options |= COMPRESSORS[config.compressor].options
         if "interpolation" in options and config.interpolation == "constant":
@@ -193,9 +195,12 @@ def all_neighbours(config: RunConfig, num_nodes: int, task: Task) -> dict[str, A
 
 
 def random_matchings(config: RunConfig, num_nodes: int, task: Task) -> dict[str, Any]:
-    """Matchings of a base graph, each by its own coin."""
-    base = base_graph(config.graph, num_nodes=num_nodes)
-    return {"mixing": gm.LaplacianMixing(gm.MatchaGraph(base, budget=config.budget, seed=config.seed))}
+    """Matchings of a base graph, each by its own coin: those of a plan, or planned here."""
+    if config.plan:
+        graph = gm.MatchaGraph.from_plan(config.plan, seed=config.seed, world_size=num_nodes)
+    else:
+        graph = gm.MatchaGraph(base_graph(config.graph, num_nodes=num_nodes), budget=config.budget, seed=config.seed)
+    return {"mixing": gm.LaplacianMixing(graph)}
 
 
 def parameters(config: RunConfig) -> dict[str, Any]:
@@ -281,7 +286,7 @@ RECIPES: Mapping[str, Recipe] = {
     "matcha": Recipe(
         "MATCHA",
         partial(wrap_gossip, whom=random_matchings, what=parameters),
-        _GOSSIP | {"budget", "overlap", "wire_dtype"},
+        _GOSSIP | {"budget", "plan", "overlap", "wire_dtype"},
     ),
     "choco": _compressed("CHOCO-SGD", choco, "compressor"),
     "deepsqueeze": _compressed("DeepSqueeze", deep_squeeze, "compressor"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import Self
 
+from gossip_modules import MatchaGraph
 from gossip_modules.named_graphs import PREDEFINED_GRAPHS
 from train.compression import COMPRESSORS, WIRE_DTYPES
 from train.graphs import GRAPHS
@@ -68,6 +69,9 @@ class RunConfig(ABC):
     """none, bfloat16 or float16: what the parameters of dpsgd, sgp, osgp and matcha are rounded to when they travel."""
     budget: float = 0.5
     """matcha: share of the base graph's links in use, on average over the rounds."""
+    plan: str = ""
+    """matcha: JSON file that python -m gossip_modules.matching --output wrote, the same on every machine, instead of
+    graph and budget; empty: the plan is made from these."""
     compressor: str = "sign"
     """choco, deepsqueeze: sign, topk, randomk, qsgd, bfloat16, float16."""
     compression_ratio: float = 0.01
@@ -194,7 +198,10 @@ class RunConfig(ABC):
         An option that the recipe does not heed is there by its default: it makes no other run.
         """
         config = RECIPES[self.recipe].without_idle(self)
-        return {name: _plain(getattr(config, name)) for name in self.IDENTITY}
+        identity = {name: _plain(getattr(config, name)) for name in self.IDENTITY}
+        if config.plan:  # what it says, not where it lies
+            identity["plan"] = repr(MatchaGraph.from_plan(config.plan))
+        return identity
 
     @property
     def settings(self) -> dict[str, Any]:

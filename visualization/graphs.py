@@ -73,6 +73,9 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
         groups = gm.ButterflyGroups(num_nodes, group_size=config.get("group_size") or None)
         period = config.get("sync_period", 0)
         return _groups(groups, f", all ranks every {period} rounds" if period else "")
+    if recipe == "matcha" and config.get("plan"):
+        matcha = gm.MatchaGraph.from_plan(config["plan"], seed=config["seed"], world_size=num_nodes)
+        return Rounds.of(make_mixing(matcha), f"MATCHA by {config['plan']}")
     if recipe == "matcha":
         name = "ring" if name == "auto" else name
         base = nx.Graph(_edges(named_graph(name, num_nodes)))
