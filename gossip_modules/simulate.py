@@ -29,8 +29,8 @@ import torch
 from .schedule import Schedule
 from .simulated_advice import Advice, Prediction, advise, as_table, best
 from .simulated_delays import ComputeModel, LinkModel
-from .simulated_gossip import SimulatedMethod
-from .simulated_methods import METHODS, Choice, make_method
+from .simulated_gossip import SimulatedMethod, TooFarApartError
+from .simulated_methods import METHODS, THETA, Choice, make_method
 from .simulated_options import MAX_STEPS, make_parser, setting_of
 from .simulated_problems import Consensus, Digits, Problem
 from .simulated_setting import Setting
@@ -78,13 +78,28 @@ def simulate(
         raise ValueError(
             f"got target={target} and max_steps={max_steps}, expected an error above 0, and 1 step or more"
         )
-    n = setting.world_size
     if isinstance(choice, SimulatedMethod):
-        method, chosen = choice, Choice(type(choice).__name__, "", "")
-    else:
-        chosen = (Choice.parse(choice) if isinstance(choice, str) else choice).resolved(n)
-        has_gradients = not problem.is_solved_by_rounds
-        method = make_method(chosen, replace(setting, shape=problem.shape, has_gradients=has_gradients))
+        return _train(choice, Choice(type(choice).__name__, "", ""), setting, problem, target, max_steps)
+    chosen = (Choice.parse(choice) if isinstance(choice, str) else choice).resolved(setting.world_size)
+    has_gradients = not problem.is_solved_by_rounds
+    setting = replace(setting, shape=problem.shape, has_gradients=has_gradients)
+    theta = setting.theta
+    while True:
+        method = make_method(chosen, replace(setting, theta=theta))
+        try:
+            return _train(method, chosen, setting, problem, target, max_steps)
+        except TooFarApartError as error:
+            if setting.theta is not None:
+                raise ValueError(str(error)) from error
+            # A user has to know theta beforehand, so the run starts over with one that is large enough so far.
+            theta = 2.0 ** (math.floor(math.log2(max(error.difference, theta or THETA))) + 1)
+
+
+def _train(
+    method: SimulatedMethod, chosen: Choice, setting: Setting, problem: Problem, target: float, max_steps: int
+) -> Prediction:
+    """`simulate`, of a method before its first forward."""
+    n = setting.world_size
     if method.num_ranks != n:
         raise ValueError(
             f"got a method of {method.num_ranks} workers in a setting of {n}, expected as many; make it for {n}"
@@ -119,6 +134,7 @@ def simulate(
         disagreement=problem.disagreement(method.estimates(x)),
         max_disagreement=problem.max_disagreement,
         is_overlapped=method.is_overlapped,
+        options=method.options,
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class Prediction:
         waiting_share: of a worker's time, mean over workers; communication that nothing hides is waiting.
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and what counts as agreement.
         is_overlapped: whether messages travel while workers compute.
+        options: of the gossiper, by name, that it was simulated with.
     """
 
     choice: Choice
@@ -43,6 +44,7 @@ class Prediction:
     disagreement: float
     max_disagreement: float
     is_overlapped: bool = False
+    options: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def has_reached(self) -> bool:
@@ -86,6 +88,9 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
     if chosen is None:
         return Advice(None, _despair(predictions))
     sentences = [_choice(chosen, predictions), _bound(chosen, setting)]
+    if chosen.options:
+        options = " and ".join(f"{name}={value:g}" for name, value in chosen.options.items())
+        sentences.append(f"It was simulated with {options}; train with the same.")
     others = [p.name for p in predictions if p.has_reached and not p.has_agreed]
     if others:
         sentences.append(

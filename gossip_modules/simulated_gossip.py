@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,7 +27,10 @@ class SimulatedMethod(ABC):
         sent_bytes: what a rank has sent so far, mean over ranks.
         is_stepping: bool [n], which ranks compute a step after this forward; None = all.
         is_overlapped: whether messages travel while ranks compute.
+        options: of the gossiper, by name, that a user has to set to train like this.
     """
+
+    options: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -49,6 +55,21 @@ class SimulatedMethod(ABC):
     @abstractmethod
     def waited_seconds(self) -> Array:
         """What each rank has waited so far: float64 [n]."""
+
+
+class TooFarApartError(RuntimeError):
+    """Neighbours are further apart than the theta that Moniqua was given: the library refuses such a round too.
+
+    Attributes:
+        difference: the largest of an entry of two neighbours.
+    """
+
+    def __init__(self, theta: float, t: int, difference: float) -> None:
+        super().__init__(
+            f"Moniqua: got neighbours that differ by {difference:.3g} in round {t}, expected less than "
+            f"theta={theta:.3g}; give a larger --theta, or lower the learning rate"
+        )
+        self.difference = difference
 
 
 class OwnPace(SimulatedMethod):
@@ -82,6 +103,8 @@ class Rule(ABC):
 
     needs_push_sum = False
     """Whether W(t) may be only column-stochastic."""
+    options: Mapping[str, float] = MappingProxyType({})
+    """See `SimulatedMethod`."""
 
     @abstractmethod
     def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
@@ -108,6 +131,7 @@ class ChocoRule(Rule):
 
     def __init__(self, compressor: Compressor, *, step_size: float) -> None:
         self.compressor, self.step_size = compressor, step_size
+        self.options = {"step_size": step_size}
         self._public: Tensor | None = None
         self._drift: Tensor | None = None
 
@@ -131,6 +155,7 @@ class DeepSqueezeRule(Rule):
 
     def __init__(self, compressor: Compressor, *, step_size: float) -> None:
         self.compressor, self.step_size = compressor, step_size
+        self.options = {"step_size": step_size}
         self._error: Tensor | None = None
 
     def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
@@ -145,36 +170,33 @@ class MoniquaRule(Rule):
     """See `Moniqua`.
 
     Args:
+        theta: bound on the differences of neighbours' entries, for the whole run, as in training.
         bits: per entry.
         step_size: of consensus.
-        theta: bound on the differences of neighbours' entries; None = twice the largest of each round, as if the user
-            had known.
         seed: of the dither.
 
     Raises:
-        RuntimeError: (rounds) neighbours are further apart than theta.
+        TooFarApartError: (rounds) neighbours are further apart than theta.
     """
 
-    def __init__(self, *, bits: int = 8, step_size: float = 1.0, theta: float | None = None, seed: int = 0) -> None:
+    def __init__(self, theta: float, *, bits: int = 8, step_size: float = 1.0, seed: int = 0) -> None:
         self.num_levels, self.step_size, self.theta, self.seed = 1 << bits, step_size, theta, seed
+        self.options = {"theta": theta, "step_size": step_size}
 
     def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
         """See `Rule`."""
-        theta = self.theta or 2 * self._largest_difference(x, round_)
-        if theta == 0:
-            return torch.zeros_like(x)
         half = self.num_levels // 2
-        spacing = theta / (half - 1)
+        spacing = self.theta / (half - 1)
         places = torch.floor(x / spacing + random_words(self.seed, t, 1)[0] / 2**64)
         result = torch.zeros_like(x)
         for k in range(round_.peers.shape[1]):
             differences = places.index_select(0, torch.from_numpy(round_.peers[:, k])) - places
             remainders = (differences + half).remainder_(self.num_levels).sub_(half)
             if bool((remainders != differences).any()):
-                raise RuntimeError(
-                    f"Moniqua: got neighbours that differ by more than theta={theta:.3g} in round {t}, expected less; "
-                    "raise theta or lower the learning rate"
-                )
+                difference = self._largest_difference(x, round_)
+                if not math.isfinite(difference):
+                    return torch.full_like(x, math.nan)  # diverged, which no theta mends
+                raise TooFarApartError(self.theta, t, difference)
             weights = torch.from_numpy(round_.weights[:, k].copy()).to(x.dtype)
             result.addcmul_(remainders, weights[:, None] * (self.step_size * spacing))
         return result
@@ -182,7 +204,7 @@ class MoniquaRule(Rule):
     @staticmethod
     def _largest_difference(x: Tensor, round_: Round) -> float:
         columns = (torch.from_numpy(round_.peers[:, k]) for k in range(round_.peers.shape[1]))
-        return max((float((x.index_select(0, column) - x).abs().max()) for column in columns), default=0.0)
+        return float(torch.stack([(x.index_select(0, column) - x).abs().max() for column in columns]).max())
 
 
 class LockstepMethod(SimulatedMethod):
@@ -207,6 +229,7 @@ class LockstepMethod(SimulatedMethod):
         is_push_sum = mixing is not None and rule.needs_push_sum and not mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64) if is_push_sum else None
         self.is_overlapped = overlap
+        self.options = rule.options
         self._t = 0  # rounds so far
         self._late: tuple[Tensor, Tensor | None] | None = None
 

@@ -39,6 +39,9 @@ STEP_SIZES: Mapping[tuple[str, str], float] = {
 }
 """Of consensus, by method and code: those of the papers on a ring, and 1 for what is as good as exact."""
 
+THETA = 1.0
+"""Of Moniqua, what training takes unless it is told otherwise."""
+
 
 class Choice(NamedTuple):
     """What a user chooses: a method, and a graph and a code where it has them; None = its own choice.
@@ -187,7 +190,7 @@ def _coded(choice: Choice, setting: Setting) -> SimulatedMethod:
 def _moniqua(choice: Choice, setting: Setting) -> SimulatedMethod:
     one_pass = setting.links.memory_seconds(setting.model_bytes)
     message = Message(setting.num_parameters, encode_seconds=4 * one_pass, decode_seconds=4 * one_pass)  # 8 bits
-    rule = MoniquaRule(step_size=setting.step_size or 1.0, seed=setting.seed)
+    rule = MoniquaRule(setting.theta or THETA, step_size=setting.step_size or 1.0, seed=setting.seed)
     return _lockstep(rule, _undirected(choice, setting), setting, message)
 
 

@@ -84,6 +84,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--average-every", type=_Number(0, is_whole=True), default=0, help="rounds to a global average; 0: never")
     add("--local-steps", type=_COUNT, default=10, help="to an average, of localsgd and wagma (default 10)")
     add("--step-size", type=_Number(0, is_above=True, most=2), help="of consensus, for codes (default: published)")
+    add("--theta", type=_POSITIVE, help="of moniqua (default: the least of 1, 2, 4, ... that serves)")
     add("--budget", type=_Number(0, is_above=True, most=1), default=0.5, help="of matcha (default 0.5)")
     add("--problem", choices=list(PROBLEMS), default="digits", help="what workers solve (default digits)")
     add("--label-skew", type=_SHARE, default=0.0, help="share of a worker's digits that are its own (default 0)")
@@ -122,6 +123,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         schedule=Schedule(options.gossip_every, options.average_every),
         local_steps=options.local_steps,
         step_size=options.step_size,
+        theta=options.theta,
         budget=options.budget,
         seed=options.seed,
     )

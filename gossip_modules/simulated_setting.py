@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ class Setting:
         schedule: which step gossips and which averages over all.
         local_steps: of local SGD, from one average over all to the next; also WAGMA's `sync_period`.
         step_size: of consensus, for coded gossip; None = `STEP_SIZES`.
+        theta: of Moniqua, for the whole run; None = the least of 1, 2, 4, ... that no two neighbours differ by, which
+            `simulate` finds.
         budget: of MATCHA.
         seed: of what is random in methods.
 
@@ -41,6 +44,7 @@ class Setting:
     schedule: Schedule = field(default_factory=Schedule)
     local_steps: int = 10
     step_size: float | None = None
+    theta: float | None = None
     budget: float = 0.5
     seed: int = 0
 
@@ -51,6 +55,8 @@ class Setting:
                 raise ValueError(f"got {name}={value}, expected a whole number of at least 1")
         if self.step_size is not None and not 0 < self.step_size <= 2:
             raise ValueError(f"got step_size={self.step_size}, expected above 0 and at most 2; leave it out")
+        if self.theta is not None and not 0 < self.theta < math.inf:
+            raise ValueError(f"got theta={self.theta}, expected a positive number; leave it out")
 
     @property
     def model_bytes(self) -> int:

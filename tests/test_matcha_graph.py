@@ -312,7 +312,7 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         MatchaGraph.from_plan(path)
     del plan["joint"]["rho"]
     path.write_text(json.dumps(plan), encoding="utf-8")
-    with pytest.raises(ValueError, match="got a damaged plan .*: 'rho' is missing"):
+    with pytest.raises(ValueError, match=r"got a damaged plan .*: 'rho' is missing"):
         MatchaGraph.from_plan(path, joint=True)
 
 

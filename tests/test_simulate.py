@@ -192,8 +192,59 @@ def test_coded_gossip_is_that_of_the_library(name: str) -> None:
 
 def test_moniqua_says_when_neighbours_are_too_far_apart() -> None:
     method = lockstep(gm.RingGraph(4, peers_per_itr=2), MoniquaRule(theta=0.01))
-    with pytest.raises(RuntimeError, match=r"differ by more than theta=0\.01 in round 0, expected less; raise theta"):
+    with pytest.raises(
+        RuntimeError, match=r"differ by 4\.56 in round 0, expected less than theta=0\.01; give a larger"
+    ):
         method.forward(Consensus().start(4))
+    with pytest.raises(ValueError, match=r"in round 0, expected less than theta=0\.5; give a larger --theta"):
+        simulate("moniqua:ring", replace(CLUSTER, theta=0.5), Consensus())
+    nothing = torch.full((4, 3), math.nan)
+    assert (
+        lockstep(gm.RingGraph(4, peers_per_itr=2), MoniquaRule(1.0))
+        .rule.correction(
+            nothing, SimulatedMixing(gm.MetropolisHastingsMixing(gm.RingGraph(4, peers_per_itr=2))).round(0), 0
+        )
+        .isnan()
+        .all()
+    ), "what has diverged is an error of infinity, not of theta"
+
+
+def test_moniqua_as_it_is_chosen_is_the_engine_that_a_user_can_have() -> None:
+    """By name, with the theta that `simulate` found and says: number by number those of the real gossiper."""
+    setting = replace(CLUSTER, world_size=4, seed=3)
+    prediction = simulate("moniqua:ring", setting, Consensus(), max_steps=40)
+    theta = prediction.options["theta"]
+    start = Consensus().start(4)
+    largest = float((start - start.roll(1, dims=0)).abs().max())
+    assert largest < theta <= 2 * largest
+    ring, num_rounds = gm.RingGraph(4, peers_per_itr=2), 40
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        gossiper = gm.Moniqua(theta, step_size=prediction.options["step_size"], seed=3)
+        gossiper.bind(gm.MetropolisHastingsMixing(ring), gm.ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
+        x = start[group.rank()].clone()[None]
+        return torch.stack([gossiper.mix(x, t).clone()[0] for t in range(num_rounds)])
+
+    real = torch.stack(run_ranks(4, body), dim=1)
+    method, x = make_method(Choice.parse("moniqua:ring"), replace(setting, theta=theta)), start.clone()
+    while torch.equal(x, start):
+        method.forward(x)
+    problem = Consensus()
+    problem.start(4)
+    for t in range(num_rounds - 1):
+        torch.testing.assert_close(x, real[t], rtol=0, atol=1e-12)
+        method.forward(x)
+    # A fixed grid: what the engine cannot reach, the simulator must not promise.
+    assert not prediction.has_reached
+    assert prediction.error == pytest.approx(problem.error(real[-1]), rel=0.5)
+
+
+def test_the_options_of_the_best_are_in_the_advice() -> None:
+    plain = prediction("sgp", error=0.3, seconds=2.0)
+    chosen = replace(prediction("moniqua", error=0.3, seconds=1.0), options={"theta": 4.0, "step_size": 1.0})
+    sentences = advise([chosen, plain], CLUSTER).sentences
+    assert "It was simulated with theta=4 and step_size=1; train with the same." in sentences
+    assert not any("simulated with" in sentence for sentence in advise([plain], CLUSTER).sentences)
 
 
 @pytest.mark.parametrize("name", ["bipartite-exponential 1", "ring 2", "matcha", "hypercube None"])
@@ -221,7 +272,7 @@ CONSERVING = ["dpsgd", "sgp", "osgp", "matcha", "choco", "deepsqueeze", "moniqua
 
 @pytest.mark.parametrize("name", [*CONSERVING, "choco:ring:topk", "dpsgd:torus", "osgp:linear", "dpsgd:matcha0"])
 def test_doubly_stochastic_methods_keep_the_mean(name: str) -> None:
-    method = make_method(Choice.parse(name), replace(CLUSTER, compute=UNEVEN))
+    method = make_method(Choice.parse(name), replace(CLUSTER, compute=UNEVEN, theta=16.0))
     x = Consensus().start(8)
     mean = x.mean(0)
     for _ in range(25):
@@ -628,6 +679,7 @@ def test_bad_input_is_one_line(arguments: str, expected: str, capsys: pytest.Cap
         (lambda: replace(CLUSTER, world_size=0), "got world_size=0, expected a whole number of at least 1"),
         (lambda: replace(CLUSTER, num_parameters=-5), "got num_parameters=-5, expected a whole number"),
         (lambda: replace(CLUSTER, step_size=math.nan), "got step_size=nan, expected above 0 and at most 2"),
+        (lambda: replace(CLUSTER, theta=0.0), "got theta=0.0, expected a positive number; leave it out"),
         (lambda: Digits(learning_rate=math.nan), "got learning_rate=nan, expected a positive number"),
         (lambda: Digits(label_skew=-1), "got label_skew=-1, expected a share"),
         (lambda: Digits(batch_size=0), "got batch_size=0, expected at least 1"),
