@@ -124,12 +124,10 @@ class Cast(Compressor):
         return 2 * d
 
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        largest, tiny = torch.finfo(self.dtype).max, torch.finfo(x.dtype).tiny
+        largest = torch.finfo(self.dtype).max
         narrow = message.view(self.dtype)
         for start, stop, _ in pieces(x, 1):
-            piece = x[start:stop]
-            # Adding tiny * x gives back infinity; it changes a finite number by less than rounding does.
-            narrow[start:stop] = piece.clamp(-largest, largest).add_(piece, alpha=tiny)
+            narrow[start:stop] = saturated(x[start:stop], largest)
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
         narrow = message.view(self.dtype)
@@ -161,6 +159,17 @@ def pieces(x: Tensor, block_size: int) -> Iterator[tuple[int, int, slice]]:
         yield start, stop, slice(start // block_size, stop // block_size)
     if full < d:
         yield full, d, slice(full // block_size, full // block_size + 1)
+
+
+def saturated(x: Tensor, largest: float) -> Tensor:
+    """x with finite numbers beyond +-largest at it; infinities and NaN stay what they are, and all others the same.
+
+    Args:
+        x: float32 or float64; not changed.
+        largest: at least 1.
+    """
+    # Adding tiny * x gives back infinity; it changes a finite number by less than rounding does.
+    return x.clamp(-largest, largest).add_(x, alpha=torch.finfo(x.dtype).tiny)
 
 
 def wide(target: Tensor) -> torch.dtype:

@@ -134,6 +134,11 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         """What the ranks' engines must agree on."""
         return ""
 
+    @torch.compiler.disable
+    def _before_forward(self) -> None:
+        self._debias.to_estimate()  # [Note: a step that raises]; else it does nothing
+        super()._before_forward()
+
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         # The node's replica averages gradients and shares buffers, so all its processes must call it: in training only.
         module = self._node.replica if self._node is not None and self._trains else self.module

@@ -15,6 +15,8 @@ from .compressor import checked_seed, pieces, random_words
 
 _HEADER_BYTES = 8
 _WORD = 1 << 32
+_TOO_LARGE, _NOT_FINITE = 1 << 32, 1 << 33  # in a header, beside the checksum
+_MOST_NUMBERS = (1 << 31) * (1 - 1e-6)  # grid numbers are int32; less than that, whatever rounding does
 _MULTIPLIER = 0x9E3779B1 - _WORD  # 2**32 over the golden ratio, odd, as int32
 
 
@@ -40,7 +42,9 @@ class Moniqua(BroadcastGossiper):
         seed: of the dither; the same on all ranks.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument out of range; (rounds) an entry of this rank or of a neighbour is 2^31 spacings h or
+            more from zero, which a larger theta mends: in float32 numbers as far out are further from each other than
+            theta. All who hear it raise.
         RuntimeError: (rounds) neighbours are further apart than theta, or not finite.
 
     Example:
@@ -59,6 +63,7 @@ class Moniqua(BroadcastGossiper):
         self.theta, self.bits, self.seed = float(theta), bits, checked_seed(seed)
         self.num_levels = 1 << bits
         self.spacing = self.theta / (self.num_levels // 2 - 1)
+        self._limit = _MOST_NUMBERS * self.spacing
 
     def remember(self, x: Tensor) -> Memory:
         """See `BroadcastGossiper`: nothing."""
@@ -72,14 +77,17 @@ class Moniqua(BroadcastGossiper):
         """See `BroadcastGossiper`."""
         dither = random_words(self.seed, self.num_messages, 1)[0] / 2**64
         checksum = torch.zeros(1, dtype=torch.int64, device=x.device)
-        is_bad = torch.zeros(1, dtype=torch.bool, device=x.device)
+        largest = torch.zeros(1, dtype=x.dtype, device=x.device)
         for start, stop, _ in pieces(x, 8):
             places = torch.floor(x[start:stop] / self.spacing + dither)
-            is_bad |= ~(places.abs().max() < _WORD // 2)  # also NaN
+            largest = torch.maximum(largest, x[start:stop].abs().max())  # NaN stays
             numbers = places.int()
             checksum += _weighed_sum(numbers, start)
             pack((numbers & (self.num_levels - 1)).to(torch.uint8), self.bits, self._codes(message, start, stop))
-        message[:_HEADER_BYTES].copy_((checksum % _WORD + is_bad * _WORD).view(torch.uint8))
+        is_finite = largest.isfinite()
+        is_too_large = is_finite & (largest >= self._limit)
+        flags = is_too_large * _TOO_LARGE + ~is_finite * _NOT_FINITE
+        message[:_HEADER_BYTES].copy_((checksum % _WORD + flags).view(torch.uint8))
 
     def hear(self, target: Tensor, memory: Memory, messages: Sequence[tuple[Tensor, float]]) -> None:
         """See `BroadcastGossiper`."""
@@ -97,8 +105,19 @@ class Moniqua(BroadcastGossiper):
             is_wrong |= checksum % _WORD != _header(message)
         if bool(is_wrong):
             names = self.transport.names
+            who = f"rank {names[self.transport.rank]}: round {self._t}"
+            ranks = [names[rank] for rank in (self.transport.rank, *self._letters)]
+            said = [int(_header(message)) for message, _ in messages]
+            far = [rank for rank, header in zip(ranks, said, strict=True) if header & _TOO_LARGE]
+            if far:
+                owners = ", ".join(map(str, far))
+                raise ValueError(
+                    f"{who}: got a model of rank {owners} with an entry of {self._limit:.3g} or more, "
+                    f"expected less: Moniqua with theta={self.theta} and {self.bits} bits counts spacings of "
+                    f"{self.spacing:.3g}, fewer than 2^31; raise theta, or find out why entries are so large"
+                )
             raise RuntimeError(
-                f"rank {names[self.transport.rank]}: round {self._t}: got a neighbour's model that differs in an entry "
+                f"{who}: got a neighbour's model that differs in an entry "
                 f"by more than theta={self.theta}, or is not finite, expected less; raise theta, lower "
                 "step_size or the learning rate, or start from equal models"
             )
@@ -124,5 +143,5 @@ def _weighed_sum(numbers: Tensor, start: int) -> Tensor:
 
 
 def _header(message: Tensor) -> Tensor:
-    """The checksum, plus 2**32 where a number was too large or no number: int64 [1], a copy."""
+    """The checksum, plus `_TOO_LARGE` where an entry was too large, or `_NOT_FINITE`: int64 [1], a copy."""
     return message[:_HEADER_BYTES].clone().view(torch.int64)

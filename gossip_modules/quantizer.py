@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from .bit_packing import pack, packed_size, unpack
-from .compressor import Compressor, checked_seed, pieces, random_words, wide
+from .compressor import Compressor, checked_seed, pieces, random_words, saturated, wide
+
+_LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # what is multiplied by a scale rounds, but not to infinity
 
 
 class SignNorm(Compressor):
     """C(x) = mean |x| * sign(x) in each block: one bit per entry and a float32 per block. sign(0) = +1.
 
     ||x - C(x)||^2 = (1 - ||x||_1^2 / (m ||x||_2^2)) ||x||^2 in a block of m entries. Infinity or NaN in an entry makes
-    its whole block so.
+    its whole block so. Finite entries beyond float32 count as the largest number that it has.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019,
     arXiv 1901.09847, Lemma 8.
@@ -47,7 +49,7 @@ class SignNorm(Compressor):
         sums = _norms(x, block_size, 1)
         sums[:-1] /= block_size
         sums[-1] /= x.numel() - (scales.numel() - 1) * block_size
-        scales.copy_(sums)
+        scales.copy_(_as_scales(sums))
         for start, stop, _ in pieces(x, block_size):
             pack((x[start:stop] < 0).view(torch.uint8), 1, bits[start // 8 : packed_size(stop, 1)])
 
@@ -69,7 +71,8 @@ class QSGD(Compressor):
     With s = 2^(bits-1) - 1 an entry is a sign and bits - 1 bits, packed, and a bucket of B entries has one float32.
     E ||x - C(x)||^2 <= omega ||x||^2, omega = min(B / s^2, sqrt(B) / s). C / (1 + omega), the default, is a
     contraction: E ||x - C(x)||^2 <= (1 - 1 / (1 + omega)) ||x||^2. Infinity or NaN in an entry makes its whole
-    bucket infinite or NaN.
+    bucket infinite or NaN. A norm beyond float32 is sent as the largest number that it has: larger than every float32
+    entry, so their code is only finer; finite float64 entries beyond it become that number.
 
     Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017,
     arXiv 1610.02132, Section 3.1; scaled as in Koloskova et al., "Decentralized Stochastic Optimization and Gossip
@@ -109,7 +112,7 @@ class QSGD(Compressor):
 
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
         norms, packed = _scales_and_codes(message, x.numel(), self.bucket_size)
-        norms.copy_(_norms(x, self.bucket_size, 2))
+        norms.copy_(_as_scales(_norms(x, self.bucket_size, 2)))
         generator = torch.Generator(x.device).manual_seed(random_words(self.seed, t, 1)[0])
         for start, stop, buckets in pieces(x, self.bucket_size):
             levels = x[start:stop].view(buckets.stop - buckets.start, -1) / norms[buckets, None]
@@ -138,12 +141,21 @@ def _checked_multiple_of_8(name: str, size: int) -> int:
 
 
 def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
-    """||x||_p of every block, float64 [blocks]: there the squares of float32 neither overflow nor vanish."""
+    """||x||_p of every block, float64 [blocks]: there the squares of float32 neither overflow nor vanish.
+
+    float64 entries beyond float32, which no scale can tell, count as its largest number, so their squares are finite.
+    """
     sums = torch.zeros(-(-x.numel() // block_size), dtype=torch.float64, device=x.device)
     for start, stop, blocks in pieces(x, block_size):
-        rows = x[start:stop].view(blocks.stop - blocks.start, -1)
+        piece = x[start:stop] if x.dtype == torch.float32 else saturated(x[start:stop], _LARGEST)
+        rows = piece.view(blocks.stop - blocks.start, -1)
         sums[blocks] += torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float64).pow_(p)
     return sums.pow_(1 / p)
+
+
+def _as_scales(norms: Tensor) -> Tensor:
+    """Norms float64 as they are sent in float32: finite ones stay finite there, and times levels when decoded."""
+    return saturated(norms, _LARGEST)
 
 
 def _scales_and_codes(message: Tensor, d: int, block_size: int) -> tuple[Tensor, Tensor]:

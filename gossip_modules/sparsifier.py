@@ -71,7 +71,8 @@ class RandomK(Compressor):
     Args:
         ratio: the share of entries that is kept, in (0, 1].
         seed: positions are a function of (seed, t), >= 0; equal on all ranks, or not.
-        unbiased: scale by d/k, so that E C(x) = x; C is no contraction then.
+        unbiased: scale by d/k, so that E C(x) = x; C is no contraction then. What is finite stays finite: it becomes
+            the largest number of x's dtype at most.
 
     Raises:
         ValueError: ratio or seed out of range.
@@ -103,7 +104,8 @@ class RandomK(Compressor):
         progression[1].fill_(stride)
         torch.index_select(x, 0, self._positions(progression, d), out=values)
         if self.unbiased:
-            values.mul_(d / values.numel())
+            scaled, largest = values * (d / values.numel()), torch.finfo(x.dtype).max
+            torch.where(values.isfinite(), scaled.clamp_(-largest, largest), values, out=values)
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
         positions = self._positions(message[:16].view(torch.int64), target.numel())

@@ -362,6 +362,40 @@ def test_what_is_not_finite_shows(name: str, bad: float, device: str) -> None:
     assert not decompressed(CASES[name].make(), x.to(device))[1234].isfinite()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        *((torch.float32, size) for size in (1e18, 1e25, 3e38)),
+        *((torch.float64, size) for size in (1e100, 1e154, 1e200, 1e308)),
+    ],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_finite_stays_so(name: str, dtype: torch.dtype, size: float, device: str) -> None:
+    """Where squares, sums or scales leave float32 or float64: no infinity, no NaN, no wrong sign."""
+    x = torch.full((4000,), size, dtype=dtype, device=device)
+    x[::2].mul_(-1)
+    x[1000:2000] = 0
+    result = decompressed(CASES[name].make(), x)
+    assert result.isfinite().all()
+    assert not (result * x.sign() < 0).any()
+    assert result.any()
+
+
+def test_largest_numbers_have_a_code() -> None:
+    """A norm that float32 has not is replaced by one that is no less than any entry: an even finer grid."""
+    x = 3e38 * torch.linspace(-1, 1, 512)
+    qsgd, unbiased = QSGD(8), QSGD(8, unbiased=True)
+    torch.testing.assert_close(decompressed(unbiased, x), x, rtol=0, atol=3.41e38 / 127)
+    shrunk = decompressed(qsgd, torch.ones(1)) / decompressed(unbiased, torch.ones(1))
+    torch.testing.assert_close(decompressed(qsgd, x), x * shrunk, rtol=0, atol=3.41e38 / 127)
+    torch.testing.assert_close(
+        decompressed(SignNorm(), x), x.double().abs().mean().float() * x.sign(), rtol=1e-6, atol=0
+    )
+    halves = torch.full((64,), 1e200, dtype=torch.float64)
+    assert decompressed(SignNorm(), halves)[0] == pytest.approx(torch.finfo(torch.float32).max, rel=1e-5)
+
+
 def test_bad_entries_stay_in_their_block() -> None:
     for compressor in (SignNorm(64), QSGD(4, 64), QSGD(8, 64), QSGD(2, 64), Cast(torch.float16), TopK(0.1)):
         x = vector(256)

@@ -114,7 +114,34 @@ def test_differences_that_could_cancel_are_errors(pattern: str, bits: int) -> No
     refused(x, y, gossiper)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e30])
+@BITS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("who", [[0], [1], [0, 1]], ids=str)
+def test_entries_beyond_the_whole_numbers_are_named_at_both_ends(who: list[int], dtype: torch.dtype, bits: int) -> None:
+    """Equal models too: it is the size that cannot be, not a difference. Just below it is exact."""
+    gossiper = Moniqua(0.5, bits=bits)
+    most = 2**31 * gossiper.spacing
+    x = torch.linspace(-0.1, 0.1, 16, dtype=dtype)
+    for size in (0.999, -0.999):
+        large = x.clone()
+        large[5] = size * most
+        assert not differences(large, large.clone(), gossiper).any()
+    sides = [x.clone(), x.clone()]
+    for side in who:
+        sides[side][5] = -1.001 * most
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = bound(Moniqua(0.5, bits=bits), ring(2), group)
+        me, other = group.rank(), 1 - group.rank()
+        ranks = ", ".join(str(rank) for rank in (me, other) if rank in who)
+        message = rf"rank {me}: round 0: got a model of rank {ranks} with an entry of .* or more, .*; raise theta"
+        with pytest.raises(ValueError, match=message):
+            own.mix(FlatVector.over(sides[me]), 0)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("indices", [[4], [4, 5], list(range(16))], ids=str)
 def test_a_model_that_is_not_finite_is_an_error(indices: list[int], value: float) -> None:
     """One entry, an even number of them, and all; beside a model of small entries."""
