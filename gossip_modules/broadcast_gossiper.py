@@ -61,6 +61,10 @@ class BroadcastGossiper(CompressedGossiper):
             self._inbox[peer] = Envelope(self._own.sizes, self._device)
         return self._own, self._inbox[peer]
 
+    def num_coded_bytes(self) -> int:
+        """See `CompressedGossiper`."""
+        return sum(piece.numel() for piece in self._own.pieces[len(self._exact) :])
+
     def write(self, s: FlatVector) -> None:
         """See `CompressedGossiper`."""
         self.copy_exact(s, self._own)

@@ -24,6 +24,7 @@ Memory = dict[str, Tensor]
 
 _HEADER_TAG = -1  # no round has it: headers must meet when rounds do not
 _WORD = 1 << 32
+_MOST_EXACT = 0.5  # of the parameters' bytes; beyond it a plain wire of 16 bits saves more than any code of the rest
 
 
 class CompressedGossiper(Gossiper):
@@ -36,6 +37,9 @@ class CompressedGossiper(Gossiper):
     ranks have told each other before. So a peer that remembers another round or another run (resumed from another
     checkpoint, say) is an error and never silent corruption. After a round that failed, memory is of no use: only a
     checkpoint, or none, on all ranks goes on.
+
+    Where there is little to win, rank 0 warns in the first round: more than half of the parameters' bytes travel
+    exactly, or what is in code takes no fewer bytes than it would as it is.
 
     Subclasses write `make_memory`, `memory`, `set_memory`, `number_of`, `letters_of`, `write` and `read`; most are a
     `BroadcastGossiper`.
@@ -83,6 +87,9 @@ class CompressedGossiper(Gossiper):
         """Whether a tensor goes in code; the others travel exactly."""
         return not part.is_buffer
 
+    remedy_for_exact = "leave the gossiper out, or choose another one"
+    """What helps where most parameters are not in code."""
+
     @property
     def exact_step_size(self) -> float:
         """The step size of parameters that travel exactly: there is nothing to be careful about."""
@@ -117,6 +124,10 @@ class CompressedGossiper(Gossiper):
     @abstractmethod
     def letters_of(self, peer: int) -> tuple[Envelope, Envelope]:
         """The outgoing and the incoming message of this peer in this phase, of equal sizes."""
+
+    def num_coded_bytes(self) -> int:
+        """What a round sends in code to one peer, for the warning where that saves nothing; 0: it is not compared."""
+        return 0
 
     @abstractmethod
     def write(self, s: FlatVector) -> None:
@@ -232,6 +243,28 @@ class CompressedGossiper(Gossiper):
             self.set_memory(loaded)
         self._digests = dict(zip(loaded.get("peers", ()), loaded.get("digests", ()), strict=True))
         self._layout, self._loaded = s.layout, {}
+        if self.transport.rank == 0:  # all have the same layout
+            self._warn_of_little(s.layout)
+
+    def _warn_of_little(self, layout: FlatLayout) -> None:
+        """Say where compression saves little or nothing; silent for models that are mostly matrices."""
+        exact, coded = (
+            sum((part.last - part.first) * layout.segments[part.segment].dtype.itemsize for part in parts)
+            for parts in ([part for part in self._exact if not part.parts[0].is_buffer], self._coded)
+        )
+        if exact > _MOST_EXACT * (exact + coded):
+            warnings.warn(
+                f"{self}: {exact / (exact + coded):.0%} of the parameters' bytes ({exact:,}) are of parameters of one "
+                f"dimension, which are sent as they are, so a round sends at least that; {self.remedy_for_exact}",
+                stacklevel=3,
+            )
+        elif coded and self.num_coded_bytes() >= coded:
+            warnings.warn(
+                f"{self}: in code {self.num_coded_bytes():,} bytes are sent for {coded:,} of parameters, so nothing "
+                "is saved: the model is too small for this code, or the code too fine; leave the gossiper out, or "
+                "choose a coarser code",
+                stacklevel=3,
+            )
 
     # Sections of s.
 

@@ -91,8 +91,8 @@ class _Watched:
 
     The hooks are there while there are such objects. torch walks over its hooks during a step, and must not find them
     changed: where one runs in any thread as the last object goes, they stay, without effect, until the next comes or
-    goes. The lock is reentrant, since an object may be collected, and leave, wherever its holder allocates; nobody waits
-    for anything else while holding it.
+    goes. The lock is reentrant, since an object may be collected, and leave, wherever its holder allocates; nobody
+    waits for anything else while holding it.
     """
 
     def __init__(self) -> None:

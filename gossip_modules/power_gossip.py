@@ -35,8 +35,9 @@ class PowerGossip(CompressedGossiper):
 
     Matrices are parameters of two or more dimensions, dim 0 by the rest; all of a link's go in one message per
     iteration, after its header. Parameters of one dimension travel exactly, with the first iteration of a round, or
-    with `compress_vectors` as one nearly square matrix. The graph may change as long as it stays undirected: each link
-    counts its own iterations. Memory per link is a few times rank * (rows + columns) of each matrix.
+    with `compress_vectors` as one nearly square matrix; where they are more than half of the model, a warning says so.
+    The graph may change as long as it stays undirected: each link counts its own iterations. Memory per link is a few
+    times rank * (rows + columns) of each matrix.
 
     [Note: both ends are equal] P and Q are differences of the same two messages, so they are bit-equal at both ends
     on any hardware; the orthonormal factors are computed from them in float64 and never stored. Matrices are
@@ -103,6 +104,8 @@ class PowerGossip(CompressedGossiper):
     def is_coded(self, part: Part) -> bool:
         """See `CompressedGossiper`."""
         return part.is_matrix or (self.compress_vectors and not part.is_buffer and part.numel > 1)
+
+    remedy_for_exact = "pass compress_vectors=True (--compress-vectors), or wire_dtype=torch.bfloat16 and no gossiper"
 
     @property
     def exact_step_size(self) -> float:

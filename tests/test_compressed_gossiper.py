@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ from gossip_modules import (
     connect,
 )
 from gossip_modules.compressed_gossiper import CompressedGossiper
+from gossip_modules.flat_buffer import FlatBuffer
 from gossip_modules.flat_layout import FlatLayout, Part
 from tests.problems import loss_of, mlp, net, numerator, sgd, train_step
 from tests.ranks import CPU, TIMEOUT, HangUp, run_ranks, solo_group
@@ -742,3 +744,58 @@ def test_ranks_that_disagree_about_an_option_are_refused() -> None:
                 wrap(net(), group, mixing=ring(2), gossiper=gossiper)
 
     run_ranks(2, body)
+
+
+class Mostly(nn.Module):
+    """A model of so many parameters of one dimension, and so many in a matrix."""
+
+    def __init__(self, num_vector: int, num_matrix: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.zeros(num_vector, dtype=dtype))
+        self.matrix = nn.Parameter(torch.zeros(16, num_matrix // 16, dtype=dtype))
+        self.register_buffer("statistics", torch.zeros(5000))
+
+
+def warnings_of(module: Callable[[], nn.Module], make: Callable[[], CompressedGossiper]) -> list[str]:
+    """What three rounds of two ranks warn of."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper = bound(make(), ring(2), group)
+        vector = FlatBuffer(module()).vector
+        for t in range(3):
+            gossiper.mix(vector, t)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    return [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_mostly_vectors_is_told_so_once(dtype: torch.dtype) -> None:
+    """Buffers do not count: no code may touch them."""
+    (warning,) = warnings_of(lambda: Mostly(960, 40 * 16, dtype), PowerGossip)
+    num_bytes = f"{960 * dtype.itemsize:,}"
+    assert re.search(
+        rf"60% of the parameters' bytes \({num_bytes}\) are .* one dimension, which are sent as they are, .*; pass "
+        r"compress_vectors=True",
+        warning,
+    )
+    assert warnings_of(lambda: Mostly(480, 40 * 16, dtype), PowerGossip) == []
+    assert warnings_of(lambda: Mostly(960, 40 * 16, dtype), lambda: PowerGossip(compress_vectors=True)) == []
+    assert warnings_of(lambda: Mostly(960, 40 * 16, dtype), lambda: Moniqua(1.0)) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Choco(RandomK(0.01), step_size=0.1),
+        lambda: DeepSqueeze(RandomK(0.01), step_size=0.1),
+        lambda: Moniqua(1),
+    ],
+)
+def test_a_code_that_saves_nothing_is_named_once(make: Callable[[], CompressedGossiper]) -> None:
+    """Two numbers of 8 bytes do not get smaller by a code with 8 bytes of its own."""
+    (warning,) = warnings_of(lambda: nn.Linear(1, 1), make)
+    assert re.search(r"in code \d+ bytes are sent for 8 of parameters, so nothing is saved: the model is too", warning)
+    assert warnings_of(lambda: nn.Linear(8, 8), make) == []
