@@ -24,6 +24,7 @@ Memory = dict[str, Tensor]
 
 _HEADER_TAG = -1  # no round has it: headers must meet when rounds do not
 _WORD = 1 << 32
+_LEAST_BYTES = 4096  # of parameters; what is smaller costs latency, whatever its messages hold
 _MOST_EXACT = 0.5  # of the parameters' bytes; beyond it a plain wire of 16 bits saves more than any code of the rest
 
 
@@ -39,7 +40,7 @@ class CompressedGossiper(Gossiper):
     checkpoint, or none, on all ranks goes on.
 
     Where there is little to win, rank 0 warns in the first round: more than half of the parameters' bytes travel
-    exactly, or what is in code takes no fewer bytes than it would as it is.
+    exactly, or what is in code takes no fewer bytes than it would as it is. Models below 4 KiB are left alone.
 
     Subclasses write `make_memory`, `memory`, `set_memory`, `number_of`, `letters_of`, `write` and `read`; most are a
     `BroadcastGossiper`.
@@ -252,6 +253,8 @@ class CompressedGossiper(Gossiper):
             sum((part.last - part.first) * layout.segments[part.segment].dtype.itemsize for part in parts)
             for parts in ([part for part in self._exact if not part.parts[0].is_buffer], self._coded)
         )
+        if exact + coded < _LEAST_BYTES:
+            return
         if exact > _MOST_EXACT * (exact + coded):
             warnings.warn(
                 f"{self}: {exact / (exact + coded):.0%} of the parameters' bytes ({exact:,}) are of parameters of one "
@@ -261,7 +264,7 @@ class CompressedGossiper(Gossiper):
         elif coded and self.num_coded_bytes() >= coded:
             warnings.warn(
                 f"{self}: in code {self.num_coded_bytes():,} bytes are sent for {coded:,} of parameters, so nothing "
-                "is saved: the model is too small for this code, or the code too fine; leave the gossiper out, or "
+                "is saved: the code is too fine; leave the gossiper out, or "
                 "choose a coarser code",
                 stacklevel=3,
             )
