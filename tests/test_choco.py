@@ -101,7 +101,6 @@ def test_drift_is_the_sum_over_public_copies(graph: str) -> None:
         torch.testing.assert_close(drift, W @ public - public, rtol=0, atol=1e-13)
 
 
-@pytest.mark.filterwarnings("ignore:.*nothing is saved")  # what is sent is all of it
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_an_exact_code_is_plain_gossip(graph: str) -> None:
     first, *rest = rounds_of(lambda: Choco(TopK(1.0), step_size=0.8), STATIC[graph], 6, LAYOUT)

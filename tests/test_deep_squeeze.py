@@ -32,7 +32,6 @@ def test_rounds_are_those_of_the_paper(compressor: Compressor, code: Code, graph
         torch.testing.assert_close(got, x, rtol=0, atol=1e-6 if code is not CODES[0][1] else 1e-13)
 
 
-@pytest.mark.filterwarnings("ignore:.*nothing is saved")  # what is sent is all of it
 @pytest.mark.parametrize("graph", MIXINGS)
 def test_an_exact_code_is_plain_gossip(graph: str) -> None:
     first, *rest = rounds_of(lambda: DeepSqueeze(TopK(1.0), step_size=0.8), MIXINGS[graph], 6, LAYOUT)
