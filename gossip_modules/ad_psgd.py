@@ -15,6 +15,7 @@ from .defaults import choose_bipartite_mixing
 from .gossiper import GlobalAverage
 from .graph_manager import GraphManager
 from .mixing_manager import MixingManager
+from .nonfinite import check_policy
 from .transport import DEFAULT_TIMEOUT
 from .watched_transport import WatchedTransport
 from .wrapper import GossipWrapper
@@ -41,9 +42,15 @@ class BilatGossipDataParallel(GossipWrapper):
         process_group: a Gloo group, used as it is, so it must carry nothing else; None = a new one over all ranks.
         init_sync: start from the parameters and buffers of rank 0.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
+        gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
+            are training forwards too.
+        on_nonfinite: what to do about a difference of two models that holds infinities or NaN. "raise":
+            FloatingPointError at both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do
+            not look.
         timeout: for every wait on a peer. The death of a process is raised at the next step, without waiting for it.
 
     Raises:
+        FloatingPointError: (forward, `flush()`) see `on_nonfinite`.
         ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, `flush()`, collectives) a peer is late or has died; names
@@ -67,22 +74,26 @@ class BilatGossipDataParallel(GossipWrapper):
         process_group: dist.ProcessGroup | None = None,
         init_sync: bool = True,
         gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
+        on_nonfinite: str = "raise",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        super().__init__(module, gossip_buffers=gossip_buffers)
+        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         x = self._buffer.vector
         hello = self._hello(process_group, timeout=timeout)
         mixing = choose_bipartite_mixing(graph, mixing, world_size=hello.world_size)
         description = {
             "graph": repr(mixing.graph),
             "mixing": repr(mixing),
-            "options (gossip_buffers, init_sync)": repr((gossip_buffers, init_sync)),
+            "options (gossip_buffers, init_sync, gossip_in_eval_mode, on_nonfinite)": repr(
+                (gossip_buffers, init_sync, gossip_in_eval_mode, check_policy(on_nonfinite))
+            ),
         }
         self._agree(hello, description, init_sync=init_sync)
         self._transport = connect(
             process_group, module_device=x.raw.device, comm_device="cpu", backend="gloo", timeout=timeout
         )
-        self._engine = BilateralEngine(mixing, self._transport, x)
+        self._engine = BilateralEngine(mixing, self._transport, x, on_nonfinite=on_nonfinite)
         self._watched = WatchedTransport(self._transport, self._engine.join_in)
         self._averager = GlobalAverage(self._watched)
         self._close_when_collected()

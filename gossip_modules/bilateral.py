@@ -14,6 +14,7 @@ import torch
 
 from .listener import GOODBYE_TIMEOUT
 from .mailbox import Mailbox
+from .nonfinite import check_policy, is_finite, refuse
 from .presence import Presence
 from .transport import Pending, ProcessGroupTransport
 
@@ -48,15 +49,26 @@ class BilateralAverage:
         mailbox: of this rank.
         transport: a Gloo transport that carries nothing else but collectives of the same ranks.
         clock: the step of training, for `delivered`.
+        on_nonfinite: about a correction that is not finite: "raise" at both ends, "skip" at both ends, or "spread".
 
     Attributes:
+        num_skipped: exchanges without a correction for that.
         delivered: of each exchange in the mail, the step at which y was read; the engine takes them out.
         is_serving: whether an exchange that a peer asked for is under way.
         presence: who is still there, and the first failure.
     """
 
-    def __init__(self, mailbox: Mailbox, transport: ProcessGroupTransport, *, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        transport: ProcessGroupTransport,
+        *,
+        clock: Callable[[], int],
+        on_nonfinite: str = "raise",
+    ) -> None:
         self.mailbox = mailbox
+        self.on_nonfinite = check_policy(on_nonfinite)
+        self.num_skipped = 0
         self.transport = transport
         self.clock = clock
         self.delivered: deque[int] = deque()
@@ -219,6 +231,13 @@ class BilateralAverage:
         for buffers in self.mailbox.buffers_of(self._sent):
             buffers.zero_()  # the mailbox takes those received as they are
         self._received.add_segments_(self._sent, alpha=-1.0)
+        if self.on_nonfinite != "spread" and not is_finite(self._received):
+            if self.on_nonfinite == "raise":
+                names = self.transport.names
+                senders = [names[peer]] if is_finite(self._sent) else ()
+                refuse(names[self.transport.rank], what, senders=senders)
+            self.num_skipped += 1  # by both of us: their difference is what is not finite
+            return
         with self.mailbox.lock:
             self.mailbox.deliver(self._received, alpha=weight)
             self.delivered.append(step)

@@ -36,18 +36,28 @@ class BilateralEngine(Engine):
         mixing: weights over a bipartite graph with one peer per round.
         transport: over Gloo, with messages in CPU memory.
         x: the parameters.
+        on_nonfinite: see `BilateralAverage`.
     """
 
     is_asynchronous = True
 
-    def __init__(self, mixing: MixingManager, transport: ProcessGroupTransport, x: FlatVector) -> None:
+    def __init__(
+        self,
+        mixing: MixingManager,
+        transport: ProcessGroupTransport,
+        x: FlatVector,
+        *,
+        on_nonfinite: str = "raise",
+    ) -> None:
         super().__init__()
         self.mixing = mixing
         self.transport = transport
         self.mailbox = Mailbox(x)
         self._step = 0  # training steps seen so far
         self._published_at = 0  # step
-        self._bilateral = BilateralAverage(self.mailbox, transport, clock=lambda: self._published_at)
+        self._bilateral = BilateralAverage(
+            self.mailbox, transport, clock=lambda: self._published_at, on_nonfinite=on_nonfinite
+        )
         self._failed = self._bilateral.presence.failed
         self._background = Background()
         self._failed.add_done_callback(self._on_failure)
@@ -226,6 +236,7 @@ class BilateralEngine(Engine):
 
     def _collect(self, x: FlatVector) -> bool:
         with self.mailbox.lock:
+            self.stats.num_skipped = self._bilateral.num_skipped
             if not self.mailbox.collect(x):
                 return False
             while self._bilateral.delivered:

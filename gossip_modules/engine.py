@@ -11,7 +11,7 @@ import torch
 
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage, Mixer
-from .nonfinite import FiniteCheck, check_policy, is_finite
+from .nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from .schedule import Action, Schedule
 
 _UNNAMED = "LockstepEngine"  # checkpoints from when there was no other
@@ -167,15 +167,9 @@ class LockstepEngine(Engine):
         return {Action.GOSSIP: self.gossiper, Action.AVERAGE: self.averager, Action.SKIP: None}[action]
 
     def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool) -> NoReturn:
-        names = self.gossiper.transport.names
-        me = names[self.gossiper.transport.rank]
-        others = [names[rank] for rank in mixer.sources if names[rank] != me]
-        whose = "its own model holds" if is_own else f"what ranks {others} have sent holds"
-        raise FloatingPointError(
-            f"rank {me}: in round {t} {whose} infinities or NaN, expected finite parameters and buffers, since gossip "
-            "hands them to all ranks; this model was not changed by the round. Go on from a checkpoint with a smaller "
-            "learning rate, clipped gradients or a GradScaler; on_nonfinite='skip' leaves such rounds out"
-        )
+        names, rank = self.gossiper.transport.names, self.gossiper.transport.rank
+        senders = () if is_own else [names[i] for i in mixer.sources if i != rank]
+        refuse(names[rank], f"round {t}", senders=senders)
 
 
 class SyncEngine(LockstepEngine):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,22 @@ def check_policy(on_nonfinite: str) -> str:
             f"got on_nonfinite={on_nonfinite!r}, expected one of {POLICIES}: an error, a round left out, or no check"
         )
     return on_nonfinite
+
+
+def refuse(rank: int, what: str, *, senders: Sequence[int] = ()) -> NoReturn:
+    """Raise FloatingPointError.
+
+    Args:
+        rank: this one, of all ranks.
+        what: "round 3" or the like.
+        senders: whose model it is; none: this rank's own.
+    """
+    whose = f"what ranks {list(senders)} have sent holds" if senders else "its own model holds"
+    raise FloatingPointError(
+        f"rank {rank}: in {what} {whose} infinities or NaN, expected finite parameters and buffers, since gossip hands "
+        "them to all ranks; this model was not changed by it. Go on from a checkpoint with a smaller learning rate, "
+        "clipped gradients or a GradScaler; on_nonfinite='skip' leaves such rounds out"
+    )
 
 
 def is_finite(x: FlatVector) -> bool:

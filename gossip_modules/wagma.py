@@ -18,6 +18,7 @@ from .connect import connect
 from .engine import SyncEngine
 from .gossiper import GlobalAverage
 from .group_average import GroupAverage
+from .nonfinite import check_policy
 from .overlap_engine import OverlapEngine
 from .schedule import Schedule
 from .transport import DEFAULT_TIMEOUT
@@ -72,6 +73,12 @@ class GroupAverageDataParallel(GossipWrapper):
             the group has NCCL.
         init_sync: start from the parameters and buffers of rank 0.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
+        gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
+            are training forwards too.
+        on_nonfinite: what to do about a model that holds infinities or NaN. "raise": FloatingPointError at the rank
+            that has it, before others get it; they are told who has failed. "skip": leave out averages that are not
+            finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread": do
+            not look.
         timeout: for every wait on a peer.
 
     Raises:
@@ -102,9 +109,11 @@ class GroupAverageDataParallel(GossipWrapper):
         comm_device: torch.device | str | None = None,
         init_sync: bool = True,
         gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
+        on_nonfinite: str = "raise",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        super().__init__(module, gossip_buffers=gossip_buffers)
+        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         if sync_period < 0:
             raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
         x = self._buffer.vector
@@ -116,10 +125,14 @@ class GroupAverageDataParallel(GossipWrapper):
                 f"got comm_device={comm_device} with wait_avoiding=True, expected 'cpu' or None: threads that answer "
                 "at any time send from CPU memory; pass wait_avoiding=False to stay on the GPU"
             )
-        options = (sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, str(comm_device))
+        options = (
+            *(sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, str(comm_device)),
+            *(gossip_in_eval_mode, check_policy(on_nonfinite)),
+        )
         description = {
             "groups": repr(groups),
-            "options (sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, comm_device)": repr(options),
+            "options (sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, comm_device, "
+            "gossip_in_eval_mode, on_nonfinite)": repr(options),
         }
         self._agree(hello, description, init_sync=init_sync)
         self._transport = connect(
@@ -132,12 +145,15 @@ class GroupAverageDataParallel(GossipWrapper):
         self._averager = GlobalAverage(self._transport)
         average = GroupAverage(groups, self._transport)
         if is_asynchronous:
-            self._engine = WaitAvoidingEngine(average, self._averager, x, sync_period=sync_period, overlap=overlap)
+            self._engine = WaitAvoidingEngine(
+                average, self._averager, x, sync_period=sync_period, overlap=overlap, on_nonfinite=on_nonfinite
+            )
             self._averager = _WatchedAverage(self._engine)
             self._close_when_collected()
             self._exit = _close_at_exit(self)
         else:
-            self._engine = (OverlapEngine if overlap else SyncEngine)(average, Schedule(average_every=sync_period))
+            blocking = OverlapEngine if overlap else SyncEngine
+            self._engine = blocking(average, Schedule(average_every=sync_period), on_nonfinite=on_nonfinite)
         self.register_load_state_dict_post_hook(_publish_loaded)
 
     @property

@@ -15,6 +15,7 @@ from .engine import Engine
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage
 from .group_average import GroupAverage
+from .nonfinite import is_finite, refuse
 from .wait_avoiding_pace import Pace
 from .wait_avoiding_watch import Place, Watch
 from .wait_avoiding_words import Kind, Word
@@ -56,6 +57,7 @@ class WaitAvoidingEngine(Engine):
         x: the parameters.
         sync_period: versions from one global average to the next; 0 = never.
         overlap: take the group's average one step later instead of waiting for it.
+        on_nonfinite: see `WaitAvoidingWorker`; at averages over all ranks, "skip" keeps x.
     """
 
     is_asynchronous = True
@@ -68,11 +70,15 @@ class WaitAvoidingEngine(Engine):
         *,
         sync_period: int,
         overlap: bool = False,
+        on_nonfinite: str = "raise",
     ) -> None:
         super().__init__()
+        self.on_nonfinite = on_nonfinite
         self.overlap = overlap
         self._awaited: int | None = None  # the version that is under way, with what x was as y
-        self.worker = WaitAvoidingWorker(average, x, sync_period=sync_period, stats=self.stats)
+        self.worker = WaitAvoidingWorker(
+            average, x, sync_period=sync_period, stats=self.stats, on_nonfinite=on_nonfinite
+        )
         self._groups, self._averager, self._transport = average.groups, averager, self.worker.transport
         self._device = x.raw.device
         self._merged = -1  # the newest version whose result is in x
@@ -296,8 +302,14 @@ class WaitAvoidingEngine(Engine):
             # All workers are to be idle. Their last version is that of a group in which nobody waits any more.
             self._wait_for(lambda: worker.num_done >= t, f"waiting for the group averages before round {t}")
         start = time.perf_counter()
+        if self.on_nonfinite == "raise" and not is_finite(x):
+            refuse(self._transport.names[self._transport.rank], f"round {t}")
+        before = x.clone() if self.on_nonfinite == "skip" else None
         with record_function("gossip.average", f"t={t}"), self.together(f"the global average in round {t}"):
             self._averager.mix(x, t)
+        if before is not None and not is_finite(x):
+            x.copy_(before)
+            self.stats.num_skipped += 1
         self.stats.wait_seconds += time.perf_counter() - start
         with worker.state:
             worker.publish(x, version=t)

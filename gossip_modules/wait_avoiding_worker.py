@@ -18,6 +18,7 @@ from .engine import EngineStats
 from .flat_vector import FlatVector
 from .group_average import GroupAverage
 from .mailbox import Mailbox
+from .nonfinite import check_policy, is_finite, refuse
 from .transport import ProcessGroupTransport
 from .wait_avoiding_watch import Watch
 from .wait_avoiding_words import Kind, Word, Words
@@ -44,12 +45,23 @@ class WaitAvoidingWorker:
         x: the parameters; published at version -1.
         sync_period: versions from one global average to the next; 0 = never.
         stats: mutated: one round per version, with the versions since the publication of what was contributed.
+        on_nonfinite: "raise" at the rank whose y is not finite, before others get it; "skip" takes y itself in the
+            place of an average that is not finite; "spread".
     """
 
-    def __init__(self, average: GroupAverage, x: FlatVector, *, sync_period: int, stats: EngineStats) -> None:
+    def __init__(
+        self,
+        average: GroupAverage,
+        x: FlatVector,
+        *,
+        sync_period: int,
+        stats: EngineStats,
+        on_nonfinite: str = "raise",
+    ) -> None:
         transport = average.transport
         assert isinstance(transport, ProcessGroupTransport), "words take a channel of a process group"
         self.transport = transport
+        self.on_nonfinite = check_policy(on_nonfinite)
         self.words = Words(transport)
         self.mailbox = Mailbox(x)
         self.state = threading.Condition(self.mailbox.lock)
@@ -280,9 +292,15 @@ class WaitAvoidingWorker:
             self._stats.record(version - self.published_at)
         what = f"the group average in round {version}"
         waiting = self.watch.waiting(what, self.watch.partner)
+        if self.on_nonfinite == "raise" and not is_finite(self._accumulator):
+            refuse(self.transport.names[self.transport.rank], f"round {version}")
         with waiting, torch.no_grad(), record_function("gossip.round", f"t={version}"):
             self._average.mix(self._accumulator, version)
+        is_skipped = self.on_nonfinite == "skip" and not is_finite(self._accumulator)
         with self.state:
+            if is_skipped:
+                self.mailbox.snapshot(self._accumulator)
+                self._stats.num_skipped += 1
             self.result, self._accumulator = self._accumulator, self.result
             self.num_done = version + 1
             self.state.notify_all()

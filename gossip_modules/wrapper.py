@@ -175,12 +175,14 @@ class GossipWrapper(MetadataState, AveragingMixin):
 
     def _land(self) -> None:
         """Apply what is in flight."""
-        if self._engine.is_in_flight and not self._is_held:
-            self._to_numerator()
-            with torch.no_grad():
-                self._engine.flush(self._gossiped)
-            self._written()
-        self._to_estimate()
+        try:
+            if self._engine.is_in_flight and not self._is_held:
+                self._to_numerator()
+                with torch.no_grad():
+                    self._engine.flush(self._gossiped)
+                self._written()
+        finally:  # who catches the error of a peer goes on with a model
+            self._to_estimate()
 
     @property
     def _is_held(self) -> bool:
@@ -331,10 +333,12 @@ class GossipWrapper(MetadataState, AveragingMixin):
             self._take_in()
         self._share_buffers()
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
-            self._to_numerator()
-            if self._engine.round(self._gossiped):
-                self._written()
-            self._to_estimate()
+            try:
+                self._to_numerator()
+                if self._engine.round(self._gossiped):
+                    self._written()
+            finally:
+                self._to_estimate()
 
     @property
     def _gossiped(self) -> FlatVector:
