@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from gossip_modules.wrapper import GossipWrapper
 
 LENGTH = 4_096
+"""Of the model, float64: 32 kB, which a socket takes at once."""
+LONG = 1 << 20
+"""8 MB, more than sockets hold: what is written over on its way arrives in two parts."""
+START = 100.0
+"""Models begin there and beyond, so that a sum of two, or memory that was never written, is no mean of models."""
 TOLERANCE = 1e-9
 
 
@@ -26,7 +31,7 @@ class Probe(nn.Module):
     Its gradient is the same for all entries, and so is each step of an optimizer.
     """
 
-    def __init__(self, start: float, length: int = LENGTH) -> None:
+    def __init__(self, start: float, length: int) -> None:
         super().__init__()
         self.values = nn.Parameter(torch.full((length,), start, dtype=torch.float64))
 
@@ -47,14 +52,15 @@ class Board:
     """What the ranks of an episode share: a barrier, a place to write, a clock, and counts for the watchdog.
 
     Attributes:
+        length: of each rank's model.
         progress: of each rank, how many things it has done.
         doing: of each rank, the last of them.
         counts: of all ranks, by name.
         error: that a rank met first.
     """
 
-    def __init__(self, world_size: int, seed: int, *, seconds: float, patience: float) -> None:
-        self.world_size, self.seed, self.patience = world_size, seed, patience
+    def __init__(self, world_size: int, seed: int, *, length: int, seconds: float, patience: float) -> None:
+        self.world_size, self.seed, self.length, self.patience = world_size, seed, length, patience
         self.progress = [0] * world_size
         self.doing = ["opening"] * world_size
         self.counts: Counter[str] = Counter()
@@ -117,18 +123,18 @@ class Rank:
         self.draw = random.Random(f"{board.seed} rank {self.rank}")
         self.plan = random.Random(f"{board.seed} plan")
         self.timeout = timedelta(seconds=2 * board.patience)  # the watchdog comes first
-        self.module = Probe(float(self.rank))
+        self.module = Probe(START + self.rank, board.length)
         self.wrapper: GossipWrapper
         make = self.plan.choice((self._sgd, self._adamw))
         learning_rate = self.plan.choice((0.0, 0.1, 0.1))
         self.optimizer = make(learning_rate)
         self.added = self.rising = self.falling = 0.0
-        self.before = [float(other) for other in range(board.world_size)]
+        self.before = [START + other for other in range(board.world_size)]
         self.addresses: list[str] = []
         self.period = 0
 
     def _sgd(self, learning_rate: float) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.module.parameters(), lr=LENGTH * learning_rate, momentum=0.5)
+        return torch.optim.SGD(self.module.parameters(), lr=self.board.length * learning_rate, momentum=0.5)
 
     def _adamw(self, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.module.parameters(), lr=learning_rate, weight_decay=0.0)

@@ -33,12 +33,13 @@ import torch.distributed as dist
 
 import gossip_modules
 from tests.ranks import run_ranks
-from tests.ranks_at_work import Board, Rank
+from tests.ranks_at_work import LENGTH, LONG, Board, Rank
 from tests.workloads import WORKLOADS, Workload
 
-_OF_THREADS = ("background", "bilateral", "gossip_thread", "listener", "mailbox", "wait_avoiding")
-_OF_DPWA = ("model_", "pairwise", "peer_", "snapshot_pool", "plain_server", "curve_server")
-ASYNCHRONOUS = tuple(Path(gossip_modules.__file__).with_name(name) for name in (*_OF_THREADS, *_OF_DPWA))
+_OF_THREADS = ("background", "bilateral", "gossip_thread", "group_average", "listener", "mailbox", "overlap_engine")
+_OF_WAGMA = ("wait_avoiding",)
+_OF_DPWA = ("model_", "pairwise", "peer_", "snapshot_pool")
+ASYNCHRONOUS = tuple(Path(gossip_modules.__file__).with_name(name) for name in (*_OF_THREADS, *_OF_WAGMA, *_OF_DPWA))
 PATIENCE = 20.0  # seconds without progress that count as a deadlock
 EPISODE = 3.0  # seconds
 HOT = 0.1  # of all lines, for each thread
@@ -115,6 +116,7 @@ def run_episode(
     *,
     seconds: float = EPISODE,
     patience: float = PATIENCE,
+    length: int | None = None,
     where: Sequence[Path] = ASYNCHRONOUS,
 ) -> Board:
     """One life of a world of ranks, from opening to closing; returns the board with its counts.
@@ -124,13 +126,15 @@ def run_episode(
         seed: of the world's size, of what ranks do and of all delays.
         seconds: after which ranks begin to close.
         patience: seconds without progress of some rank that count as a deadlock.
+        length: of the model; None: drawn, every third is LONG.
         where: see `Delays`.
 
     Raises:
         Finding: something does not hold, or a deadlock. Threads may be left behind.
     """
     draw = random.Random(f"{seed} world")
-    board = Board(draw.choice(workload.world_sizes), seed, seconds=seconds, patience=patience)
+    world_size, drawn = draw.choice(workload.world_sizes), draw.choice((LENGTH, LENGTH, LONG))
+    board = Board(world_size, seed, length=length or drawn, seconds=seconds, patience=patience)
     outcome: Future[None] = Future()
 
     def body(group: dist.ProcessGroup) -> None:
@@ -154,6 +158,7 @@ def run_episode(
         threading.Thread(target=run, name="sanitizer", daemon=True).start()
         stuck = _watch(board, outcome, patience)
     again = f"python -m tests.sanitizer --engine {workload.name} --seed {seed} --seconds {seconds:g}"
+    again += f" --length {length}" if length else ""
     if stuck:
         board.fail(TimeoutError("no progress"))
         raise Finding(f"seed {seed}: no progress of {stuck} for {patience:g} s; again: {again}\n{_stacks()}")
@@ -192,15 +197,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=sorted(WORKLOADS), required=True)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0, help="of the first episode; the next has the next one")
+    parser.add_argument("--length", type=int, help="of the model; drawn if not given")
     parser.add_argument("--patience", type=float, default=PATIENCE)
     options = parser.parse_args(arguments)
     try:
-        return _run(WORKLOADS[options.engine], options.seed, seconds=options.seconds, patience=options.patience)
+        limits = {"seconds": options.seconds, "patience": options.patience}
+        return _run(WORKLOADS[options.engine], options.seed, length=options.length, **limits)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _run(workload: Workload, first_seed: int, *, seconds: float, patience: float) -> int:
+def _run(workload: Workload, first_seed: int, *, length: int | None, seconds: float, patience: float) -> int:
     seed, counts = first_seed, Counter[str]()
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
@@ -208,12 +215,12 @@ def _run(workload: Workload, first_seed: int, *, seconds: float, patience: float
         faulthandler.dump_traceback_later(EPISODE + 8 * patience, exit=True, file=2)
         print(f"{workload.name}: seed {seed}", end=" ", flush=True)
         try:
-            board = run_episode(workload, seed, seconds=min(EPISODE, left), patience=patience)
+            board = run_episode(workload, seed, seconds=min(EPISODE, left), patience=patience, length=length)
         except Finding as finding:
             print(f"\n{finding}", flush=True)
             traceback.print_exception(finding.__cause__)
             return 1
-        print(f"{board.world_size} ranks, {dict(board.counts)}", flush=True)
+        print(f"{board.world_size} ranks of {board.length} numbers, {dict(board.counts)}", flush=True)
         counts += board.counts
         seed += 1
     print(f"{workload.name}: {seed - first_seed} episodes without a finding: {dict(counts)}", flush=True)

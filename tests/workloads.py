@@ -7,9 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from gossip_modules import BilatGossipDataParallel, GroupAverageDataParallel, PairwiseDataParallel
+from gossip_modules import (
+    BilatGossipDataParallel,
+    GossipDataParallel,
+    GroupAverageDataParallel,
+    PairwiseDataParallel,
+    PushPull,
+    PushSum,
+)
 from gossip_modules.wrapper import GossipWrapper
-from tests.ranks_at_work import LENGTH, TOLERANCE, Rank
+from tests.ranks_at_work import START, TOLERANCE, Rank
 
 
 class Workload(ABC):
@@ -37,6 +44,9 @@ class Workload(ABC):
         rank.wrapper = self.open(rank)
         try:
             self.work(rank)
+        except BaseException as error:
+            rank.board.fail(error)  # before the others get errors because of it
+            raise
         finally:
             rank.wrapper.close()  # peers of a rank that has failed must not wait for it
         rank.done("closing")
@@ -47,18 +57,23 @@ class Workload(ABC):
         """Steps on its own and meetings, until the time is over."""
         rank.gather(None)  # all have opened: a peer that does not listen yet would be missed
         while not any(rank.gather(rank.board.is_over)):
-            for _ in range(rank.draw.randrange(40)):
-                action = rank.draw.choice(self.local) if rank.draw.random() < 0.15 else Rank.train
-                action(rank)
-                rank.done(action.__name__)
+            self.work_alone(rank)
             self.meet(rank)
             rank.done("meeting")
+
+    def work_alone(self, rank: Rank) -> None:
+        """From one meeting to the next."""
+        for _ in range(rank.draw.randrange(40)):
+            action = rank.draw.choice(self.local) if rank.draw.random() < 0.15 else Rank.train
+            action(rank)
+            rank.done(action.__name__)
 
     def check_hull(self, rank: Rank, value: float) -> None:
         """Averages of models lie between them, so none is further out than all steps together have gone."""
         others = rank.gather((rank.rising, rank.falling))
-        low, high = sum(down for _, down in others), rank.board.world_size - 1 + sum(up for up, _ in others)
-        slack = TOLERANCE * (high - low + 1)
+        low = START + sum(down for _, down in others)
+        high = START + rank.board.world_size - 1 + sum(up for up, _ in others)
+        slack = TOLERANCE * (high - low + START)
         assert low - slack <= value <= high + slack, f"got a model of {value}, expected {low} to {high}"
 
 
@@ -81,6 +96,10 @@ class Collective(Workload):
     def check(self, rank: Rank, values: Sequence[float]) -> None:
         """What must hold when all have settled on these values."""
 
+    def draw_number(self, rank: Rank) -> int:
+        """Of forwards, at a meeting."""
+        return rank.draw.randrange(4)
+
     def average(self, rank: Rank, mean: float) -> None:
         """All ranks take the mean."""
         rank.wrapper.average_()
@@ -90,7 +109,7 @@ class Collective(Workload):
         """All ranks hold the mean for a while, some longer than others."""
         before = rank.module.value()
         with rank.wrapper.averaged():
-            for _ in range(rank.draw.randrange(4)):
+            for _ in range(self.draw_number(rank)):
                 rank.wrapper(1.0)
                 assert abs(rank.module.value() - mean) <= TOLERANCE * (1 + abs(mean))
         assert rank.module.value() == before
@@ -98,14 +117,14 @@ class Collective(Workload):
     def measure(self, rank: Rank, mean: float) -> None:
         """The distance is that of the values."""
         values = rank.gather(rank.module.value())
-        expected = (LENGTH * sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+        expected = (rank.board.length * sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
         got = rank.wrapper.consensus_distance()
         assert abs(got - expected) <= 1e-6 * (1 + expected), f"got {got}, expected {expected}"
 
     def rewind(self, rank: Rank, mean: float) -> None:
         """All ranks go back to a checkpoint, after a few steps that count for nothing then."""
         state, value = copy.deepcopy(rank.wrapper.state_dict()), rank.module.value()
-        for _ in range(rank.draw.randrange(4)):
+        for _ in range(self.draw_number(rank)):
             rank.train()
         rank.wrapper.settle()
         rank.gather(None)
@@ -117,14 +136,8 @@ class Collective(Workload):
         """Nothing more."""
 
 
-class AdPsgd(Collective):
-    """`BilatGossipDataParallel`: the sum over ranks is that of all steps."""
-
-    name = "adpsgd"
-
-    def open(self, rank: Rank) -> GossipWrapper:
-        """See `Workload`."""
-        return BilatGossipDataParallel(rank.module, process_group=rank.group, init_sync=False, timeout=rank.timeout)
+class Conserving(Collective):
+    """Engines that keep the law: the sum over ranks is that of all steps."""
 
     def check(self, rank: Rank, values: Sequence[float]) -> None:
         """See `Collective`."""
@@ -137,6 +150,51 @@ class AdPsgd(Collective):
         self.check(rank, rank.gather(value))
 
 
+class AdPsgd(Conserving):
+    """`BilatGossipDataParallel`: ranks that step at their own pace."""
+
+    name = "adpsgd"
+
+    def open(self, rank: Rank) -> GossipWrapper:
+        """See `Workload`."""
+        return BilatGossipDataParallel(rank.module, process_group=rank.group, init_sync=False, timeout=rank.timeout)
+
+
+class Osgp(Conserving):
+    """`GossipDataParallel(overlap=True)`, in pieces: ranks take equally many steps, and are late within rounds."""
+
+    name = "osgp"
+    local = (Rank.evaluate, Rank.save)
+
+    def open(self, rank: Rank) -> GossipWrapper:
+        """See `Workload`."""
+        kind = rank.plan.choice((PushSum, PushPull))
+        return GossipDataParallel(
+            rank.module,
+            gossiper=kind(piece_bytes=rank.board.length),  # eight pieces
+            push_sum=kind is PushSum,
+            overlap=True,
+            max_staleness=rank.plan.choice((0, 0, 1, 3)),
+            process_group=rank.group,
+            init_sync=False,
+            timeout=rank.timeout,
+        )
+
+    def work_alone(self, rank: Rank) -> None:
+        """See `Workload`."""
+        for _ in range(rank.plan.randrange(40)):
+            if rank.draw.random() < 0.15:
+                action = rank.draw.choice(self.local)
+                action(rank)
+                rank.done(action.__name__)
+            rank.train()
+            rank.done("train")
+
+    def draw_number(self, rank: Rank) -> int:
+        """See `Collective`: each forward is a round of all."""
+        return rank.plan.randrange(4)
+
+
 class Wagma(Collective):
     """`GroupAverageDataParallel`: all ranks end in one round, and no contribution is older than the period."""
 
@@ -147,7 +205,7 @@ class Wagma(Collective):
         rank.period = rank.plan.choice((0, 2, 3, 5))
         return GroupAverageDataParallel(
             rank.module,
-            group_size=2 if rank.board.world_size > 1 else 1,
+            group_size=rank.plan.choice((2, 4)) if rank.board.world_size == 4 else 2,
             sync_period=rank.period,
             process_group=rank.group,
             init_sync=False,
@@ -207,4 +265,4 @@ class Dpwa(Workload):
                 wrapper.add_peer(f"w{peer}", address)
 
 
-WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in (AdPsgd(), Wagma(), Dpwa())}
+WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in (AdPsgd(), Osgp(), Wagma(), Dpwa())}

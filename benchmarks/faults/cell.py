@@ -105,7 +105,8 @@ class Cell:
         if not self._is_killed and (is_done or now >= limit):
             self._is_killed = True
             self._hung = running
-            self._signal(self._started, signal.SIGKILL)
+            # The store last: its end is an error to ranks that still wait for it.
+            self._signal(self._started[::-1], signal.SIGKILL)
 
     def rows(self) -> list[dict[str, Any]]:
         """How each rank ended, when all have."""

@@ -88,9 +88,8 @@ class Rank:
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(self.rank)
         for step in range(task["num_steps"]):
-            if step == task["fault_step"] and self.fault.where == "training":
-                if self._is_over(wrapper):
-                    break
+            if step == task["fault_step"] and self.fault.where == "training" and self._is_over(wrapper):
+                break
             if progress is not None:
                 with self._calling("progress"):
                     progress.add(1)

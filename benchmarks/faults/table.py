@@ -163,8 +163,8 @@ def markdown(rows: pd.DataFrame) -> str:
 
 LEGEND = """\
 A cell: seconds from the fault to the last survivor's error; how many of the survivors' errors name the victim; the
-longest wait in one call where that is more than the timeout and a second; processes that had to be killed. The two
-stops: rank 2 of four. Errors come in the call that needs the victim: for who trains on, in the next average over all."""
+longest wait in one call where that is more than the timeout and a second; processes that had to be killed. Errors come
+in the call that needs the victim: for who trains on, in the next average over all."""
 
 
 def _summary(cell: pd.DataFrame) -> str:
