@@ -5,6 +5,7 @@
 # make test       the tests
 # make check      ruff and mypy
 # make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
+# make faults     what every wrapper does when ranks are killed, stopped, fail or leave, as a table
 # make cluster    methods side by side on an emulated cluster; needs root and iproute2
 # make cluster-venv  create .venv-cluster with the other libraries that `make cluster` compares with
 # make clean      remove .venv, .venv-cluster, caches and builds (runs/ stays)
@@ -25,7 +26,7 @@ CLUSTER_INSTALLED = $(CLUSTER_VENV)/.installed
 PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .DELETE_ON_ERROR:
-.PHONY: venv train compare consensus test check bench cluster cluster-venv clean
+.PHONY: venv train compare consensus test check bench faults cluster cluster-venv clean
 
 venv: $(INSTALLED)
 
@@ -73,6 +74,10 @@ check: $(INSTALLED)
 
 bench: $(BENCH_INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/step_time.py
+
+# Options: make faults FAULTS="--wrappers sgp --faults kill-odd"
+faults: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.faults $(FAULTS)
 
 # Options: make cluster CLUSTER="--hosts 4 --methods ddp sgp"
 cluster: $(INSTALLED)

@@ -333,5 +333,5 @@ RACES = (
     Race("y published without the lock", "wagma", publish_without_the_lock, f"{HULL}|{TORN}", 9),
     Race("inbox used again before it is added", "wagma", reuse_the_inbox, f"{HULL}|{TORN}", 10),
     Race("snapshot reused while served", "dpwa", reuse_what_is_served, f"{HULL}|{TORN}", 1, LONG),
-    Race("fetch into what is merged", "dpwa", merge_while_the_next_arrives, f"{HULL}|{TORN}", 8),
+    Race("fetch into what is merged", "dpwa", merge_while_the_next_arrives, f"{HULL}|{TORN}", 5),
 )

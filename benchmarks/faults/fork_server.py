@@ -56,7 +56,12 @@ class ForkServer:
         )
         self._unread = b""
         assert self._server.stdout is not None
-        if self._server.stdout.readline() != b"ready\n":
+        try:
+            is_ready = self._server.stdout.readline() == b"ready\n"
+        except BaseException:
+            self.close()
+            raise
+        if not is_ready:
             self.close()
             raise RuntimeError("the server of processes did not start, expected it to import all that ranks need")
         os.set_blocking(self._server.stdout.fileno(), False)
