@@ -36,10 +36,10 @@ from tests.ranks import run_ranks
 from tests.ranks_at_work import LENGTH, LONG, Board, Rank
 from tests.workloads import WORKLOADS, Workload
 
-_OF_THREADS = ("background", "bilateral", "gossip_thread", "group_average", "listener", "mailbox", "overlap_engine")
-_OF_WAGMA = ("wait_avoiding",)
-_OF_DPWA = ("model_", "pairwise", "peer_", "snapshot_pool")
-ASYNCHRONOUS = tuple(Path(gossip_modules.__file__).with_name(name) for name in (*_OF_THREADS, *_OF_WAGMA, *_OF_DPWA))
+_OF_THREADS = ("background", "bilateral", "gossip_thread", "listener", "mailbox", "presence", "watched_transport")
+_OF_ROUNDS = ("group_average", "overlap_engine", "wait_avoiding")
+_OF_DPWA = ("model_", "pairwise", "peer_", "snapshot_pool", "plain_server", "curve_server")
+ASYNCHRONOUS = tuple(Path(gossip_modules.__file__).with_name(name) for name in (*_OF_THREADS, *_OF_ROUNDS, *_OF_DPWA))
 PATIENCE = 20.0  # seconds without progress that count as a deadlock
 EPISODE = 3.0  # seconds
 HOT = 0.1  # of all lines, for each thread

@@ -76,6 +76,7 @@ class Rank:
         store = dist.TCPStore(HOST, task["port"], is_master=False, timeout=MEETING)
         store.set(f"up {self.rank}", "")
         store.wait([f"up {rank}" for rank in range(world_size)], MEETING)
+        store.set_timeout(timeout)  # as init_process_group does with a store that it makes itself
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=world_size, timeout=timeout)
         # Of the default group, as a script makes it.
         progress = Progress() if self.fault.is_of_store else None
