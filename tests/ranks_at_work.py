@@ -18,8 +18,8 @@ from gossip_modules.wrapper import GossipWrapper
 
 LENGTH = 4_096
 """Of the model, float64: 32 kB, which a socket takes at once."""
-LONG = 1 << 20
-"""8 MB, more than sockets hold: what is written over on its way arrives in two parts."""
+LONG = 1 << 19
+"""4 MB, more than sockets hold: what is written over on its way arrives in two parts."""
 START = 100.0
 """Models begin there and beyond, so that a sum of two, or memory that was never written, is no mean of models."""
 TOLERANCE = 1e-9
