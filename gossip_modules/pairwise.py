@@ -61,6 +61,8 @@ class PairwiseDataParallel(GossipWrapper):
         init_from_peers: start from the model of a live peer if there is one: for workers that start late or restart.
             Workers that start at the same time start from their own: give them equal weights by `torch.manual_seed`.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) travel too.
+        gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
+            are training forwards too.
 
     Raises:
         ImportError: pyzmq is missing.
@@ -98,6 +100,7 @@ class PairwiseDataParallel(GossipWrapper):
         average_timeout: timedelta | None = None,
         init_from_peers: bool = True,
         gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
     ) -> None:
         config = PairwiseConfig(
             name,
@@ -112,7 +115,7 @@ class PairwiseDataParallel(GossipWrapper):
             max_distance,
             average_timeout,
         )
-        super().__init__(module, gossip_buffers=gossip_buffers)
+        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
 
@@ -130,6 +133,7 @@ class PairwiseDataParallel(GossipWrapper):
         average_timeout: timedelta | None = None,
         init_from_peers: bool = True,
         gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
     ) -> Self:
         """Worker `name` of a YAML file of dpwa: see `PairwiseConfig.from_yaml`."""
         config = PairwiseConfig.from_yaml(
@@ -141,7 +145,13 @@ class PairwiseDataParallel(GossipWrapper):
             max_distance=max_distance,
             average_timeout=average_timeout,
         )
-        return cls(module, **vars(config), init_from_peers=init_from_peers, gossip_buffers=gossip_buffers)
+        return cls(
+            module,
+            **vars(config),
+            init_from_peers=init_from_peers,
+            gossip_buffers=gossip_buffers,
+            gossip_in_eval_mode=gossip_in_eval_mode,
+        )
 
     @property
     def address(self) -> str:
