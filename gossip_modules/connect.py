@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .backend import backend_of, nccl_name
 from .exchange import fail
 from .transport import DEFAULT_TIMEOUT, ProcessGroupTransport
 
@@ -61,6 +62,7 @@ def connect(
     if wire.type == "cuda" and backend == "gloo":
         raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
     if process_group is None:
+        backend = nccl_name(base, wire) if backend == found == "nccl" else backend
         subset = list(ranks) if ranks is not None and len(ranks) < dist.get_world_size() else None
         start = time.monotonic()
         try:
@@ -96,6 +98,6 @@ def _world() -> dist.ProcessGroup:
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
     try:
-        return group._get_backend(device).name().lower()
+        return backend_of(group, device)
     except RuntimeError:  # this group was made without a backend for that device
         return None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .backend import backend_of
 from .exchange import Exchange, fail, num_bytes_of, wait_for
 from .staging import Staging
 
@@ -108,7 +109,7 @@ class ProcessGroupTransport:
         self.world_size = group.size()
         self.names = range(self.world_size) if names is None else names
         self.num_bytes_sent = 0
-        self.backend = group._get_backend(device).name().lower()
+        self.backend = backend_of(group, device)
         self._channels = itertools.count(1)
         self._channel = 0
         self._staging = Staging(device)

@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "model_server",
             "plain_server",
             "watched_transport",
+            "backend",
         ),
         *("mpi", "mpi_group", "mpi_library", "mpi_work"),
     ),
