@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from .edge_coloring import Edge, Matching, decompose, graph_edges
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 _MATCHINGS = {
     0: (
@@ -94,6 +96,8 @@ def select_graph(index: int) -> nx.Graph:
     >>> select_graph(5).number_of_edges()
     8
     """
+    import networkx as nx
+
     edges = sorted(edge for matching in predefined_matchings(index) for edge in matching)
     graph = nx.Graph()
     graph.add_nodes_from(range(1 + max(v for _, v in edges)))

@@ -6,9 +6,10 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import networkx as nx
+if TYPE_CHECKING:  # functions that need it import it: `import gossip_modules` does not wait for networkx
+    import networkx as nx
 
 Edge: TypeAlias = tuple[int, int]  # (u, v) with u < v
 Matching: TypeAlias = tuple[Edge, ...]  # ascending
@@ -37,6 +38,7 @@ def decompose(graph: nx.Graph, *, costs: Mapping[Edge, float] | None = None) -> 
     Raises:
         ValueError: the graph is not as above, or the costs do not fit it.
 
+    >>> import networkx as nx
     >>> decompose(nx.cycle_graph(4))
     [((0, 1), (2, 3)), ((0, 3), (1, 2))]
     """
@@ -247,6 +249,8 @@ def _check_connected(n: int, edges: Sequence[Edge]) -> None:
             f"got self-loops at {excerpt(loops)}, expected none: a rank has itself without a link. Remove them with "
             f"graph.remove_edges_from(list(networkx.selfloop_edges(graph)))."
         )
+    import networkx as nx
+
     graph = nx.Graph()
     graph.add_nodes_from(range(n))
     graph.add_edges_from(edges)

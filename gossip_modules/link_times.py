@@ -5,13 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import torch
 from torch import Tensor
 
 from .edge_coloring import Edge, as_matchings, decompose, world_size
 from .transport import Transport
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 _CPU = torch.device("cpu")
 
@@ -45,6 +48,8 @@ def measure_link_times(
             count below 1.
         TimeoutError, ConnectionError: naming the peer.
     """
+    import networkx as nx
+
     matchings = decompose(base) if isinstance(base, nx.Graph) else as_matchings(base)
     if num_bytes < 1 or num_repeats < 1:
         raise ValueError(f"got {num_bytes=} and {num_repeats=}, expected at least 1 each. Give e.g. 2**20 and 5.")

@@ -8,12 +8,10 @@ from functools import cached_property
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 from .activation import best_connected, budget_limit, matching_costs
 from .base_graphs import matchings_of
@@ -21,6 +19,10 @@ from .contraction import as_probabilities, dpsgd_weight, mixing_weight, periodic
 from .edge_coloring import Edge, Matching, as_matchings, world_size
 from .graph_manager import GraphManager
 from .joint_activation import ActivationPlan, smallest_rho
+
+if TYPE_CHECKING:
+    import networkx as nx
+    from typing_extensions import Self
 
 _SAME_RHO = 1e-6  # machines that round differently agree on rho to this
 
@@ -58,6 +60,7 @@ class MatchaGraph(GraphManager):
         ValueError: a base graph, budget, costs, probabilities or seed that are not as above, or several ways to
             choose p.
 
+    >>> import networkx as nx
     >>> graph = MatchaGraph(nx.cycle_graph(4), budget=0.5, seed=1)
     >>> [graph.out_peers(0, t) for t in range(5)]
     [(3,), (1,), (1, 3), (1,), (3,)]
@@ -78,6 +81,8 @@ class MatchaGraph(GraphManager):
         periodic: bool = False,
         probabilities: Sequence[float] | None = None,
     ) -> None:
+        import networkx as nx
+
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
             raise ValueError(f"got seed={seed!r}, expected an int of at least 0, the same on all ranks.")
         if joint + periodic + (probabilities is not None) > 1:

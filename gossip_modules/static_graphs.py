@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from math import isqrt
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any
 
 from .graph_manager import GraphManager, as_count
 from .shift_graph import ShiftGraph, distinct
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 class RingGraph(ShiftGraph):
@@ -153,11 +154,14 @@ class NetworkXGraph(GraphManager):
     Raises:
         ValueError: nodes that are not 0..n-1, self-loops, a graph in pieces, or more peers than any rank has.
 
+    >>> import networkx as nx
     >>> NetworkXGraph(nx.star_graph(3)).out_peers(rank=0, t=0)
     (1, 2, 3)
     """
 
     def __init__(self, graph: nx.Graph, *, peers_per_itr: int | Mapping[int, int] | None = None) -> None:
+        import networkx as nx
+
         n = graph.number_of_nodes()
         if n == 0 or set(graph.nodes) != set(range(n)):
             raise ValueError(

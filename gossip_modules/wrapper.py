@@ -286,7 +286,7 @@ class GossipWrapper(MetadataState, AveragingMixin):
 
     # The round itself.
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # torch.compiler.disable, except that it loads torch._dynamo (seconds) when first called
     def _before_forward(self) -> None:
         """[Note: One forward is one round]"""
         self._trains = torch.is_grad_enabled() and (self.module.training or self.gossip_in_eval_mode)

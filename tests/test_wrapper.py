@@ -466,6 +466,33 @@ def test_compiled_wrapper() -> None:
     assert wrapper.comm_stats()["num_rounds"] == 3
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_torch_compile_does_not_trace_the_round(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    """A traced round would run while compiling, or would be recompiled as its counters change."""
+    begin, is_traced, num_graphs = GossipWrapper._begin_step, [], itertools.count()
+
+    def begin_step(wrapper: GossipWrapper) -> None:
+        is_traced.append(torch.compiler.is_compiling())
+        begin(wrapper)
+
+    def compile_eagerly(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        next(num_graphs)
+        return graph.forward
+
+    monkeypatch.setattr(GossipWrapper, "_begin_step", begin_step)
+    module = mlp()
+    wrapper = wrap(module, solo_group())
+    optimizer = sgd(module)
+    if in_place:
+        wrapper.compile(backend=compile_eagerly)
+    compiled = wrapper if in_place else cast(nn.Module, torch.compile(wrapper, backend=compile_eagerly))
+    for step in range(3):
+        train_step(compiled, optimizer, 0, step)
+    assert is_traced == [False] * 3
+    assert wrapper.comm_stats()["num_rounds"] == 3
+    assert next(num_graphs) == 1, "the module is compiled once"
+
+
 @pytest.mark.parametrize("options", MODES)
 def test_deepcopy_is_a_wrapper_of_its_own(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> None:

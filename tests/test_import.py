@@ -1,0 +1,23 @@
+"""What `import gossip_modules` costs: a launcher that starts hundreds of processes waits for each of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+LOADED = """
+import sys
+import torch
+before = set(sys.modules)
+import gossip_modules
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_import_loads_no_compiler_and_no_algebra() -> None:
+    """Neither torch._dynamo, which takes seconds, nor what only some graphs, wires and files need."""
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=50, check=True)
+    loaded = done.stdout.split()
+    assert "gossip_modules.wrapper" in loaded
+    slow = ("torch._dynamo", "torch._inductor", "torch.fx.experimental", "sympy", "networkx", "zmq", "yaml", "mpi4py")
+    assert [name for name in loaded if f"{name}.".startswith(tuple(f"{package}." for package in slow))] == []
