@@ -3,12 +3,13 @@
 # make compare    the exact recipes on the same data and budget, as a table and a picture
 # make consensus  how fast workers agree, by every way to compress, in steps and in bits
 # make test       the tests
+# make test-torch TORCH=2.15.0  the tests that touch the library, with that torch from .venv-torch-2.15.0, which it makes
 # make check      ruff and mypy
 # make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
 # make faults     what every wrapper does when ranks are killed, stopped, fail or leave, as a table
 # make cluster    methods side by side on an emulated cluster; needs root and iproute2
 # make cluster-venv  create .venv-cluster with the other libraries that `make cluster` compares with
-# make clean      remove .venv, .venv-cluster, caches and builds (runs/ stays)
+# make clean      remove .venv, .venv-cluster, .venv-torch-*, caches and builds (runs/ stays)
 #
 # Every command creates .venv when it is missing. Another interpreter: make venv PYTHON=python3.12
 
@@ -26,7 +27,7 @@ CLUSTER_INSTALLED = $(CLUSTER_VENV)/.installed
 PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .DELETE_ON_ERROR:
-.PHONY: venv train compare consensus test check bench faults cluster cluster-venv clean
+.PHONY: venv train compare consensus test test-torch venv-torch check bench faults cluster cluster-venv clean
 
 venv: $(INSTALLED)
 
@@ -67,6 +68,34 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 \
 	  --dist loadfile --no-loadscope-reorder
 
+# The oldest torch that setup.py allows and the newest; each has a torchvision of its own.
+TORCH = 2.15.0
+TORCHVISION_OF_2.6.0 = 0.21.0
+TORCHVISION_OF_2.15.0 = 0.29.2
+TORCH_VENV = .venv-torch-$(TORCH)
+TORCH_INSTALLED = $(TORCH_VENV)/.installed
+# What torch.distributed, autograd and networks decide; the rest reads files, starts SLURM or emulates clusters.
+TORCH_TESTS = --ignore-glob='*/test_train_*' --ignore-glob='*/test_visualization*' --ignore-glob='*/test_cluster*' \
+  --ignore=tests/test_accuracy_bytes.py --ignore=tests/test_job_scripts.py --ignore=tests/test_setup.py \
+  --ignore=tests/test_slurm.py --ignore=tests/test_translate.py
+
+# What is not torch's own (pytest, mpirun, ...) is that of .venv.
+test-torch: $(TORCH_INSTALLED)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest \
+	  --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TORCH_TESTS)
+
+venv-torch: $(TORCH_INSTALLED)
+
+$(TORCH_INSTALLED): $(INSTALLED)
+	@test -n "$(TORCHVISION_OF_$(TORCH))" || { \
+	  echo "error: got TORCH=$(TORCH), expected one whose torchvision the Makefile knows" \
+	       "($(patsubst TORCHVISION_OF_%,%,$(filter TORCHVISION_OF_%,$(.VARIABLES)))); name it as well," \
+	       "e.g. make test-torch TORCH=2.9.1 TORCHVISION_OF_2.9.1=0.24.1" >&2; exit 1; }
+	$(VENV)/bin/python -m venv $(TORCH_VENV)
+	$(VENV)/bin/python -c '$(PURELIB)' >"$$($(TORCH_VENV)/bin/python -c '$(PURELIB)')/beside.pth"
+	$(TORCH_VENV)/bin/python -m pip install torch==$(TORCH) torchvision==$(TORCHVISION_OF_$(TORCH))
+	@touch $@
+
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -92,5 +121,5 @@ $(CLUSTER_INSTALLED): $(INSTALLED)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-cluster build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-cluster .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

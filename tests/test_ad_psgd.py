@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeProcessGroup
 
 from gossip_modules import (
     BilatGossipDataParallel,
@@ -32,9 +31,10 @@ from gossip_modules import (
 )
 from gossip_modules.bilateral_engine import BilateralEngine
 from gossip_modules.flat_vector import FlatVector
+from tests.named_group import NamedGroup
 from tests.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
 from tests.processes import Outcome, run_processes
-from tests.ranks import CPU, assert_no_gossip_threads, gossip_threads, run_ranks, solo_group
+from tests.ranks import TIMEOUT, assert_no_gossip_threads, gossip_threads, run_ranks, solo_group
 from tests.reference import flatten
 
 PATIENCE = 10.0
@@ -765,9 +765,7 @@ def test_graphs_without_pairs_are_refused(graph: Callable[[], Any], message: str
 
 
 def test_a_group_that_cannot_listen_is_refused() -> None:
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    group._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(0, 1))
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group = NamedGroup("mpi4py", dist.HashStore(), 0, 1, TIMEOUT)
     with pytest.raises(ValueError, match=r"backend for cpu tensors is \w+, expected gloo.*new_group\(backend='gloo'\)"):
         wrap(mlp(), group)
 

@@ -15,6 +15,7 @@ TOOLS = ("sbatch", "munged", "slurmctld", "slurmd", "ip", "tc")
 # Debian's python3: `venv` fails and leaves half an environment until python3-venv brings ensurepip.
 FAKE_PYTHON = """#!/bin/sh
 case "$*" in
+  "-c import sysconfig"*) pwd ;;
   "-c "*) exit $PYTHON_IS_OLD ;;
   "--version") echo "Python 3.9.2" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && test -e ensurepip ;;
@@ -122,6 +123,25 @@ def test_make_venv_refuses_an_old_python(make_venv: tuple[Path, dict[str, str]])
     assert "make venv PYTHON=" in result.stderr
 
 
+def test_another_torch_gets_an_environment_of_its_own_beside_the_first(make_venv: tuple[Path, dict[str, str]]) -> None:
+    folder, env = make_venv
+    (folder / "ensurepip").touch()
+    run_make_venv(folder, env)
+    (folder / "log").unlink()
+    for _ in range(2):
+        done = subprocess.run(
+            ["make", "venv-torch", "TORCH=2.6.0"], cwd=folder, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert (folder / "log").read_text(encoding="utf-8") == "-m pip install torch==2.6.0 torchvision==0.21.0\n"
+    assert (folder / "beside.pth").read_text(encoding="utf-8") == f"{folder}\n"
+    done = subprocess.run(["make", "venv-torch", "TORCH=2.5.1"], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "got TORCH=2.5.1, expected one whose torchvision the Makefile knows" in done.stderr
+    subprocess.run(["make", "clean"], cwd=folder, env=env, capture_output=True, check=True)
+    assert not (folder / ".venv-torch-2.6.0").exists()
+
+
 def test_make_clean_removes_no_environment_but_its_own(make_venv: tuple[Path, dict[str, str]]) -> None:
     folder, env = make_venv
     for name in (".venv", "elsewhere", "runs"):
@@ -158,9 +178,10 @@ def write_make(bin_dir: Path, *, accuracy: str, broken: str) -> None:
 case "$1" in
   venv) echo no environment ;;
   test) echo "data in $GOSSIP_DATA" ;;
+  venv-torch | test-torch) echo "$*" ;;
   train) echo "averaged model: test accuracy {accuracy} %" ;;
 esac
-test "$1" != "{broken}"
+test "$1" != "{broken}" && test "$*" != "{broken}"
 """,
     )
 
@@ -177,9 +198,12 @@ def run_gate(repository: Path) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("broken", "accuracy", "last_line"),
     [
-        ("", "97.00", "passed: check, test, train"),
+        ("", "97.00", "passed: check, test, torch-2.6, torch-2.15, train"),
         ("check", "98.61", "failed: check"),
         ("test", "98.61", "failed: test"),
+        ("venv-torch TORCH=2.6.0", "98.61", "failed: torch-2.6"),
+        ("test-torch TORCH=2.15.0", "98.61", "failed: torch-2.15"),
+        ("test-torch", "98.61", "failed: torch-2.6 torch-2.15"),
         ("train", "98.61", "failed: train"),
         ("", "96.99", "failed: train"),
         ("", "nan", "failed: train"),
