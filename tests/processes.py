@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 PRELOADED = [
     *("torch", "torch.distributed", "torch.nn.parallel", "gossip_modules"),
+    "torch._dynamo",  # the first optimizer or training forward loads it
     # What a training run imports when it needs it.
     *("train.run", "train.image_task", "torch.utils.tensorboard", "visualization.curves", "sklearn.datasets"),
     *("train.translation_task", "transformers.models.marian.modeling_marian"),

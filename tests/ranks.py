@@ -14,6 +14,7 @@ from typing import TypeVar
 from weakref import WeakSet
 
 import torch
+import torch._dynamo  # now: the first training forward of a test would load it within that test's time
 import torch.distributed as dist
 
 T = TypeVar("T")
