@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +20,7 @@ from train.checkpoint import Checkpoints
 from train.config import Config
 from train.files import sha256, write_atomically
 from train.models import fingerprint
+from train.rank_files import RankFiles
 from train.world import agree
 
 IDENTITY = {"world_size": 1, "recipe": "sgp", "model_fingerprint": "abc"}
@@ -72,11 +75,12 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_a_state_comes_back_as_it_was(checkpoints: Checkpoints) -> None:
-    assert checkpoints.newest() is None
+    assert checkpoints.candidates() == []
     state = {"step": 7, "x": torch.rand(3, dtype=torch.float64), "nested": [{"a": 1.5}, ("b", None)]}
     path = checkpoints.save(7, state)
-    assert checkpoints.newest() == path
-    loaded = checkpoints.load(path)
+    assert checkpoints.candidates() == [path]
+    found, loaded = checkpoints.load([path])
+    assert found == path
     assert torch.equal(loaded.pop("x"), state.pop("x"))  # type: ignore[arg-type]
     assert loaded == state
     assert sorted(file.name for file in path.iterdir()) == ["rank_0000.json", "rank_0000.pt"]
@@ -112,10 +116,10 @@ def test_a_run_with_another_method_is_refused(tmp_path: Path, recipe: str, chang
     config = Config(recipe=recipe)
     path = Checkpoints(tmp_path, Ranks(1)[0], config.identity).save(3, {"x": 1})
     idle = replace(config, peers_per_itr="3")  # of other recipes
-    assert Checkpoints(tmp_path, Ranks(1)[0], idle.identity).load(path) == {"x": 1}
+    assert Checkpoints(tmp_path, Ranks(1)[0], idle.identity).load([path]) == (path, {"x": 1})
     ((name, value),) = change.items()
     with pytest.raises(ValueError, match=rf"of a run with {name}=.*, expected {value!r} as in this run"):
-        Checkpoints(tmp_path, Ranks(1)[0], replace(config, **change).identity).load(path)
+        Checkpoints(tmp_path, Ranks(1)[0], replace(config, **change).identity).load([path])
 
 
 class Bomb:
@@ -169,11 +173,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(
     second = checkpoints.save(2, {"x": torch.arange(100.0)})
     damage(second, how)
     with pytest.raises(ValueError, match=rf"{message}.*resume from the one before: --resume .*step_00000001"):
-        checkpoints.load(second, keys={"x"})
-    assert torch.equal(checkpoints.load(first)["x"], torch.arange(100.0))
+        checkpoints.load([second], keys={"x"})
+    assert torch.equal(checkpoints.load([first])[1]["x"], torch.arange(100.0))
     damage(first, "truncated")
     with pytest.raises(ValueError, match=r"truncated; there is no earlier one: start afresh"):
-        checkpoints.load(first)
+        checkpoints.load([first])
 
 
 @pytest.mark.parametrize(("name", "value"), [("world_size", 4), ("recipe", "ar"), ("model_fingerprint", "def")])
@@ -183,20 +187,22 @@ def test_a_checkpoint_of_another_run_is_refused(checkpoints: Checkpoints, name: 
     with pytest.raises(
         ValueError, match=rf"of a run with {name}={IDENTITY[name]!r}, expected {value!r} as in this run"
     ):
-        other.load(path)
+        other.load([path])
 
 
 def test_what_to_resume_from(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    assert checkpoints.choose("auto") is None
-    assert checkpoints.choose("") is None
+    assert checkpoints.choose("auto") == []
+    assert checkpoints.choose("") == []
     path = checkpoints.save(1, {"x": 5})
-    assert checkpoints.choose("auto") == path
-    assert checkpoints.choose(str(path)) == path
-    with pytest.raises(ValueError, match=r"checkpoints of an earlier run .*and no --resume.*pass --resume auto"):
+    assert checkpoints.choose("auto") == [path]
+    assert checkpoints.choose(str(path)) == [path]
+    with pytest.raises(
+        ValueError, match=r"checkpoints of an earlier run .*and no --resume.*pass --resume auto.* or --overwrite"
+    ):
         checkpoints.choose("")
     other = Checkpoints(tmp_path / "elsewhere" / "checkpoints", Ranks(1)[0], IDENTITY)
-    assert other.choose(str(tmp_path)) == path
-    assert other.load(path)["x"] == 5
+    assert other.choose(str(tmp_path)) == [path]
+    assert other.load([path])[1]["x"] == 5
     for name in ("nowhere", "step_latest"):
         with pytest.raises(ValueError, match=rf"got no checkpoint in .*{name}.*expected step_00000040"):
             other.choose(str(tmp_path / name))
@@ -207,9 +213,9 @@ def test_what_to_resume_from(checkpoints: Checkpoints, tmp_path: Path) -> None:
 
 def test_other_names_are_no_checkpoints(checkpoints: Checkpoints) -> None:
     (checkpoints.folder / "step_latest").mkdir(parents=True)
-    assert checkpoints.choose("auto") is None
+    assert checkpoints.choose("auto") == []
     path = checkpoints.save(1, {"x": 5})
-    assert checkpoints.choose("auto") == path
+    assert checkpoints.choose("auto") == [path]
 
 
 def test_a_run_that_goes_on_from_an_earlier_step_sets_the_later_ones_aside(
@@ -220,12 +226,12 @@ def test_a_run_that_goes_on_from_an_earlier_step_sets_the_later_ones_aside(
     checkpoints.save(20, {"x": 20}, score=99.0)
     checkpoints.save(30, {"x": 30})
     damage(checkpoints.folder / "step_00000030", "truncated")
-    checkpoints.load(first)
+    checkpoints.load([first])
     checkpoints.set_aside_after(10)
     assert "moved step_00000020, step_00000030 to" in capsys.readouterr().out
-    assert checkpoints.newest() == first
+    assert checkpoints.candidates() == [first]
     later = checkpoints.save(15, {"x": 15})
-    assert checkpoints.newest() == later
+    assert checkpoints.candidates() == [later, first]
     assert sorted(path.name for path in (checkpoints.folder / "superseded").iterdir()) == [
         "step_00000020",
         "step_00000030",
@@ -243,7 +249,7 @@ def test_the_next_save_removes_what_a_killed_job_left(checkpoints: Checkpoints) 
     half.mkdir(parents=True)
     (half / ".rank_0000.pt.77.tmp").write_text("half")
     (half / "rank_0000.pt").write_text("whole, without manifest")
-    assert checkpoints.choose("auto") is None
+    assert checkpoints.choose("auto") == []
     path = checkpoints.save(2, {"x": 1})
     (path / ".rank_0000.json.77.tmp").write_text("half")
     checkpoints.save(3, {"x": 1})
@@ -257,7 +263,7 @@ def test_a_checkpoint_that_some_ranks_lack_stops_a_run_or_is_named_when_skipped(
     def save(member: Member, step: int) -> None:
         Checkpoints(tmp_path, member, IDENTITY | {"world_size": 2}).save(step, {"x": 1})
 
-    def choose(member: Member) -> Path | None:
+    def choose(member: Member) -> list[Path]:
         return Checkpoints(tmp_path, member, IDENTITY).choose("auto")
 
     Ranks(2).run(lambda member: save(member, 1))
@@ -267,15 +273,17 @@ def test_a_checkpoint_that_some_ranks_lack_stops_a_run_or_is_named_when_skipped(
         assert "step_00000001, saved by 2 ranks, not complete on rank 2: " in str(error)
     Ranks(2).run(lambda member: save(member, 2))
     (tmp_path / "step_00000002" / "rank_0000.json").write_text("{")
-    assert Ranks(2).run(choose) == [tmp_path / "step_00000001"] * 2
-    assert re.search(r"skipped step_00000002, .*not complete on rank 0: got .* damaged", capsys.readouterr().out)
+    identity = IDENTITY | {"world_size": 2}
+    loaded = Ranks(2).run(lambda member: Checkpoints(tmp_path, member, identity).load(choose(member)))
+    assert loaded == [(tmp_path / "step_00000001", {"x": 1})] * 2
+    assert re.search(r"passed over step_00000002: rank 0: got .* damaged", capsys.readouterr().out)
 
 
 def test_other_settings_are_named_in_a_warning(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, settings={"lr": 0.1, "milestones": [1]}).save(1, {"x": 1})
-    Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, settings={"lr": 0.1, "milestones": [1]}).load(path)
+    Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, settings={"lr": 0.1, "milestones": [1]}).load([path])
     with pytest.warns(UserWarning, match=r"other settings \(lr=0.1 before, 0.2 now\)"):
-        Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, settings={"lr": 0.2, "milestones": [1]}).load(path)
+        Checkpoints(tmp_path, Ranks(1)[0], IDENTITY, settings={"lr": 0.2, "milestones": [1]}).load([path])
 
 
 def test_any_exception_on_one_rank_stops_all() -> None:
@@ -298,19 +306,147 @@ def test_only_what_is_complete_on_every_rank_counts(tmp_path: Path) -> None:
 
     assert ranks.run(save_both) == [None, None]
     (tmp_path / "step_00000002" / "rank_0001.json").unlink()
-    newest = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).newest())
-    assert newest == [tmp_path / "step_00000001"] * 2
-    states = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).load(newest[0]))
-    assert states == [{"rank": 0}, {"rank": 1}]
+    found = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).candidates())
+    first = tmp_path / "step_00000001"
+    assert found == [[tmp_path / "step_00000002", first]] * 2
+    states = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).load([first]))
+    assert states == [(first, {"rank": 0}), (first, {"rank": 1})]
 
 
 def test_a_file_damaged_on_one_rank_stops_all(tmp_path: Path) -> None:
     ranks = Ranks(2)
     paths = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).save(3, {"x": 1}))
     damage(paths[0], "truncated")
-    errors = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).load(paths[0]))
+    errors = ranks.run(lambda member: Checkpoints(tmp_path, member, IDENTITY).load(paths[:1]))
     assert [type(error) for error in errors] == [ValueError, ValueError]
     assert all(str(error).startswith("rank 0: got") and "rank 1" not in str(error) for error in errors)
+
+
+def save_steps(folder: Path, world_size: int, *steps: int) -> list[Path]:
+    """Checkpoints of `world_size` ranks, as all see them."""
+
+    def save(member: Member) -> list[Path]:
+        checkpoints = Checkpoints(folder, member, IDENTITY, keep_last=len(steps))
+        return [checkpoints.save(step, {"x": [step, member.rank]}) for step in steps]
+
+    return Ranks(world_size).run(save)[0]
+
+
+def resume(folder: Path, world_size: int, told: str = "auto") -> list[Any]:
+    """What each rank goes on from, or the error."""
+
+    def load(member: Member) -> tuple[Path, dict[str, Any]]:
+        checkpoints = Checkpoints(folder, member, IDENTITY)
+        return checkpoints.load(checkpoints.choose(told))
+
+    return Ranks(world_size).run(load)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", r"passed over step_00000002: rank 0: got .*rank_0000.pt of \d+ bytes, expected \d+: truncated\n"),
+        ("foreign", r"passed over step_00000002: rank 0: got .*rank_0000.pt with other bytes than were written"),
+        ("missing", r"passed over step_00000002: rank 0: got .*step_00000002 without rank_0000.pt"),
+        ("no manifest", r"passed over step_00000002: rank 0: got .* without rank_0000.json"),
+        ("bad manifest", r"passed over step_00000002: rank 0: got .*rank_0000.json damaged"),
+    ],
+)
+def test_auto_takes_the_newest_checkpoint_that_is_whole_on_all_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, message: str
+) -> None:
+    first, second, third = save_steps(tmp_path, 2, 1, 2, 3)
+    damage(second, how)
+    (third / "rank_0001.pt").unlink()
+    assert resume(tmp_path, 2) == [(first, {"x": [1, 0]}), (first, {"x": [1, 1]})]
+    said = capsys.readouterr().out
+    assert re.search(message, said)
+    assert re.search(r"passed over step_00000003: rank 1: got .* without rank_0001.pt", said)
+    # Named, a damaged one is refused.
+    for error in resume(tmp_path, 2, str(third)):
+        with pytest.raises(
+            ValueError, match=r"rank 1: got .* without rank_0001.pt.*; resume from the one before: --re"
+        ):
+            raise error
+
+
+def test_auto_refuses_a_folder_of_damaged_checkpoints(tmp_path: Path) -> None:
+    first, second = save_steps(tmp_path, 2, 1, 2)
+    damage(first, "truncated")
+    (second / "rank_0001.pt").write_text("")
+    for error in resume(tmp_path, 2):
+        assert re.fullmatch(
+            r"got no checkpoint in \S+ that is whole on all ranks of this run, expected one; bring the files back, or "
+            r"start afresh in another --out-dir, or here with --overwrite:\n"
+            r"  step_00000002: rank 1: got .*: truncated\n  step_00000001: rank 0: got .*: truncated",
+            str(error),
+        )
+
+
+def test_files_of_another_rank_or_step_are_no_checkpoint(tmp_path: Path) -> None:
+    first, second = save_steps(tmp_path, 2, 40, 80)
+    for name in ("pt", "json"):
+        shutil.copy(first / f"rank_0001.{name}", second)
+    for error in resume(tmp_path, 2, str(second)):
+        with pytest.raises(
+            ValueError, match=r"rank 1: got .*rank_0001.json of step 40, expected that of step 80: copied"
+        ):
+            raise error
+    assert [found for found, _ in resume(tmp_path, 2)] == [first] * 2
+    for name in ("pt", "json"):
+        shutil.copy(first / f"rank_0000.{name}", first / f"rank_0001.{name}")
+    for error in resume(tmp_path, 2, str(first)):
+        with pytest.raises(
+            ValueError, match=r"rank 1: got .*rank_0001.json of rank 0, expected that of rank 1: copied"
+        ):
+            raise error
+
+
+def test_a_manifest_of_before_it_named_its_rank_still_counts(checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(1, {"x": 5})
+    manifest = json.loads((path / "rank_0000.json").read_text())
+    del manifest["rank"]
+    (path / "rank_0000.json").write_text(json.dumps(manifest))
+    assert checkpoints.load([path]) == (path, {"x": 5})
+
+
+def test_a_folder_that_another_rank_removes_meanwhile_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "step_00000001"
+    scandir = os.scandir
+
+    def scandir_of_removed(path: Any) -> Any:
+        if not isinstance(path, int) and Path(path) == folder:
+            (folder / ".rank_0000.pt.7.tmp").unlink()
+            folder.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir_of_removed)
+    files = RankFiles(folder, 0)
+    for remove in (files.remove_temporaries, files.remove):
+        folder.mkdir()
+        (folder / ".rank_0000.pt.7.tmp").touch()
+        remove()
+
+
+def test_ranks_rotate_checkpoints_in_one_folder(tmp_path: Path) -> None:
+    def save(member: Member) -> list[Path]:
+        checkpoints = Checkpoints(tmp_path, member, IDENTITY, keep_last=1)
+        return [checkpoints.save(step, {"x": step}) for step in range(40)]
+
+    assert all(isinstance(saved, list) for saved in Ranks(4).run(save))
+    assert steps(tmp_path) == [39]
+
+
+def test_what_cannot_be_removed_is_a_warning(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remove(files: RankFiles) -> None:
+        raise PermissionError(f"{files.folder.name} is kept")
+
+    monkeypatch.setattr(RankFiles, "remove", remove)
+    checkpoints.save(1, {"x": 1})
+    checkpoints.save(2, {"x": 1})
+    with pytest.warns(UserWarning, match=r"got .*step_00000001 that cannot be removed \(step_00000001 is kept\)"):
+        path = checkpoints.save(3, {"x": 1})
+    assert checkpoints.load([path]) == (path, {"x": 1})
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -13,13 +13,16 @@ local to each.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.rank_files import RankFiles
-from train.survey import Survey, name_of, step_of, survey
+from train.rank_files import DamagedError, RankFiles, name_of, step_of
+from train.survey import Survey, survey
 from train.world import Agreement
+
+START_AFRESH = "start afresh in another --out-dir, or here with --overwrite"
 
 
 class Checkpoints:
@@ -61,7 +64,7 @@ class Checkpoints:
             The folder of the checkpoint.
 
         Raises:
-            ValueError: a rank could not write; it is named.
+            ValueError: a rank could not write; it is named. That an old one cannot be removed is a warning.
         """
         files = self._files(step)
         manifest = {"step": step, "score": score, "settings": self._settings}
@@ -71,37 +74,34 @@ class Checkpoints:
         self._remove_old(step)
         return files.folder
 
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint; None when no run has finished one here.
+    def candidates(self) -> list[Path]:
+        """What a run may go on from, newest first, down to the oldest that is complete; none: no run has saved here.
 
         Raises:
             ValueError: there are some, none of them complete on the ranks of this run.
         """
         found = self._survey()
-        newest = found.complete[-1] if found.complete else -1
-        if newest < 0 and found.present:
+        if not found.complete and found.present:
             raise ValueError(
                 f"got no checkpoint in {self.folder} that is complete on all ranks of this run (the newest: "
                 f"{found.lacking[max(found.present)]}), expected one; resume with as many ranks as it was saved by, "
-                "bring the missing files back, or start afresh in another --out-dir"
+                f"bring the missing files back, or {START_AFRESH}"
             )
-        for step, what in found.lacking.items():
-            if step > newest:
-                self._print(f"skipped {what}")
-        return self._files(newest).folder if newest >= 0 else None
+        steps = [step for step in found.present if step >= found.complete[0]]
+        return [self._files(step).folder for step in sorted(steps, reverse=True)]
 
-    def choose(self, resume: str) -> Path | None:
-        """What a run that was told `resume` goes on from; None: it starts anew.
+    def choose(self, resume: str) -> list[Path]:
+        """What a run that was told `resume` may go on from, the best first; none: it starts anew.
 
         Args:
-            resume: 'auto', the newest complete checkpoint here, if any; a folder, of a run or of one checkpoint; or
-                '', which allows none here, lest two runs mix.
+            resume: 'auto', the complete checkpoints here, if any; a folder, of a run or of one checkpoint; or '', which
+                allows none here, lest two runs mix.
 
         Raises:
             ValueError: the folder has no complete checkpoint, or there are those of another run here.
         """
         if resume == "auto":
-            return self.newest()
+            return self.candidates()
         found = self._survey()
         named = Path(resume)
         is_step = step_of(named) is not None
@@ -112,40 +112,55 @@ class Checkpoints:
             raise ValueError(
                 f"got an --out-dir with checkpoints of an earlier run ({self.folder / name_of(max(present))}) and "
                 f"{f'--resume {resume}' if resume else 'no --resume'}, expected a new folder; pass --resume auto to go "
-                "on from there, or another --out-dir"
+                "on from there, another --out-dir, or --overwrite to delete that run"
             )
         if not resume:
-            return None
+            return []
         if is_step:
-            return named
-        path = Checkpoints(folder, self._world, self._identity).newest()
-        if path is None:
+            return [named]
+        paths = Checkpoints(folder, self._world, self._identity).candidates()
+        if not paths:
             raise ValueError(
                 f"got no checkpoint in {folder}, expected step_00000040/ or the like; name the folder of a run or of "
                 "one of its checkpoints"
             )
-        return path
+        return paths
 
-    def load(self, path: Path, *, keys: Collection[str] = ()) -> dict[str, Any]:
-        """The state that this rank saved in the checkpoint `path`.
+    def load(self, paths: Sequence[Path], *, keys: Collection[str] = ()) -> tuple[Path, dict[str, Any]]:
+        """The first of the checkpoints `paths` that is whole on every rank, and the state that this rank saved in it.
 
         Args:
-            path: folder of the checkpoint, of this run or of another one.
+            paths: folders of checkpoints, of this run or of another one, the best first; those that are passed over
+                are named, with the reason.
             keys: what the state must have.
 
         Raises:
-            ValueError: on some rank it is missing, damaged, or from a run that cannot go on here.
+            ValueError: all are missing or damaged on some rank, or one is from a run that cannot go on here.
         """
-        source = Checkpoints(path.parent, self._world, self._identity)
-        before = [name for name in map(name_of, source._survey().complete) if name < path.name]
+        damaged: dict[Path, str] = {}
+        for path in paths:
+            states: list[dict[str, Any]] = []
+            # One pass over the file says whether it is whole, and reads it.
+            problems = self._world.on_every_rank(partial(self._load_own, path, keys, states))
+            damaged[path] = "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+            if not damaged[path]:
+                return path, states[0]
+            if path != paths[-1]:
+                self._print(f"passed over {path.name}: {damaged[path]}")
+        if len(paths) > 1:
+            reasons = "".join(f"\n  {path.name}: {damaged[path]}" for path in paths)
+            raise ValueError(
+                f"got no checkpoint in {paths[0].parent} that is whole on all ranks of this run, expected one; bring "
+                f"the files back, or {START_AFRESH}:{reasons}"
+            )
+        complete = Checkpoints(paths[0].parent, self._world, self._identity)._survey().complete
+        before = [name for name in map(name_of, complete) if name < paths[0].name]
         remedy = (
-            f"resume from the one before: --resume {path.parent / before[-1]}"
+            f"resume from the one before: --resume {paths[0].parent / before[-1]}"
             if before
-            else "there is no earlier one: start afresh in another --out-dir"
+            else f"there is no earlier one: {START_AFRESH}"
         )
-        states: list[dict[str, Any]] = []
-        self._world.on_every_rank(lambda: states.append(self._load_own(path, keys, remedy)))
-        return states[0]
+        raise ValueError(f"{damaged[paths[0]]}; {remedy}")
 
     def set_aside_after(self, step: int) -> None:
         """Move the checkpoints after `step` to superseded/: a run that goes on from `step` writes its own."""
@@ -165,21 +180,31 @@ class Checkpoints:
             names = ", ".join(map(name_of, sorted(newer)))
             self._print(f"moved {names} to {self.folder / 'superseded'}: the run goes on from step {step}")
 
-    def _load_own(self, path: Path, keys: Collection[str], remedy: str) -> dict[str, Any]:
+    def _load_own(self, path: Path, keys: Collection[str], states: list[dict[str, Any]]) -> str:
+        """Append this rank's state in `path` to `states`; what is damaged, if anything.
+
+        Raises:
+            ValueError: it is whole, and of a run that cannot go on here: then so are the others in its folder.
+        """
         files = RankFiles(path, self._world.rank)
         try:
             manifest = files.read_manifest()
-            for name, expected in self._identity.items():
-                if manifest.get(name) != expected:
-                    remedy = "resume with the options of that run, or start afresh in another --out-dir"
-                    raise ValueError(
-                        f"got {files.state_path} of a run with {name}={manifest.get(name)!r}, expected {expected!r} as "
-                        "in this run"
-                    )
-            state = files.read_state(manifest, keys)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{error}; {remedy}") from error
-        before = manifest.get("settings", {})
+        except (DamagedError, OSError) as error:
+            return str(error)
+        for name, expected in self._identity.items():
+            if manifest.get(name) != expected:
+                raise ValueError(
+                    f"got {files.state_path} of a run with {name}={manifest.get(name)!r}, expected {expected!r} as in "
+                    f"this run; resume with the options of that run, or {START_AFRESH}"
+                )
+        try:
+            states.append(files.read_state(manifest, keys))
+        except (DamagedError, OSError) as error:
+            return str(error)
+        self._warn_of_changes(manifest.get("settings", {}))
+        return ""
+
+    def _warn_of_changes(self, before: Mapping[str, Any]) -> None:
         changed = [
             f"{name}={before[name]!r} before, {value!r} now"
             for name, value in self._settings.items()
@@ -191,20 +216,25 @@ class Checkpoints:
                 "from one that never stopped",
                 stacklevel=2,
             )
-        return state
 
     def _remove_old(self, newest: int) -> None:
         found = self._survey()
         kept = {newest, *found.complete[-self._keep_last :]}
-        scores = {step: self._files(step).read_manifest().get("score") for step in found.complete}
-        measured = [step for step in found.complete if scores[step] is not None]
-        if measured:
-            kept.add(max(measured, key=lambda step: (scores[step], step)))
+        if found.scores:
+            kept.add(max(found.scores, key=lambda step: (found.scores[step], step)))
         for step in (*found.complete, *found.lacking):
-            if step not in kept:
-                self._files(step).remove()
-            else:
-                self._files(step).remove_temporaries()
+            files = self._files(step)
+            try:
+                if step in kept:
+                    files.remove_temporaries()
+                else:
+                    files.remove()
+            except OSError as error:
+                # What was saved is whole on every rank: training goes on.
+                warnings.warn(
+                    f"got {files.folder} that cannot be removed ({error}), expected to make room; remove it by hand",
+                    stacklevel=2,
+                )
 
     def _survey(self) -> Survey:
         return survey(self.folder, self._world)

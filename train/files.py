@@ -1,12 +1,40 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, in folders that other ranks list and empty meanwhile."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+_GONE = (errno.ENOENT, errno.ESTALE)
+"""What a system says of a file or folder that another process has removed, on this machine or from another one."""
+
+
+def paths_in(folder: Path, pattern: str) -> list[Path]:
+    """The entries of `folder` whose names match `pattern`, sorted; none where the folder is gone.
+
+    Path.glob raises when another rank removes the folder between two of its system calls.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(folder / entry.name for entry in entries if fnmatchcase(entry.name, pattern))
+    except OSError as error:
+        if error.errno in _GONE:
+            return []
+        raise
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file, unless it is gone already."""
+    try:
+        path.unlink()
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:

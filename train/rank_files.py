@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,14 @@ from typing import Any
 
 import torch
 
-from train.files import sha256, write_atomically
+from train.files import paths_in, remove_file, sha256, write_atomically
 
 FORMAT = "gossip-checkpoint-1"
 OWN_KEYS = {"format", "num_bytes", "sha256"}
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was written; an earlier one may be."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,9 @@ class RankFiles:
         write_atomically(self.state_path, lambda temporary: torch.save(dict(state), temporary))
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Write `manifest`, plain JSON values, together with the size and the hash of the state."""
-        own = {"format": FORMAT, "num_bytes": self.state_path.stat().st_size, "sha256": sha256(self.state_path)}
+        """Write `manifest`, plain JSON values, with the step, the rank, and the size and hash of the state."""
+        own = {"format": FORMAT, "step": step_of(self.folder), "rank": self.rank}
+        own |= {"num_bytes": self.state_path.stat().st_size, "sha256": sha256(self.state_path)}
         text = json.dumps({**manifest, **own}, indent=1) + "\n"
         write_atomically(self.manifest_path, lambda temporary: temporary.write_text(text))
 
@@ -53,16 +59,24 @@ class RankFiles:
         """What `write_manifest` was given.
 
         Raises:
-            ValueError: there is none, or it is damaged.
+            DamagedError: there is none, it is damaged, or it was written for another step or rank.
         """
-        if not self.manifest_path.is_file():
-            raise ValueError(f"got {self.folder} without {self.manifest_path.name}, expected a finished checkpoint")
+        path = self.manifest_path
         try:
-            manifest = json.loads(self.manifest_path.read_text())
+            manifest = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise DamagedError(f"got {self.folder} without {path.name}, expected a finished checkpoint") from None
         except ValueError as error:
-            raise ValueError(f"got {self.manifest_path} damaged ({error}), expected a manifest") from error
+            raise DamagedError(f"got {path} damaged ({error}), expected a manifest") from error
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not manifest.keys() >= OWN_KEYS:
-            raise ValueError(f"got {self.manifest_path} of another format, expected a manifest of {FORMAT}")
+            raise DamagedError(f"got {path} of another format, expected a manifest of {FORMAT}")
+        # Files that were copied to a place of others have the size and the hash of what they hold. A manifest of an
+        # older version has no rank.
+        for name, expected in (("step", step_of(self.folder)), ("rank", self.rank)):
+            if manifest.get(name, expected) != expected:
+                raise DamagedError(
+                    f"got {path} of {name} {manifest[name]}, expected that of {name} {expected}: copied?"
+                )
         return manifest
 
     def read_state(self, manifest: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
@@ -73,43 +87,43 @@ class RankFiles:
             keys: what the state must have.
 
         Raises:
-            ValueError: the file is missing, not the one that was written, or holds something else.
+            DamagedError: the file is missing, not the one that was written, or holds something else.
         """
         path = self.state_path
         if not path.is_file():
-            raise ValueError(f"got {self.folder} without {path.name}, expected a whole checkpoint")
+            raise DamagedError(f"got {self.folder} without {path.name}, expected a whole checkpoint")
         # torch.load checks neither: it reads a flipped bit as another weight.
         num_bytes = path.stat().st_size
         if num_bytes != manifest["num_bytes"]:
-            raise ValueError(f"got {path} of {num_bytes} bytes, expected {manifest['num_bytes']}: truncated")
+            raise DamagedError(f"got {path} of {num_bytes} bytes, expected {manifest['num_bytes']}: truncated")
         if sha256(path) != manifest["sha256"]:
-            raise ValueError(f"got {path} with other bytes than were written, expected those of its manifest")
+            raise DamagedError(f"got {path} with other bytes than were written, expected those of its manifest")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # noqa: BLE001 - unpickling what anyone wrote may raise anything
             # Not torch's own words: they propose weights_only=False, which would run whatever code the file holds.
-            raise ValueError(
+            raise DamagedError(
                 f"got {path} with more than tensors and plain values ({type(error).__name__}), expected a checkpoint "
                 "of this script; do not load it"
             ) from None
         missing = sorted(set(keys) - state.keys()) if isinstance(state, dict) else sorted(keys)
         if missing:
-            raise ValueError(f"got {path} without {', '.join(missing)}, expected a checkpoint of this script")
+            raise DamagedError(f"got {path} without {', '.join(missing)}, expected a checkpoint of this script")
         return dict(state)
 
     def remove(self) -> None:
         """Delete both files and what a killed process left of them; the last rank to leave takes the folder away."""
         # The manifest goes first: half a removal must not look like a checkpoint.
-        self.manifest_path.unlink(missing_ok=True)
-        self.state_path.unlink(missing_ok=True)
+        remove_file(self.manifest_path)
+        remove_file(self.state_path)
         self.remove_temporaries()
         with contextlib.suppress(OSError):  # not empty yet, or gone
             self.folder.rmdir()
 
     def remove_temporaries(self) -> None:
         """Delete what a process that was killed while it wrote has left."""
-        for path in self.folder.glob(f".rank_{self.rank:04d}.*.tmp"):
-            path.unlink()
+        for path in paths_in(self.folder, f".rank_{self.rank:04d}.*.tmp"):
+            remove_file(path)
 
     def move_to(self, folder: Path) -> None:
         """Move both files to `folder`, in place of those there."""
@@ -118,3 +132,14 @@ class RankFiles:
         for path in (self.manifest_path, self.state_path):
             path.replace(folder / path.name)
         self.remove()
+
+
+def name_of(step: int) -> str:
+    """The name of the folder of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder; None for other names, such as step_latest."""
+    match = re.fullmatch(r"step_(\d{8,})", path.name)
+    return int(match[1]) if match else None

@@ -193,9 +193,9 @@ class Run:
 
     def resume(self) -> None:
         """Collective: go on from the checkpoint that --resume names, if any; clear away what another run left."""
-        path = self.checkpoints.choose(self.config.resume)
-        if path is not None:
-            state = self.checkpoints.load(path, keys=TrainingState.KEYS)
+        path = None
+        if paths := self.checkpoints.choose(self.config.resume):
+            path, state = self.checkpoints.load(paths, keys=TrainingState.KEYS)
             self.world.on_every_rank(lambda: self.state.load_state_dict(state))
         self.pace.meet(is_told_to_stop=False)
         if path is not None:
