@@ -18,6 +18,8 @@ PYTHON ?= python3
 VENV = .venv
 PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
 TORCHRUN = OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone
+# Of these commands alone, which write it anew each time: no run of your own is ever there.
+RUNS = runs/make
 INSTALLED = $(VENV)/.installed
 BENCH_INSTALLED = $(VENV)/.bench-installed
 # The other libraries want versions of their own, so they stay out of the environment that everything else is tested in,
@@ -55,13 +57,13 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	@touch $@
 
 train: $(INSTALLED)
-	$(TORCHRUN) --nproc-per-node 4 train/gossip_sgd.py --recipe sgp
+	$(TORCHRUN) --nproc-per-node 4 train/gossip_sgd.py --recipe sgp --out-dir $(RUNS)/train --overwrite
 
 compare: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python train/compare.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python train/compare.py --out-dir $(RUNS)/compare --overwrite
 
 consensus: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python train/consensus.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python train/consensus.py --out-dir $(RUNS)/consensus --overwrite
 
 # Files in their order: by default the longest of all, which has few tests, would come last and alone.
 test: $(INSTALLED)

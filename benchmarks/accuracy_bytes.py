@@ -196,7 +196,8 @@ def finished(config: Config, num_workers: int) -> dict[str, Any] | None:
         return None
     summary: dict[str, Any] = json.loads(path.read_text())
     asked = json.loads(json.dumps(asdict(config)))
-    return summary if (summary["config"], summary["world_size"]) == (asked, num_workers) else None
+    made = {**summary["config"], "overwrite": asked["overwrite"]}  # what became of the folder makes no other run
+    return summary if (made, summary["world_size"]) == (asked, num_workers) else None
 
 
 def run(config: Config, num_workers: int) -> dict[str, Any] | None:
@@ -204,7 +205,7 @@ def run(config: Config, num_workers: int) -> dict[str, Any] | None:
     if summary := finished(config, num_workers):
         return summary
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_workers)]
-    subprocess.run([*command, str(SCRIPT), *arguments(config)], check=False)
+    subprocess.run([*command, str(SCRIPT), *arguments(config), "--overwrite"], check=False)
     return finished(config, num_workers)
 
 

@@ -389,6 +389,11 @@ def diverge_and_resume(rank: int, folder: str) -> list[str]:
     (root / "elsewhere" / "summary.json").write_text("{}")
     dist.barrier()
     elsewhere = replace(done, out_dir=f"{root}/elsewhere", resume=f"{root}/done")
+    try:
+        run_in_process(rank, world_size, elsewhere)
+    except ValueError as error:
+        errors.append(str(error))
+    elsewhere = replace(elsewhere, overwrite=True)
     assert run_in_process(rank, world_size, elsewhere) == 0
     assert not list(root.glob("elsewhere/*.csv"))
 
@@ -409,10 +414,18 @@ def diverge_and_resume(rank: int, folder: str) -> list[str]:
 @pytest.mark.e2e
 def test_what_ends_a_run_and_what_a_finished_one_still_does(tmp_path: Path) -> None:
     for outcome in run_processes(2, diverge_and_resume, str(tmp_path)):
-        diverged, again, *refused = outcome.result
+        diverged, taken, again, *refused = outcome.result
         assert re.search(r"rank 0: got a loss of (nan|inf) by step .*training has diverged; lower --lr", diverged)
         assert "rank 1: got a loss of" in diverged
-        assert re.search(r"got an --out-dir with checkpoints of an earlier run .*pass --resume auto", again)
+        assert re.search(
+            r"got an --out-dir with an earlier run \(summary.json, rank_0000.csv, rank_0001.csv in .*elsewhere\) and "
+            r"--resume .*done, expected a new folder; pass another --out-dir, or --overwrite",
+            taken,
+        )
+        assert re.search(
+            r"got an --out-dir with an earlier run \(checkpoints/step_00000004, .* and no --resume.*--resume auto",
+            again,
+        )
         for name, error in zip(("graph", "peers_per_itr", "gossip_every", "amp", "wire_dtype"), refused, strict=True):
             assert re.search(rf"got .*rank_0000.pt of a run with {name}=.*, expected .* as in this run", error)
 

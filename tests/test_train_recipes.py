@@ -181,7 +181,7 @@ def test_every_option_has_a_help_text(config_type: type[RunConfig]) -> None:
 
 
 HARMLESS = (
-    *("out_dir", "resume", "data_dir", "download", "num_workers", "epochs", "backend", "comm_device"),
+    *("out_dir", "resume", "overwrite", "data_dir", "download", "num_workers", "epochs", "backend", "comm_device"),
     *("timeout_seconds", "deterministic", "checkpoint_every", "checkpoint_every_steps", "keep_last"),
     *("validate_every", "log_every", "images_per_node"),  # the last is resolved into batch_size
 )

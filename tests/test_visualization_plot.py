@@ -97,7 +97,7 @@ def test_broken_logs_are_named_and_the_rest_is_drawn(tmp_path: Path, capsys: pyt
     assert f"drew {tmp_path / 'out' / 'error_epochs.png'}" in out
     assert f"error: {broken}:5: got a line without its end" in err
     assert f"error: {tmp_path / 'none'}: got no rank_*.csv" in err
-    assert main(Plot((tmp_path / "none",), tmp_path / "out")) == 1
+    assert main(Plot((tmp_path / "none",), tmp_path / "out")) == 2
 
 
 def run_of(table: pd.DataFrame, *, recipe: str | None = "sgp", world_size: int = 1) -> Run:

@@ -106,7 +106,7 @@ def test_problems_are_in_the_report_and_on_the_terminal(tmp_path: Path, capsys: 
     assert any(text.startswith(said) for text in page.texts)
     assert "Configuration" not in page.texts
     (tmp_path / "none").mkdir()
-    assert main(Report(tmp_path / "none")) == 1
+    assert main(Report(tmp_path / "none")) == 2
     assert list((tmp_path / "none").iterdir()) == []
 
 

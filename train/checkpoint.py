@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from train.files import paths_in, remove_file
 from train.rank_files import DamagedError, RankFiles, name_of, step_of
 from train.survey import Survey, survey
 from train.world import Agreement
 
+SUPERSEDED = "superseded"
 START_AFRESH = "start afresh in another --out-dir, or here with --overwrite"
 
 
@@ -90,12 +93,13 @@ class Checkpoints:
         steps = [step for step in found.present if step >= found.complete[0]]
         return [self._files(step).folder for step in sorted(steps, reverse=True)]
 
-    def choose(self, resume: str) -> list[Path]:
+    def choose(self, resume: str, *, overwrite: bool = False) -> list[Path]:
         """What a run that was told `resume` may go on from, the best first; none: it starts anew.
 
         Args:
             resume: 'auto', the complete checkpoints here, if any; a folder, of a run or of one checkpoint; or '', which
                 allows none here, lest two runs mix.
+            overwrite: those here are to be deleted.
 
         Raises:
             ValueError: the folder has no complete checkpoint, or there are those of another run here.
@@ -108,7 +112,7 @@ class Checkpoints:
         folder = named.parent if is_step else named / self.folder.name
         is_here = bool(resume) and folder.resolve() == self.folder.resolve()
         present = found.present
-        if present and not is_here:
+        if present and not is_here and not overwrite:
             raise ValueError(
                 f"got an --out-dir with checkpoints of an earlier run ({self.folder / name_of(max(present))}) and "
                 f"{f'--resume {resume}' if resume else 'no --resume'}, expected a new folder; pass --resume auto to go "
@@ -162,6 +166,25 @@ class Checkpoints:
         )
         raise ValueError(f"{damaged[paths[0]]}; {remedy}")
 
+    def clear(self) -> None:
+        """Delete the checkpoints in the folder, superseded ones too, of however many ranks; no other files."""
+
+        def clear() -> list[str]:
+            folders = [*paths_in(self.folder, "step_*"), *paths_in(self.folder / SUPERSEDED, "step_*")]
+            # Every rank deletes what it finds: the folder may be local to its machine.
+            for folder in folders:
+                for pattern in ("rank_*.json", "rank_*.pt", ".rank_*.tmp"):
+                    for path in paths_in(folder, pattern):
+                        remove_file(path)
+            for folder in (*folders, self.folder / SUPERSEDED, self.folder):
+                with suppress(OSError):  # not empty, or gone
+                    folder.rmdir()
+            return [folder.name for folder in folders]
+
+        names = set().union(*self._world.on_every_rank(clear))
+        if names:
+            self._print(f"cleared {self.folder} of an earlier run: {', '.join(sorted(names))}")
+
     def set_aside_after(self, step: int) -> None:
         """Move the checkpoints after `step` to superseded/: a run that goes on from `step` writes its own."""
         found = self._survey()
@@ -171,14 +194,14 @@ class Checkpoints:
             for later in newer:
                 files = self._files(later)
                 if files.manifest_path.is_file() and files.state_path.is_file():
-                    files.move_to(self.folder / "superseded" / files.folder.name)
+                    files.move_to(self.folder / SUPERSEDED / files.folder.name)
                 else:
                     files.remove()
 
         self._world.on_every_rank(set_aside)
         if newer:
             names = ", ".join(map(name_of, sorted(newer)))
-            self._print(f"moved {names} to {self.folder / 'superseded'}: the run goes on from step {step}")
+            self._print(f"moved {names} to {self.folder / SUPERSEDED}: the run goes on from step {step}")
 
     def _load_own(self, path: Path, keys: Collection[str], states: list[dict[str, Any]]) -> str:
         """Append this rank's state in `path` to `states`; what is damaged, if anything.

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import io
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import tyro
 
+from train.errors import UsageError, leave, own_rank, refuse, usage_errors
+from train.preemption import ignore_signals
+from train.run import run
 from train.run_config import RunConfig
+from train.task import Task
+from train.world import World
 
 ConfigType = TypeVar("ConfigType", bound=RunConfig)
+
+
+def main(
+    config_type: type[ConfigType], make_task: Callable[[ConfigType, World], Task], *, description: str | None
+) -> NoReturn:
+    """A training script: run what the command line says, and end this process with its exit code.
+
+    What a user can mend is one line of rank 0, and code 2.
+
+    Args:
+        config_type: what is configured.
+        make_task: makes what is learnt, given (config, world).
+        description: for --help.
+    """
+    rank = own_rank()
+    try:
+        with ExitStack() as stack:
+            if rank:  # all read the same options: rank 0 prints
+                said = io.StringIO()
+                stack.enter_context(redirect_stderr(said))
+                stack.enter_context(redirect_stdout(said))
+            config = read_command_line(config_type, description=description)
+        exit_code = run(config, make_task)
+    except UsageError as error:
+        refuse(error, rank)
+    except SystemExit as end:
+        if rank and end.code:
+            refuse(said.getvalue(), rank)
+        raise
+    except Exception:  # noqa: BLE001 - printed as by the interpreter, which then ends by another way
+        sys.excepthook(*sys.exc_info())
+        leave(1)
+    ignore_signals()
+    sys.exit(exit_code)
 
 
 def read_command_line(
@@ -25,6 +67,10 @@ def read_command_line(
         config_type: what is configured.
         description: for --help.
         arguments: of the command; None: those of this process.
+
+    Raises:
+        UsageError: an option has a value that is out of bounds, or does not fit another one.
+        SystemExit: an option that does not exist, or --help.
     """
     # tyro takes the defaults before it reads the options, so this one is read first.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -35,4 +81,5 @@ def read_command_line(
     if config_type.PRESETS:
         names = ", ".join(config_type.PRESETS)
         description = f"{description or ''}\n--preset NAME: other defaults of the options; one of {names}."
-    return tyro.cli(config_type, description=description, args=others, default=default)
+    with usage_errors():
+        return tyro.cli(config_type, description=description, args=others, default=default)

@@ -24,7 +24,9 @@ import tyro
 # Run by path, Python looks for modules beside this file; they are one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from train.errors import UsageError, refuse
 from train.evaluate import title_of
+from train.outputs import outputs_in, tables_in
 from train.recipes import RECIPES
 from train.report import table
 from visualization.curves import draw
@@ -39,18 +41,29 @@ class Comparison:
     script: Literal["gossip_sgd", "translate"] = "gossip_sgd"
     """Of train/: what is learnt."""
     recipes: tuple[str, ...] = ("ar", "dpsgd", "sgp", "osgp")
-    """Entries of train/recipes.py; differences are to the first."""
+    """Entries of train/recipes.py, each once; differences are to the first."""
     nproc_per_node: int = 4
     """Ranks of every run."""
     out_dir: Path = Path("runs/compare")
     """Folder of the runs, one each."""
+    overwrite: bool = False
+    """Delete the runs of the same recipes that out_dir has; otherwise they are an error."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.recipes if name not in RECIPES]
+        if unknown or not self.recipes or len(set(self.recipes)) < len(self.recipes):
+            raise ValueError(
+                f"got recipes={', '.join(self.recipes)}, expected some of {', '.join(RECIPES)}, each once; see --help"
+            )
+        if self.nproc_per_node < 1:
+            raise ValueError(f"got nproc_per_node={self.nproc_per_node}, expected 1 or more")
 
 
 def train(recipe: str, comparison: Comparison) -> dict[str, Any]:
     """Run one recipe under torchrun and return its summary.json.
 
     Raises:
-        subprocess.CalledProcessError: the run failed; it has said why.
+        UsageError: the run failed; it has said why.
     """
     folder = comparison.out_dir / recipe
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -60,7 +73,9 @@ def train(recipe: str, comparison: Comparison) -> dict[str, Any]:
         str(Path(__file__).with_name(f"{comparison.script}.py")),
     ]
     command += ["--recipe", recipe, "--out-dir", str(folder), *comparison.options]
-    subprocess.run(command, check=True)
+    command += ["--overwrite"] if comparison.overwrite else []
+    if code := subprocess.run(command, check=False).returncode:
+        raise UsageError(f"got exit code {code} from the run of {recipe}, expected 0: see above for what it has said")
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 
@@ -92,8 +107,29 @@ def compare(summaries: dict[str, dict[str, Any]]) -> str:
     return table(rows)
 
 
+def require_new_folders(comparison: Comparison) -> None:
+    """All folders of the comparison are free, before the first run takes its time.
+
+    Raises:
+        UsageError: one has an earlier run, and it is neither to be deleted nor to be gone on from.
+    """
+    if comparison.overwrite or any(option.startswith("--resume") for option in comparison.options):
+        return  # each run sees for itself whether there is one to go on from
+    folders = [comparison.out_dir / recipe for recipe in comparison.recipes]
+    if taken := [str(folder) for folder in folders if tables_in(folder) or outputs_in(folder)]:
+        raise UsageError(
+            f"got an --out-dir with earlier runs ({', '.join(taken)}), expected new ones; pass another --out-dir, or "
+            "--overwrite to delete them"
+        )
+
+
 def main(comparison: Comparison) -> None:
-    """Make the runs, then print and draw the comparison."""
+    """Make the runs, then print and draw the comparison.
+
+    Raises:
+        UsageError: a folder is not free, or a run failed.
+    """
+    require_new_folders(comparison)
     summaries = {}
     for recipe in comparison.recipes:
         print(f"== {RECIPES[recipe].title}", flush=True)
@@ -105,4 +141,7 @@ def main(comparison: Comparison) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Comparison, description=__doc__))
+    try:
+        main(tyro.cli(Comparison, description=__doc__))
+    except UsageError as error:
+        refuse(error, 0)

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gossip_modules as gm
 from train.consensus_data import DATA, make_matrices
 from train.consensus_methods import METHODS, Method
+from train.errors import UsageError, refuse, usage_errors
 from train.report import table
 from train.thread_ranks import CPU, TIMEOUT, run_ranks
 from visualization.consensus import THRESHOLDS, best_runs, draw
@@ -74,6 +75,8 @@ class Experiment:
     """Of the matrices and of all that is random in a method."""
     out_dir: Path = Path("runs/consensus")
     """Folder of what is written."""
+    overwrite: bool = False
+    """Write over the results that out_dir has; otherwise they are an error."""
 
     def __post_init__(self) -> None:
         for name, got, choices in (("data", (self.data,), DATA), ("methods", self.methods, ("all", *METHODS))):
@@ -239,20 +242,30 @@ def significant(value: float) -> str:
 
 
 def main(experiment: Experiment) -> None:
-    """Make the runs, then write, draw and print them."""
+    """Make the runs, then write, draw and print them.
+
+    Raises:
+        UsageError: there are results of an earlier experiment, or no data.
+    """
     torch.set_num_threads(1)
-    matrices = make_matrices(
-        experiment.data,
-        num_workers=experiment.num_workers,
-        size=experiment.matrix_size,
-        seed=experiment.seed,
-        data_dir=experiment.data_dir,
-    )
+    csv = experiment.out_dir / "consensus.csv"
+    if csv.exists() and not experiment.overwrite:
+        raise UsageError(
+            f"got an --out-dir with earlier results ({csv}), expected a new folder; pass another --out-dir, "
+            "or --overwrite"
+        )
+    with usage_errors():
+        matrices = make_matrices(
+            experiment.data,
+            num_workers=experiment.num_workers,
+            size=experiment.matrix_size,
+            seed=experiment.seed,
+            data_dir=experiment.data_dir,
+        )
     best = best_step_size(ring(experiment.num_workers))
     points: list[dict[str, Any]] = []
     run_here = partial(run, matrices=matrices, steps=experiment.steps, seed=experiment.seed)
     experiment.out_dir.mkdir(parents=True, exist_ok=True)
-    csv = experiment.out_dir / "consensus.csv"
     for name in experiment.names:
         for step_size in experiment.step_sizes_of(name, best):
             curve = run_here(METHODS[name], step_size)
@@ -267,4 +280,7 @@ def main(experiment: Experiment) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Experiment, description=__doc__))
+    try:
+        main(tyro.cli(Experiment, description=__doc__))
+    except UsageError as error:
+        refuse(error, 0)

@@ -45,13 +45,9 @@ from pathlib import Path
 # Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from train.command_line import read_command_line
+from train.command_line import main
 from train.config import Config
 from train.image_task import ImageTask
-from train.preemption import ignore_signals
-from train.run import run
 
 if __name__ == "__main__":
-    exit_code = run(read_command_line(Config, description=__doc__), ImageTask)
-    ignore_signals()
-    sys.exit(exit_code)
+    main(Config, ImageTask, description=__doc__)

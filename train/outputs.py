@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import suppress
 from pathlib import Path
 
+from train.files import paths_in, remove_file
 from train.world import Agreement
 
 TENSORBOARD, SUMMARY, CURVES, EXPORT = "tensorboard", "summary.json", "curves.png", "averaged_model.safetensors"
-TOKENIZER, TRANSLATIONS = "tokenizer.json", "translations"
-OUTPUTS = (TENSORBOARD, SUMMARY, CURVES, EXPORT, TOKENIZER, f"{TRANSLATIONS}.*")
-"""Of rank 0, as patterns."""
+TOKENIZER, TRANSLATIONS, REPORT = "tokenizer.json", "translations", "report.html"
+_OF_RANK_0 = (SUMMARY, CURVES, EXPORT, TOKENIZER, f"{TRANSLATIONS}.*", REPORT)
+"""As patterns; the report is that of visualization/report.py."""
 
 
 def csv_path(folder: Path, rank: int) -> Path:
     """The table of a rank."""
     return folder / f"rank_{rank:04d}.csv"
+
+
+def tables_in(folder: Path) -> list[Path]:
+    """The tables of all ranks in `folder`, which may be local to a machine."""
+    return paths_in(folder, "rank_*.csv")
+
+
+def outputs_in(folder: Path) -> list[Path]:
+    """What rank 0 has left in `folder`."""
+    events = paths_in(folder / TENSORBOARD, "events.out.tfevents.*")
+    return [path for pattern in _OF_RANK_0 for path in paths_in(folder, pattern)] + events
 
 
 def clear_outputs(folder: Path, world: Agreement) -> None:
@@ -25,16 +37,13 @@ def clear_outputs(folder: Path, world: Agreement) -> None:
     """
 
     def clear() -> list[str]:
-        tables = list(folder.glob("rank_*.csv"))
-        for path in tables:
-            path.unlink(missing_ok=True)  # another rank may be faster
-        others = [path for pattern in OUTPUTS if world.rank == 0 for path in folder.glob(pattern)]
-        for path in others:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        return [path.name for path in (*tables, *others)]
+        paths = tables_in(folder) + (outputs_in(folder) if world.rank == 0 else [])
+        for path in paths:
+            remove_file(path)  # another rank may be faster
+        if world.rank == 0:
+            with suppress(OSError):  # none, or with files of somebody else
+                (folder / TENSORBOARD).rmdir()
+        return [str(path.relative_to(folder)) for path in paths]
 
     names = set().union(*world.on_every_rank(clear))
     if names and world.rank == 0:

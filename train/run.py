@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import gossip_modules as gm
 from train.checkpoint import Checkpoints
+from train.errors import usage_errors
 from train.evaluate import Validation, validate
 from train.export import export_model
 from train.log import EpochRow, RunLog
@@ -26,6 +27,7 @@ from train.preemption import EXIT_CODE, StopRequest
 from train.recipes import RECIPES
 from train.report import RankResult, write_report
 from train.run_config import RunConfig
+from train.run_folder import CHECKPOINTS, require_own_folder
 from train.state import TrainingState
 from train.task import MicroBatch, Task
 from train.world import World, start_world
@@ -44,7 +46,7 @@ class Run:
     def __init__(self, task: Task, config: RunConfig, world: World, stop: StopRequest) -> None:
         self.task, self.config, self.world, self.stop = task, config, world, stop
         self.folder = config.run_dir
-        self.folder.mkdir(parents=True, exist_ok=True)
+        world.on_every_rank(lambda: self.folder.mkdir(parents=True, exist_ok=True))
 
         torch.manual_seed(config.seed)
         module = task.precision.prepare_module(task.make_model())
@@ -60,7 +62,7 @@ class Run:
         self.pace = RECIPES[config.recipe].make_pace(self.state, config, world, stop)
         self.last_saved_step = -1
         self.checkpoints = Checkpoints(
-            self.folder / "checkpoints",
+            self.folder / CHECKPOINTS,
             world,
             {
                 "world_size": world.size,
@@ -193,10 +195,13 @@ class Run:
 
     def resume(self) -> None:
         """Collective: go on from the checkpoint that --resume names, if any; clear away what another run left."""
-        path = None
-        if paths := self.checkpoints.choose(self.config.resume):
+        config, path = self.config, None
+        require_own_folder(self.folder, self.world, resume=config.resume, overwrite=config.overwrite)
+        if paths := self.checkpoints.choose(config.resume, overwrite=config.overwrite):
             path, state = self.checkpoints.load(paths, keys=TrainingState.KEYS)
             self.world.on_every_rank(lambda: self.state.load_state_dict(state))
+        if config.overwrite:
+            self.checkpoints.clear()
         self.pace.meet(is_told_to_stop=False)
         if path is not None:
             self.checkpoints.set_aside_after(self.position)
@@ -235,18 +240,27 @@ def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
     Args:
         config: of the run.
         make_task: makes what is learnt, given (config, world).
+
+    Raises:
+        UsageError: the run cannot be as `config` says, or all ranks agree that it must end.
     """
     torch.set_num_threads(config.num_threads)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    world = start_world(config)
+    with usage_errors():
+        world = start_world(config)
     try:
-        config = config.resolved(world)
-        task = make_task(config, world)
+        with usage_errors():
+            # Before the data are read, which may take minutes.
+            require_own_folder(config.run_dir, world, resume=config.resume, overwrite=config.overwrite)
+            world.on_every_rank(lambda: config.resolved(world) and None)  # machines may differ
+            config = config.resolved(world)
+            task = make_task(config, world)
         try:
-            # Never closed: the handlers are to outlive this function, see StopRequest.
-            training = Run(task, config, world, StopRequest())
+            with usage_errors():
+                # Never closed: the handlers are to outlive this function, see StopRequest.
+                training = Run(task, config, world, StopRequest())
             try:
                 exit_code = training.train()
                 training.finish()

@@ -32,6 +32,9 @@ class RunConfig(ABC):
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
     """'auto': the newest complete checkpoint of out_dir, or a new start; else the folder of a run or checkpoint."""
+    overwrite: bool = False
+    """Delete the run that out_dir has: its tables, reports, model and checkpoints, and no other files; otherwise a run
+    there is an error, unless it is resumed."""
     seed: int = 1
     """The same on every rank; fixes the initial model, the shards, the order and the augmentation of the images."""
 

@@ -30,13 +30,9 @@ from pathlib import Path
 # Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from train.command_line import read_command_line
-from train.preemption import ignore_signals
-from train.run import run
+from train.command_line import main
 from train.translation_config import TranslationConfig
 from train.translation_task import TranslationTask
 
 if __name__ == "__main__":
-    exit_code = run(read_command_line(TranslationConfig, description=__doc__), TranslationTask)
-    ignore_signals()
-    sys.exit(exit_code)
+    main(TranslationConfig, TranslationTask, description=__doc__)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 # Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from train.errors import UsageError, refuse, usage_errors
 from train.outputs import EXPORT, TOKENIZER
 from train.parallel_text import lines_of
 from train.token_batches import by_length
@@ -121,6 +122,10 @@ def translate_lines(lines: Iterable[str], translator: TrainedTranslator) -> Iter
 if __name__ == "__main__":
     arguments = tyro.cli(Arguments, description=__doc__)
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    translator = TrainedTranslator.load(arguments.run, beam_size=arguments.beam_size, device=arguments.device)
-    for line in translate_lines(lines_of(sys.stdin.buffer, "standard input"), translator):
-        print(line, flush=True)
+    try:
+        with usage_errors():
+            translator = TrainedTranslator.load(arguments.run, beam_size=arguments.beam_size, device=arguments.device)
+            for line in translate_lines(lines_of(sys.stdin.buffer, "standard input"), translator):
+                print(line, flush=True)
+    except UsageError as error:
+        refuse(error, 0)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from gossip_modules import init_mpi_process_group, job_store, mpi_store
+from train.attempt import attempt_store
+from train.errors import UsageError
 from train.rank_environment import RankEnvironment, rank_environment, rendezvous_address
 
 if TYPE_CHECKING:
@@ -74,7 +76,8 @@ def agree(gather: Callable[[Any], list[Any]], function: Callable[[], Any]) -> li
     So no rank goes on towards a collective that a failed one will never reach.
 
     Raises:
-        ValueError: naming the ranks and what went wrong there.
+        UsageError: naming the ranks and what went wrong there, that is what a user or a file system did.
+        ValueError: the same, where anything else went wrong.
     """
     result, problem, cause = None, "", None
     try:
@@ -82,11 +85,13 @@ def agree(gather: Callable[[Any], list[Any]], function: Callable[[], Any]) -> li
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         cause = error
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    answers = gather((result, problem))
-    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
+    is_usage = isinstance(cause, ValueError | OSError | ImportError | None)
+    answers = gather((result, problem, is_usage))
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(answers) if problem]
     if problems:
-        raise ValueError("; ".join(problems)) from cause
-    return [result for result, _ in answers]
+        kind = UsageError if all(is_usage for *_, is_usage in answers) else ValueError
+        raise kind("; ".join(problems)) from cause
+    return [result for result, *_ in answers]
 
 
 def start_world(config: RunConfig) -> World:
@@ -129,7 +134,12 @@ def _join(place: RankEnvironment, backend: str, timeout: timedelta) -> None:
                 f"got rank {place.rank} of {place.size} from {place.launcher}, which is rank {dist.get_rank()} of "
                 f"{dist.get_world_size()} to mpi4py, expected the launcher of the MPI library that mpi4py was built for"
             )
-    elif place.launcher in ("torchrun", "manual"):
+    elif place.launcher == "torchrun":
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store = attempt_store(store, rank, size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    elif place.launcher == "manual":
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = _make_store(place, timeout)

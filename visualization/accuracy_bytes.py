@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from visualization.command import run_command
 from visualization.style import PAGE, add_legend, line_style, new_figure, save, styled
 from visualization.tables import read_columns
 
@@ -56,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from visualization.command import run_command
 from visualization.style import COLORS, MUTED, PAGE, add_legend, line_style, new_figure, save, styled
 from visualization.tables import read_columns
 
@@ -136,4 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

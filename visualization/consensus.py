@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from visualization.command import run_command
 from visualization.style import MUTED, PAGE, add_legend, line_style, new_figure, save, styled
 from visualization.tables import read_columns
 
@@ -85,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

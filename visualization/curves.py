@@ -14,6 +14,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from visualization.command import run_command
 from visualization.panels import BLEU_STEPS, CAPTION, CONSENSUS, ERROR_EPOCHS, ERROR_TIME, LOSS_EPOCHS, NLL_STEPS
 from visualization.runs import Run, find_runs, read_run
 from visualization.style import PAGE, add_legend, new_figure, save, styled
@@ -76,8 +77,8 @@ def _read(runs: Mapping[str, Path]) -> tuple[list[Run], list[Problem]]:
     return found, problems
 
 
-def main() -> None:
-    """Draw the runs named on the command line."""
+def main() -> int:
+    """Draw the runs named on the command line; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="--out-dir of a run")
     parser.add_argument("--output", type=Path, help="file to write; default: curves.png in the first folder")
@@ -89,9 +90,10 @@ def main() -> None:
     if runs:
         with styled():
             print(save(draw_runs(runs), arguments.output or arguments.folders[0] / "curves.png"))
-    if absent or problems:
-        sys.exit(1)
+    if not runs:
+        return 2
+    return 1 if absent or problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

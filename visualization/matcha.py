@@ -19,6 +19,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
 
+from visualization.command import run_command
 from visualization.style import COLUMN, MUTED, PAGE, SMALL, add_legend, line_style, new_figure, save, styled
 
 MAX_LABELS = 64
@@ -39,7 +40,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     """
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
+    except (OSError, ValueError):
         plan = None
     if not isinstance(plan, dict) or not {"matchings", "probabilities", "rhos"} <= set(plan):
         raise ValueError(
@@ -124,4 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -6,7 +6,8 @@
 
 Draws what the runs have data for, and says what not and why: error and loss against epochs and wall time, time per
 iteration against ranks, accuracy or BLEU against bytes sent, consensus distance, NLL and BLEU against steps. Logs that
-are missing, cut off or mixed up are named by file and line, the rest is drawn, and the exit code is 1.
+are missing, cut off or mixed up are named by file and line, the rest is drawn, and the exit code is 1;
+it is 2 where there is no run at all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Annotated
 import tyro
 
 from visualization import scaling
+from visualization.command import run_command
 from visualization.panels import CAPTION, PANELS, Panel
 from visualization.runs import Run, read_runs
 from visualization.style import Format, add_legend, new_figure, save, styled
@@ -108,8 +110,10 @@ def main(plot: Plot) -> int:
         print(CAPTION)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
+    if not runs:
+        return 2
     return 1 if problems or not paths else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Plot, description=__doc__)))
+    run_command(lambda: main(tyro.cli(Plot, description=__doc__)))

@@ -3,7 +3,8 @@
     python -m visualization.report runs/digits_sgp          # writes report.html there
     python -m visualization.report runs/digits_sgp --output sgp.html
 
-What cannot be read is said in the report and on the terminal, by file and line; the exit code is then 1.
+What cannot be read is said in the report and on the terminal, by file and line; the exit code is then 1, or 2
+where there is no run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Annotated, Any
 import tyro
 from matplotlib.figure import Figure
 
+from visualization.command import run_command
 from visualization.curves import PANELS, draw_runs
 from visualization.graphs import rounds_of_run
 from visualization.runs import Run, read_run
@@ -165,7 +167,7 @@ def main(report: Report) -> int:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if run is None:
-        return 1
+        return 2
     path = report.output or report.run / "report.html"
     path.write_text(make_report(run, problems), encoding="utf-8")
     print(f"wrote {path}")
@@ -173,4 +175,4 @@ def main(report: Report) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Report, description=__doc__)))
+    run_command(lambda: main(tyro.cli(Report, description=__doc__)))

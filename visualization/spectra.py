@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from gossip_modules.named_graphs import GRAPHS, STATIC_GRAPHS, named_graph
+from visualization.command import run_command
 from visualization.graphs import Rounds, make_mixing
 from visualization.style import PAGE, Format, add_legend, line_style, new_figure, save, styled
 
@@ -158,4 +159,4 @@ def main(spectra: Spectra) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Spectra, description=__doc__)))
+    run_command(lambda: main(tyro.cli(Spectra, description=__doc__)))

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
+from visualization.command import run_command
 from visualization.style import COLORS, PAGE, legend_columns, line_style, new_figure, save, styled
 from visualization.tables import read_columns
 
@@ -121,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -84,9 +84,13 @@ def read_columns(path: Path, columns: Collection[str], *, source: str) -> pd.Dat
         source: what writes such files, for the error.
 
     Raises:
-        ValueError: a column is missing, or there are no rows.
+        ValueError: there is no such file, it is no CSV, a column is missing, or there are no rows.
     """
-    table = pd.read_csv(path)
+    try:
+        table = pd.read_csv(path)
+    except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"got {path}: {reason}, expected a CSV of {source}; write it with that, or name it") from error
     if missing := [name for name in columns if name not in table] or (["rows"] if table.empty else []):
         raise ValueError(f"got {path} without {', '.join(missing)}, expected a CSV of {source}; write it again")
     return table

@@ -29,6 +29,7 @@ from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
 from gossip_modules.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
+from visualization.command import run_command
 from visualization.graphs import Matrix, Rounds, make_mixing
 from visualization.style import COLORS, COLUMN, DASHES, MUTED, PAGE, Format, legend_columns, new_figure, save, styled
 
@@ -241,4 +242,4 @@ def main(topology: Topology) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Topology, description=__doc__)))
+    run_command(lambda: main(tyro.cli(Topology, description=__doc__)))
