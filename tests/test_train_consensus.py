@@ -28,6 +28,7 @@ from train.consensus import (
 )
 from train.consensus_data import DATA, make_matrices
 from train.consensus_methods import METHODS, Method
+from train.errors import UsageError
 from train.thread_ranks import run_ranks
 
 
@@ -114,6 +115,8 @@ def test_a_method_that_refuses_to_go_on_ends_its_run_and_no_other(
     # A step of 1.308 on the coarse grid of 2 bits throws neighbours further apart than theta, of which Moniqua knows.
     options = {"methods": ("moniqua-2", "plain"), "step_sizes": (1.308,), "steps": 20, "matrix_size": 10}
     main(Experiment(**options, out_dir=tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"got an --out-dir with earlier results \(.*consensus.csv\).*or --overwrite"):
+        main(Experiment(**options, out_dir=tmp_path))  # type: ignore[arg-type]
     points = pd.read_csv(tmp_path / "consensus.csv")
     coarse, plain = (points[points["method"] == name] for name in ("moniqua-2", "plain"))
     assert coarse["diverged"].tolist() == [False] * (len(coarse) - 1) + [True]

@@ -1,4 +1,4 @@
-"""Whose the folder of a run is: nothing is overwritten without a word, and --overwrite deletes the run's files alone."""
+"""Whose the folder of a run is: an earlier run is refused, gone on from, or deleted, and nothing else with it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def test_a_file_that_is_not_there_or_another_one(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, f"visualization.{name}", raising=False)
     with pytest.raises(SystemExit) as end:
-        runpy.run_module(f"visualization.{name}", run_name="__main__")
+        # In the place of __main__, where its annotations are looked up.
+        runpy.run_module(f"visualization.{name}", run_name="__main__", alter_sys=True)
     assert end.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines

@@ -65,7 +65,7 @@ def _answer(names: dist.Store, own: str, size: int, timeout: timedelta) -> None:
         if missing and time.monotonic() > deadline:
             late = ", ".join(map(str, sorted(missing)))
             raise TimeoutError(
-                f"rank 0 waited {timeout.total_seconds():g} s for rank {late} to start, and gives up: see what these have "
-                "printed; raise --timeout-seconds if they are slow"
+                f"rank 0 waited {timeout.total_seconds():g} s for rank {late} to start, and gives up: see what was "
+                "printed there; raise --timeout-seconds if they are slow"
             )
         time.sleep(_POLL_SECONDS)
