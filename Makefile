@@ -11,7 +11,8 @@
 # make cluster-venv  create .venv-cluster with the other libraries that `make cluster` compares with
 # make clean      remove .venv, .venv-cluster, .venv-torch-*, caches and builds (runs/ stays)
 #
-# Every command creates .venv when it is missing. Another interpreter: make venv PYTHON=python3.12
+# train, compare and consensus write to runs/make/, anew each time. Every command creates .venv when it is missing.
+# Another interpreter: make venv PYTHON=python3.12
 
 PYTHON ?= python3
 # Not taken from the environment, where job_scripts/launch.sh may be told of somebody else's.

@@ -29,7 +29,8 @@
 # there. They have 100 s for it, and do not interrupt a validation: where one takes longer than a minute, submit with
 # --signal=B:USR1@300. Jobs of one name go on from each other: give another --job-name, or OUT_DIR, to another experiment.
 # When a node fails, SLURM requeues the job, which resumes from its newest checkpoint:
-# see --checkpoint-every and --checkpoint-every-steps. A job that fails by itself is not requeued.
+# see --checkpoint-every and --checkpoint-every-steps. A job that fails by itself is not requeued. An OUT_DIR with a finished
+# run that has no checkpoint is refused: name another, or start it by hand with --overwrite.
 set -euo pipefail
 
 # From the first line on, lest a USR1 that comes before training has started ends this script.

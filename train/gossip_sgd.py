@@ -24,6 +24,9 @@ Everything goes to --out-dir: one CSV per rank, tensorboard/, checkpoints/, and 
 averaged_model.safetensors (train/export.py says how to load it). The last line on standard output is
 `averaged model: test accuracy NN.NN %`.
 
+A folder that has an earlier run is refused, unless this one goes on from there (--resume auto) or is to delete it
+(--overwrite). What you can mend is one line of rank 0, "error: got ..., expected ...", and exit code 2.
+
 SIGTERM or SIGUSR1 to any training process: at the next iteration all ranks write a checkpoint and leave with code 75;
 start the same command again with --resume auto. torchrun itself returns 1 then, whatever their code, and lists it, 75,
 for every process. It passes a SIGTERM of its own on to them and allows them 30 seconds
@@ -31,6 +34,9 @@ for every process. It passes a SIGTERM of its own on to them and allows them 30 
 `torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1`, as job_scripts/launch.sh does: then it passes that on as well. A
 resumed run of a synchronous recipe (without --overlap, not osgp, adpsgd, wagma or dpwa) is bit-identical to one that
 never stopped; otherwise what is in flight is waited for before a checkpoint, and nothing is lost.
+
+When a worker dies, `torchrun --max-restarts 3 ... --resume auto --checkpoint-every-steps 500` starts all workers again;
+they go on from the newest checkpoint that is whole on all ranks, and those passed over are named with the reason.
 
 With adpsgd and dpwa ranks share the steps of the run, fast ones taking more; with wagma slow ranks skip rounds. So
 "step" in what follows counts the steps per rank of the whole run, and all ranks meet at the end of each epoch and for

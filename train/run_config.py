@@ -31,7 +31,7 @@ class RunConfig(ABC):
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
-    """'auto': the newest complete checkpoint of out_dir, or a new start; else the folder of a run or checkpoint."""
+    """'auto': the newest whole checkpoint of out_dir, or a new start; else the folder of a run or checkpoint."""
     overwrite: bool = False
     """Delete the run that out_dir has: its tables, reports, model and checkpoints, and no other files; otherwise a run
     there is an error, unless it is resumed."""
