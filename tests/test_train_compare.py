@@ -36,5 +36,5 @@ def test_earlier_runs_are_refused_before_the_first_new_one(tmp_path: Path, monke
     assert commands == []
     for changes in ({"overwrite": True}, {"options": ("--resume", "auto")}):
         with pytest.raises(UsageError, match=r"got exit code 2 from the run of ar, expected 0: see above"):
-            main(Comparison(recipes=("ar", "sgp"), out_dir=tmp_path, **changes))  # type: ignore[arg-type]
+            main(Comparison(recipes=("ar", "sgp"), out_dir=tmp_path, **changes))
     assert ["--overwrite" in command for command in commands] == [True, False]
