@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage
+from .transport import ProcessGroupTransport
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,13 +53,27 @@ class AveragingMixin(ABC):
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
         """The part of each segment that is parameters, without buffers."""
 
+    @contextlib.contextmanager
+    def _calling(self, name: str) -> Iterator[None]:
+        """Inside, errors of collectives say that a rank has not called `name`, or what that was called by."""
+        transport = getattr(self._averager, "transport", None)  # some are made when they are needed
+        if not isinstance(transport, ProcessGroupTransport) or transport.calling:
+            yield
+            return
+        transport.calling = name
+        try:
+            yield
+        finally:
+            transport.calling = ""
+
     def average_(self) -> None:
         """Every rank's parameters and floating-point buffers <- their exact average over all ranks; collective."""
-        self.settle()
-        vector = self._read()
-        with torch.no_grad():
-            self._averager.mix(vector, 0)
-        self._write(vector)
+        with self._calling("average_()"):
+            self.settle()
+            vector = self._read()
+            with torch.no_grad():
+                self._averager.mix(vector, 0)
+            self._write(vector)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Self]:
@@ -70,9 +85,10 @@ class AveragingMixin(ABC):
             >>> with model.averaged():
             ...     accuracy = evaluate(model)
         """
-        self.settle()
-        saved = self._read().clone()
-        self.average_()
+        with self._calling("averaged()"):
+            self.settle()
+            saved = self._read().clone()
+            self.average_()
         self._is_averaged = True
         try:
             yield self
@@ -84,16 +100,17 @@ class AveragingMixin(ABC):
 
     def consensus_distance(self) -> float:
         """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
-        self.settle()
-        vector = self._read()
-        mean = vector.clone()
-        self._averager.mix(mean, 0)
-        self._write(vector)
-        squared = torch.zeros(1, dtype=torch.float64)
-        for x, y in zip(self._parameters_of(vector), self._parameters_of(mean), strict=True):
-            squared += torch.linalg.vector_norm(y.sub_(x), dtype=torch.float64).cpu() ** 2
-        transport = self._averager.transport
-        squared = squared.to(vector.raw.device)
-        transport.all_reduce(squared, what="consensus distance")
+        with self._calling("consensus_distance()"):
+            self.settle()
+            vector = self._read()
+            mean = vector.clone()
+            self._averager.mix(mean, 0)
+            self._write(vector)
+            squared = torch.zeros(1, dtype=torch.float64)
+            for x, y in zip(self._parameters_of(vector), self._parameters_of(mean), strict=True):
+                squared += torch.linalg.vector_norm(y.sub_(x), dtype=torch.float64).cpu() ** 2
+            transport = self._averager.transport
+            squared = squared.to(vector.raw.device)
+            transport.all_reduce(squared, what="the squares of all ranks")
         self._last_consensus_distance = float(squared.item() / transport.world_size) ** 0.5
         return self._last_consensus_distance

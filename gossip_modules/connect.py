@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .backend import backend_of, nccl_name
 from .exchange import fail
+from .failure_notes import FailureNotes
 from .transport import DEFAULT_TIMEOUT, ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -82,8 +83,11 @@ def connect(
         )
     if ranks is None and dist.is_initialized():
         ranks = dist.get_process_group_ranks(base)
-    transport = ProcessGroupTransport(base, device=wire, timeout=timeout, names=ranks)
+    names = range(base.size()) if ranks is None else ranks
+    notes = FailureNotes.of(base, names[base.rank()])
+    transport = ProcessGroupTransport(base, device=wire, timeout=timeout, names=names, notes=notes)
     if process_group is None:
+        transport.own_group()
         # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
         transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
         transport.num_bytes_sent = 0

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from .staging import Staging
 
+LATE = 0.95  # of the timeout: what has taken so long is an error of time
+FAREWELLS = ("goodbye", "leaving")  # exchanges of ranks that end: it does not matter who is gone
+
 
 class _Piece(NamedTuple):
-    """The tensors of one index, to and from all peers: their works by name, and what is received with its twin."""
+    """The tensors of one index, to and from all peers: works by name and peer, and what is received with its twin."""
 
-    works: list[tuple[str, dist.Work]]
+    works: list[tuple[str, tuple[int, ...], dist.Work]]
     inbox: list[tuple[Tensor, Tensor]]
 
 
@@ -32,8 +35,12 @@ class Link(Protocol):
     def wire_tag(self, tag: int, num_bytes: int, *, total_bytes: int | None = None) -> int:
         """The backend's tag of a message, or of a piece of one."""
 
-    def fail(self, error: RuntimeError, what: str, seconds: float, *, timeout: timedelta | None = None) -> NoReturn:
-        """Raise it as an error that names the peer."""
+    @property
+    def rank(self) -> int:
+        """This rank's."""
+
+    def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int]) -> NoReturn:
+        """Raise it as an error that names the peers, and who failed first."""
 
 
 class Exchange:
@@ -64,7 +71,7 @@ class Exchange:
     def begin(self) -> None:
         """All is posted: the time of the waits runs from now."""
         if self._batch:
-            self._pieces[0].works.extend((self.what, work) for work in dist.batch_isend_irecv(self._batch))
+            self._pieces[0].works.extend((self.what, (), work) for work in dist.batch_isend_irecv(self._batch))
         self._start = time.monotonic()
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -81,13 +88,13 @@ class Exchange:
     def _wait(self, timeout: timedelta | None) -> None:
         """Until the first piece that is under way has come and gone."""
         piece = self._pieces[0]
-        for what, work in piece.works:
+        for what, peers, work in piece.works:
             elapsed = time.monotonic() - self._start
             left = max((timeout or self.link.timeout) - timedelta(seconds=elapsed), timedelta(milliseconds=1))
             try:
                 wait_for(work, left, backend=self.link.backend)
             except RuntimeError as error:
-                self.link.fail(error, what, time.monotonic() - self._start, timeout=timeout)
+                self._fail(error, what, time.monotonic() - self._start, peers=peers, timeout=timeout)
         Staging.copy_back(piece.inbox)
         self._pieces.popleft()
 
@@ -103,8 +110,24 @@ class Exchange:
         try:
             work = post([x], peer, link.wire_tag(self.tag, num_bytes_of(x), total_bytes=total_bytes))
         except RuntimeError as error:
-            link.fail(error, action, 0.0)
-        self._pieces[k].works.append((action, work))
+            self._fail(error, action, 0.0, peers=(peer,))
+        self._pieces[k].works.append((action, (peer,), work))
+
+    def _fail(
+        self,
+        error: RuntimeError,
+        what: str,
+        seconds: float,
+        *,
+        peers: tuple[int, ...],
+        timeout: timedelta | None = None,
+    ) -> NoReturn:
+        link = self.link
+        if (
+            timeout is not None or self.what in FAREWELLS
+        ):  # who waits for less than a peer may take draws no conclusions
+            fail(error, rank=link.names[link.rank], what=what, seconds=seconds, timeout=timeout or link.timeout)
+        link.fail(error, what, seconds, peers=peers)
 
 
 def num_bytes_of(x: Tensor) -> int:
@@ -129,4 +152,4 @@ def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: 
     """
     limit = timeout.total_seconds()
     message = f"rank {rank}: {what} failed after {seconds:.1f} s (timeout {limit:g} s){note}: {error}"
-    raise (TimeoutError if seconds > 0.95 * limit else ConnectionError)(message) from error
+    raise (TimeoutError if seconds > LATE * limit else ConnectionError)(message) from error

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
+
+from .bounded_store import BoundedStore
 
 
 class Progress:
@@ -12,12 +16,14 @@ class Progress:
     the end of training then follow the sum, so that fast ranks do more of the work. AD-PSGD: Lian et al., ICML 2018,
     arXiv 1710.06952, counts its iterations k over all workers.
 
-    Adding is atomic and never waits for another rank, only for the store: one request and its answer, some 60 µs on
-    one machine. To take exactly n steps together, let each rank claim a step before it takes it: see the example.
+    Adding is atomic and never waits for another rank, only for the store, and no longer than `timeout`: one request and
+    its answer, some 60 µs on one machine. To take exactly n steps together, let each rank claim a step before it takes
+    it: see the example.
 
     Args:
         store: reached by all ranks; None: the store of the default process group, under a prefix of its own.
         name: of this counter; ranks that give the same name and store share it.
+        timeout: of each request; None: the store's own, as given to `init_process_group`.
 
     Raises:
         RuntimeError: no store, and torch.distributed is not initialised.
@@ -31,8 +37,11 @@ class Progress:
         a step
     """
 
-    def __init__(self, store: dist.Store | None = None, *, name: str = "steps") -> None:
-        self._store = dist.PrefixStore("gossip_progress", job_store() if store is None else store)
+    def __init__(
+        self, store: dist.Store | None = None, *, name: str = "steps", timeout: timedelta | None = None
+    ) -> None:
+        prefixed = dist.PrefixStore("gossip_progress", job_store() if store is None else store)
+        self._store = BoundedStore(prefixed, timeout=timeout)
         self._name = name
 
     @property
@@ -40,7 +49,7 @@ class Progress:
         """The sum of what all ranks have added so far.
 
         Raises:
-            ConnectionError: the store does not answer.
+            ConnectionError: the store does not answer, or not in time.
         """
         return self.add(0)
 
@@ -48,12 +57,9 @@ class Progress:
         """Count `n` more steps; the total with them, which no other call returns as long as everyone adds 1 or more.
 
         Raises:
-            ConnectionError: the store does not answer.
+            ConnectionError: the store does not answer, or not in time.
         """
-        try:
-            return self._store.add(self._name, n)
-        except dist.DistError as error:
-            raise self._failure(f"adding {n} to", error) from error
+        return self._store.add(self._name, n, what=f"adding {n} to the progress {self._name!r} of the job")
 
     def restore(self, total: int) -> None:
         """Make `total` the count, as after a resumption.
@@ -64,20 +70,12 @@ class Progress:
             total: 0 or more.
 
         Raises:
-            ConnectionError: the store does not answer.
+            ConnectionError: the store does not answer, or not in time.
         """
         if total < 0:
             raise ValueError(f"got total={total}, expected a count of 0 or more; 0 starts anew")
-        try:
-            self._store.set(self._name, str(total))
-        except dist.DistError as error:
-            raise self._failure(f"restoring {total} as", error) from error
-
-    def _failure(self, what: str, error: Exception) -> ConnectionError:
-        return ConnectionError(
-            f"{what} the progress {self._name!r} of the job: its key-value store did not answer ({error}); the process "
-            "that serves it, torchrun's agent on the first host or rank 0, has ended or is out of reach"
-        )
+        what = f"restoring {total} as the progress {self._name!r} of the job"
+        self._store.set(self._name, str(total), what=what)
 
 
 def job_store() -> dist.Store:

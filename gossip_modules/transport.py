@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .backend import backend_of
-from .exchange import Exchange, fail, num_bytes_of, wait_for
+from .exchange import LATE, Exchange, fail, num_bytes_of, wait_for
+from .failure_notes import GONE, SILENT, FailureNotes, describe
+from .named_barrier import AnotherOperation, NotAllCame, meet
+from .shared_group import CHANNEL_BITS, Use
 from .staging import Staging
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 FOREVER = timedelta(days=365)
-ROUND_BITS, SIZE_BITS, CHANNEL_BITS = 16, 9, 5  # of a tag: torch has 31 bits; rounds and channels wrap around
+ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
+BARRIER_TAG = PROBE_TAG + 1
+_MIN_TRANSFER = timedelta(seconds=1)  # for a collective after all have come, however late they were
+
+
+_Options: TypeAlias = Any  # of a collective: AllreduceOptions and its like, which have a timeout
 
 
 class Pending(Protocol):
@@ -81,10 +90,16 @@ class Transport(Protocol):
 
 
 class ProcessGroupTransport:
-    """A transport over one process group that carries nothing else while it is in use.
+    """A transport over one process group that carries nothing else while it is in use, but for other transports.
 
     Sends and receives go to the group itself, not through `torch.distributed`'s global state, so that several ranks
     can live in one process. NCCL is the exception: its round must be one `batch_isend_irecv` or it deadlocks.
+
+    [Note: channels] Transports over one group object have channels of their own, so their messages never meet, and
+    listeners hear their own peers only. All ranks must make (and close) them in the same order; there is room for 32
+    at a time. Collectives have no channels: all ranks call them in the same order, whichever transport they belong to.
+    NCCL has none at all, it matches messages by their order: over one NCCL group use transports one after the other,
+    from one thread, so without overlap.
 
     Args:
         group: Gloo, NCCL or MPI; the calling process is a member.
@@ -92,6 +107,7 @@ class ProcessGroupTransport:
             memory that is kept from round to round.
         timeout: for every wait. NCCL waits are in stream order and end by the group's own timeout instead.
         names: the global rank of each member, for error messages; None = 0, 1, ...
+        notes: where failing ranks say why; None: errors name what this rank sees itself.
     """
 
     def __init__(
@@ -101,8 +117,9 @@ class ProcessGroupTransport:
         device: torch.device,
         timeout: timedelta,
         names: Sequence[int] | None = None,
+        notes: FailureNotes | None = None,
     ) -> None:
-        self.group = group
+        self._group: dist.ProcessGroup | None = group
         self.device = device
         self.timeout = timeout
         self.rank = group.rank()
@@ -110,19 +127,62 @@ class ProcessGroupTransport:
         self.names = range(self.world_size) if names is None else names
         self.num_bytes_sent = 0
         self.backend = backend_of(group, device)
-        self._channels = itertools.count(1)
-        self._channel = 0
+        self.notes = notes
         self._staging = Staging(device)
+        self._listener: threading.Thread | None = None
+        self.calling = ""  # the method of a wrapper that calls collectives now, for errors
+        self._use = Use(group)
+        # At the exit of the interpreter groups end with the process.
+        self._lost = weakref.finalize(self, self._use.lose)
+        self._lost.atexit = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupTransport:
-        """Another user of the same connection, on a channel of its own: its messages never meet ours.
+        """Another user of the same connection, see [Note: channels]."""
+        return ProcessGroupTransport(
+            self.group, device=self.device, timeout=self.timeout, names=self.names, notes=self.notes
+        )
 
-        All ranks must copy in the same order. NCCL has no channels: there, do not train both with overlap.
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            ValueError: it was released by `close()`.
         """
-        other = ProcessGroupTransport(self.group, device=self.device, timeout=self.timeout, names=self.names)
-        other._channels = self._channels
-        other._channel = next(self._channels)
-        return other
+        if self._group is None:
+            raise ValueError(
+                f"rank {self.names[self.rank]}: got an operation among ranks {list(self.names)} after close(), which "
+                "has released their process group, expected it before; or pass a process group of your own"
+            )
+        return self._group
+
+    def own_group(self) -> None:
+        """The group was made for this transport: release it with its last user."""
+        self._use.shared.is_owned = True
+
+    def close(self) -> None:
+        """Give back the channel, and the group if it was made for this transport; idempotent, waits for no rank.
+
+        The group stays until its other users have closed, and until a thread in `receive_any` has ended. A rank that
+        still waits for this one gets an error that names it.
+        """
+        if self._lost.detach() is None:
+            return
+        listener = self._listener
+        if listener is None or not listener.is_alive() or listener is threading.current_thread():
+            self._end()
+            return
+
+        def end_after_listener() -> None:
+            listener.join()
+            self._end()
+
+        threading.Thread(target=end_after_listener, name="releasing-group", daemon=True).start()
+
+    def _end(self) -> None:
+        if self._use.shared.is_owned:
+            self._group = None
+        self._use.end()
 
     def exchange(
         self,
@@ -144,6 +204,7 @@ class ProcessGroupTransport:
         inbox = [(peer, k, x, staging.twin(x, keep=True)) for peer, xs in recvs.items() for k, x in enumerate(xs)]
         staging.settle()
         num_pieces = max(map(len, messages), default=0)
+        self._use.is_active = True
         exchange = Exchange(self, num_pieces, tag=tag, what=what or f"round {tag}")
         coming, going = ({peer: sum(map(num_bytes_of, xs)) for peer, xs in side.items()} for side in (recvs, sends))
         for peer, k, x, twin in inbox:
@@ -170,18 +231,18 @@ class ProcessGroupTransport:
         assert self.backend == "gloo", f"{self.backend} cannot receive from any rank"
         assert x.device.type == "cpu", "a listener's messages are in CPU memory"
         start = time.monotonic()
+        self._use.is_active, self._listener = True, threading.current_thread()
         try:
             work = self.group.recv_anysource([x], self.wire_tag(tag, num_bytes_of(x)))
             work.wait(FOREVER)
         except RuntimeError as error:  # who was sending has died over it
-            note = f", connections to ranks {self._closed_peers()} are closed"
-            self.fail(error, "receiving from any rank", time.monotonic() - start, timeout=FOREVER, note=note)
+            self.fail(error, "receiving from any rank", time.monotonic() - start, timeout=FOREVER)
         return work._source_rank()
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""
         message = self._staging.twin(x, fill=True)
-        self._collective(lambda: self.group.allreduce([message]), what)
+        self._collective(lambda options: self.group.allreduce([message], options), dist.AllreduceOptions(), what)
         self.num_bytes_sent += 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
         Staging.copy_back([(x, message)])
 
@@ -190,7 +251,7 @@ class ProcessGroupTransport:
         message = self._staging.twin(x, fill=True)
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self._collective(lambda: self.group.broadcast([message], options), what)
+        self._collective(lambda options: self.group.broadcast([message], options), options, what)
         self.num_bytes_sent += x.numel() * x.element_size() * (self.rank == source)
         Staging.copy_back([(x, message)])
 
@@ -198,34 +259,73 @@ class ProcessGroupTransport:
         """See `Transport`."""
         gathered, message = self._staging.twin(out), self._staging.twin(x, fill=True)
         chunks = list(gathered.view(self.world_size, -1).unbind())
-        self._collective(lambda: self.group.allgather([chunks], [message]), what)
+        self._collective(
+            lambda options: self.group.allgather([chunks], [message], options),
+            dist.distributed_c10d.AllgatherOptions(),
+            what,
+        )
         self.num_bytes_sent += (self.world_size - 1) * x.numel() * x.element_size()
         Staging.copy_back([(out, gathered)])
 
-    def _collective(self, post: Callable[[], dist.Work], what: str) -> None:
+    def barrier(self, *, what: str) -> None:
+        """Return when every rank has come; blocking. Errors as those of `all_reduce`."""
+        start = time.monotonic()
+        if self.backend == "gloo":
+            self._meet(what, start)
+        else:
+            self._collective(self.group.barrier, dist.BarrierOptions(), what)
+
+    def _collective(self, post: Callable[[_Options], dist.Work], options: _Options, what: str) -> None:
         self._staging.settle()
         start = time.monotonic()
+        left = self.timeout
+        # A collective cannot say who is missing; what comes first here can.
+        if self.backend == "gloo" and self.world_size > 1:
+            self._meet(what, start)
+            left = max(left - timedelta(seconds=time.monotonic() - start), _MIN_TRANSFER)
+            options.timeout = left
         try:
-            if self.backend in ("gloo", "mpi4py") and self.world_size > 1:
-                # A collective cannot say who is missing; this barrier can (rank 0 hears from every rank by name).
+            if self.backend == "mpi4py" and self.world_size > 1:
                 self.group.monitored_barrier(self.timeout, True)  # type: ignore[attr-defined]
-            wait_for(post(), self.timeout, backend=self.backend)
+            wait_for(post(options), left, backend=self.backend)
         except RuntimeError as error:
-            names = list(self.names)
-            numbered = "" if names == list(range(self.world_size)) else ", numbered from 0 in what follows"
-            seconds = time.monotonic() - start
-            closed = f", connections to ranks {gone} are closed" if (gone := self._closed_peers()) else ""
-            self.fail(error, f"{what} among ranks {names}", seconds, note=closed + numbered)
+            name = f"{self.calling}: {what}" if self.calling else what
+            self.fail(error, f"{name} among ranks {list(self.names)}", time.monotonic() - start, timeout=left)
 
-    def _closed_peers(self) -> list[int]:
-        """After a failure on Gloo, the global ranks whose connection is gone: posting a receive says so at once."""
+    def _meet(self, what: str, start: float) -> None:
+        """Return when all ranks have come to `what`, or raise an error that names who has not."""
+        if self.world_size == 1:
+            return
+        name = f"{self.calling}: {what}" if self.calling else what
+        doing = f"{name} among ranks {list(self.names)}"
+        try:
+            meet(self.group, name, timeout=self.timeout, tag=BARRIER_TAG)
+        except NotAllCame as error:
+            seconds = time.monotonic() - start
+            if error.closed is not None:
+                self.fail(error, doing, seconds, peers=[error.closed])
+            seen = f"did not call {self.calling}" if self.calling else f"did not take part in {what}"
+            blamed = {self.names[j]: seen for j in error.missing}
+            remedy = f": {describe(blamed)}; all ranks must, at the same point of training" if blamed else ""
+            self.fail(error, doing, max(seconds, self.timeout.total_seconds()), note=remedy, blamed=blamed)
+        except AnotherOperation as error:
+            others = ", ".join(f"rank {self.names[j]} is in {text!r}" for j, text in error.found.items())
+            raise RuntimeError(
+                f"rank {self.names[self.rank]}: {doing}: {others}; all ranks must call the same, in the same order"
+            ) from error
+
+    def closed_peers(self) -> list[int]:
+        """After a failure on Gloo, the ranks whose connection is gone: posting a receive says so at once.
+
+        Proves nothing after a wait of this rank has timed out, which closes all its connections.
+        """
         gone = []
         for peer in range(self.world_size) if self.backend == "gloo" else ():
             try:
                 if peer != self.rank:
                     self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, PROBE_TAG)
             except RuntimeError:
-                gone.append(self.names[peer])
+                gone.append(peer)
         return gone
 
     def wire_tag(self, tag: int, num_bytes: int, *, total_bytes: int | None = None) -> int:
@@ -241,11 +341,48 @@ class ProcessGroupTransport:
         """
         rest = 0 if total_bytes is None else total_bytes - num_bytes
         size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
-        channel = self._channel % (1 << CHANNEL_BITS)
-        return (channel << SIZE_BITS | size) << ROUND_BITS | tag % (1 << ROUND_BITS)
+        return (self._use.channel << SIZE_BITS | size) << ROUND_BITS | tag % (1 << ROUND_BITS)
 
     def fail(
-        self, error: RuntimeError, what: str, seconds: float, *, timeout: timedelta | None = None, note: str = ""
+        self,
+        error: RuntimeError,
+        what: str,
+        seconds: float,
+        *,
+        timeout: timedelta | None = None,
+        note: str = "",
+        peers: Sequence[int] = (),
+        blamed: Mapping[int, str] | None = None,
     ) -> NoReturn:
-        """See the function `fail`; the rank is this one."""
-        fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout or self.timeout, note=note)
+        """Raise what the backend reported as an error that says who waited for whom, and who failed first.
+
+        See [Note: who failed first].
+
+        Args:
+            error: of the backend.
+            what: failed.
+            seconds: that it took.
+            timeout: that it had; None: the transport's own.
+            note: what else is known.
+            peers: of the group, who were waited for; none: all of them, and nobody knows for whom.
+            blamed: what was seen of them, by global rank, where that is known.
+
+        Raises:
+            TimeoutError, ConnectionError: see the function `fail`.
+        """
+        timeout = timeout or self.timeout
+        is_late = seconds > LATE * timeout.total_seconds()
+        if blamed is None:
+            closed = [] if is_late else self.closed_peers()
+            blamed = {self.names[peer]: SILENT if is_late else GONE for peer in {*peers, *closed}}
+            if closed:
+                note += f", connections to ranks {sorted(self.names[peer] for peer in closed)} are closed"
+        if self.notes is not None:
+            self.notes.leave(blamed, what)
+            cause = self.notes.explain(blamed, members=self.names)
+            waited_for = {self.names[peer] for peer in peers} or blamed.keys()
+            if cause.ranks and not cause.ranks & waited_for:  # who was first comes first
+                what = f"{cause.text}: {what}"
+            elif cause.text and cause.text not in note:
+                note += f": {cause.text}"
+        fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout, note=note)

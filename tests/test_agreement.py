@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
@@ -70,11 +69,10 @@ def test_all_that_differ_are_named() -> None:
 def test_a_rank_that_never_comes_is_named_in_time() -> None:
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() != 1:
-            pattern = r"(?s)rank [02]: comparing model and options among ranks \[0, 1, 2\] failed after \d\.\d s"
-            with pytest.raises((TimeoutError, ConnectionError), match=pattern) as caught:
+            pattern = r"^rank [02]: comparing model and options among ranks \[0, 1, 2\] failed after \d\.\d s"
+            pattern += r".*: rank 1 did not take part in comparing model and options;"
+            with pytest.raises((TimeoutError, ConnectionError), match=pattern):
                 check_agreement(transport_of(group, timedelta(seconds=0.4)), {})
-            if group.rank() == 0:
-                assert re.search(r"Ranks? 1\b", str(caught.value))
 
     run_ranks(3, body)
 

@@ -1,0 +1,155 @@
+"""BoundedStore: requests to a key-value store that end in time, whatever has become of who serves it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class BoundedStore:
+    """The requests of this process to one store, each with a limit of time and an error that says what was asked.
+
+    [Note: store requests] The client of a TCPStore waits for ever when the process that serves it is stopped or cut
+    off, whatever its timeout. So a daemon thread sends the requests to a TCPStore, one after the other, and who asks
+    waits for that thread. A request that was given up stays with the thread, and is carried out if the store answers
+    again; until then all others fail at once. Stores without a server, in memory or in a file, are asked directly.
+
+    Args:
+        store: of any kind.
+        timeout: of each request that gives none; None: the store's own.
+
+    Attributes:
+        address: of the store, for error messages.
+    """
+
+    def __init__(self, store: dist.Store, *, timeout: timedelta | None = None) -> None:
+        self._store = store
+        self._timeout = store.timeout if timeout is None else timeout
+        base = store
+        while isinstance(base, dist.PrefixStore):
+            base = base.underlying_store
+        self._base = base  # alive, so that all that ask it share a thread
+        self.address = _address_of(base)
+        self._client = None if isinstance(base, (dist.HashStore, dist.FileStore)) else _client_of(base)
+
+    def add(self, key: str, amount: int, *, what: str, timeout: timedelta | None = None) -> int:
+        """Add `amount` to the number under `key`, 0 before the first time; the sum.
+
+        Args:
+            key: of the number.
+            amount: may be 0.
+            what: is done, for errors: "adding 1 to the progress of the job".
+            timeout: None: that of the constructor.
+
+        Raises:
+            ConnectionError: the store has failed, or has not answered in time.
+        """
+        return self._ask(lambda: self._store.add(key, amount), what, timeout)
+
+    def set(self, key: str, value: str, *, what: str, timeout: timedelta | None = None) -> None:
+        """Put `value` under `key`. See `add`."""
+        self._ask(lambda: self._store.set(key, value), what, timeout)
+
+    def get(self, key: str, *, what: str, timeout: timedelta | None = None) -> bytes | None:
+        """What is under `key`; None: nothing. Waits for the answer, never for the key. See `add`."""
+        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, what, timeout)
+
+    def check(self, key: str, *, what: str, timeout: timedelta | None = None) -> bool:
+        """Whether there is anything under `key`. See `add`."""
+        return self._ask(lambda: self._store.check([key]), what, timeout)
+
+    def _ask(self, request: Callable[[], T], what: str, timeout: timedelta | None) -> T:
+        seconds = (timeout or self._timeout).total_seconds()
+        try:
+            return request() if self._client is None else self._client.run(request, seconds)
+        except (dist.DistError, _NoAnswer) as error:
+            raise ConnectionError(
+                f"{what}: its key-value store did not answer ({self.address}: {error}); the process that serves it, "
+                "torchrun's agent on the first host or rank 0, has ended, is stopped or is out of reach"
+            ) from error
+
+
+class _NoAnswer(Exception):
+    """The limit of time has passed."""
+
+
+class _Request:
+    """A call that the thread makes for somebody, who waits until `is_done` can be acquired."""
+
+    __slots__ = ("call", "error", "is_done", "result")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+        self.is_done = threading.Lock()
+        self.is_done.acquire()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class _Client:
+    """The thread that asks one store; it ends when nobody holds the client any more. See [Note: store requests]."""
+
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._abandoned: tuple[_Request, float] | None = None  # the first one that was given up, and asked when
+        thread = threading.Thread(target=_work, args=(self._requests,), name="store-requests", daemon=True)
+        thread.start()
+        # At exit it just ends, since it may hang in the store.
+        weakref.finalize(self, self._requests.put, None).atexit = False
+
+    def run(self, call: Callable[[], T], seconds: float) -> T:
+        """What `call` returns or raises, or _NoAnswer after so many seconds."""
+        abandoned = self._abandoned
+        if abandoned is not None:
+            request, start = abandoned
+            if not request.is_done.acquire(blocking=False):
+                raise _NoAnswer(f"no answer to an earlier request for {time.monotonic() - start:.1f} s")
+            request.is_done.release()
+            self._abandoned = None
+        request, start = _Request(call), time.monotonic()
+        self._requests.put(request)
+        if not request.is_done.acquire(timeout=seconds):
+            self._abandoned = self._abandoned or (request, start)
+            raise _NoAnswer(f"no answer within {seconds:g} s")
+        if request.error is not None:
+            raise request.error
+        return request.result  # type: ignore[no-any-return]
+
+
+def _work(requests: queue.SimpleQueue[_Request | None]) -> None:
+    while (request := requests.get()) is not None:
+        try:
+            request.result = request.call()
+        except BaseException as error:  # noqa: BLE001 (raised by who has asked)
+            request.error = error
+        request.is_done.release()
+        del request  # it holds the store
+
+
+_clients: weakref.WeakKeyDictionary[dist.Store, _Client] = weakref.WeakKeyDictionary()  # one thread per store
+_clients_lock = threading.Lock()
+
+
+def _client_of(store: dist.Store) -> _Client:
+    with _clients_lock:
+        client = _clients.get(store)
+        if client is None:
+            client = _clients[store] = _Client()
+        return client
+
+
+def _address_of(store: dist.Store) -> str:
+    if isinstance(store, dist.TCPStore):
+        return f"{store.host}:{store.port}"
+    if isinstance(store, dist.FileStore):
+        return str(store.path)
+    return type(store).__name__

@@ -1,0 +1,88 @@
+"""NamedBarrier: all ranks come to one operation, or each that came learns who did not, within one timeout."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_WORD_BYTES = 64  # of the name of the operation
+
+
+class NotAllCame(RuntimeError):
+    """Not all ranks have come.
+
+    Attributes:
+        missing: ranks of the group that have not.
+        closed: one of them whose connection is closed; None: the time was over.
+    """
+
+    def __init__(self, error: RuntimeError, missing: list[int], closed: int | None) -> None:
+        super().__init__(str(error))
+        self.missing, self.closed = missing, closed
+
+
+class AnotherOperation(RuntimeError):
+    """A rank has come to another operation than this one.
+
+    Attributes:
+        found: what each rank of the group that came to another one calls it.
+    """
+
+    def __init__(self, found: dict[int, str]) -> None:
+        super().__init__(f"expected the same operation on all ranks, got {found} on others")
+        self.found = found
+
+
+def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int) -> None:
+    """Return when every rank of a Gloo group has come to `what`.
+
+    Every rank says it to all others, so that each knows by itself who has not come. Gloo cannot be asked whether a
+    message has arrived, but the message can: its place is not zero any more. One deadline holds for all waits; the
+    first one that passes it closes this rank's connections, so nothing can be asked of peers afterwards.
+
+    Args:
+        group: this rank's; all its ranks call this in the same order.
+        what: they are about to do; equal on all ranks up to numbers in it.
+        timeout: for all to come.
+        tag: of the messages; nothing else has it.
+
+    Raises:
+        NotAllCame: with the ranks that did not.
+        AnotherOperation: somebody has come to another operation.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    rank, n = group.rank(), group.size()
+    peers = [j for j in range(n) if j != rank]
+    word = what.encode()[: _WORD_BYTES - 1].ljust(_WORD_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(word[:-1] + b"\1"), dtype=torch.uint8)  # the last byte says: it is here
+    words = torch.zeros(n, _WORD_BYTES, dtype=torch.uint8)
+    rows = list(words.unbind())
+    works: list[tuple[int, dist.Work]] = []
+    peer = -1
+    try:
+        for peer in peers:
+            works.append((peer, group.recv([rows[peer]], peer, tag)))
+        for peer in peers:
+            works.append((peer, group.send([mine], peer, tag)))
+        for peer, work in works:  # noqa: B007 (says whose wait failed)
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+    except RuntimeError as error:
+        missing = [j for j in peers if not words[j, -1]]
+        is_late = time.monotonic() >= deadline
+        raise NotAllCame(error, missing, None if is_late else peer) from error
+    if len({*map(bytes, (row.numpy() for row in rows[:rank] + rows[rank + 1 :])), bytes(mine.numpy())}) > 1:
+        _compare(what, ((j, bytes(rows[j].numpy())) for j in peers))
+
+
+def _compare(what: str, words: Iterable[tuple[int, bytes]]) -> None:
+    """Raise AnotherOperation where words differ in more than numbers: rounds may be counted from elsewhere."""
+    ours = re.sub(r"\d+", "", what.encode()[: _WORD_BYTES - 1].decode(errors="ignore"))
+    texts = {j: word[:-1].rstrip(b"\0").decode(errors="ignore") for j, word in words}
+    found = {j: text for j, text in texts.items() if re.sub(r"\d+", "", text) != ours}
+    if found:
+        raise AnotherOperation(found)
