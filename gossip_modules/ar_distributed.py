@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,7 @@ from .averaging import AveragingMixin
 from .connect import connect
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage
+from .gradient_group import GradientGroup, NamedFailure
 from .transport import DEFAULT_TIMEOUT
 
 
@@ -22,22 +25,70 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
     """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
 
     What it adds is what the gossip wrappers have too: `flush`, `close`, `average_`, `averaged`, `consensus_distance`
-    and `comm_stats`, so that one training loop serves all methods.
+    and `comm_stats`, so that one training loop serves all methods; and over Gloo, errors that name who failed.
 
     Args:
         module: as for DistributedDataParallel.
         timeout: for the waits of what is added; the gradients' all-reduce has the process group's own.
         ddp_options: any argument of DistributedDataParallel.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
     """
 
     def __init__(self, module: nn.Module, *, timeout: timedelta = DEFAULT_TIMEOUT, **ddp_options: Any) -> None:
-        super().__init__(module, **ddp_options)
         device = next(module.parameters()).device
-        self._averager = GlobalAverage(connect(self.process_group, module_device=device, timeout=timeout))
+        mesh, group = ddp_options.get("device_mesh"), ddp_options.get("process_group")
+        if mesh is not None:
+            group = mesh.get_group()
+        elif group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        transport = connect(group, module_device=device, timeout=timeout)
+        self._averager = GlobalAverage(transport)
+        self._failure: NamedFailure | None = None
+        self._gradient_group: GradientGroup | None = None
+        if transport.backend == "gloo":
+            self._gradient_group = GradientGroup(transport)
+            self._failure = self._gradient_group.failure
+            transport.barrier(what="making an AllReduceDataParallel")  # a rank that is not there is named by this
+        with self._naming("making an AllReduceDataParallel"):
+            super().__init__(module, **ddp_options)
         n = dist.get_world_size(self.process_group)
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         self._bytes_per_step = 2 * (n - 1) * num_bytes // n
         self._num_steps = 0
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        group = self.process_group
+        if self._gradient_group is not None:
+            self.process_group = self._gradient_group  # for the reducer, which this makes
+        try:
+            super()._ddp_init_helper(*args, **kwargs)
+        finally:
+            self.process_group = group
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As DistributedDataParallel; errors of the hook's communication name who failed too."""
+        failure = self._failure
+        if failure is None:
+            super().register_comm_hook(state, hook)
+            return
+
+        @functools.wraps(hook)
+        def named(state: object, bucket: Any) -> Any:
+            future = hook(state, bucket)
+            failure.expect(future.wait)
+            return future
+
+        super().register_comm_hook(state, named)
+
+    def _sync_buffers(self) -> None:
+        with self._naming("broadcasting buffers"):
+            super()._sync_buffers()
+
+    def _naming(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._failure is None else self._failure.naming(what)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As DistributedDataParallel."""

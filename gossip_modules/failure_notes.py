@@ -153,14 +153,14 @@ class FailureNotes:
                 return Cause(frozenset(), "")
             return Cause(frozenset(quiet), f"{_ranks(quiet)} {_verb(quiet, SILENT)}, the others wait in vain too")
         first, witnesses = self._follow(blamed, notes)
-        if not first:
-            return Cause(frozenset(), "; ".join(map(_sentence, notes.values())))
+        if self._rank in first or not first:  # ranks have waited for each other
+            about = [notes[rank] for rank in sorted(witnesses[self._rank])] if self._rank in first else notes.values()
+            told = [note for note in about if any(seen not in (GONE, SILENT) for seen in note.blamed.values())]
+            return Cause(frozenset(), "; ".join(map(_sentence, told or about)))
         parts = []
         for rank, seen in sorted(first.items()):
             others = sorted(witnesses[rank] - {self._rank})
-            if rank == self._rank:
-                parts += [_sentence(notes[other]) for other in others]
-            elif rank in notes and notes[rank].is_own:
+            if rank in notes and notes[rank].is_own:
                 parts.append(f"rank {rank} failed: {notes[rank].what}")
             else:
                 parts.append(f"rank {rank} {seen}" + (f" (seen by {_ranks(others)})" if others else ""))

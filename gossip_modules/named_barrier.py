@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .exchange import LATE
+
 _WORD_BYTES = 64  # of the name of the operation
 
 
@@ -55,7 +57,8 @@ def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int) -
         NotAllCame: with the ranks that did not.
         AnotherOperation: somebody has come to another operation.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
+    seconds = timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     rank, n = group.rank(), group.size()
     peers = [j for j in range(n) if j != rank]
     word = what.encode()[: _WORD_BYTES - 1].ljust(_WORD_BYTES, b"\0")
@@ -73,7 +76,7 @@ def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int) -
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
     except RuntimeError as error:
         missing = [j for j in peers if not words[j, -1]]
-        is_late = time.monotonic() >= deadline
+        is_late = deadline - time.monotonic() < (1 - LATE) * seconds  # others may give up a little before
         raise NotAllCame(error, missing, None if is_late else peer) from error
     if len({*map(bytes, (row.numpy() for row in rows[:rank] + rows[rank + 1 :])), bytes(mine.numpy())}) > 1:
         _compare(what, ((j, bytes(rows[j].numpy())) for j in peers))

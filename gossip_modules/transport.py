@@ -302,12 +302,12 @@ class ProcessGroupTransport:
             meet(self.group, name, timeout=self.timeout, tag=BARRIER_TAG)
         except NotAllCame as error:
             seconds = time.monotonic() - start
-            if error.closed is not None:
-                self.fail(error, doing, seconds, peers=[error.closed])
             seen = f"did not call {self.calling}" if self.calling else f"did not take part in {what}"
-            blamed = {self.names[j]: seen for j in error.missing}
-            remedy = f": {describe(blamed)}; all ranks must, at the same point of training" if blamed else ""
-            self.fail(error, doing, max(seconds, self.timeout.total_seconds()), note=remedy, blamed=blamed)
+            missing = {self.names[j]: seen for j in error.missing}
+            if error.closed is not None:
+                self.fail(error, doing, seconds, peers=[error.closed], note=f": {describe(missing)}" if missing else "")
+            remedy = f": {describe(missing)}; all ranks must, at the same point of training" if missing else ""
+            self.fail(error, doing, max(seconds, self.timeout.total_seconds()), note=remedy, blamed=missing)
         except AnotherOperation as error:
             others = ", ".join(f"rank {self.names[j]} is in {text!r}" for j, text in error.found.items())
             raise RuntimeError(

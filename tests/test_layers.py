@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "failure_notes",
             "named_barrier",
             "shared_group",
+            "gradient_group",
         ),
         *("mpi", "mpi_group", "mpi_library", "mpi_work"),
     ),
