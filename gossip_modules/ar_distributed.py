@@ -83,9 +83,9 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
 
         super().register_comm_hook(state, named)
 
-    def _sync_buffers(self) -> None:
-        with self._naming("broadcasting buffers"):
-            super()._sync_buffers()
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._naming("preparing a forward"):  # buckets and buffers
+            return super()._pre_forward(*inputs, **kwargs)
 
     def _naming(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._failure is None else self._failure.naming(what)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from train.preemption import StopRequest
+import gossip_modules as gm
+from train.world import connect_control
+
+if TYPE_CHECKING:
+    from train.preemption import StopRequest
 
 
 class LockstepStop:
@@ -21,26 +27,42 @@ class LockstepStop:
         request: of this rank.
         group: a Gloo process group of all ranks.
         lag: calls that an answer may take, >= 1; what overlapped gossip lets ranks drift apart, it must not take away.
+
+    Raises:
+        TimeoutError, ConnectionError: (should_stop, drain) a rank is late or gone; names it.
     """
 
     def __init__(self, request: StopRequest, group: dist.ProcessGroup, *, lag: int = 1) -> None:
         self._request = request
+        self._transport = None if group is None else connect_control(group)
         self._group = group
         self._lag = lag
-        self._pending: deque[tuple[torch.Tensor, dist.Work]] = deque()
+        self._pending: deque[tuple[torch.Tensor, dist.Work, float]] = deque()
 
     def should_stop(self) -> bool:
         """Collective, once per iteration: whether to write a checkpoint and leave now."""
         flag = torch.tensor([self._request.is_made], dtype=torch.uint8)
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        start = time.monotonic()
+        try:
+            work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        except RuntimeError as error:
+            self._fail(error, start)
         assert work is not None, "an asynchronous all-reduce returns its work"
-        self._pending.append((flag, work))
+        self._pending.append((flag, work, start))
         return len(self._pending) > self._lag and self._next_answer()
 
     def _next_answer(self) -> bool:
-        flag, work = self._pending.popleft()
-        work.wait()
+        flag, work, start = self._pending.popleft()
+        try:
+            work.wait()  # ends by the timeout of the group
+        except RuntimeError as error:
+            self._fail(error, start)
         return bool(flag.item())
+
+    def _fail(self, error: RuntimeError, start: float) -> NoReturn:
+        assert self._transport is not None, "there is no all-reduce without a group"
+        what = f"asking whether to stop among ranks {list(self._transport.names)}"
+        self._transport.fail(error, what, time.monotonic() - start)
 
     def drain(self) -> None:
         """Collective: wait for the answers still on their way, so that the group can be used or destroyed."""
@@ -54,17 +76,15 @@ class StoreStop:
     Args:
         request: of this rank.
         store: of this run; all its ranks have the same.
-    """
 
-    _KEY = "stop"
+    Raises:
+        ConnectionError: (should_stop) the store does not answer in its own timeout.
+    """
 
     def __init__(self, request: StopRequest, store: dist.Store) -> None:
         self._request = request
-        self._store = store
+        self._requests = gm.Progress(store, name="requests to stop")
 
     def should_stop(self) -> bool:
         """Whether to stop training now; costs one request to the store."""
-        if self._request.is_made:
-            self._store.set(self._KEY, "")
-            return True
-        return self._store.check([self._KEY])
+        return self._requests.add(int(self._request.is_made)) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from gossip_modules import init_mpi_process_group, job_store, mpi_store
+from gossip_modules import ProcessGroupTransport, connect, init_mpi_process_group, job_store, mpi_store
 from train.attempt import attempt_store
 from train.errors import UsageError
 from train.rank_environment import RankEnvironment, rank_environment, rendezvous_address
@@ -43,20 +44,41 @@ class World:
         It travels as JSON, since nothing from the network is unpickled: a tuple arrives as a list.
         """
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.control)
-        longest = int(max(sizes))
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, F.pad(text, (0, longest - len(text))), group=self.control)
-        return [json.loads(text[:size].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        self._transport.all_gather(sizes, torch.tensor([len(text)]), what="gathering values of all ranks")
+        longest = int(sizes.max())
+        texts = torch.zeros(self.size * longest, dtype=torch.uint8)
+        padded = F.pad(text, (0, longest - len(text)))
+        self._transport.all_gather(texts, padded, what="gathering values of all ranks")
+        rows = zip(texts.view(self.size, longest), sizes.tolist(), strict=True)
+        return [json.loads(text[:size].numpy().tobytes()) for text, size in rows]
 
     def barrier(self) -> None:
-        """Collective: return when every rank is here."""
-        dist.barrier(group=self.control)
+        """Collective: return when every rank is here.
+
+        Raises:
+            TimeoutError, ConnectionError: a rank is late or gone; names it. So do all that are collective.
+        """
+        self._transport.barrier(what="waiting for all ranks")
+
+    @functools.cached_property
+    def _transport(self) -> ProcessGroupTransport:
+        return connect_control(self.control)
+
+    def __post_init__(self) -> None:
+        if self.control is not None:  # in some tests there is no group
+            _ = self._transport  # from now on it knows what fails
 
     def on_every_rank(self, function: Callable[[], Any]) -> list[Any]:
         """Collective: see `agree`."""
         return agree(self.gather, function)
+
+
+def connect_control(group: dist.ProcessGroup) -> ProcessGroupTransport:
+    """A transport over a group of the scripts' own, with its timeout: for errors that name who is late or gone."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(group, "_timeout", None) if options is None else options._timeout
+    return connect(group) if timeout is None else connect(group, timeout=timeout)
 
 
 class Agreement(Protocol):

@@ -1,0 +1,90 @@
+"""BoundedStore: requests that end in time, and say what was asked of which store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from gossip_modules import Progress
+from gossip_modules.bounded_store import BoundedStore
+
+SECONDS = 0.5
+SERVE = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[int, dist.TCPStore]]:
+    """The process id of a server, and a store that it serves."""
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            port = int(process.stdout.readline())
+            limit = timedelta(seconds=SECONDS)
+            yield process.pid, dist.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("make", [dist.HashStore, None])
+def test_requests_are_those_of_the_store(make: type[dist.Store] | None, request: pytest.FixtureRequest) -> None:
+    plain = make() if make is not None else request.getfixturevalue("server")[1]
+    store, same = BoundedStore(dist.PrefixStore("a", plain)), BoundedStore(dist.PrefixStore("a", plain))
+    assert store.add("number", 2, what="adding") == 2
+    assert same.add("number", 3, what="adding") == 5
+    assert store.get("text", what="reading") is None
+    assert not store.check("text", what="looking")
+    store.set("text", "abc", what="writing")
+    assert same.get("text", what="reading") == b"abc"
+    assert same.check("text", what="looking")
+
+
+def test_a_frozen_server_is_an_error_in_time_and_may_come_back(server: tuple[int, dist.TCPStore]) -> None:
+    """A request that was given up does not make the next one wait as long again."""
+    pid, plain = server
+    progress = Progress(plain)
+    assert progress.add(1) == 1
+    os.kill(pid, signal.SIGSTOP)
+    pattern = (
+        rf"adding 1 to the progress 'steps' of the job: its key-value store did not answer \(127.0.0.1:{plain.port}: "
+    )
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match=pattern + r"no answer within 0\.5 s\)"):
+        progress.add(1)
+    assert time.monotonic() - start < SECONDS + 1
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match=pattern + "no answer to an earlier request"):
+        progress.add(1)
+    assert time.monotonic() - start < SECONDS / 2
+    os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while True:  # the request that was given up is carried out, and then others are
+        try:
+            assert progress.total == 2
+            return
+        except ConnectionError:
+            assert time.monotonic() < deadline
+
+
+def test_an_error_of_the_store_is_one_of_the_request() -> None:
+    class Broken(dist.Store):
+        def add(self, key: str, amount: int) -> int:
+            raise dist.DistStoreError("no")
+
+    with pytest.raises(
+        ConnectionError, match=r"counting: its key-value store did not answer \(Broken: no\); the process"
+    ):
+        BoundedStore(Broken(), timeout=timedelta(seconds=9)).add("a", 1, what="counting")

@@ -1,0 +1,92 @@
+"""FailureNotes: who failed first, from what each rank has seen."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from gossip_modules.bounded_store import BoundedStore
+from gossip_modules.failure_notes import GONE, SILENT, FailureNotes, describe
+
+MEMBERS = range(5)
+
+
+def notes_of(store: dist.Store, rank: int) -> FailureNotes:
+    return FailureNotes(BoundedStore(store), rank)
+
+
+def test_a_chain_of_closed_connections_leads_to_the_first() -> None:
+    """2 died; 3 saw it, 4 saw 3 end, and 0 sees all three connections closed."""
+    store = dist.HashStore()
+    notes_of(store, 3).leave({2: GONE}, "round 5")
+    notes_of(store, 4).leave({3: GONE}, "round 6")
+    cause = notes_of(store, 0).explain({4: GONE, 3: GONE, 2: GONE}, members=MEMBERS)
+    assert cause == ({2}, "rank 2 is gone (seen by rank 3)")
+    cause = notes_of(store, 1).explain({4: GONE}, members=MEMBERS)
+    assert cause == ({2}, "rank 2 is gone (seen by rank 3)")
+
+
+def test_a_rank_that_gave_up_waiting_is_not_to_blame() -> None:
+    store = dist.HashStore()
+    notes_of(store, 1).leave({2: SILENT}, "round 5")
+    assert notes_of(store, 0).explain({1: GONE}, members=MEMBERS).text == "rank 2 does not answer (seen by rank 1)"
+    woken = notes_of(store, 2).explain({1: GONE}, members=MEMBERS)
+    assert woken == (frozenset(), "rank 1 gave up round 5 (rank 2 does not answer)")
+
+
+def test_without_notes_it_is_what_one_has_seen() -> None:
+    cause = notes_of(dist.HashStore(), 0).explain({2: GONE, 1: SILENT}, members=MEMBERS)
+    assert cause == ({1, 2}, "rank 1 does not answer; rank 2 is gone")
+
+
+def test_where_nobody_knows_whom_all_wait_for_it_is_who_says_nothing() -> None:
+    store = dist.HashStore()
+    for rank in (0, 1, 3):
+        notes_of(store, rank).leave({}, "a sum")
+    cause = notes_of(store, 4).explain({}, members=MEMBERS)
+    assert cause == ({2}, "rank 2 does not answer, the others wait in vain too")
+
+
+def test_an_error_of_its_own_is_told() -> None:
+    store = dist.HashStore()
+    notes_of(store, 2).leave({}, "ValueError: a bad label", is_own=True)
+    notes_of(store, 3).leave({2: GONE}, "round 5")
+    for blamed in ({2: GONE}, {3: GONE}, {}):
+        cause = notes_of(store, 0).explain(blamed, members=MEMBERS)
+        assert cause == ({2}, "rank 2 failed: ValueError: a bad label")
+
+
+def test_ranks_that_waited_for_each_other_are_all_told() -> None:
+    """Rank 1 called averaged() alone while the others trained."""
+    store = dist.HashStore()
+    notes_of(store, 1).leave(dict.fromkeys((0, 2), "did not call averaged()"), "averaged()")
+    notes_of(store, 0).leave({1: SILENT}, "round 3")
+    cause = notes_of(store, 2).explain({1: SILENT}, members=range(3))
+    assert cause == (frozenset(), "rank 1 gave up averaged() (ranks 0, 2 did not call averaged())")
+    assert "rank 0 gave up round 3" in notes_of(store, 1).explain({0: GONE}, members=range(3)).text
+
+
+def test_one_rank_leaves_one_note_and_old_ones_do_not_count() -> None:
+    store = dist.HashStore()
+    notes = notes_of(store, 1)
+    notes.leave({2: GONE}, "round 5")
+    notes.leave({3: GONE}, "round 6")
+    assert notes_of(store, 0).explain({1: GONE}, members=MEMBERS).ranks == {2}
+    later = FailureNotes(BoundedStore(store), 0, num_known=1)
+    assert later.explain({1: GONE}, members=MEMBERS).ranks == {1}
+
+
+def test_a_store_that_does_not_answer_is_no_obstacle() -> None:
+    class Gone(dist.Store):
+        def add(self, key: str, amount: int) -> int:
+            raise dist.DistStoreError("reset by peer")
+
+    notes = FailureNotes(BoundedStore(Gone()), 0)
+    notes.leave({2: GONE}, "round 5")
+    cause = notes.explain({2: GONE}, members=MEMBERS)
+    assert not cause.ranks
+    assert "who failed first is not known" in cause.text
+
+
+def test_describe() -> None:
+    assert describe({1: GONE}) == "rank 1 is gone"
+    assert describe({3: GONE, 1: GONE, 2: "did not come"}) == "ranks 1, 3 are gone, rank 2 did not come"
