@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .backend import backend_of, nccl_name
 from .exchange import fail
-from .failure_notes import FailureNotes
+from .failure_notes import GONE, FailureNotes
 from .transport import DEFAULT_TIMEOUT, ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -64,18 +64,7 @@ def connect(
         raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
     if process_group is None:
         backend = nccl_name(base, wire) if backend == found == "nccl" else backend
-        subset = list(ranks) if ranks is not None and len(ranks) < dist.get_world_size() else None
-        start = time.monotonic()
-        try:
-            group = dist.new_group(
-                subset, timeout=timeout, backend=backend or "gloo", use_local_synchronization=subset is not None
-            )
-        except RuntimeError as error:
-            members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-            what = f"making a process group of ranks {members}"
-            fail(error, rank=dist.get_rank(), what=what, seconds=time.monotonic() - start, timeout=timeout)
-        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-        base = group
+        base = _new_group(ranks, backend=backend or "gloo", timeout=timeout)
     elif backend is None:
         raise ValueError(
             f"got a process group without a backend for {wire} tensors, expected one; for CPU tensors beside NCCL call "
@@ -92,6 +81,35 @@ def connect(
         transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
         transport.num_bytes_sent = 0
     return transport
+
+
+def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A new group of these ranks, all of them if None; errors name who is missing, if the default group can."""
+    world, rank = _world(), dist.get_rank()
+    members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+    subset = members if len(members) < dist.get_world_size() else None
+    what = f"making a process group of ranks {members}"
+    hello = ProcessGroupTransport(
+        world, device=CPU, timeout=timeout, names=range(dist.get_world_size()), notes=FailureNotes.of(world, rank)
+    ) if _backend(world, CPU) == "gloo" else None  # fmt: skip
+    start = time.monotonic()
+    try:
+        if hello is not None and subset is None:
+            hello.barrier(what="making a process group")
+        start = time.monotonic()
+        group = dist.new_group(subset, timeout=timeout, backend=backend, use_local_synchronization=subset is not None)
+    except RuntimeError as error:
+        seconds = time.monotonic() - start
+        if hello is None:
+            fail(error, rank=rank, what=what, seconds=seconds, timeout=timeout)
+        # The wait was for the store, so the connections of the default group still tell who is there.
+        gone = {peer: GONE for peer in hello.closed_peers() if peer in members}
+        hello.fail(error, what, seconds, timeout=timeout, blamed=gone)
+    finally:
+        if hello is not None:
+            hello.close()
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group
 
 
 def _world() -> dist.ProcessGroup:
