@@ -18,7 +18,7 @@ from .progress import job_store
 
 GONE, SILENT = "is gone", "does not answer"  # what a rank has seen of another
 _LOOK_SECONDS = 0.3  # for the notes of ranks whose connection is closed: they write before they end
-_CENSUS_SECONDS = 0.8  # where nobody knows whom all wait for: for the notes of all who wait
+_CENSUS_SECONDS = 0.5  # where nobody knows whom all wait for: for the notes of all who wait
 _POLL_SECONDS = 0.02
 _REQUEST = timedelta(seconds=0.4)
 _MAX_TEXT = 300

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from .connect import connect
 from .exchange import fail
+from .transport import ProcessGroupTransport
 
 
 class UnevenInputs(Joinable):
@@ -20,6 +22,8 @@ class UnevenInputs(Joinable):
     Every rank tells the others at the start of each step that it is still there. A rank in the context's exit takes
     part in one round per step of the others, with parameters that no gradient moves any more.
     """
+
+    _others: ProcessGroupTransport | None = None  # to name who fails; made in the first step inside `Join`
 
     @abstractmethod
     def flush(self) -> None:
@@ -42,6 +46,8 @@ class UnevenInputs(Joinable):
         if not self._join_config.enable:
             return
         limit = self._join_timeout
+        if self._others is None and dist.get_backend() == "gloo":
+            self._others = connect(dist.group.WORLD, timeout=limit)
         start = time.monotonic()
         try:
             work = Join.notify_join_context(self)
@@ -49,7 +55,10 @@ class UnevenInputs(Joinable):
                 work.wait(limit)
         except RuntimeError as error:
             what = f"telling ranks 0 to {dist.get_world_size() - 1} of another batch (Join)"
-            fail(error, rank=dist.get_rank(), what=what, seconds=time.monotonic() - start, timeout=limit)
+            seconds = time.monotonic() - start
+            if self._others is None:
+                fail(error, rank=dist.get_rank(), what=what, seconds=seconds, timeout=limit)
+            self._others.fail(error, what, seconds, timeout=limit)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`: shadows one round per training step of the others."""
