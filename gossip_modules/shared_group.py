@@ -18,10 +18,10 @@ class SharedGroup:
     """Counts the users of one process group object, which is one rank's end of the group.
 
     Each user has a channel, which is part of the tags of its messages, so that the messages of two wrappers over one
-    group never meet. Channels are given out in turn, so all ranks must make their wrappers over one group in the same
-    order; `check_agreement` finds out where they have not. A channel is free again when its user is closed, or was
-    collected without ever having sent anything; those of wrappers that were lost while in use stay taken, since their
-    peers may still send to them.
+    group never meet. Channels are given out in turn, so all ranks must make and close their wrappers over one group in
+    the same order; where they have not, rounds end by the timeout. A channel is free again when its user is closed, or
+    was collected without ever having sent anything; those of wrappers that were lost while in use stay taken, since
+    their peers may still send to them.
 
     A group that a transport has made itself is released when its last user is closed or collected.
     """
