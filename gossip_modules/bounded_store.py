@@ -33,7 +33,7 @@ class BoundedStore:
 
     def __init__(self, store: dist.Store, *, timeout: timedelta | None = None) -> None:
         self._store = store
-        self._timeout = store.timeout if timeout is None else timeout
+        self._timeout: timedelta = store.timeout if timeout is None else timeout  # type: ignore[attr-defined]
         base = store
         while isinstance(base, dist.PrefixStore):
             base = base.underlying_store
@@ -122,7 +122,7 @@ class _Client:
             raise _NoAnswer(f"no answer within {seconds:g} s")
         if request.error is not None:
             raise request.error
-        return request.result  # type: ignore[no-any-return]
+        return request.result
 
 
 def _work(requests: queue.SimpleQueue[_Request | None]) -> None:
@@ -151,5 +151,5 @@ def _address_of(store: dist.Store) -> str:
     if isinstance(store, dist.TCPStore):
         return f"{store.host}:{store.port}"
     if isinstance(store, dist.FileStore):
-        return str(store.path)
+        return str(store.path)  # type: ignore[attr-defined]
     return type(store).__name__

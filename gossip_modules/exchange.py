@@ -27,7 +27,6 @@ class _Piece(NamedTuple):
 class Link(Protocol):
     """What an exchange needs of the transport that posts it."""
 
-    group: dist.ProcessGroup
     backend: str
     timeout: timedelta
     names: Sequence[int]
@@ -35,9 +34,11 @@ class Link(Protocol):
     def wire_tag(self, tag: int, num_bytes: int, *, total_bytes: int | None = None) -> int:
         """The backend's tag of a message, or of a piece of one."""
 
+    rank: int
+
     @property
-    def rank(self) -> int:
-        """This rank's."""
+    def group(self) -> dist.ProcessGroup:
+        """That its messages go to."""
 
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int]) -> NoReturn:
         """Raise it as an error that names the peers, and who failed first."""

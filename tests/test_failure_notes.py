@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from gossip_modules.bounded_store import BoundedStore
-from gossip_modules.failure_notes import GONE, SILENT, FailureNotes, describe
+from gossip_modules.failure_notes import GONE, SILENT, Cause, FailureNotes, describe
 
 MEMBERS = range(5)
 
@@ -20,9 +20,9 @@ def test_a_chain_of_closed_connections_leads_to_the_first() -> None:
     notes_of(store, 3).leave({2: GONE}, "round 5")
     notes_of(store, 4).leave({3: GONE}, "round 6")
     cause = notes_of(store, 0).explain({4: GONE, 3: GONE, 2: GONE}, members=MEMBERS)
-    assert cause == ({2}, "rank 2 is gone (seen by rank 3)")
+    assert cause == Cause(frozenset({2}), "rank 2 is gone (seen by rank 3)")
     cause = notes_of(store, 1).explain({4: GONE}, members=MEMBERS)
-    assert cause == ({2}, "rank 2 is gone (seen by rank 3)")
+    assert cause == Cause(frozenset({2}), "rank 2 is gone (seen by rank 3)")
 
 
 def test_a_rank_that_gave_up_waiting_is_not_to_blame() -> None:
@@ -30,12 +30,12 @@ def test_a_rank_that_gave_up_waiting_is_not_to_blame() -> None:
     notes_of(store, 1).leave({2: SILENT}, "round 5")
     assert notes_of(store, 0).explain({1: GONE}, members=MEMBERS).text == "rank 2 does not answer (seen by rank 1)"
     woken = notes_of(store, 2).explain({1: GONE}, members=MEMBERS)
-    assert woken == (frozenset(), "rank 1 gave up round 5 (rank 2 does not answer)")
+    assert woken == Cause(frozenset(), "rank 1 gave up round 5 (rank 2 does not answer)")
 
 
 def test_without_notes_it_is_what_one_has_seen() -> None:
     cause = notes_of(dist.HashStore(), 0).explain({2: GONE, 1: SILENT}, members=MEMBERS)
-    assert cause == ({1, 2}, "rank 1 does not answer; rank 2 is gone")
+    assert cause == Cause(frozenset({1, 2}), "rank 1 does not answer; rank 2 is gone")
 
 
 def test_where_nobody_knows_whom_all_wait_for_it_is_who_says_nothing() -> None:
@@ -43,7 +43,7 @@ def test_where_nobody_knows_whom_all_wait_for_it_is_who_says_nothing() -> None:
     for rank in (0, 1, 3):
         notes_of(store, rank).leave({}, "a sum")
     cause = notes_of(store, 4).explain({}, members=MEMBERS)
-    assert cause == ({2}, "rank 2 does not answer, the others wait in vain too")
+    assert cause == Cause(frozenset({2}), "rank 2 does not answer, the others wait in vain too")
 
 
 def test_an_error_of_its_own_is_told() -> None:
@@ -52,7 +52,7 @@ def test_an_error_of_its_own_is_told() -> None:
     notes_of(store, 3).leave({2: GONE}, "round 5")
     for blamed in ({2: GONE}, {3: GONE}, {}):
         cause = notes_of(store, 0).explain(blamed, members=MEMBERS)
-        assert cause == ({2}, "rank 2 failed: ValueError: a bad label")
+        assert cause == Cause(frozenset({2}), "rank 2 failed: ValueError: a bad label")
 
 
 def test_ranks_that_waited_for_each_other_are_all_told() -> None:
@@ -61,7 +61,7 @@ def test_ranks_that_waited_for_each_other_are_all_told() -> None:
     notes_of(store, 1).leave(dict.fromkeys((0, 2), "did not call averaged()"), "averaged()")
     notes_of(store, 0).leave({1: SILENT}, "round 3")
     cause = notes_of(store, 2).explain({1: SILENT}, members=range(3))
-    assert cause == (frozenset(), "rank 1 gave up averaged() (ranks 0, 2 did not call averaged())")
+    assert cause == Cause(frozenset(), "rank 1 gave up averaged() (ranks 0, 2 did not call averaged())")
     assert "rank 0 gave up round 3" in notes_of(store, 1).explain({0: GONE}, members=range(3)).text
 
 
