@@ -86,7 +86,7 @@ class FailureNotes:
             store = BoundedStore(dist.PrefixStore("gossip_failures", job_store()), timeout=_REQUEST)
             try:
                 num_known = store.add("count", 0, what="counting failures")
-            except ConnectionError:  # the store is busy, or gone: errors tell less
+            except (ConnectionError, RuntimeError):  # it is busy, gone, or cannot count: errors tell less
                 return None
             notes = cls(store, rank, num_known=num_known)
             _of_job.add(notes)
