@@ -98,6 +98,10 @@ class BilatGossipDataParallel(GossipWrapper):
         self._averager = GlobalAverage(self._watched)
         self._close_when_collected()
 
+    def _release(self) -> None:
+        self._watched.close()
+        self._transport.close()
+
     @property
     def _bytes_sent(self) -> int:
         return self._transport.num_bytes_sent + self._watched.num_bytes_sent

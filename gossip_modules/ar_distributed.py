@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .averaging import AveragingMixin
+from .composition import check_inside
 from .connect import connect
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage
 from .gradient_group import GradientGroup, NamedFailure
+from .nonfinite import FiniteCheck, check_policy, refuse
 from .transport import DEFAULT_TIMEOUT
 
 
@@ -30,6 +32,9 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
     Args:
         module: as for DistributedDataParallel.
         timeout: for the waits of what is added; the gradients' all-reduce has the process group's own.
+        on_nonfinite: what to do about parameters that hold infinities or NaN, which one rank's gradients bring to all.
+            "raise": FloatingPointError at the next training forward, on all ranks; "spread": do not look, as
+            DistributedDataParallel.
         ddp_options: any argument of DistributedDataParallel.
 
     Raises:
@@ -37,14 +42,27 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
     """
 
-    def __init__(self, module: nn.Module, *, timeout: timedelta = DEFAULT_TIMEOUT, **ddp_options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        on_nonfinite: str = "raise",
+        **ddp_options: Any,
+    ) -> None:
+        check_inside(module, wrapper=type(self).__name__)
+        if check_policy(on_nonfinite) == "skip":
+            raise ValueError(
+                "got on_nonfinite='skip' for AllReduceDataParallel, expected 'raise' or 'spread': a gradient of one "
+                "rank is in the average of all; let a GradScaler skip such steps"
+            )
         device = next(module.parameters()).device
         mesh, group = ddp_options.get("device_mesh"), ddp_options.get("process_group")
         if mesh is not None:
             group = mesh.get_group()
         elif group is None and dist.is_initialized():
             group = dist.group.WORLD
-        transport = connect(group, module_device=device, timeout=timeout)
+        transport = self._transport = connect(group, module_device=device, timeout=timeout)
         self._averager = GlobalAverage(transport)
         self._failure: NamedFailure | None = None
         self._gradient_group: GradientGroup | None = None
@@ -58,6 +76,7 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         self._bytes_per_step = 2 * (n - 1) * num_bytes // n
         self._num_steps = 0
+        self._is_finite = FiniteCheck() if on_nonfinite == "raise" else None
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
         group = self.process_group
@@ -94,21 +113,25 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         """As DistributedDataParallel."""
         if self.training and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._num_steps += 1
+            if self._is_finite is not None and not self._is_finite.of_all(self._parameters_and_buffers[0]):
+                refuse(dist.get_rank(self.process_group), f"step {self._num_steps - 1}")
         return super().forward(*args, **kwargs)
 
     def flush(self) -> None:
         """Nothing is ever in flight after a backward."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Give back what averages need; gradients are still averaged by whoever trains on."""
+        self._transport.close()
 
     def comm_stats(self) -> dict[str, float]:
         """As the gossip wrappers' `comm_stats`. bytes_sent is what a ring all-reduce of the gradients sends, by
         calculation; wait_seconds is NaN, as the waits are inside DistributedDataParallel's backward."""
         return {
-            "bytes_sent": self._num_steps * self._bytes_per_step + self._averager.transport.num_bytes_sent,
+            "bytes_sent": self._num_steps * self._bytes_per_step + self._transport.num_bytes_sent,
             "wait_seconds": float("nan"),
             "num_rounds": self._num_steps,
+            "num_skipped": 0,
             "mean_staleness": 0.0,
             "max_staleness": 0.0,
             "consensus_distance": self._last_consensus_distance,

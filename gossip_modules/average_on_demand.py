@@ -38,6 +38,11 @@ class AverageOnDemand(GlobalAverage):
         """By averages so far."""
         return self.transport.num_bytes_sent if self._is_connected else 0
 
+    def close(self) -> None:
+        """Give back the process group, if there is one; idempotent. No averages after it."""
+        if self._is_connected:
+            self._connection.close()
+
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`.
 
@@ -52,7 +57,8 @@ class AverageOnDemand(GlobalAverage):
             )
         call_the_roll(job_store(), dist.get_rank(), dist.get_world_size(), call=next(_calls), timeout=self._timeout)
         if not self._is_connected:
-            super().__init__(connect(module_device=self._device, timeout=self._timeout))
+            self._connection = connect(module_device=self._device, timeout=self._timeout)
+            super().__init__(self._connection)
             self._is_connected = True
         super().start(s, t)
 

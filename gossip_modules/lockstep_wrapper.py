@@ -163,6 +163,11 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         finally:
             self._debias.stop()
 
+    def _release(self) -> None:
+        self._transport.close()
+        if self._node is not None:
+            self._node.transport.close()
+
     @property
     def _bytes_sent(self) -> int:
         local_bytes = 0 if self._node is None else self._node.transport.num_bytes_sent

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .flat_vector import CHUNK, FlatVector
 
@@ -55,8 +55,18 @@ class FiniteCheck:
 
     def __call__(self, x: FlatVector) -> bool:
         """Whether x, on a GPU the x of the last call, has no infinities or NaN."""
-        if not x.raw.is_cuda:
-            return is_finite(x)
+        totals = [_total(segment).float() for segment in x.segments]
+        return self._is_finite(torch.stack(totals).sum(), lambda: is_finite(x))
+
+    def of_all(self, tensors: Sequence[Tensor]) -> bool:
+        """The same of many tensors: of one device, floating point or complex."""
+        real = [torch.view_as_real(x.detach()) if x.is_complex() else x.detach() for x in tensors]
+        return self._is_finite(nn.utils.get_total_norm(real), lambda: all(map(_all_finite, map(Tensor.flatten, real))))
+
+    def _is_finite(self, total: Tensor, look: Callable[[], bool]) -> bool:
+        """total: finite only if all is finite. look: the exact answer, as a total of finite numbers may overflow."""
+        if not total.is_cuda:
+            return bool(torch.isfinite(total)) or look()
         answer = True
         if self._flag is None:
             self._flag = torch.ones(1, dtype=torch.bool, pin_memory=True)
@@ -64,11 +74,9 @@ class FiniteCheck:
         else:
             self._copied.synchronize()  # queued a whole step ago
             answer = bool(self._flag)
-        # Every total is finite, or their sum is not. A sum that overflows is looked at again, as in `is_finite`.
-        total = torch.stack([_total(segment).float() for segment in x.segments]).sum()
         self._flag.copy_(torch.isfinite(total).view(1), non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(x.raw.device))
-        return answer or is_finite(x)
+        self._copied.record(torch.cuda.current_stream(total.device))
+        return answer or look()
 
     def __getstate__(self) -> dict[str, object]:
         return {"_flag": None}

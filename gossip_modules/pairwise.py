@@ -176,6 +176,9 @@ class PairwiseDataParallel(GossipWrapper):
         self._engine.close()
         super().close()
 
+    def _release(self) -> None:
+        self._averager.close()
+
     def report_loss(self, loss: float) -> None:
         """The loss of the last batch, which peers merge by, and `divergence_threshold`; call it after every batch."""
         self._engine.report_loss(loss)

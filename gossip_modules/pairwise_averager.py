@@ -107,6 +107,7 @@ class PairwiseAverager(AveragingMixin):
     def close(self) -> None:
         """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
         self._engine.close()
+        self._averager.close()
 
     def comm_stats(self) -> dict[str, float]:
         """See `PairwiseDataParallel.comm_stats`."""

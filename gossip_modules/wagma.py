@@ -161,6 +161,9 @@ class GroupAverageDataParallel(GossipWrapper):
         """How far training is: rounds that this rank has taken part in or skipped."""
         return self._engine.t
 
+    def _release(self) -> None:
+        self._transport.close()
+
     @property
     def _bytes_sent(self) -> int:
         num_bytes = self._transport.num_bytes_sent

@@ -216,6 +216,7 @@ class WaitAvoidingWorker:
             self.words.hang_up()
             self._background.close()
         atexit.unregister(self._exit)
+        self.words.transport.close()
         if error is None:
             self._background.raise_if_unseen()
 

@@ -25,7 +25,13 @@ class WatchedTransport(ProcessGroupTransport):
     """
 
     def __init__(self, transport: ProcessGroupTransport, join_in: JoinIn) -> None:
-        super().__init__(transport.group, device=transport.device, timeout=transport.timeout, names=transport.names)
+        super().__init__(
+            transport.group,
+            device=transport.device,
+            timeout=transport.timeout,
+            names=transport.names,
+            notes=transport.notes,
+        )
         self._join_in = join_in
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:

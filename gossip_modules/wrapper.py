@@ -98,14 +98,20 @@ class GossipWrapper(MetadataState, AveragingMixin):
     def _agree(
         self, hello: ProcessGroupTransport, description: Mapping[str, str | Sequence[str]], *, init_sync: bool
     ) -> None:
-        """Check that ranks agree on wrapper, `description` and model, then start from rank 0's tensors if asked."""
+        """Check that ranks agree on wrapper, `description` and model, then start from rank 0's tensors if asked.
+
+        The last use of `hello`, which is closed.
+        """
         whole = {"wrapper": type(self).__name__, **description, "model": self._buffer.signature()}
-        check_agreement(hello, whole)
-        self._place = hello.rank, hello.world_size
-        if init_sync:
-            flat = {id(tensor) for tensor in self._buffer.tensors}
-            rest = [x for x in (*self.module.parameters(), *self.module.buffers()) if id(x) not in flat]
-            broadcast_tensors(hello, [self._buffer.vector.raw, *rest])
+        try:
+            check_agreement(hello, whole)
+            self._place = hello.rank, hello.world_size
+            if init_sync:
+                flat = {id(tensor) for tensor in self._buffer.tensors}
+                rest = [x for x in (*self.module.parameters(), *self.module.buffers()) if id(x) not in flat]
+                broadcast_tensors(hello, [self._buffer.vector.raw, *rest])
+        finally:
+            hello.close()
 
     def _close_when_collected(self) -> None:
         """[Note: Lost wrappers] Threads outlive a wrapper nobody closed, and would go on giving peers its model.
@@ -199,6 +205,10 @@ class GossipWrapper(MetadataState, AveragingMixin):
             finally:
                 self._is_closed = True
                 self._engine.close()
+                self._release()
+
+    def _release(self) -> None:
+        """Give back groups, threads and connections, when nothing uses them any more."""
 
     @property
     @abstractmethod

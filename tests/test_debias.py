@@ -38,7 +38,7 @@ class Failing(torch.optim.SGD):
     """Adds one to every parameter, and raises."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.add_(1.0)

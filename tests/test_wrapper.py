@@ -987,7 +987,15 @@ def test_comm_stats_count_bytes_exactly() -> None:
         wrapper = wrap(module, group)
         start = wrapper.comm_stats()
         assert set(start) == {
-            *("bytes_sent", "wait_seconds", "num_rounds", "mean_staleness", "max_staleness", "consensus_distance")
+            *(
+                "bytes_sent",
+                "wait_seconds",
+                "num_rounds",
+                "num_skipped",
+                "mean_staleness",
+                "max_staleness",
+                "consensus_distance",
+            )
         }
         assert start["num_rounds"] == 0
         for step in range(5):
