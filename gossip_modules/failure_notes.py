@@ -95,6 +95,8 @@ class FailureNotes:
             own = group.get_group_store()
         except (AttributeError, RuntimeError):  # an older torch, or a group without
             return None
+        if own is None:  # of a backend that was made without one
+            return None
         return cls(BoundedStore(dist.PrefixStore("gossip_failures", own), timeout=_REQUEST), rank)
 
     def leave(self, blamed: Mapping[int, str], what: str, *, is_own: bool = False) -> None:

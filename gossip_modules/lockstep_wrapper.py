@@ -134,7 +134,7 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         """What the ranks' engines must agree on."""
         return ""
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # see `GossipWrapper`
     def _before_forward(self) -> None:
         self._debias.to_estimate()  # [Note: a step that raises]; else it does nothing
         super()._before_forward()

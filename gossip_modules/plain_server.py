@@ -252,7 +252,7 @@ class PlainServer(ModelServer):
             return
         published, reading = answer.model
         client.reply = _Reply(published, reading, client.since)
-        model = memoryview(published.snapshot.vector.raw.numpy())
+        model = memoryview(published.snapshot.vector.raw.numpy().data)
         client.unsent = [memoryview(head + header_of(len(model))), model]
         self.stats.bytes_sent += len(model)
         self.stats.num_models_sent += 1

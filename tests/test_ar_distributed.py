@@ -137,5 +137,5 @@ def test_equals_distributed_data_parallel_bit_for_bit() -> None:
 
 
 def test_without_torch_distributed() -> None:
-    with pytest.raises(ValueError, match="process group"):
+    with pytest.raises(RuntimeError, match=r"torch.distributed is not initialised, expected a process group"):
         AllReduceDataParallel(nn.Linear(1, 1))

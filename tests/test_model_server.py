@@ -341,9 +341,9 @@ def test_connections_are_bounded_and_a_peer_among_them_is_served() -> None:
         server.publish(x, Standing())
         assert client.fetch(inbox, TIMEOUT) is not None
         before = num_descriptors()
+        assert isinstance(server, PlainServer)
         for _ in range(400):
             strangers.enter_context(connect(server.address))
-            assert isinstance(server, PlainServer)
         wait_for(lambda: server.stats.num_refused_connections >= 400 - server.max_connections)
         assert num_descriptors() - 400 - before <= server.max_connections
         assert client.fetch(inbox, TIMEOUT) is not None  # on the connection that it had
