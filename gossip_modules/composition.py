@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from .averaging import AveragingMixin
 
@@ -35,12 +34,11 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
             raise ValueError(f"got a module to wrap in {wrapper} of which {where}, expected a plain module; {remedy}")
 
 
-def check_outside(module: nn.Module, parameters: Collection[Tensor]) -> None:
+def check_outside(module: nn.Module) -> None:
     """Refuse what was put around or over a wrapper after it was made.
 
     Args:
         module: the wrapper.
-        parameters: what it gossips.
 
     Raises:
         RuntimeError: naming what it is.
@@ -56,14 +54,25 @@ def check_outside(module: nn.Module, parameters: Collection[Tensor]) -> None:
     for part in module.modules():
         for other, remedy in _tools_of(part, with_wrappers=False):
             raise RuntimeError(f"got a {name} to which a tool was applied that makes it {other}; {remedy}")
-    for optimizer in _sharded_optimizers():
-        ours = set(map(id, parameters))
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            raise RuntimeError(
-                f"got a ZeroRedundancyOptimizer over the parameters of a {name}: it steps each parameter on one rank "
-                "and sends it to the others, so that their models would be overwritten; expected an optimizer of each "
-                "rank's own; use the optimizer inside it directly, e.g. torch.optim.AdamW(model.parameters())"
-            )
+
+
+def check_optimizers(module: nn.Module, parameter: Tensor) -> None:
+    """Refuse an optimizer that steps each parameter on one rank and sends it to the others.
+
+    Args:
+        module: the wrapper.
+        parameter: one that it gossips.
+
+    Raises:
+        RuntimeError: naming the optimizer.
+    """
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and _is_held_by(parameter, zero.ZeroRedundancyOptimizer):
+        raise RuntimeError(
+            f"got a ZeroRedundancyOptimizer over the parameters of a {type(module).__name__}: it steps each parameter "
+            "on one rank and sends it to the others, so that their models would be overwritten; expected an optimizer of "
+            "each rank's own; use the optimizer inside it directly, e.g. torch.optim.AdamW(model.parameters())"
+        )
 
 
 def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tuple[str, str]]:
@@ -79,8 +88,16 @@ def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tupl
         yield "replicated by replicate(), which averages gradients over all ranks", _REMEDY
 
 
-def _sharded_optimizers() -> Iterator[Optimizer]:
-    """The living instances of ZeroRedundancyOptimizer; nothing is looked for where its module was never imported."""
-    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if zero is not None:
-        yield from (x for x in gc.get_objects() if type(x) is zero.ZeroRedundancyOptimizer)
+def _is_held_by(parameter: Tensor, kind: type) -> bool:
+    """Whether a list that holds the parameter is an attribute of such an object. Takes a part of a second.
+
+    Asked backwards, from the parameter: a list of all objects would keep those alive that other threads are done with.
+    """
+    for group in gc.get_referrers(parameter):
+        if type(group) is not list:
+            continue
+        for owner in gc.get_referrers(group):
+            owners = gc.get_referrers(owner) if type(owner) is dict else (owner,)
+            if any(type(x) is kind for x in owners):
+                return True
+    return False

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from .agreement import broadcast_tensors, check_agreement
 from .averaging import AveragingMixin
-from .composition import check_inside, check_outside
+from .composition import check_inside, check_optimizers, check_outside
 from .connect import connect
 from .engine import Engine, IdleEngine
 from .flat_buffer import FlatBuffer
@@ -160,7 +160,7 @@ class GossipWrapper(MetadataState, AveragingMixin):
     @torch.no_grad()
     def _take_in(self) -> None:
         """Attach tensors that were put in place of ours; what is in flight is applied to their values."""
-        check_outside(self, self._buffer.parameters)
+        check_outside(self)
         if self._engine.is_in_flight:
             self._buffer.pull()
             self._land()
@@ -301,7 +301,8 @@ class GossipWrapper(MetadataState, AveragingMixin):
         """[Note: One forward is one round]"""
         self._trains = torch.is_grad_enabled() and (self.module.training or self.gossip_in_eval_mode)
         if self._trains and not self._is_checked:
-            check_outside(self, self._buffer.parameters)
+            check_outside(self)
+            check_optimizers(self, self._buffer.parameters[0])
             self._is_checked = True
         # A model that is frozen for a while, like a GAN's critic, is not trained.
         self._trains = self._trains and (self._buffer.is_complete() or self._buffer.is_trained())
