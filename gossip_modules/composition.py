@@ -70,7 +70,7 @@ def check_optimizers(module: nn.Module, parameter: Tensor) -> None:
     if zero is not None and _is_held_by(parameter, zero.ZeroRedundancyOptimizer):
         raise RuntimeError(
             f"got a ZeroRedundancyOptimizer over the parameters of a {type(module).__name__}: it steps each parameter "
-            "on one rank and sends it to the others, so that their models would be overwritten; expected an optimizer of "
+            "on one rank and sends it to the others, which overwrites their models; expected an optimizer of "
             "each rank's own; use the optimizer inside it directly, e.g. torch.optim.AdamW(model.parameters())"
         )
 
