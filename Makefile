@@ -3,6 +3,7 @@
 # make compare    the exact recipes on the same data and budget, as a table and a picture
 # make consensus  how fast workers agree, by every way to compress, in steps and in bits
 # make test       the tests
+# make soak       those that take longer: jobs that are killed and start again, the table of faults
 # make test-torch TORCH=2.15.0  the tests that touch the library, with that torch from .venv-torch-2.15.0, which it makes
 # make check      ruff and mypy
 # make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
@@ -30,7 +31,7 @@ CLUSTER_INSTALLED = $(CLUSTER_VENV)/.installed
 PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .DELETE_ON_ERROR:
-.PHONY: venv train compare consensus test test-torch venv-torch check bench faults cluster cluster-venv clean
+.PHONY: venv train compare consensus test soak test-torch venv-torch check bench faults cluster cluster-venv clean
 
 venv: $(INSTALLED)
 
@@ -70,6 +71,9 @@ consensus: $(INSTALLED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 \
 	  --dist loadfile --no-loadscope-reorder
+
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m soak
 
 # The oldest torch that setup.py allows and the newest; each has a torchvision of its own.
 TORCH = 2.15.0

@@ -202,6 +202,7 @@ def test_all_wrappers_can_be_made() -> None:
     assert list(methods._MAKERS) == list(WRAPPERS)
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(300)  # two imports of torch, on a machine that may be busy
 def test_two_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +247,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(300)  # two imports of torch, on a machine that may be busy
 def test_no_process_outlives_the_command(tmp_path: Path) -> None:

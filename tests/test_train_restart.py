@@ -15,6 +15,7 @@ from tests.test_train_gossip_sgd import ENVIRONMENT, ROOT, SCRIPT, TORCHRUN
 RESTARTING = [*TORCHRUN[:-1], "--max-restarts", "1", SCRIPT, "--epochs", "1000000", "--validate-every", "1000000"]
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(180)  # two starts, on a machine that may be busy
 @pytest.mark.parametrize("recipe", ["sgp", "adpsgd"])
@@ -46,6 +47,7 @@ def test_torchrun_starts_a_job_again_when_a_worker_was_killed(tmp_path: Path, re
     assert starts[1] % 40 == 0
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
