@@ -18,7 +18,7 @@ from .composition import check_inside
 from .connect import connect
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage
-from .gradient_group import GradientGroup, NamedFailure
+from .gradient_group import GradientGroup, NamedFailure, without_context
 from .nonfinite import FiniteCheck, check_policy, refuse
 from .transport import DEFAULT_TIMEOUT
 
@@ -96,7 +96,8 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
 
         @functools.wraps(hook)
         def named(state: object, bucket: Any) -> Any:
-            future = hook(state, bucket)
+            with without_context():
+                future = hook(state, bucket)
             failure.expect(future.wait)
             return future
 

@@ -41,9 +41,30 @@ class GradientGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """As `ProcessGroup.allreduce`."""
-        work = self._group.allreduce(tensors, dist.AllreduceOptions() if opts is None else opts)
+        with without_context():
+            work = self._group.allreduce(tensors, dist.AllreduceOptions() if opts is None else opts)
         self.failure.expect(work.wait)
         return work
+
+
+@contextlib.contextmanager
+def without_context() -> Iterator[None]:
+    """Inside, work that is posted does not hold the Python context of the backward.
+
+    [Note: context of a backward] Since torch 2.14 a backward puts a `contextvars.Context` into thread-local storage and
+    takes it out at its end. Gloo's work keeps a copy of that storage. If a thread of Gloo frees the work last, it needs
+    the GIL for that, while it holds the lock of the group's queue. The reducer, when it rebuilds its buckets in the
+    second forward, waits for that lock and keeps the GIL: a deadlock. Work without a Python object needs no GIL.
+    """
+    if not hasattr(torch._C, "_remove_obj_from_tls") or not torch._C._is_key_in_tls("context"):
+        yield  # older torch leaves the last context where it is
+        return
+    context = torch._C._get_obj_in_tls("context")
+    torch._C._remove_obj_from_tls("context")
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls("context", context)
 
 
 class NamedFailure:
