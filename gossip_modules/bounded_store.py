@@ -21,7 +21,8 @@ class BoundedStore:
     [Note: store requests] The client of a TCPStore waits for ever when the process that serves it is stopped or cut
     off, whatever its timeout. So a daemon thread sends the requests to a TCPStore, one after the other, and who asks
     waits for that thread. A request that was given up stays with the thread, and is carried out if the store answers
-    again; until then all others fail at once. Stores without a server, in memory or in a file, are asked directly.
+    again; until then others fail as soon as it has been there for as long as they would wait. Stores without a server,
+    in memory or in a file, are asked directly.
 
     Args:
         store: of any kind.
@@ -108,16 +109,16 @@ class _Client:
 
     def run(self, call: Callable[[], T], seconds: float) -> T:
         """What `call` returns or raises, or _NoAnswer after so many seconds."""
-        abandoned = self._abandoned
-        if abandoned is not None:
-            request, start = abandoned
-            if not request.is_done.acquire(blocking=False):
-                raise _NoAnswer(f"no answer to an earlier request for {time.monotonic() - start:.1f} s")
-            request.is_done.release()
+        start = time.monotonic()
+        if (abandoned := self._abandoned) is not None:
+            earlier, asked = abandoned
+            if not earlier.is_done.acquire(timeout=max(asked + seconds - start, 0.0)):
+                raise _NoAnswer(f"no answer to an earlier request for {time.monotonic() - asked:.1f} s")
+            earlier.is_done.release()
             self._abandoned = None
-        request, start = _Request(call), time.monotonic()
+        request = _Request(call)
         self._requests.put(request)
-        if not request.is_done.acquire(timeout=seconds):
+        if not request.is_done.acquire(timeout=max(start + seconds - time.monotonic(), 0.0)):
             self._abandoned = self._abandoned or (request, start)
             raise _NoAnswer(f"no answer within {seconds:g} s")
         if request.error is not None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -77,6 +78,20 @@ def test_a_frozen_server_is_an_error_in_time_and_may_come_back(server: tuple[int
             return
         except ConnectionError:
             assert time.monotonic() < deadline
+
+
+def test_who_has_more_time_waits_for_a_request_that_was_given_up(server: tuple[int, dist.TCPStore]) -> None:
+    """Notes of failures are given up early; a `Progress` that shares the thread is not in a hurry."""
+    pid, plain = server
+    hurried, patient = (BoundedStore(plain, timeout=timedelta(seconds=seconds)) for seconds in (0.1, 20))
+    assert patient.add("number", 1, what="adding") == 1
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(ConnectionError, match="no answer within"):
+            hurried.add("number", 1, what="adding")
+    finally:
+        threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
+    assert patient.add("number", 1, what="adding") == 3
 
 
 def test_an_error_of_the_store_is_one_of_the_request() -> None:
