@@ -138,7 +138,8 @@ class LockstepEngine(Engine):
             )
         self.gossiper = gossiper
         self.schedule = schedule
-        self.averager = GlobalAverage(gossiper.transport)
+        # A rank that leaves out what others have sent it keeps its own weight, and they have given theirs away.
+        self.averager = GlobalAverage(gossiper.transport, sums_weights=on_nonfinite == "skip" and gossiper.is_weighted)
         self.step = 0  # training steps seen so far
 
     @property

@@ -244,10 +244,17 @@ class Gossiper(Mixer):
 
 
 class GlobalAverage(Mixer):
-    """x_i <- mean_j x_j exactly, by all-reduce: W = J. The weight becomes one, since weights sum to the world size."""
+    """x_i <- mean_j x_j exactly, by all-reduce: W = J. The weight becomes one, since weights sum to the world size.
 
-    def __init__(self, transport: Transport) -> None:
+    Args:
+        transport: over the ranks.
+        sums_weights: whether weights may have another sum, since rounds were left out: the mean of x is then divided by
+            that of the weights.
+    """
+
+    def __init__(self, transport: Transport, *, sums_weights: bool = False) -> None:
         self.transport = transport
+        self._sums_weights = sums_weights
         self._round = 0
 
     @property
@@ -264,6 +271,13 @@ class GlobalAverage(Mixer):
         for x in s.segments:
             # A sum of many narrow numbers loses digits, so it is taken in float32.
             total = x.float() if x.element_size() < 4 else x
-            self.transport.all_reduce(total, what=f"global average in round {self._round}")
-            x.copy_(total.div_(self.transport.world_size))
+            self._average(total)
+            x.copy_(total)
+        if self._sums_weights:
+            self._average(s.weight)
+            s.divide_by_weight_()
         s.weight.fill_(1.0)
+
+    def _average(self, x: Tensor) -> None:
+        self.transport.all_reduce(x, what=f"global average in round {self._round}")
+        x.div_(self.transport.world_size)

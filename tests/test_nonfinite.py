@@ -6,6 +6,7 @@ import re
 from datetime import timedelta
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from gossip_modules import (
     DeepSqueeze,
     DynamicBipartiteExponentialGraph,
     GossipDataParallel,
+    NetworkXGraph,
     PowerGossip,
     Schedule,
     SignNorm,
@@ -116,6 +118,33 @@ def test_left_out_rounds_are_those_of_the_pairs_with_the_sick_rank() -> None:
         return sum(met)
 
     assert sum(run_ranks(4, body)) > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}])
+def test_averages_after_rounds_that_were_left_out(options: dict[str, Any]) -> None:
+    """Push-sum weights have another sum then; equal models stay equal, and so does their average."""
+    links = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (2, 1)])  # irregular: weights leave one
+
+    def body(group: dist.ProcessGroup) -> float:
+        model = mlp()
+        wrapper = wrap(model, group, graph=NetworkXGraph(links), on_nonfinite="skip", **options)
+        if group.rank() == 0:
+            fall_ill(wrapper, float("nan"))
+        gossip(wrapper, num_steps=1)
+        wrapper.flush()
+        if group.rank() == 0:
+            model.load_state_dict(mlp().state_dict())
+        gossip(wrapper, num_steps=4)
+        with wrapper.averaged():
+            torch.testing.assert_close(flatten(model), flatten(mlp()))
+        assert wrapper.consensus_distance() < 1e-6
+        weight = wrapper.get_extra_state()["weight"].item()
+        wrapper.average_()
+        torch.testing.assert_close(flatten(model), flatten(mlp()))
+        wrapper.close()
+        return weight
+
+    assert abs(sum(run_ranks(4, body)) - 4) > 0.1
 
 
 @pytest.mark.parametrize("options", MODES)
