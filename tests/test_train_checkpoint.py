@@ -410,6 +410,16 @@ def test_a_manifest_of_before_it_named_its_rank_still_counts(checkpoints: Checkp
     assert checkpoints.load([path]) == (path, {"x": 5})
 
 
+def test_a_manifest_of_before_there_were_plans_still_counts(tmp_path: Path) -> None:
+    identity = Config(recipe="sgp").identity
+    assert identity["plan"] == ""
+    before = {name: value for name, value in identity.items() if name != "plan"}
+    path = Checkpoints(tmp_path, Ranks(1)[0], before).save(3, {"x": 1})
+    assert Checkpoints(tmp_path, Ranks(1)[0], identity).load([path]) == (path, {"x": 1})
+    with pytest.raises(ValueError, match="of a run with plan='', expected 'another'"):
+        Checkpoints(tmp_path, Ranks(1)[0], identity | {"plan": "another"}).load([path])
+
+
 def test_a_folder_that_another_rank_removes_meanwhile_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "step_00000001"
     scandir = os.scandir

@@ -215,9 +215,10 @@ class Checkpoints:
         except (DamagedError, OSError) as error:
             return str(error)
         for name, expected in self._identity.items():
-            if manifest.get(name) != expected:
+            found = manifest.get(name, "")  # an option that came later was not set
+            if found != expected:
                 raise ValueError(
-                    f"got {files.state_path} of a run with {name}={manifest.get(name)!r}, expected {expected!r} as in "
+                    f"got {files.state_path} of a run with {name}={found!r}, expected {expected!r} as in "
                     f"this run; resume with the options of that run, or {START_AFRESH}"
                 )
         try:
