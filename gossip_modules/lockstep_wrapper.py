@@ -140,9 +140,11 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         super()._before_forward()
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        # The node's replica averages gradients and shares buffers, so all its processes must call it: in training only.
-        module = self._node.replica if self._node is not None and self._trains else self.module
-        return module(*args, **kwargs)
+        # The node's replica averages gradients and shares buffers, so all its processes must call it: in training only,
+        # and not after close().
+        if self._node is not None and self._trains and not self._is_closed:
+            return self._node.replica(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

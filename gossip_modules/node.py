@@ -58,7 +58,9 @@ class Node:
     def __deepcopy__(self, memo: dict[int, object]) -> Node:
         node = copy.copy(self)
         memo[id(self)] = node
-        node.replica = node._replicate(copy.deepcopy(self.replica.module, memo))
+        node.transport = copy.deepcopy(self.transport, memo)
+        if not self.transport.is_closed:  # else nobody calls the replica any more
+            node.replica = node._replicate(copy.deepcopy(self.replica.module, memo))
         return node
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import weakref
@@ -137,7 +138,9 @@ class ProcessGroupTransport:
         self._lost.atexit = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupTransport:
-        """Another user of the same connection, see [Note: channels]."""
+        """Another user of the same connection, see [Note: channels]; closed, and without a channel, if this one is."""
+        if self.is_closed:
+            return copy.copy(self)
         return ProcessGroupTransport(
             self.group, device=self.device, timeout=self.timeout, names=self.names, notes=self.notes
         )
@@ -155,6 +158,11 @@ class ProcessGroupTransport:
                 "has released their process group, expected it before; or pass a process group of your own"
             )
         return self._group
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close()` was called."""
+        return not self._lost.alive
 
     def own_group(self) -> None:
         """The group was made for this transport: release it with its last user."""

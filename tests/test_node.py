@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from typing import Any
 
@@ -154,3 +155,32 @@ def test_buffers_are_those_of_local_rank_0_and_one_process_may_evaluate_alone() 
             assert torch.equal(result[f"{name} averaged"], torch.full((4,), 1.0))
             assert torch.equal(result[f"{name} at the end"], results[0][f"{name} at the end"])
             assert result[f"{name} rounds"] == 5
+
+
+def copy_and_close(rank: int) -> dict[str, Tensor]:
+    """Copies of a node before and after its end; then one process alone trains on."""
+    wrapper = GossipDataParallel(mlp(), nprocs_per_node=PER_NODE, timeout=timedelta(seconds=10))
+    train_step(wrapper, sgd(wrapper), rank, 0)
+    early = copy.deepcopy(wrapper)
+    wrapper.close()
+    train_step(early, sgd(early), rank, 1)  # which still gossips
+    early.close()
+    late = copy.deepcopy(wrapper)
+    results = {"early": flatten(early.module), "late before": flatten(late.module)}
+    if rank == 0:
+        for model in (wrapper, late):
+            train_step(model, sgd(model), rank, 2)
+            with model.no_sync():
+                loss_of(model, rank, 3).backward()
+    return {**results, "closed": flatten(wrapper.module), "late": flatten(late.module)}
+
+
+@pytest.mark.e2e
+def test_after_close_a_process_of_a_node_is_alone() -> None:
+    first, second = (outcome.result for outcome in run_processes(PER_NODE, copy_and_close))
+    for name in ("early", "late before"):
+        assert torch.equal(first[name], second[name])
+    for name in ("closed", "late"):
+        assert torch.equal(second[name], second["late before"])
+        assert not torch.equal(first[name], second[name])
+    assert torch.equal(first["closed"], first["late"])

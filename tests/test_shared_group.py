@@ -106,6 +106,16 @@ def test_channels_are_given_back_and_run_out_with_a_remedy() -> None:
         over(group)
 
 
+def test_a_copy_of_what_is_closed_is_closed() -> None:
+    group = solo_group()
+    closed = over(group)
+    closed.close()
+    copies = [copy.deepcopy(closed) for _ in range(NUM_CHANNELS + 1)]  # without channels
+    assert copies[0].is_closed
+    copies[0].close()
+    over(group).close()
+
+
 def test_close_of_a_given_group_leaves_it_alone() -> None:
     def body(group: dist.ProcessGroup) -> None:
         transport = over(group)
@@ -150,6 +160,12 @@ def make_and_close_many(rank: int) -> dict[str, list[int]]:
         one.close()
         with pytest.raises(ValueError, match=rf"rank {rank}: got an operation among ranks \[0, 1\] after close\(\)"):
             one.all_reduce(torch.ones(1), what="a sum")
+
+    model = GossipDataParallel(mlp(), timeout=timedelta(seconds=20))
+    model.close()
+    snapshot = copy.deepcopy(model)
+    train_step(snapshot, sgd(snapshot), rank, 0)
+    snapshot.close()
 
     for name, make in (("wrapper", wrapper), ("transport", transport)):
         make()
