@@ -5,6 +5,7 @@
 # make test       the tests
 # make soak       those that take longer: jobs that are killed and start again, the table of faults
 # make test-torch TORCH=2.15.0  the tests that touch the library, with that torch from .venv-torch-2.15.0, which it makes
+#                 TESTS="-m 'not soak and not e2e'" leaves out those that start processes
 # make check      ruff and mypy
 # make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
 # make faults     what every wrapper does when ranks are killed, stopped, fail or leave, as a table
@@ -89,7 +90,7 @@ TORCH_TESTS = --ignore-glob='*/test_train_*' --ignore-glob='*/test_visualization
 # What is not torch's own (pytest, mpirun, ...) is that of .venv.
 test-torch: $(TORCH_INSTALLED)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest \
-	  --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TORCH_TESTS)
+	  --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TORCH_TESTS) $(TESTS)
 
 venv-torch: $(TORCH_INSTALLED)
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
 CHANNEL_BITS = 5  # of a tag
 NUM_CHANNELS = 1 << CHANNEL_BITS
-_RELEASE_SECONDS = 1.0
+_RELEASE_SECONDS, _EXIT_SECONDS = 1.0, 10.0
+# An older torch names a group after how many there are: a new one would take the name of one that was released, and find
+# the addresses of its dead connections in the store. There groups stay until the job ends.
+_naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
+CAN_RELEASE = _naming is None or "pg_names" not in _naming.__code__.co_names
+_exiting = threading.Event()
+_releasing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class SharedGroup:
@@ -93,8 +101,8 @@ class Use:
 
     def lose(self) -> None:
         """As `end` when the transport was collected: whichever thread collects garbage waits for nobody."""
-        if self.shared.leave(self.channel, is_free=not self.is_active):
-            threading.Thread(target=release, args=(self._holder,), name="releasing-group", daemon=True).start()
+        if self.shared.leave(self.channel, is_free=not self.is_active) and not _exiting.is_set():
+            _in_a_thread(lambda: release(self._holder))
 
 
 def release(holder: list[dist.ProcessGroup]) -> None:
@@ -116,9 +124,29 @@ def release(holder: list[dist.ProcessGroup]) -> None:
     # A group that goes keeps the GIL while it joins its threads, which may want it; a backend lets go of it. It may
     # take until a collective that hangs in there has timed out, so another thread does it.
     del group
-    thread = threading.Thread(target=backends.clear, name="releasing-group", daemon=True)
+    _in_a_thread(backends.clear).join(_RELEASE_SECONDS)
+
+
+def _in_a_thread(body: Callable[[], None]) -> threading.Thread:
+    """[Note: groups at exit] A thread that lets go of a group does so inside C++ code, and comes back for the GIL.
+
+    If the interpreter has ended meanwhile, that aborts the process. So at its exit these threads are waited for, for
+    ten seconds at most (it takes hundredths), and groups that are lost later end with the process.
+    """
+    thread = threading.Thread(target=body, name="releasing-group", daemon=True)
+    _releasing.add(thread)
     thread.start()
-    thread.join(_RELEASE_SECONDS)
+    return thread
+
+
+@atexit.register
+def _wait_until_released() -> None:
+    """[Note: groups at exit]"""
+    _exiting.set()
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while _releasing and (left := deadline - time.monotonic()) > 0:
+        thread = _releasing.pop()
+        thread.join(left)
 
 
 def _backends_of(group: dist.ProcessGroup) -> Iterator[dist._Backend]:

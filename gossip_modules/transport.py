@@ -18,7 +18,7 @@ from .backend import backend_of
 from .exchange import LATE, Exchange, fail, num_bytes_of, wait_for
 from .failure_notes import GONE, SILENT, FailureNotes, describe
 from .named_barrier import AnotherOperation, NotAllCame, meet
-from .shared_group import CHANNEL_BITS, Use
+from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
 from .staging import Staging
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -165,8 +165,8 @@ class ProcessGroupTransport:
         return not self._lost.alive
 
     def own_group(self) -> None:
-        """The group was made for this transport: release it with its last user."""
-        self._use.shared.is_owned = True
+        """The group was made for this transport: release it with its last user, where torch can."""
+        self._use.shared.is_owned = CAN_RELEASE
 
     def close(self) -> None:
         """Give back the channel, and the group if it was made for this transport; idempotent, waits for no rank.

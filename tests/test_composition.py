@@ -77,6 +77,7 @@ def test_distributed_data_parallel_in_or_around_is_refused() -> None:
     in_one_process(body)
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # of torch 2.6
 def test_sharding_is_refused_with_what_is_possible() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ from gossip_modules import (
     RingGraph,
     connect,
 )
-from gossip_modules.shared_group import NUM_CHANNELS
+from gossip_modules.shared_group import CAN_RELEASE, NUM_CHANNELS
 from tests.problems import mlp, sgd, train_step
 from tests.processes import run_processes
 from tests.ranks import CPU, TIMEOUT, run_ranks, solo_group
@@ -179,6 +182,7 @@ def make_and_close_many(rank: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.e2e
+@pytest.mark.skipif(not CAN_RELEASE, reason="this torch names new groups like released ones")
 def test_groups_of_our_own_are_released() -> None:
     for outcome in run_processes(2, make_and_close_many):
         for name, (threads, descriptors) in outcome.result.items():
@@ -204,3 +208,31 @@ def close_before_the_other(rank: int) -> str:
 @pytest.mark.e2e
 def test_who_waits_for_a_rank_that_has_closed_is_told_so() -> None:
     run_processes(2, close_before_the_other)
+
+
+LOST = """
+import torch, torch.distributed as dist
+from gossip_modules import GossipDataParallel
+
+def main():
+    dist.init_process_group("gloo")
+    model = GossipDataParallel(torch.nn.Linear(3, 2), overlap=True)
+    for _ in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+    model.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+@pytest.mark.e2e
+def test_a_program_that_ends_without_close_ends_in_order(tmp_path: Path) -> None:
+    """[Note: groups at exit] The group is released by a thread, which the end of the interpreter must not overtake."""
+    script = tmp_path / "lost.py"
+    script.write_text(LOST)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "terminate" not in result.stderr
