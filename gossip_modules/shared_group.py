@@ -14,8 +14,8 @@ import torch.distributed as dist
 CHANNEL_BITS = 5  # of a tag
 NUM_CHANNELS = 1 << CHANNEL_BITS
 _RELEASE_SECONDS, _EXIT_SECONDS = 1.0, 10.0
-# An older torch names a group after how many there are: a new one would take the name of one that was released, and find
-# the addresses of its dead connections in the store. There groups stay until the job ends.
+# An older torch names a group after how many there are: a new one would take the name of one that was released, and
+# find the addresses of its dead connections in the store. There groups stay until the job ends.
 _naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 CAN_RELEASE = _naming is None or "pg_names" not in _naming.__code__.co_names
 _exiting = threading.Event()
