@@ -19,7 +19,7 @@ from .connect import connect
 from .flat_vector import FlatVector
 from .gossiper import GlobalAverage
 from .gradient_group import GradientGroup, NamedFailure, without_context
-from .nonfinite import FiniteCheck, check_policy, refuse
+from .nonfinite import FiniteCheck, check_policy
 from .transport import DEFAULT_TIMEOUT
 
 
@@ -115,7 +115,12 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         if self.training and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._num_steps += 1
             if self._is_finite is not None and not self._is_finite.of_all(self._parameters_and_buffers[0]):
-                refuse(dist.get_rank(self.process_group), f"step {self._num_steps - 1}")
+                raise FloatingPointError(
+                    f"rank {dist.get_rank(self.process_group)}: before step {self._num_steps - 1} the model holds "
+                    "infinities or NaN, on all ranks, as gradients are averaged; expected finite ones. Go on from "
+                    "a checkpoint with a smaller learning rate, clipped gradients or a GradScaler; "
+                    "on_nonfinite='spread' does not look"
+                )
         return super().forward(*args, **kwargs)
 
     def flush(self) -> None:

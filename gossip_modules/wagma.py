@@ -76,9 +76,9 @@ class GroupAverageDataParallel(GossipWrapper):
         gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
             are training forwards too.
         on_nonfinite: what to do about a model that holds infinities or NaN. "raise": FloatingPointError at the rank
-            that has it, before others get it; they are told who has failed. "skip": leave out averages that are not
-            finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread": do
-            not look.
+            that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
+            not finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread":
+            do not look.
         timeout: for every wait on a peer.
 
     Raises:

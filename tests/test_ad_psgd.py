@@ -1014,7 +1014,8 @@ def test_all_name_a_rank_that_has_died_at_once(
     meeting = Meeting(4)
 
     def body(group: dist.ProcessGroup) -> float:
-        wrapper = wrap(mlp(group.rank()), group, graph=graph(4))
+        # A collective that is given up stays with its thread until this time is over.
+        wrapper = wrap(mlp(group.rank()), group, graph=graph(4), timeout=timedelta(seconds=10))
         for _ in range(3):
             wrapper(X)
         wrapper.settle()
@@ -1036,7 +1037,7 @@ def test_all_name_a_rank_that_has_died_at_once(
         wrapper.close()
         return seconds
 
-    assert max(run_ranks(4, body)) < 5.0  # of 20 to wait
+    assert max(run_ranks(4, body)) < 5.0  # of 10 to wait
 
 
 def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:

@@ -139,3 +139,24 @@ def test_equals_distributed_data_parallel_bit_for_bit() -> None:
 def test_without_torch_distributed() -> None:
     with pytest.raises(RuntimeError, match=r"torch.distributed is not initialised, expected a process group"):
         AllReduceDataParallel(nn.Linear(1, 1))
+
+
+def sick(rank: int) -> str:
+    model = AllReduceDataParallel(net())
+    loss_of(model, rank, 0).backward()
+    with torch.no_grad():
+        next(iter(model.parameters()))[0] = float("nan")
+    with pytest.raises(FloatingPointError, match=rf"rank {rank}: before step 1 the model holds infinities or NaN"):
+        loss_of(model, rank, 1)
+    model.close()
+    return "told"
+
+
+@pytest.mark.e2e
+def test_parameters_that_are_not_finite_are_noticed() -> None:
+    assert [outcome.result for outcome in run_processes(2, sick)] == ["told", "told"]
+
+
+def test_a_round_cannot_be_left_out() -> None:
+    with pytest.raises(ValueError, match=r"got on_nonfinite='skip' for AllReduceDataParallel.*GradScaler"):
+        AllReduceDataParallel(nn.Linear(1, 1), on_nonfinite="skip")
