@@ -156,7 +156,7 @@ class FailureNotes:
             return Cause(frozenset(quiet), f"{_ranks(quiet)} {_verb(quiet, SILENT)}, the others wait in vain too")
         first, witnesses = self._follow(blamed, notes)
         if self._rank in first or not first:  # ranks have waited for each other
-            about = [notes[rank] for rank in sorted(witnesses[self._rank])] if self._rank in first else notes.values()
+            about = [notes[rank] for rank in sorted(witnesses.get(self._rank, ())) if rank in notes] or notes.values()
             told = [note for note in about if any(seen not in (GONE, SILENT) for seen in note.blamed.values())]
             return Cause(frozenset(), "; ".join(map(_sentence, told or about)))
         parts = []

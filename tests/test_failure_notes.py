@@ -90,3 +90,11 @@ def test_a_store_that_does_not_answer_is_no_obstacle() -> None:
 def test_describe() -> None:
     assert describe({1: GONE}) == "rank 1 is gone"
     assert describe({3: GONE, 1: GONE, 2: "did not come"}) == "ranks 1, 3 are gone, rank 2 did not come"
+
+
+def test_who_is_blamed_by_others_alone_is_told_why() -> None:
+    """Rank 0 does not know whom its all-reduce waits for; rank 1 was in averaged() and missed all others."""
+    store = dist.HashStore()
+    notes_of(store, 1).leave({0: "did not call averaged()", 2: "did not call averaged()"}, "averaged()")
+    cause = notes_of(store, 0).explain({}, members=range(3))
+    assert cause == Cause(frozenset(), "rank 1 gave up averaged() (ranks 0, 2 did not call averaged())")
