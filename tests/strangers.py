@@ -45,7 +45,8 @@ def read(stranger: socket.socket, num_bytes: int) -> bytes:
     data = b""
     while len(data) < num_bytes:
         more = stranger.recv(num_bytes - len(data))
-        assert more, "the other end has hung up"
+        if not more:
+            raise ConnectionError("the other end has hung up")
         data += more
     return data
 
