@@ -18,7 +18,7 @@ _RELEASE_SECONDS, _EXIT_SECONDS = 1.0, 10.0
 # find the addresses of its dead connections in the store. There groups stay until the job ends.
 _naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 CAN_RELEASE = _naming is None or "pg_names" not in _naming.__code__.co_names
-_exiting = threading.Event()
+_lost: list[list[dist.ProcessGroup]] = []
 _releasing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -31,7 +31,8 @@ class SharedGroup:
     was collected without ever having sent anything; those of wrappers that were lost while in use stay taken, since
     their peers may still send to them.
 
-    A group that a transport has made itself is released when its last user is closed or collected.
+    A group that a transport has made itself is released when its last user is closed, or at the next use of any group
+    after that was collected.
     """
 
     def __init__(self) -> None:
@@ -88,6 +89,10 @@ class Use:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        with _lock:
+            lost, _lost[:] = _lost[:], []
+        for holder in lost:
+            release(holder)
         self._holder = [group]  # the only reference that `release` cannot drop is one that it is called with
         self.shared = SharedGroup.of(group)
         self.channel = self.shared.join()
@@ -101,8 +106,8 @@ class Use:
 
     def lose(self) -> None:
         """As `end` when the transport was collected: whichever thread collects garbage waits for nobody."""
-        if self.shared.leave(self.channel, is_free=not self.is_active) and not _exiting.is_set():
-            _in_a_thread(lambda: release(self._holder))
+        if self.shared.leave(self.channel, is_free=not self.is_active):
+            _lost.append(self._holder)  # until the next use of any group, or the end of the process
 
 
 def release(holder: list[dist.ProcessGroup]) -> None:
@@ -131,7 +136,7 @@ def _in_a_thread(body: Callable[[], None]) -> threading.Thread:
     """[Note: groups at exit] A thread that lets go of a group does so inside C++ code, and comes back for the GIL.
 
     If the interpreter has ended meanwhile, that aborts the process. So at its exit these threads are waited for, for
-    ten seconds at most (it takes hundredths), and groups that are lost later end with the process.
+    ten seconds at most (it takes hundredths), and groups of transports that are collected wait for the next use of one.
     """
     thread = threading.Thread(target=body, name="releasing-group", daemon=True)
     _releasing.add(thread)
@@ -142,11 +147,9 @@ def _in_a_thread(body: Callable[[], None]) -> threading.Thread:
 @atexit.register
 def _wait_until_released() -> None:
     """[Note: groups at exit]"""
-    _exiting.set()
     deadline = time.monotonic() + _EXIT_SECONDS
-    while _releasing and (left := deadline - time.monotonic()) > 0:
-        thread = _releasing.pop()
-        thread.join(left)
+    for thread in tuple(_releasing):
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _backends_of(group: dist.ProcessGroup) -> Iterator[dist._Backend]:
