@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,7 +129,6 @@ class ProcessGroupTransport:
         self.backend = backend_of(group, device)
         self.notes = notes
         self._staging = Staging(device)
-        self._listener: threading.Thread | None = None
         self.calling = ""  # the method of a wrapper that calls collectives now, for errors
         self._use = Use(group)
         # At the exit of the interpreter groups end with the process.
@@ -171,23 +169,11 @@ class ProcessGroupTransport:
     def close(self) -> None:
         """Give back the channel, and the group if it was made for this transport; idempotent, waits for no rank.
 
-        The group stays until its other users have closed, and until a thread in `receive_any` has ended. A rank that
-        still waits for this one gets an error that names it.
+        The group stays until its other users have closed. A rank that still waits for this one gets an error that
+        names it.
         """
         if self._lost.detach() is None:
             return
-        listener = self._listener
-        if listener is None or not listener.is_alive() or listener is threading.current_thread():
-            self._end()
-            return
-
-        def end_after_listener() -> None:
-            listener.join()
-            self._end()
-
-        threading.Thread(target=end_after_listener, name="releasing-group", daemon=True).start()
-
-    def _end(self) -> None:
         if self._use.shared.is_owned:
             self._group = None
         self._use.end()
@@ -227,25 +213,6 @@ class ProcessGroupTransport:
                 self.num_bytes_sent += num_bytes_of(twin)
         exchange.begin()
         return exchange
-
-    def receive_any(self, x: Tensor, *, tag: int) -> int:
-        """x <- the next message of that length and tag, from whichever rank; returns who sent it.
-
-        Blocks without a limit of time: for a listener, who ends by a message too. Gloo only, CPU memory only.
-
-        [Note: listeners] Gloo can neither poll nor abort such a receive, and one that times out would break its
-        connections. A dead peer does not disturb it.
-        """
-        assert self.backend == "gloo", f"{self.backend} cannot receive from any rank"
-        assert x.device.type == "cpu", "a listener's messages are in CPU memory"
-        start = time.monotonic()
-        self._use.is_active, self._listener = True, threading.current_thread()
-        try:
-            work = self.group.recv_anysource([x], self.wire_tag(tag, num_bytes_of(x)))
-            work.wait(FOREVER)
-        except RuntimeError as error:  # who was sending has died over it
-            self.fail(error, "receiving from any rank", time.monotonic() - start, timeout=FOREVER)
-        return work._source_rank()
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""

@@ -198,47 +198,6 @@ def test_a_collective_names_itself_and_who_is_missing(make: Make, name: str) -> 
 # Of this transport.
 
 
-def test_a_listener_hears_from_anybody() -> None:
-    """Each message with its sender; equal tags of other sizes do not meet."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        transport = over_group(group)
-        if transport.rank == 0:
-            heard: dict[int, list[float]] = {}
-            x = torch.zeros(4)
-            for _ in range(6):
-                heard.setdefault(transport.receive_any(x, tag=3), []).append(float(x[0]))
-            assert heard == {1: [10.0, 11.0], 2: [20.0, 21.0], 3: [30.0, 31.0]}
-            large = torch.zeros(8)
-            transport.exchange({}, {1: [large]}, tag=3).wait()
-            assert torch.equal(large, filled(1, 8))
-        else:
-            pending = [transport.exchange({0: [filled(1, 8)]}, {}, tag=3)] if transport.rank == 1 else []
-            for i in range(2):
-                transport.exchange({0: [filled(transport.rank) + i]}, {}, tag=3).wait()
-            for one in pending:
-                one.wait()
-
-    run_ranks(4, body)
-
-
-def test_a_dead_rank_does_not_disturb_a_listener() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        transport = over_group(group)
-        if transport.rank == 1:
-            raise HangUp
-        if transport.rank == 0:
-            x = torch.zeros(4)
-            assert transport.receive_any(x, tag=0) == 2
-            assert torch.equal(x, filled(2))
-        else:
-            with pytest.raises(ConnectionError, match="receive from rank 1"):  # it has died by now
-                transport.exchange({}, {1: [torch.zeros(1)]}, tag=5).wait()
-            transport.exchange({0: [filled(2)]}, {}, tag=0).wait()
-
-    run_ranks(3, body)
-
-
 def test_a_collective_names_the_rank_that_died() -> None:
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 2:
