@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -40,6 +41,19 @@ def server() -> Iterator[tuple[int, dist.TCPStore]]:
             process.kill()
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until every thread of the process has stopped: one that runs may still answer a request."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while any(state_of(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def state_of(task: Path) -> str:
+    return task.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+
+
 @pytest.mark.parametrize("make", [dist.HashStore, None])
 def test_requests_are_those_of_the_store(make: type[dist.Store] | None, request: pytest.FixtureRequest) -> None:
     plain = make() if make is not None else request.getfixturevalue("server")[1]
@@ -58,7 +72,7 @@ def test_a_frozen_server_is_an_error_in_time_and_may_come_back(server: tuple[int
     pid, plain = server
     progress = Progress(plain)
     assert progress.add(1) == 1
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     pattern = (
         rf"adding 1 to the progress 'steps' of the job: its key-value store did not answer \(127.0.0.1:{plain.port}: "
     )
@@ -85,7 +99,7 @@ def test_who_has_more_time_waits_for_a_request_that_was_given_up(server: tuple[i
     pid, plain = server
     hurried, patient = (BoundedStore(plain, timeout=timedelta(seconds=seconds)) for seconds in (0.1, 20))
     assert patient.add("number", 1, what="adding") == 1
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with pytest.raises(ConnectionError, match="no answer within"):
             hurried.add("number", 1, what="adding")
