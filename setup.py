@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 # What pairwise averaging (dpwa) speaks, and reads its configuration with.
 PAIRWISE = ["pyyaml>=6.0", "pyzmq>=25.1"]
@@ -34,7 +34,7 @@ setup(
     author="The gossip_modules authors",
     license="BSD-3-Clause",
     license_files=["LICENSE"],
-    packages=["gossip_modules"],
+    packages=find_packages(include=["gossip_modules", "gossip_modules.*"]),
     package_data={"gossip_modules": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["networkx>=3.0", "numpy>=1.26", "torch>=2.6"],

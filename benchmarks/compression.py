@@ -169,7 +169,7 @@ class Echo:
         what: str = "",
         fill: Callable[[int], None] | None = None,
     ) -> Echo:
-        """See `gossip_modules.transport.Transport`."""
+        """See `gossip_modules.transport.process_group.Transport`."""
         assert fill is None, "only an engine that overlaps fills"
         self.num_pieces = max(map(len, sends.values()), default=0)
         for peer, tensors in sends.items():
@@ -182,18 +182,18 @@ class Echo:
         """Done already."""
 
     def arrivals(self) -> Iterator[int]:
-        """See `gossip_modules.transport.Pending`."""
+        """See `gossip_modules.transport.process_group.Pending`."""
         yield from range(self.num_pieces)
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
-        """See `gossip_modules.transport.Transport`."""
+        """See `gossip_modules.transport.process_group.Transport`."""
         x.mul_(2)
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
-        """See `gossip_modules.transport.Transport`."""
+        """See `gossip_modules.transport.process_group.Transport`."""
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
-        """See `gossip_modules.transport.Transport`."""
+        """See `gossip_modules.transport.process_group.Transport`."""
         out.view(2, -1).copy_(x.expand(2, -1))
 
 

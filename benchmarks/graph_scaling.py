@@ -38,7 +38,7 @@ from gossip_modules import (
     TorusGraph,
     UniformMixing,
 )
-from gossip_modules.butterfly_groups import ButterflyGroups
+from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 
 MAX_NETWORKX_RANKS = 100_000
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import networkx as nx
 
-from gossip_modules.matching import activation_probabilities, decompose, joint_probabilities, mixing_weight
+from gossip_modules.matcha import activation_probabilities, decompose, joint_probabilities, mixing_weight
 
 T = TypeVar("T")
 

@@ -1,16 +1,28 @@
 """Decentralised (gossip) data-parallel training in PyTorch: the public names."""
 
-from .ad_psgd import BilatGossipDataParallel
-from .ar_distributed import AllReduceDataParallel
-from .base_graphs import select_graph
-from .butterfly_groups import ButterflyGroups
-from .choco import Choco
-from .compressor import Cast, Compressor
-from .connect import connect
-from .curve_keys import CurveKeys
-from .deep_squeeze import DeepSqueeze
-from .distributed import GossipDataParallel
-from .dynamic_graphs import (
+from .ad_psgd.wrapper import BilatGossipDataParallel
+from .compression.compressor import Cast, Compressor
+from .compression.quantizer import QSGD, SignNorm
+from .compression.sparsifier import RandomK, TopK
+from .dpwa.averager import PairwiseAverager
+from .dpwa.config import PairwiseConfig
+from .dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
+from .dpwa.wire.curve_keys import CurveKeys
+from .dpwa.wrapper import PairwiseDataParallel
+from .engine.engine import Engine, LockstepEngine, SyncEngine
+from .engine.overlap import OverlapEngine
+from .flat.buffer import FlatBuffer
+from .flat.vector import FlatVector
+from .gossip.choco import Choco
+from .gossip.deep_squeeze import DeepSqueeze
+from .gossip.gossiper import GlobalAverage, Gossiper, Mixer
+from .gossip.link_times import measure_link_times
+from .gossip.moniqua import Moniqua
+from .gossip.power_gossip import PowerGossip
+from .gossip.push_sum import PushPull, PushSum
+from .graph_manager.base import GraphManager
+from .graph_manager.butterfly_groups import ButterflyGroups
+from .graph_manager.dynamic_graphs import (
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
@@ -18,40 +30,28 @@ from .dynamic_graphs import (
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
-from .engine import Engine, LockstepEngine, SyncEngine
-from .flat_buffer import FlatBuffer
-from .flat_vector import FlatVector
-from .gossiper import GlobalAverage, Gossiper, Mixer
-from .graph_manager import GraphManager
-from .interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
-from .laplacian_mixing import LaplacianMixing
-from .link_times import measure_link_times
-from .lockstep_wrapper import LockstepWrapper
-from .matcha_graph import MatchaGraph
-from .matrix_mixing import MatrixMixing
-from .mixing_manager import (
+from .graph_manager.predefined_graphs import select_graph
+from .graph_manager.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
+from .matcha.graph import MatchaGraph
+from .mixing_manager.base import (
     MetropolisHastingsMixing,
     MixingManager,
     MixingWeights,
     UniformMixing,
 )
-from .moniqua import Moniqua
-from .mpi import init_mpi_process_group, mpi_store, register_mpi_backend
-from .overlap_engine import OverlapEngine
-from .pairwise import PairwiseDataParallel
-from .pairwise_averager import PairwiseAverager
-from .pairwise_config import PairwiseConfig
-from .power_gossip import PowerGossip
-from .progress import Progress, job_store
-from .push_sum import PushPull, PushSum
-from .quantizer import QSGD, SignNorm
+from .mixing_manager.laplacian import LaplacianMixing
+from .mixing_manager.matrix import MatrixMixing
+from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
 from .schedule import Schedule
-from .simple_distributed import SimpleGossipDataParallel
-from .sparsifier import RandomK, TopK
-from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
-from .transport import ProcessGroupTransport, Transport
-from .wagma import GroupAverageDataParallel
-from .wrapper import GossipWrapper
+from .transport.connect import connect
+from .transport.process_group import ProcessGroupTransport, Transport
+from .transport.progress import Progress, job_store
+from .wagma.wrapper import GroupAverageDataParallel
+from .wrappers.all_reduce import AllReduceDataParallel
+from .wrappers.base import GossipWrapper
+from .wrappers.gossip import GossipDataParallel
+from .wrappers.lockstep_wrapper import LockstepWrapper
+from .wrappers.simple_distributed import SimpleGossipDataParallel
 
 __all__ = [
     "QSGD",

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules.bilateral import BilateralAverage
-from gossip_modules.flat_vector import FlatVector
-from gossip_modules.group_average import GroupAverage
-from gossip_modules.mailbox import Mailbox
-from gossip_modules.model_fetcher import ModelFetcher
-from gossip_modules.overlap_engine import OverlapEngine, _Filling, _Flight
-from gossip_modules.pairwise_engine import PairwiseEngine
-from gossip_modules.snapshot_pool import Snapshot, SnapshotPool
-from gossip_modules.wait_avoiding_worker import WaitAvoidingWorker
+from gossip_modules.ad_psgd.exchange import BilateralAverage
+from gossip_modules.dpwa.engine import PairwiseEngine
+from gossip_modules.dpwa.wire.fetcher import ModelFetcher
+from gossip_modules.dpwa.wire.snapshot_pool import Snapshot, SnapshotPool
+from gossip_modules.engine.overlap import OverlapEngine, _Filling, _Flight
+from gossip_modules.engine.shared_model import Mailbox
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.wagma.group_average import GroupAverage
+from gossip_modules.wagma.worker import WaitAvoidingWorker
 from tests.ranks_at_work import LENGTH, LONG
 
 Inject = Callable[[pytest.MonkeyPatch], None]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gossip_modules.wrapper import GossipWrapper
+from gossip_modules.wrappers.base import GossipWrapper
 from tests.reference import Snapshot, flatten
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

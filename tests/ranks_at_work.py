@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules.wrapper import GossipWrapper
+from gossip_modules.wrappers.base import GossipWrapper
 
 LENGTH = 4_096
 """Of the model, float64: 32 kB, which a socket takes at once."""

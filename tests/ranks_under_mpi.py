@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from gossip_modules import init_mpi_process_group, register_mpi_backend
-from gossip_modules.connect import connect
-from gossip_modules.mpi_group import MpiProcessGroup
+from gossip_modules.mpi.group import MpiProcessGroup
+from gossip_modules.transport.connect import connect
 
 if TYPE_CHECKING:
     from train.world import World

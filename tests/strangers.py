@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 
-from gossip_modules.model_message import HEADER_BYTES, Kind, Message, ModelShape
+from gossip_modules.dpwa.wire.message import HEADER_BYTES, Kind, Message, ModelShape
 
 TIMEOUT = 20.0
 PING = b"\x04\x07\x04PING\0\x0a"

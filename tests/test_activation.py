@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gossip_modules import activation as module
-from gossip_modules.activation import activation_probabilities, matching_costs
-from gossip_modules.base_graphs import predefined_matchings, select_graph
-from gossip_modules.contraction import mixing_weight, periodic_dpsgd_weight, weighted_laplacian
-from gossip_modules.edge_coloring import Edge, Matching, decompose, graph_edges
+from gossip_modules.graph_manager.edge_coloring import Edge, Matching, decompose, graph_edges
+from gossip_modules.graph_manager.predefined_graphs import predefined_matchings, select_graph
+from gossip_modules.matcha import activation as module
+from gossip_modules.matcha.activation import activation_probabilities, matching_costs
+from gossip_modules.matcha.laplacians import mixing_weight, periodic_dpsgd_weight, weighted_laplacian
 
 Array = npt.NDArray[np.float64]
 # Graph 0, found with a convex programming package: budget; p; lambda_2, alpha, rho; rho of equal p and of one coin.

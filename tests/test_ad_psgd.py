@@ -29,8 +29,8 @@ from gossip_modules import (
     NetworkXGraph,
     RingGraph,
 )
-from gossip_modules.bilateral_engine import BilateralEngine
-from gossip_modules.flat_vector import FlatVector
+from gossip_modules.ad_psgd.engine import BilateralEngine
+from gossip_modules.flat.vector import FlatVector
 from tests.named_group import NamedGroup
 from tests.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
 from tests.processes import Outcome, run_processes
@@ -930,7 +930,7 @@ def test_an_interrupted_flush_loses_nothing() -> None:
 
 
 def test_a_passive_rank_that_closes_while_it_answers_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gossip_modules.bilateral.GOODBYE_TIMEOUT", timedelta(milliseconds=100))
+    monkeypatch.setattr("gossip_modules.ad_psgd.exchange.GOODBYE_TIMEOUT", timedelta(milliseconds=100))
     is_answering, is_over = threading.Event(), threading.Event()
 
     def body(group: dist.ProcessGroup) -> None:

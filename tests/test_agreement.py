@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import ProcessGroupTransport, connect
-from gossip_modules.agreement import broadcast_tensors, check_agreement
+from gossip_modules.transport.agreement import broadcast_tensors, check_agreement
 from tests.ranks import CPU, TIMEOUT, run_ranks, solo_group
 
 Description = Mapping[str, str | Sequence[str]]

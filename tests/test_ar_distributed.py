@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gossip_modules import AllReduceDataParallel
-from gossip_modules.averaging import AveragingMixin
+from gossip_modules.wrappers.averaging import AveragingMixin
 from tests.problems import adamw, loss_of, net, sgd, train_step
 from tests.processes import run_processes
 from tests.reference import flatten

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules.average_on_demand import call_the_roll
-from gossip_modules.pairwise import PairwiseDataParallel
+from gossip_modules.dpwa.average_on_demand import call_the_roll
+from gossip_modules.dpwa.wrapper import PairwiseDataParallel
 from tests.processes import run_processes
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from gossip_modules.background import Background
+from gossip_modules.engine.background import Background
 from tests.ranks import gossip_threads
 
 PATIENCE = 10.0

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gossip_modules.barrier import Halfspaces, minimize
+from gossip_modules.matcha.barrier import Halfspaces, minimize
 
 Array = npt.NDArray[np.float64]
 

@@ -8,10 +8,10 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from gossip_modules import base_graphs
-from gossip_modules.base_graphs import predefined_matchings, select_graph
-from gossip_modules.contraction import dpsgd_weight
-from gossip_modules.edge_coloring import as_matchings, decompose, graph_edges
+from gossip_modules.graph_manager import predefined_graphs as base_graphs
+from gossip_modules.graph_manager.edge_coloring import as_matchings, decompose, graph_edges
+from gossip_modules.graph_manager.predefined_graphs import predefined_matchings, select_graph
+from gossip_modules.matcha.laplacians import dpsgd_weight
 
 # Per graph: degrees by rank, second smallest and largest eigenvalue of the Laplacian.
 GRAPHS = [

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules.bilateral import BilateralAverage
-from gossip_modules.connect import connect
-from gossip_modules.flat_vector import FlatVector
-from gossip_modules.mailbox import Mailbox
+from gossip_modules.ad_psgd.exchange import BilateralAverage
+from gossip_modules.engine.shared_model import Mailbox
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.transport.connect import connect
 from tests.ranks import CPU, TIMEOUT, HangUp, run_ranks
 
 PATIENCE = 10.0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gossip_modules.bit_packing import indices_size, pack, pack_indices, packed_size, unpack, unpack_indices
+from gossip_modules.compression.bit_packing import indices_size, pack, pack_indices, packed_size, unpack, unpack_indices
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 9, 64, 1001])

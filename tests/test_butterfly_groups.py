@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules.butterfly_groups import ButterflyGroups, default_group_size
+from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups, default_group_size
 
 WORLDS = (*range(1, 18), 32, 64)
 

@@ -22,8 +22,8 @@ from gossip_modules import (
     SignNorm,
     TopK,
 )
-from gossip_modules.compressed_gossiper import CompressedGossiper
-from gossip_modules.flat_layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.gossip.compressed import CompressedGossiper
 from tests.problems import loss_of, net, train_step
 from tests.ranks import run_ranks, solo_group
 from tests.reference import flatten

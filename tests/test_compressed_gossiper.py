@@ -42,9 +42,9 @@ from gossip_modules import (
     UniformMixing,
     connect,
 )
-from gossip_modules.compressed_gossiper import CompressedGossiper
-from gossip_modules.flat_buffer import FlatBuffer
-from gossip_modules.flat_layout import FlatLayout, Part
+from gossip_modules.flat.buffer import FlatBuffer
+from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.gossip.compressed import CompressedGossiper
 from tests.problems import loss_of, mlp, net, numerator, sgd, train_step
 from tests.ranks import CPU, TIMEOUT, HangUp, run_ranks, solo_group
 from tests.reference import flatten

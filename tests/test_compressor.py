@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossip_modules.compressor import Cast, Compressor
-from gossip_modules.quantizer import QSGD, SignNorm
-from gossip_modules.sparsifier import RandomK, TopK
+from gossip_modules.compression.compressor import Cast, Compressor
+from gossip_modules.compression.quantizer import QSGD, SignNorm
+from gossip_modules.compression.sparsifier import RandomK, TopK
 
 Array = NDArray[Any]
 DIMENSIONS = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 70_000, 200_000]

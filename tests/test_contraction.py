@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gossip_modules import contraction as module
-from gossip_modules.activation import activation_probabilities
-from gossip_modules.base_graphs import predefined_matchings, select_graph
-from gossip_modules.contraction import (
+from gossip_modules.graph_manager.edge_coloring import Matching, decompose
+from gossip_modules.graph_manager.predefined_graphs import predefined_matchings, select_graph
+from gossip_modules.matcha import laplacians as module
+from gossip_modules.matcha.activation import activation_probabilities
+from gossip_modules.matcha.laplacians import (
     contraction,
     dpsgd_weight,
     laplacian,
@@ -22,7 +23,6 @@ from gossip_modules.contraction import (
     second_moment,
     weighted_laplacian,
 )
-from gossip_modules.edge_coloring import Matching, decompose
 
 Array = npt.NDArray[np.float64]
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from gossip_modules import debias as debias_module
-from gossip_modules.debias import Debias, Form
-from gossip_modules.distributed import GossipDataParallel
-from gossip_modules.flat_buffer import FlatBuffer
+from gossip_modules.flat.buffer import FlatBuffer
+from gossip_modules.wrappers import debias as debias_module
+from gossip_modules.wrappers.debias import Debias, Form
+from gossip_modules.wrappers.gossip import GossipDataParallel
 from tests.problems import loss_of, mlp, sgd, train_step
 from tests.ranks import run_ranks
 from tests.reference import flatten

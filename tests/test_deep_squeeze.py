@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import Compressor, DeepSqueeze, SignNorm, TopK
-from gossip_modules.flat_layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, Part
 from tests.ranks import run_ranks
 from tests.test_choco import CODE_NAMES, CODES, Code
 from tests.test_compressed_gossiper import DYNAMIC, STATIC, bound, rounds_of, vector_of

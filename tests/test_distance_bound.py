@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from gossip_modules.distance_bound import DEFAULT_MAX_DISTANCE, DistanceBound
-from gossip_modules.flat_vector import CHUNK, FlatVector
-from gossip_modules.model_message import RefusedModelError
+from gossip_modules.dpwa.wire.distance_bound import DEFAULT_MAX_DISTANCE, DistanceBound
+from gossip_modules.dpwa.wire.message import RefusedModelError
+from gossip_modules.flat.vector import CHUNK, FlatVector
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 NUMEL = CHUNK + 1000  # two pieces

@@ -13,8 +13,15 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from gossip_modules import edge_coloring
-from gossip_modules.edge_coloring import Edge, as_matchings, decompose, graph_edges, link_costs, world_size
+from gossip_modules.graph_manager import edge_coloring
+from gossip_modules.graph_manager.edge_coloring import (
+    Edge,
+    as_matchings,
+    decompose,
+    graph_edges,
+    link_costs,
+    world_size,
+)
 
 
 def graphs() -> Iterator[nx.Graph]:

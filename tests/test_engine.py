@@ -24,8 +24,8 @@ from gossip_modules import (
     SyncEngine,
     UniformMixing,
 )
-from gossip_modules.engine import LockstepEngine
-from gossip_modules.gossip_thread import GossipThread
+from gossip_modules.engine.engine import LockstepEngine
+from gossip_modules.engine.gossip_thread import GossipThread
 from tests.problems import fill_, loss_of, mlp
 from tests.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
 

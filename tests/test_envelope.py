@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gossip_modules import FlatVector
-from gossip_modules.envelope import Envelope, Header, sections
-from gossip_modules.flat_layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.gossip.message import Envelope, Header, sections
 from tests.ranks import CPU
 
 SIZES = [(torch.bfloat16, 3), (torch.float64, 2), (torch.uint8, 5), (torch.float32, 0), (torch.float32, 7)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from gossip_modules.bounded_store import BoundedStore
-from gossip_modules.failure_notes import GONE, SILENT, Cause, FailureNotes, describe
+from gossip_modules.transport.bounded_store import BoundedStore
+from gossip_modules.transport.failure_notes import GONE, SILENT, Cause, FailureNotes, describe
 
 MEMBERS = range(5)
 

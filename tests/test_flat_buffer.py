@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules import FlatBuffer
-from gossip_modules.flat_layout import Part
+from gossip_modules.flat.layout import Part
 from tests.problems import fill_, net, train_step
 from tests.reference import flatten
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gossip_modules import FlatVector
-from gossip_modules.flat_layout import ALIGNMENT, FlatLayout, Part
-from gossip_modules.flat_vector import CHUNK, add_
+from gossip_modules.flat.layout import ALIGNMENT, FlatLayout, Part
+from gossip_modules.flat.vector import CHUNK, add_
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LAYOUT = FlatLayout.of([(torch.float32, 7), (torch.bfloat16, 5), (torch.float64, 3)])

@@ -33,7 +33,7 @@ from gossip_modules import (
     connect,
     select_graph,
 )
-from gossip_modules.flat_layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, Part
 from tests.problems import loss_of, net, sgd
 from tests.ranks import CPU, TIMEOUT, run_ranks, solo_group
 

@@ -27,8 +27,8 @@ from gossip_modules import (
     TopK,
     connect,
 )
-from gossip_modules.compressed_gossiper import CompressedGossiper
-from gossip_modules.flat_layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.gossip.compressed import CompressedGossiper
 from tests.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.processes import run_processes
 from tests.ranks import TIMEOUT, run_ranks

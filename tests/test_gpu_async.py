@@ -14,7 +14,7 @@ from gossip_modules import (
     GroupAverageDataParallel,
     PairwiseDataParallel,
 )
-from gossip_modules.mailbox import Mailbox
+from gossip_modules.engine.shared_model import Mailbox
 from tests.problems import mlp, sgd, train_step
 from tests.ranks import run_ranks
 from tests.reference import flatten

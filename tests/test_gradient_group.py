@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules.gradient_group import GradientGroup
-from gossip_modules.transport import ProcessGroupTransport
+from gossip_modules.transport.process_group import ProcessGroupTransport
+from gossip_modules.wrappers.gradient_group import GradientGroup
 from tests.ranks import solo_group
 
 

@@ -18,8 +18,10 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from gossip_modules import dynamic_graphs, graph_manager, shift_graph, static_graphs
-from gossip_modules.dynamic_graphs import (
+from gossip_modules.graph_manager import base as graph_manager
+from gossip_modules.graph_manager import dynamic_graphs, shift_graph, static_graphs
+from gossip_modules.graph_manager.base import GraphManager
+from gossip_modules.graph_manager.dynamic_graphs import (
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
@@ -27,9 +29,14 @@ from gossip_modules.dynamic_graphs import (
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
-from gossip_modules.graph_manager import GraphManager
-from gossip_modules.shift_graph import MirroredGraph, ShiftGraph
-from gossip_modules.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
+from gossip_modules.graph_manager.shift_graph import MirroredGraph, ShiftGraph
+from gossip_modules.graph_manager.static_graphs import (
+    CompleteGraph,
+    HypercubeGraph,
+    NetworkXGraph,
+    RingGraph,
+    TorusGraph,
+)
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
 PEERS = (1, 2, 3, 4, 15)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import FlatVector, ProcessGroupTransport
-from gossip_modules.butterfly_groups import ButterflyGroups
-from gossip_modules.group_average import GroupAverage
+from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.wagma.group_average import GroupAverage
 from tests.ranks import CPU, TIMEOUT, run_ranks, solo_group
 
 NUM_ROUNDS = 4

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip_modules.interpolation import (
+from gossip_modules.dpwa.interpolation import (
     ClockInterpolation,
     ConstantInterpolation,
     DivergenceThreshold,

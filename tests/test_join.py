@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from gossip_modules import GossipDataParallel, NetworkXGraph, Schedule, SimpleGossipDataParallel
-from gossip_modules.lockstep_wrapper import LockstepWrapper
+from gossip_modules.wrappers.lockstep_wrapper import LockstepWrapper
 from tests.problems import loss_of, mlp, numerator, sgd
 from tests.processes import run_processes
 from tests.reference import flatten

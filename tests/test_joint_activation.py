@@ -8,12 +8,12 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from gossip_modules import joint_activation as module
-from gossip_modules.activation import activation_probabilities, matching_costs
-from gossip_modules.base_graphs import predefined_matchings
-from gossip_modules.contraction import contraction, mixing_weight
-from gossip_modules.edge_coloring import decompose
-from gossip_modules.joint_activation import joint_probabilities
+from gossip_modules.graph_manager.edge_coloring import decompose
+from gossip_modules.graph_manager.predefined_graphs import predefined_matchings
+from gossip_modules.matcha import joint_activation as module
+from gossip_modules.matcha.activation import activation_probabilities, matching_costs
+from gossip_modules.matcha.joint_activation import joint_probabilities
+from gossip_modules.matcha.laplacians import contraction, mixing_weight
 
 
 @pytest.mark.parametrize(("budget", "rho"), [(0.5, 0.633), (0.8, 0.577), (1.0, 0.577)])

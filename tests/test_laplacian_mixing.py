@@ -8,14 +8,17 @@ import networkx as nx
 import pytest
 import torch
 
-from gossip_modules import laplacian_mixing
-from gossip_modules.base_graphs import predefined_matchings, select_graph
-from gossip_modules.contraction import contraction, dpsgd_weight, laplacian
-from gossip_modules.dynamic_graphs import DynamicBipartiteExponentialGraph, DynamicDirectedExponentialGraph
-from gossip_modules.graph_manager import GraphManager
-from gossip_modules.laplacian_mixing import LaplacianMixing
-from gossip_modules.matcha_graph import MatchaGraph
-from gossip_modules.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph
+from gossip_modules.graph_manager.base import GraphManager
+from gossip_modules.graph_manager.dynamic_graphs import (
+    DynamicBipartiteExponentialGraph,
+    DynamicDirectedExponentialGraph,
+)
+from gossip_modules.graph_manager.predefined_graphs import predefined_matchings, select_graph
+from gossip_modules.graph_manager.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph
+from gossip_modules.matcha.graph import MatchaGraph
+from gossip_modules.matcha.laplacians import contraction, dpsgd_weight, laplacian
+from gossip_modules.mixing_manager import laplacian as laplacian_mixing
+from gossip_modules.mixing_manager.laplacian import LaplacianMixing
 
 MATCHA = MatchaGraph(predefined_matchings(0), budget=0.5, seed=1)
 MIXINGS = {

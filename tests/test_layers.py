@@ -1,144 +1,112 @@
-"""The layers of the library: imports point down only, and each package stays in its own house."""
+"""The rooms of the library and of train/: each package imports those below it only, and no file more than it may."""
 
 import ast
 import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.py").exists())
 PACKAGE = "gossip_modules"
 
-PAIRWISE_WIRE = ("curve_server", "model_client", "model_fetcher", "peer_connection")
-# A module may import modules of its own layer and of the layers below it.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    (
-        *("flat_layout", "flat_vector", "flat_buffer", "schedule", "nonfinite"),
-        *("compressor", "sparsifier", "quantizer", "bit_packing"),
-        *("edge_coloring", "base_graphs", "barrier", "contraction", "activation", "joint_activation", "matching"),
-        *("graph_manager", "shift_graph", "dynamic_graphs", "static_graphs", "matcha_graph", "named_graphs"),
-        *("mixing_manager", "matrix_mixing", "laplacian_mixing"),
-        *("simulated_mixing", "simulated_delays", "simulated_clocks", "simulated_codes", "simulated_problems"),
-        *("simulated_gossip", "simulated_asynchronous", "simulated_groups", "simulated_setting"),
-        *("butterfly_groups", "interpolation", "peer_scores", "curve_keys", "pairwise_config"),
-        *("model_message", "snapshot_pool", "host_copy", "zmtp", "distance_bound"),
-    ),
-    (
-        *(
-            "transport",
-            "exchange",
-            "staging",
-            "listener",
-            "connect",
-            "progress",
-            *PAIRWISE_WIRE,
-            "model_server",
-            "plain_server",
-            "watched_transport",
-            "backend",
-            "bounded_store",
-            "failure_notes",
-            "named_barrier",
-            "shared_group",
-            "gradient_group",
-        ),
-        *("mpi", "mpi_group", "mpi_library", "mpi_work"),
-    ),
-    (
-        *("gossiper", "push_sum", "agreement", "node", "link_times", "envelope", "matrix_batches", "orthonormal"),
-        *("compressed_gossiper", "broadcast_gossiper", "choco", "deep_squeeze", "moniqua", "power_gossip"),
-        *("mailbox", "bilateral", "presence", "group_average", "average_on_demand"),
-        *("simulated_power_gossip", "simulated_methods", "simulated_options", "simulated_advice"),
-    ),
-    (
-        *(
-            "engine",
-            "overlap_engine",
-            "gossip_thread",
-            "averaging",
-            "defaults",
-            "debias",
-            "metadata_state",
-            "uneven_inputs",
-        ),
-        *("background", "bilateral_engine", "pairwise_engine"),
-        *(
-            "wait_avoiding_engine",
-            "wait_avoiding_worker",
-            "wait_avoiding_words",
-            "wait_avoiding_watch",
-            "wait_avoiding_pace",
-        ),
-    ),
-    ("wrapper", "lockstep_wrapper", "composition", "unsynced_steps"),
-    (
-        *("simple_distributed", "distributed", "ad_psgd", "wagma", "pairwise", "pairwise_averager", "ar_distributed"),
-        "simulate",
-    ),
-)
-LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}
+_LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossip", "schedule"}
+_WRAPPERS = {*_LOCKSTEP, "engine", "wrappers"}
+# What a package, or a module beside the packages, may import besides itself.
+MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
+    PACKAGE: {
+        "schedule": set(),
+        "flat": set(),
+        "graph_manager": set(),
+        "compression": set(),
+        "transport": set(),
+        "matcha": {"graph_manager"},
+        "mixing_manager": {"graph_manager", "matcha"},
+        "mpi": {"transport"},
+        "gossip": _LOCKSTEP - {"gossip"},
+        "engine": {"gossip", "flat", "schedule"},
+        "wrappers": {*_LOCKSTEP, "engine"},
+        "ad_psgd": _WRAPPERS,
+        "wagma": _WRAPPERS,
+        "dpwa": _WRAPPERS,
+        "simulate": {"graph_manager", "mixing_manager", "matcha", "compression", "schedule"},
+        "testing": _WRAPPERS,
+    },
+}
 # typing_extensions comes with torch; annotations may use it.
 DEPENDENCIES = {"torch", "numpy", "networkx", "typing_extensions"}
 # Who may import what is not installed with the library; nothing that `import gossip_modules` runs imports these.
-EXTRAS = {
-    "zmq": {*PAIRWISE_WIRE, "pairwise_engine"},
-    "yaml": {"pairwise_config"},
-    "mpi4py": {"mpi_library", "mpi_group", "mpi_work"},
-}
+EXTRAS = {"zmq": {"dpwa"}, "yaml": {"dpwa"}, "mpi4py": {"mpi"}}
+# A laptop tests these in a second, without any process group.
+WITHOUT_PROCESSES = {"schedule", "flat", "graph_manager", "compression", "mixing_manager", "matcha", "simulate"}
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"}
+MAX_MODULES = 16  # of one folder
 
 
-def imported_names(path: Path, package: str) -> Iterator[str]:
+def imported_names(path: Path, root: Path) -> Iterator[str]:
     """Every dotted name that a file imports, wherever the import stands: `from a import b` gives `a.b`."""
+    package = (root.name, *path.relative_to(root).parent.parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(filter(None, (package if node.level else "", node.module)))
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join(filter(None, (*above, node.module)))
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def inner_imports(path: Path) -> set[str]:
-    """The modules of the library that one of its files imports; `__init__` where it imports the package itself."""
-    names = [name.split(".") for name in imported_names(path, PACKAGE)]
-    # `from . import x` and `from .x import f` both name x second; what is no module is a public name of __init__.
-    seconds = [name[1] if len(name) > 1 else "__init__" for name in names if name[0] == PACKAGE]
-    return {second if (path.parent / f"{second}.py").exists() else "__init__" for second in seconds}
+def module_of(name: str, root: Path) -> str | None:
+    """The module of `root` that this name is or stands in; None: of another package."""
+    parts = name.split(".")
+    if parts[0] != root.name:
+        return None
+    for length in range(len(parts), 1, -1):
+        path = root.joinpath(*parts[1:length])
+        if path.is_dir() or path.with_suffix(".py").exists():
+            return ".".join(parts[:length])
+    return root.name
 
 
-def layer_violations(library: Path) -> list[str]:
-    """What is wrong with the imports of the library in this folder, one sentence each."""
-    violations = []
+def room_of(module: str) -> str:
+    """The package, or module beside the packages, that a module is or belongs to; "__init__" of the root itself."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def violations(root: Path) -> list[str]:
+    """What is wrong with the imports of the package in this folder, one sentence each."""
+    may_import, found = MAY_IMPORT[root.name], []
     graph: dict[str, set[str]] = {}
-    for path in sorted(library.rglob("*.py")):
-        module = ".".join(path.relative_to(library).with_suffix("").parts)
-        names = set(imported_names(path, PACKAGE))
-        for root in sorted({name.split(".")[0] for name in names}):
-            is_known = root == PACKAGE or root in DEPENDENCIES or module in EXTRAS.get(root, ())
-            if not is_known and root not in sys.stdlib_module_names:
-                violations.append(
-                    f"{module} imports {root}: expected only {sorted(DEPENDENCIES)} and the standard library"
-                )
-        if module == "__init__":
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        room, names = room_of(module), set(imported_names(path, root))
+        found += [f"{module} imports {name}: it is not installed with {root.name}" for name in _foreign(room, names)]
+        others = {other for name in names if (other := module_of(name, root)) is not None}
+        graph[module] = {other for other in others - {module} if not module.startswith(f"{other}.")}
+        if room == "__init__":
             continue
-        if module not in LAYER_OF:
-            violations.append(f"{module} has no layer: add it to LAYERS in tests/test_layers.py")
+        if room not in may_import:
+            found.append(f"{module} is in no room that is known: add {room} to MAY_IMPORT in {Path(__file__).name}")
             continue
-        graph[module] = inner_imports(path)
-        for other in sorted(graph[module]):
-            if LAYER_OF.get(other, len(LAYERS)) > LAYER_OF[module]:
-                violations.append(f"{module} (layer {LAYER_OF[module]}) imports {other}: imports point down only")
-        if LAYER_OF[module] == 0 and any(f"{name}.".startswith("torch.distributed.") for name in names):
-            violations.append(f"{module} (layer 0) imports torch.distributed: a laptop tests it in a second without")
+        rooms = {room_of(other) for other in others} - {room}
+        found += [f"{module} imports {other}: {room} may not" for other in sorted(rooms - may_import[room])]
+        if room in WITHOUT_PROCESSES and any(f"{name}.".startswith("torch.distributed.") for name in names):
+            found.append(f"{module} imports torch.distributed: {room} works without")
+    del graph[root.name]
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        violations.append(f"imports run in a circle: {' -> '.join(error.args[1])}")
-    return violations
+        found.append(f"imports run in a circle: {' -> '.join(error.args[1])}")
+    return found
+
+
+def _foreign(room: str, names: set[str]) -> list[str]:
+    known = {PACKAGE, *DEPENDENCIES, *sys.stdlib_module_names}
+    roots = sorted({name.split(".")[0] for name in names} - known)
+    return [root for root in roots if room not in EXTRAS.get(root, ())]
 
 
 def forbidden_imports(folder: Path, forbidden: set[str]) -> list[str]:
@@ -146,14 +114,23 @@ def forbidden_imports(folder: Path, forbidden: set[str]) -> list[str]:
     return [
         f"{path.relative_to(folder.parent)} imports {name}"
         for path in sorted(folder.rglob("*.py"))
-        for name in imported_names(path, folder.name)
+        for name in imported_names(path, folder)
         if name.split(".")[0] in forbidden
     ]
 
 
-def test_imports_of_the_library_point_down() -> None:
-    assert (ROOT / PACKAGE / "__init__.py").exists()
-    assert layer_violations(ROOT / PACKAGE) == []
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_imports_point_down(package: str) -> None:
+    assert (ROOT / package / "__init__.py").exists()
+    assert violations(ROOT / package) == []
+    graphlib.TopologicalSorter(MAY_IMPORT[package]).prepare()
+
+
+@pytest.mark.parametrize("folder", ["gossip_modules", "train", "visualization", "benchmarks", "tests"])
+def test_no_folder_is_too_full(folder: str) -> None:
+    folders = [path for path in (ROOT / folder, *(ROOT / folder).rglob("*")) if path.is_dir()]
+    sizes = {path: sum(file.name != "__init__.py" for file in path.glob("*.py")) for path in folders}
+    assert {str(path): size for path, size in sizes.items() if size > MAX_MODULES} == {}
 
 
 def test_the_library_imports_without_extras() -> None:
@@ -175,39 +152,40 @@ def test_nothing_unpickles(folder: str) -> None:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"gossiper": "from gossip_modules.transport import Transport\nimport torch, numpy, math"}, None),
-        ({"gossiper": "from .transport import Transport\nfrom . import transport"}, None),
+        ({"gossip/choco": "from gossip_modules.transport.connect import f\nimport torch, numpy, math"}, None),
+        ({"gossip/choco": "from ..transport.connect import f\nfrom . import push_sum", "gossip/push_sum": ""}, None),
         (
-            {"transport": "from gossip_modules.gossiper import PushSum"},
-            r"transport \(layer 1\) imports gossiper: .* down",
+            {"transport/connect": "from gossip_modules.gossip.choco import Choco"},
+            r"connect imports gossip: transport may",
         ),
-        ({"transport": "def f() -> None:\n    from .gossiper import PushSum"}, "transport .* imports gossiper"),
-        ({"transport": "from . import gossiper"}, "transport .* imports gossiper"),
-        ({"engine": "from gossip_modules import PushSum"}, "engine .* imports __init__"),
-        ({"engine": "import gossip_modules"}, "engine .* imports __init__"),
-        ({"schedule": "from torch import distributed"}, "schedule .* imports torch.distributed"),
-        ({"schedule": "import torch.distributed as dist"}, "schedule .* imports torch.distributed"),
-        ({"schedule": "from torch.distributed.nn import functional"}, "schedule .* imports torch.distributed"),
-        ({"wrapper": "import pandas.api"}, "wrapper imports pandas: expected only"),
-        ({"__init__": "import tqdm"}, "__init__ imports tqdm: expected only"),
-        ({"helpers": ""}, "helpers has no layer: add it"),
-        (
-            {"engine": "import gossip_modules.bilateral_engine", "bilateral_engine": "from . import engine"},
-            "in a circle: .*engine",
-        ),
+        ({"transport/connect": "def f() -> None:\n    from ..gossip import choco"}, "connect imports gossip"),
+        ({"transport/connect": "from .. import gossip"}, "connect imports gossip"),
+        ({"gossip/choco": "from gossip_modules import PushSum"}, "choco imports __init__"),
+        ({"gossip/choco": "import gossip_modules"}, "choco imports __init__"),
+        ({"wagma/engine": "from ..ad_psgd import engine", "ad_psgd/engine": ""}, "wagma may not"),
+        ({"schedule": "from torch import distributed"}, "schedule imports torch.distributed"),
+        ({"flat/vector": "import torch.distributed as dist"}, "flat.vector imports torch.distributed"),
+        ({"matcha/graph": "from torch.distributed.nn import functional"}, "matcha.graph imports torch.distributed"),
+        ({"engine/overlap": "import pandas.api"}, "overlap imports pandas: it is not installed"),
+        ({"engine/overlap": "import zmq"}, "overlap imports zmq: it is not installed"),
+        ({"dpwa/engine": "import zmq"}, None),
+        ({"__init__": "import tqdm"}, "gossip_modules imports tqdm: it is not installed"),
+        ({"helpers": ""}, "helpers is in no room that is known"),
+        ({"gossip/choco": "from . import a", "gossip/a": "from .choco import Choco"}, "in a circle: .*choco"),
     ],
 )
 def test_checker_sees(tmp_path: Path, files: dict[str, str], expected: str | None) -> None:
     library = tmp_path / PACKAGE
-    library.mkdir()
-    for module in {"__init__", "transport", "gossiper", *files}:
-        (library / f"{module}.py").write_text(files.get(module, ""), encoding="utf-8")
-    violations = layer_violations(library)
+    for module in {"__init__", "transport/connect", "gossip/choco", *files}:
+        path = library / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files.get(module, ""), encoding="utf-8")
+    found = violations(library)
     if expected is None:
-        assert violations == []
+        assert found == []
     else:
-        assert len(violations) == 1
-        assert re.search(expected, violations[0])
+        assert len(found) == 1
+        assert re.search(expected, found[0])
 
 
 def test_checker_sees_forbidden_imports(tmp_path: Path) -> None:

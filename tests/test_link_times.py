@@ -8,10 +8,10 @@ import networkx as nx
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.edge_coloring import decompose, graph_edges
-from gossip_modules.link_times import measure_link_times
-from gossip_modules.matcha_graph import MatchaGraph
-from gossip_modules.transport import ProcessGroupTransport
+from gossip_modules.gossip.link_times import measure_link_times
+from gossip_modules.graph_manager.edge_coloring import decompose, graph_edges
+from gossip_modules.matcha.graph import MatchaGraph
+from gossip_modules.transport.process_group import ProcessGroupTransport
 from tests.ranks import CPU, TIMEOUT, run_ranks, solo_group
 
 PAW = nx.Graph([(0, 1), (1, 2), (2, 0), (2, 3)])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gossip_modules.flat_buffer import FlatBuffer
-from gossip_modules.flat_vector import FlatVector
-from gossip_modules.mailbox import Mailbox
+from gossip_modules.engine.shared_model import Mailbox
+from gossip_modules.flat.buffer import FlatBuffer
+from gossip_modules.flat.vector import FlatVector
 
 PATIENCE = 10.0
 

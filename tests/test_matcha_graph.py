@@ -18,12 +18,14 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules import GossipDataParallel, matcha_graph, matching
-from gossip_modules.base_graphs import predefined_matchings, select_graph
-from gossip_modules.contraction import dpsgd_weight, mixing_weight, periodic_dpsgd_weight
-from gossip_modules.edge_coloring import decompose
-from gossip_modules.joint_activation import joint_probabilities
-from gossip_modules.matcha_graph import MatchaGraph
+from gossip_modules import GossipDataParallel
+from gossip_modules.graph_manager.edge_coloring import decompose
+from gossip_modules.graph_manager.predefined_graphs import predefined_matchings, select_graph
+from gossip_modules.matcha import graph as module
+from gossip_modules.matcha.__main__ import main as write_plan
+from gossip_modules.matcha.graph import MatchaGraph
+from gossip_modules.matcha.joint_activation import joint_probabilities
+from gossip_modules.matcha.laplacians import dpsgd_weight, mixing_weight, periodic_dpsgd_weight
 from tests.ranks import run_ranks
 
 ROUNDS = (*range(40), 10**6, 2**40)
@@ -241,7 +243,7 @@ def test_a_world_of_one_however_it_is_said() -> None:
 def written_plan(tmp_path: Path, *arguments: str) -> tuple[Path, dict[str, Any]]:
     """A plan that the command wrote, as a file and as what is in it."""
     path = tmp_path / "plan.json"
-    matching.main([*arguments, "--num-budgets", "0", "--output", str(path)])
+    write_plan([*arguments, "--num-budgets", "0", "--output", str(path)])
     return path, json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -344,4 +346,4 @@ def test_ranks_and_rounds_that_do_not_exist() -> None:
 
 
 def test_example() -> None:
-    assert doctest.testmod(matcha_graph).failed == 0
+    assert doctest.testmod(module).failed == 0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gossip_modules import matching
-from gossip_modules.matching import geometric, main, read_links
+from gossip_modules import matcha
+from gossip_modules.matcha.__main__ import geometric, main, read_links
 
 
 def table(text: str, first_column: str) -> list[list[str]]:
@@ -124,12 +124,12 @@ def test_mistakes_on_the_command_line(arguments: list[str], message: str, capsys
 
 
 def test_every_name_of_the_mathematics_is_there() -> None:
-    assert all(hasattr(matching, name) for name in matching.__all__)
+    assert all(hasattr(matcha, name) for name in matcha.__all__)
 
 
 @pytest.mark.e2e
 def test_the_command_runs_without_a_warning() -> None:
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "gossip_modules.matching"]
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "gossip_modules.matcha"]
     result = subprocess.run([*command, "--graph", "5", "--budget", "0.5"], capture_output=True, text=True, check=True)
     assert result.stderr == ""
     assert "MATCHA" in result.stdout

@@ -16,20 +16,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules import matrix_mixing, mixing_manager
-from gossip_modules.dynamic_graphs import (
+from gossip_modules.graph_manager.base import GraphManager
+from gossip_modules.graph_manager.dynamic_graphs import (
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
-from gossip_modules.graph_manager import GraphManager
-from gossip_modules.laplacian_mixing import LaplacianMixing
-from gossip_modules.matcha_graph import MatchaGraph
-from gossip_modules.matrix_mixing import MatrixMixing
-from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
-from gossip_modules.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
+from gossip_modules.graph_manager.static_graphs import (
+    CompleteGraph,
+    HypercubeGraph,
+    NetworkXGraph,
+    RingGraph,
+    TorusGraph,
+)
+from gossip_modules.matcha.graph import MatchaGraph
+from gossip_modules.mixing_manager import base as mixing_manager
+from gossip_modules.mixing_manager import matrix as matrix_mixing
+from gossip_modules.mixing_manager.base import MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
+from gossip_modules.mixing_manager.laplacian import LaplacianMixing
+from gossip_modules.mixing_manager.matrix import MatrixMixing
 
 # A directed graph whose ranks have different degrees: uniform weights are column-stochastic only.
 IRREGULAR = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (0, 3)])

@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gossip_modules.flat_buffer import FlatBuffer
-from gossip_modules.interpolation import Standing
-from gossip_modules.model_message import (
+from gossip_modules.dpwa.interpolation import Standing
+from gossip_modules.dpwa.wire.message import (
     HEADER_BYTES,
     MAGIC,
     Kind,
@@ -22,6 +21,7 @@ from gossip_modules.model_message import (
     ModelShape,
     RefusedModelError,
 )
+from gossip_modules.flat.buffer import FlatBuffer
 
 
 def shape_of(module: nn.Module) -> ModelShape:

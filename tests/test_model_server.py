@@ -19,19 +19,19 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip_modules import plain_server
-from gossip_modules.background import Background
-from gossip_modules.curve_keys import CurveKeys
-from gossip_modules.curve_server import CurveServer
-from gossip_modules.distance_bound import DistanceBound
-from gossip_modules.flat_vector import FlatVector
-from gossip_modules.interpolation import Standing
-from gossip_modules.model_client import Fetched, ModelClient
-from gossip_modules.model_message import HEADER_BYTES, Kind, Message, MessageError, ModelShape
-from gossip_modules.model_server import MAX_REPLIES, ModelServer
-from gossip_modules.peer_connection import PeerConnection
-from gossip_modules.peer_scores import PeerScores
-from gossip_modules.plain_server import PlainServer
+from gossip_modules.dpwa.interpolation import Standing
+from gossip_modules.dpwa.wire import plain_server
+from gossip_modules.dpwa.wire.client import Fetched, ModelClient
+from gossip_modules.dpwa.wire.connection import PeerConnection
+from gossip_modules.dpwa.wire.curve_keys import CurveKeys
+from gossip_modules.dpwa.wire.curve_server import CurveServer
+from gossip_modules.dpwa.wire.distance_bound import DistanceBound
+from gossip_modules.dpwa.wire.message import HEADER_BYTES, Kind, Message, MessageError, ModelShape
+from gossip_modules.dpwa.wire.peer_scores import PeerScores
+from gossip_modules.dpwa.wire.plain_server import PlainServer
+from gossip_modules.dpwa.wire.server import MAX_REPLIES, ModelServer
+from gossip_modules.engine.background import Background
+from gossip_modules.flat.vector import FlatVector
 from tests.ranks import gossip_threads
 from tests.strangers import PING, TIMEOUT, ask, ask_and_never_read, connect, read, wait_until_closed, zmtp_handshake
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import FlatVector, Moniqua
-from gossip_modules.flat_layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, Part
 from tests.ranks import run_ranks
 from tests.test_compressed_gossiper import DYNAMIC, STATIC, bound, ring, rounds_of, vector_of
 

@@ -17,8 +17,8 @@ import pandas as pd
 import pytest
 import torch
 
-from gossip_modules.mpi_library import load_mpi, require_countable, require_threads
-from gossip_modules.mpi_work import pause
+from gossip_modules.mpi.library import load_mpi, require_countable, require_threads
+from gossip_modules.mpi.work import pause
 from tests.processes import run_processes
 from tests.ranks import run_ranks
 from tests.ranks_under_mpi import (
@@ -108,11 +108,11 @@ def test_mpi_must_allow_calls_from_several_threads() -> None:
 
 
 def test_messages_that_mpi_cannot_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gossip_modules.mpi_library._counts_in_64_bits", lambda: False)
+    monkeypatch.setattr("gossip_modules.mpi.library._counts_in_64_bits", lambda: False)
     require_countable(2**31 - 1, "bytes")
     with pytest.raises(ValueError, match=r"got a message of 2147483648 bytes, expected at most 2147483647, .*; send a"):
         require_countable(2**31, "bytes")
-    monkeypatch.setattr("gossip_modules.mpi_library._counts_in_64_bits", lambda: True)
+    monkeypatch.setattr("gossip_modules.mpi.library._counts_in_64_bits", lambda: True)
     require_countable(2**40, "bytes")
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 import gossip_modules as gm
-from gossip_modules.named_graphs import GRAPHS, PREDEFINED_GRAPHS, STATIC_GRAPHS, named_graph, num_neighbours
+from gossip_modules.graph_manager.named_graphs import (
+    GRAPHS,
+    PREDEFINED_GRAPHS,
+    STATIC_GRAPHS,
+    named_graph,
+    num_neighbours,
+)
 from train import graphs as train_graphs
 
 

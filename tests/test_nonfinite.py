@@ -22,8 +22,8 @@ from gossip_modules import (
     Schedule,
     SignNorm,
 )
-from gossip_modules.flat_vector import FlatVector
-from gossip_modules.nonfinite import is_finite
+from gossip_modules.flat.nonfinite import is_finite
+from gossip_modules.flat.vector import FlatVector
 from tests.problems import loss_of, mlp
 from tests.ranks import HangUp, run_ranks, solo_group
 from tests.reference import flatten

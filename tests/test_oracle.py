@@ -28,9 +28,9 @@ from gossip_modules import (
     SimpleGossipDataParallel,
     TorusGraph,
 )
-from gossip_modules.engine import LockstepEngine
-from gossip_modules.gossiper import Gossiper
-from gossip_modules.wrapper import GossipWrapper
+from gossip_modules.engine.engine import LockstepEngine
+from gossip_modules.gossip.gossiper import Gossiper
+from gossip_modules.wrappers.base import GossipWrapper
 from tests.problems import MakeOptimizer, adamw, loss_of, mlp, net, numerator, sgd, train
 from tests.ranks import run_ranks
 from tests.reference import Matrix, Oracle, Snapshot, flatten, metropolis, uniform

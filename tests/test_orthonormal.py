@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules.orthonormal import DEPENDENT, orthonormalize
+from gossip_modules.compression.orthonormal import DEPENDENT, orthonormalize
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -21,12 +21,12 @@ import torch.distributed as dist
 import zmq
 from torch import Tensor, nn
 
-from gossip_modules.curve_keys import CurveKeys
-from gossip_modules.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation, Standing
-from gossip_modules.model_message import Kind, Message
-from gossip_modules.pairwise import PairwiseDataParallel
-from gossip_modules.pairwise_averager import PairwiseAverager
-from gossip_modules.pairwise_config import PairwiseConfig
+from gossip_modules.dpwa.averager import PairwiseAverager
+from gossip_modules.dpwa.config import PairwiseConfig
+from gossip_modules.dpwa.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation, Standing
+from gossip_modules.dpwa.wire.curve_keys import CurveKeys
+from gossip_modules.dpwa.wire.message import Kind, Message
+from gossip_modules.dpwa.wrapper import PairwiseDataParallel
 from tests.problems import batch, mlp, net
 from tests.ranks import gossip_threads
 from tests.strangers import PING, ask_and_never_read, connect

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from gossip_modules.curve_keys import CurveKeys
-from gossip_modules.interpolation import (
+from gossip_modules.dpwa.config import PairwiseConfig
+from gossip_modules.dpwa.interpolation import (
     ClockInterpolation,
     ConstantInterpolation,
     DivergenceThreshold,
     Interpolation,
     LossInterpolation,
 )
-from gossip_modules.pairwise_config import PairwiseConfig
+from gossip_modules.dpwa.wire.curve_keys import CurveKeys
 
 # samples/config.yaml of dpwa, in its form.
 SAMPLE = """

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from gossip_modules.peer_scores import PROBE_EVERY, PeerScores
+from gossip_modules.dpwa.wire.peer_scores import PROBE_EVERY, PeerScores
 
 
 def lower_to(scores: PeerScores, peer: str, score: int) -> None:

@@ -36,9 +36,9 @@ from gossip_modules import (
     connect,
     select_graph,
 )
-from gossip_modules.flat_layout import PIECE_ALIGNMENT, PIECE_BYTES, FlatLayout, Part
-from gossip_modules.overlap_engine import _Filling
-from gossip_modules.staging import MAX_STAGED, Staging
+from gossip_modules.engine.overlap import _Filling
+from gossip_modules.flat.layout import PIECE_ALIGNMENT, PIECE_BYTES, FlatLayout, Part
+from gossip_modules.transport.staging import MAX_STAGED, Staging
 from tests.problems import fill_, loss_of, sgd, train
 from tests.ranks import CPU, TIMEOUT, HangUp, assert_no_gossip_threads, run_ranks, solo_group
 from tests.reference import Oracle, flatten, uniform
@@ -175,7 +175,7 @@ def test_arithmetic_in_pieces_gives_the_bits_of_the_whole(layout: FlatLayout, ow
 def test_apply_and_refresh_is_an_addition_and_a_copy(
     layout: FlatLayout, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gossip_modules.flat_vector.CACHED_BYTES", num_bytes)
+    monkeypatch.setattr("gossip_modules.flat.vector.CACHED_BYTES", num_bytes)
     x, correction = random_vector(0, layout), random_vector(1, layout)
     expected, weights = x.clone(), (x.weight.clone(), correction.weight.clone())
     expected.add_segments_(correction, alpha=0.3)
@@ -785,7 +785,7 @@ def test_an_interrupt_leaves_no_vector_torn(monkeypatch: pytest.MonkeyPatch) -> 
             return super().wait(PATIENCE)
 
     with monkeypatch.context() as patch:
-        patch.setattr("gossip_modules.overlap_engine.threading.Event", Interrupted)
+        patch.setattr("gossip_modules.engine.overlap.threading.Event", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.round(x)
     assert value(x) == 6.0

@@ -22,8 +22,8 @@ from gossip_modules import (
     PowerGossip,
     RingGraph,
 )
-from gossip_modules.compressed_gossiper import CompressedGossiper
-from gossip_modules.flat_layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.gossip.compressed import CompressedGossiper
 from tests.problems import net
 from tests.ranks import CPU, run_ranks, solo_group
 from tests.test_choco import coded, train_dense, train_ranks

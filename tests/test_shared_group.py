@@ -24,7 +24,7 @@ from gossip_modules import (
     RingGraph,
     connect,
 )
-from gossip_modules.shared_group import CAN_RELEASE, NUM_CHANNELS
+from gossip_modules.transport.shared_group import CAN_RELEASE, NUM_CHANNELS
 from tests.problems import mlp, sgd, train_step
 from tests.processes import run_processes
 from tests.ranks import CPU, TIMEOUT, run_ranks, solo_group

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossip_modules as gm
-from gossip_modules.butterfly_groups import ButterflyGroups
-from gossip_modules.named_graphs import GRAPHS, named_graph
+from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.graph_manager.named_graphs import GRAPHS, named_graph
 from gossip_modules.schedule import Action
 from gossip_modules.simulate import (
     Choice,
@@ -33,18 +33,18 @@ from gossip_modules.simulate import (
     Setting,
     advise,
     best,
-    main,
     simulate,
 )
-from gossip_modules.simulated_asynchronous import BilateralMethod
-from gossip_modules.simulated_clocks import BucketClock, Clock, OverlapClock, SyncClock, bucket_bytes
-from gossip_modules.simulated_codes import code_rows
-from gossip_modules.simulated_delays import Message, Network
-from gossip_modules.simulated_gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule
-from gossip_modules.simulated_groups import GroupMethod
-from gossip_modules.simulated_methods import METHODS, make_method
-from gossip_modules.simulated_mixing import SimulatedMixing, mixing_for
-from gossip_modules.simulated_power_gossip import PowerGossipRule
+from gossip_modules.simulate.__main__ import main
+from gossip_modules.simulate.asynchronous import BilateralMethod
+from gossip_modules.simulate.clocks import BucketClock, Clock, OverlapClock, SyncClock, bucket_bytes
+from gossip_modules.simulate.codes import code_rows
+from gossip_modules.simulate.delays import Message, Network
+from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule
+from gossip_modules.simulate.groups import GroupMethod
+from gossip_modules.simulate.methods import METHODS, make_method
+from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
+from gossip_modules.simulate.power_gossip import PowerGossipRule
 from tests.ranks import CPU, TIMEOUT, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -734,7 +734,7 @@ def test_the_command_runs_without_warning() -> None:
     assert "No method reaches the target" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["", "d_mixing", "d_delays", "d_clocks", "d_codes", "d_problems", "d_methods"])
+@pytest.mark.parametrize("name", ["", ".mixing", ".delays", ".clocks", ".codes", ".problems", ".methods"])
 def test_examples_run(name: str) -> None:
     module = importlib.import_module(f"gossip_modules.simulate{name}")
     assert doctest.testmod(module).failed == 0

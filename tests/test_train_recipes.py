@@ -21,7 +21,7 @@ import tyro
 from torch import Tensor, nn
 
 import gossip_modules as gm
-from gossip_modules import matching
+from gossip_modules.matcha.__main__ import main as write_plan
 from tests.ranks import CPU, TIMEOUT, run_ranks
 from tests.test_train_checkpoint import Ranks
 from train.command_line import read_command_line
@@ -393,7 +393,7 @@ def test_matcha_trains_by_the_plan_that_is_printed(
     wrapped: Callable[..., dict[str, Any]], index: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
-    matching.main(["--graph", str(index), "--budget", "0.5", "--num-budgets", "0", "--output", str(path)])
+    write_plan(["--graph", str(index), "--budget", "0.5", "--num-budgets", "0", "--output", str(path)])
     rho = json.loads(path.read_text(encoding="utf-8"))["rho"]
     size = len(gm.select_graph(index))
     named = wrapped(size, recipe="matcha", graph=f"matcha{index}", seed=5)["mixing"]
@@ -408,7 +408,7 @@ def test_a_plan_is_part_of_what_a_run_is(wrapped: Callable[..., dict[str, Any]],
     """By what it says: the file may move, but a run goes on with the same plan only."""
     paths = [tmp_path / name for name in ("first.json", "second.json", "other.json")]
     for path, budget in zip(paths, ("0.5", "0.5", "0.6"), strict=True):
-        matching.main(["--graph", "5", "--budget", budget, "--num-budgets", "0", "--output", str(path)])
+        write_plan(["--graph", "5", "--budget", budget, "--num-budgets", "0", "--output", str(path)])
     first, second, other = (Config(recipe="matcha", plan=str(path)).identity["plan"] for path in paths)
     assert first == second != other
     assert Config(recipe="sgp", plan=str(paths[0])).identity["plan"] == Config().identity["plan"] == ""

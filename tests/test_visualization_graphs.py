@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
-from gossip_modules import matching
-from gossip_modules.defaults import choose_bipartite_mixing, choose_mixing
-from gossip_modules.named_graphs import GRAPHS, named_graph
+from gossip_modules.graph_manager.named_graphs import GRAPHS, named_graph
+from gossip_modules.matcha.__main__ import main as write_plan
+from gossip_modules.wrappers.defaults import choose_bipartite_mixing, choose_mixing
 from train import graphs as train_graphs
 from visualization import spectra, topology
 from visualization.graphs import Rounds, make_mixing, rounds_of_run
@@ -240,7 +240,7 @@ def test_the_graph_of_a_run_that_takes_all_neighbours(name: str, n: int) -> None
 
 def test_the_graph_of_a_run_by_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    matching.main(["--graph", "0", "--budget", "0.3", "--num-budgets", "0", "--output", str(path)])
+    write_plan(["--graph", "0", "--budget", "0.3", "--num-budgets", "0", "--output", str(path)])
     planned = gm.LaplacianMixing(gm.MatchaGraph.from_plan(path, seed=3))
     assert_equal_rounds(rounds_of_run({**OPTIONS, "recipe": "matcha", "plan": str(path)}, 8), planned, 20)
 

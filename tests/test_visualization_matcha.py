@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from PIL import Image
 
-from gossip_modules.matching import main as write_plan
+from gossip_modules.matcha.__main__ import main as write_plan
 from visualization.matcha import COLORS, NEVER, draw, draw_graph, draw_rhos, main, read_plan
 
 
@@ -89,5 +89,5 @@ def test_rho_is_drawn_against_the_budget(plan_file: Path) -> None:
 def test_another_file_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"got .*plan.json, expected what python -m gossip_modules.matching --output"):
+    with pytest.raises(ValueError, match=r"got .*plan.json, expected what python -m gossip_modules.matcha --output"):
         read_plan(path)

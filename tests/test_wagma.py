@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules.butterfly_groups import ButterflyGroups
-from gossip_modules.wagma import GroupAverageDataParallel
-from gossip_modules.wait_avoiding_engine import WaitAvoidingEngine
+from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.wagma.engine import WaitAvoidingEngine
+from gossip_modules.wagma.wrapper import GroupAverageDataParallel
 from tests.problems import loss_of, mlp, sgd, train_step
 from tests.ranks import gossip_threads, run_ranks, solo_group
 from tests.reference import Matrix, Oracle, flatten

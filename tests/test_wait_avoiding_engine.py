@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import FlatVector, GlobalAverage, ProcessGroupTransport
-from gossip_modules.background import Background
-from gossip_modules.butterfly_groups import ButterflyGroups
-from gossip_modules.group_average import GroupAverage
-from gossip_modules.transport import Pending
-from gossip_modules.wait_avoiding_engine import WaitAvoidingEngine
-from gossip_modules.wait_avoiding_pace import Pace
-from gossip_modules.wait_avoiding_words import Kind, Word, Words
-from gossip_modules.wait_avoiding_worker import WaitAvoidingWorker
+from gossip_modules.engine.background import Background
+from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.transport.process_group import Pending
+from gossip_modules.wagma.control import Kind, Word, Words
+from gossip_modules.wagma.engine import WaitAvoidingEngine
+from gossip_modules.wagma.group_average import GroupAverage
+from gossip_modules.wagma.pace import Pace
+from gossip_modules.wagma.worker import WaitAvoidingWorker
 from tests.ranks import CPU, TIMEOUT, gossip_threads, run_ranks
 
 PATIENCE = 10.0

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import GroupAverageDataParallel
-from gossip_modules.wait_avoiding_engine import WaitAvoidingEngine
-from gossip_modules.wait_avoiding_watch import Fault, Place, Watch
-from gossip_modules.wait_avoiding_words import Kind, Word
+from gossip_modules.wagma.control import Kind, Word
+from gossip_modules.wagma.engine import WaitAvoidingEngine
+from gossip_modules.wagma.watch import Fault, Place, Watch
 from tests.problems import mlp, sgd, train_step
 from tests.processes import run_processes, start_clock
 from tests.ranks import HangUp, gossip_threads, run_ranks

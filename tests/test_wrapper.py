@@ -31,7 +31,7 @@ from gossip_modules import (
     SimpleGossipDataParallel,
     UniformMixing,
 )
-from gossip_modules.wrapper import GossipWrapper
+from gossip_modules.wrappers.base import GossipWrapper
 from tests.problems import adamw, batch, fill_, loss_of, mlp, net, numerator, sgd, train_step
 from tests.ranks import assert_no_gossip_threads, run_ranks, solo_group
 from tests.reference import flatten

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip_modules.zmtp import GREETING, MAX_FRAME_BYTES, Frame, FrameReader, ZmtpError, command, header_of, ready
+from gossip_modules.dpwa.wire.zmtp import (
+    GREETING,
+    MAX_FRAME_BYTES,
+    Frame,
+    FrameReader,
+    ZmtpError,
+    command,
+    header_of,
+    ready,
+)
 
 SENT = GREETING + ready(b"DEALER") + header_of(5) + b"hello" + header_of(300) + bytes(300) + command(b"PING", b"\0\1")
 

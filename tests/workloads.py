@@ -15,7 +15,7 @@ from gossip_modules import (
     PushPull,
     PushSum,
 )
-from gossip_modules.wrapper import GossipWrapper
+from gossip_modules.wrappers.base import GossipWrapper
 from tests.ranks_at_work import START, TOLERANCE, Rank
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gossip_modules as gm
+from gossip_modules.mixing_manager import best_step_size
 from train.consensus_data import DATA, make_matrices
 from train.consensus_methods import METHODS, Method
 from train.errors import UsageError, refuse, usage_errors
@@ -205,13 +206,6 @@ def run(method: Method, step_size: float, matrices: list[Tensor], *, steps: int,
 def ring(num_workers: int) -> gm.MixingManager:
     """Equal weights for a worker and its neighbours in a ring."""
     return gm.MetropolisHastingsMixing(gm.RingGraph(num_workers, peers_per_itr=min(2, max(1, num_workers - 1))))
-
-
-def best_step_size(mixing: gm.MixingManager) -> float:
-    """2 / (least positive + largest eigenvalue of I - W), the fastest for plain gossip: 1.308 on a ring of 8."""
-    eigenvalues = 1 - torch.linalg.eigvalsh(mixing.matrix(0))
-    positive = eigenvalues[eigenvalues > 1e-9]
-    return round(2 / float(positive.min() + positive.max()), 6) if len(positive) else 1.0
 
 
 def largest_difference(matrices: list[Tensor], mixing: gm.MixingManager) -> float:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import networkx as nx
 
 import gossip_modules as gm
-from gossip_modules import named_graphs
-from gossip_modules.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, named_graph
+from gossip_modules.graph_manager import named_graphs
+from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, named_graph
 
 GRAPHS: Mapping[str, Callable[..., gm.GraphManager] | None] = {
     "auto": None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from typing_extensions import Self
 
 from gossip_modules import MatchaGraph
-from gossip_modules.named_graphs import PREDEFINED_GRAPHS
+from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS
 from train.compression import COMPRESSORS, WIRE_DTYPES
 from train.graphs import GRAPHS
 from train.recipes import METHOD_OPTIONS, RECIPES
@@ -73,7 +73,7 @@ class RunConfig(ABC):
     budget: float = 0.5
     """matcha: share of the base graph's links in use, on average over the rounds."""
     plan: str = ""
-    """matcha: JSON file that python -m gossip_modules.matching --output wrote, the same on every machine, instead of
+    """matcha: JSON file that python -m gossip_modules.matcha --output wrote, the same on every machine, instead of
     graph and budget; empty: the plan is made from these."""
     compressor: str = "sign"
     """choco, deepsqueeze: sign, topk, randomk, qsgd, bfloat16, float16."""

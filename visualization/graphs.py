@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 import gossip_modules as gm
-from gossip_modules.named_graphs import named_graph
+from gossip_modules.graph_manager.named_graphs import named_graph
 
 Matrix = npt.NDArray[np.float64]
 

@@ -1,6 +1,6 @@
 """A MATCHA plan as a picture: how often each link is used, and what a budget buys.
 
-python -m gossip_modules.matching --graph 0 --budget 0.5 --output plan.json
+python -m gossip_modules.matcha --graph 0 --budget 0.5 --output plan.json
 python -m visualization.matcha plan.json --output matcha.png
 """
 
@@ -33,7 +33,7 @@ METHODS = ("MATCHA", "MATCHA, p and alpha jointly", "equal p", "periodic D-PSGD"
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """A plan that `python -m gossip_modules.matching --output` wrote.
+    """A plan that `python -m gossip_modules.matcha --output` wrote.
 
     Raises:
         ValueError: another file.
@@ -44,7 +44,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         plan = None
     if not isinstance(plan, dict) or not {"matchings", "probabilities", "rhos"} <= set(plan):
         raise ValueError(
-            f"got {path}, expected what python -m gossip_modules.matching --output {path.name} writes; write it again"
+            f"got {path}, expected what python -m gossip_modules.matcha --output {path.name} writes; write it again"
         )
     return plan
 
@@ -118,7 +118,7 @@ def draw_rhos(axis: Axes, plan: Mapping[str, Any]) -> None:
 def main() -> None:
     """Draw the plan named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", type=Path, help="JSON file written by python -m gossip_modules.matching --output")
+    parser.add_argument("plan", type=Path, help="JSON file written by python -m gossip_modules.matcha --output")
     parser.add_argument("--output", type=Path, help="file to write; default: beside the plan")
     arguments = parser.parse_args()
     print(draw(read_plan(arguments.plan), arguments.output or arguments.plan.with_suffix(".png")))

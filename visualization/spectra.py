@@ -20,7 +20,7 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from gossip_modules.named_graphs import GRAPHS, STATIC_GRAPHS, named_graph
+from gossip_modules.graph_manager.named_graphs import GRAPHS, STATIC_GRAPHS, named_graph
 from visualization.command import run_command
 from visualization.graphs import Rounds, make_mixing
 from visualization.style import PAGE, Format, add_legend, line_style, new_figure, save, styled
@@ -43,7 +43,7 @@ class Spectra:
     """Which graphs to compare, and where."""
 
     graphs: tuple[str, ...] = tuple(GRAPHS)
-    """Names in gossip_modules/named_graphs.py; each with one peer per round, and with all where it may."""
+    """Names of graphs, as `named_graph` knows them; each with one peer per round, and with all where it may."""
     sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 6, 12, 24, 48)
     """Numbers of ranks; a graph is left out where it has none of that size."""
     error: float = 1e-6

@@ -28,7 +28,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
-from gossip_modules.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
+from gossip_modules.graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from visualization.command import run_command
 from visualization.graphs import Matrix, Rounds, make_mixing
 from visualization.style import COLORS, COLUMN, DASHES, MUTED, PAGE, Format, legend_columns, new_figure, save, styled
@@ -47,7 +47,7 @@ class Topology:
     """Which graph to draw."""
 
     graph: str = "ring"
-    """By its name in gossip_modules/named_graphs.py; all."""
+    """By its name in gossip_modules/graph_manager/named_graphs.py; all."""
     num_nodes: int = 8
     """Ranks; up to 16 are legible."""
     peers: int | None = None

@@ -1,0 +1,1 @@
+"""AD-PSGD: pairs of ranks average while both train."""

@@ -1,0 +1,1 @@
+"""Lossy and lossless codes of vectors: signs, quantisation, sparsification, low rank."""

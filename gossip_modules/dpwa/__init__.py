@@ -1,0 +1,1 @@
+"""dpwa: each worker pulls the model of a random peer that is alive."""

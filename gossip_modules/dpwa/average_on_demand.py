@@ -1,0 +1,84 @@
+"""The exact average for workers that need no process group otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..flat.vector import FlatVector
+from ..gossip.gossiper import GlobalAverage
+from ..transport.connect import connect
+from ..transport.progress import job_store
+
+_calls = itertools.count()  # of averages by this process; all ranks make them in the same order
+
+
+class AverageOnDemand(GlobalAverage):
+    """The exact average over all workers, whose process group is made when it is first asked for, by all of them.
+
+    [Note: Roll call] Before each average every rank says in the store of the job that it has come, and waits for what
+    the others say. So a rank that has died or that does not average is named, before anything is sent.
+
+    Args:
+        device: of the parameters.
+        timeout: of the wait for the other ranks, and of the average.
+    """
+
+    def __init__(self, device: torch.device, timeout: timedelta) -> None:
+        self._device = device
+        self._timeout = timeout
+        self._is_connected = False
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """By averages so far."""
+        return self.transport.num_bytes_sent if self._is_connected else 0
+
+    def close(self) -> None:
+        """Give back the process group, if there is one; idempotent. No averages after it."""
+        if self._is_connected:
+            self._connection.close()
+
+    def start(self, s: FlatVector, t: int) -> None:
+        """See `Mixer`.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+            TimeoutError: a rank has not come in time; names it.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised, expected it for an average over all ranks; start with torchrun "
+                "and call torch.distributed.init_process_group() before"
+            )
+        call_the_roll(job_store(), dist.get_rank(), dist.get_world_size(), call=next(_calls), timeout=self._timeout)
+        if not self._is_connected:
+            self._connection = connect(module_device=self._device, timeout=self._timeout)
+            super().__init__(self._connection)
+            self._is_connected = True
+        super().start(s, t)
+
+
+def call_the_roll(store: dist.Store, rank: int, world_size: int, *, call: int, timeout: timedelta) -> None:
+    """Return when all ranks have come to this average, the `call`-th of each.
+
+    Raises:
+        TimeoutError: some have not; names them.
+    """
+    store = dist.PrefixStore(f"gossip_average/{call}", store)
+    start = time.monotonic()
+    store.set(str(rank), "here")
+    try:
+        store.wait([str(other) for other in range(world_size)], timeout)
+    except RuntimeError as error:  # a DistStoreError, but of a FileStore
+        missing = [other for other in range(world_size) if not store.check([str(other)])]
+        raise TimeoutError(
+            f"rank {rank}: ranks {missing} have not come to average {call} over all ranks after "
+            f"{time.monotonic() - start:.1f} s (timeout {timeout.total_seconds():g} s), expected all: have they "
+            "died? all ranks must call averaged(), average_() or consensus_distance(), as often as the others; where "
+            "they only come later, pass a longer average_timeout="
+        ) from error

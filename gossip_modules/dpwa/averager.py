@@ -1,0 +1,150 @@
+"""PairwiseAverager: pairwise averaging of a plain module, driven by the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..flat.buffer import FlatBuffer
+from ..flat.vector import FlatVector
+from ..wrappers.averaging import AveragingMixin
+from .average_on_demand import AverageOnDemand
+from .config import PairwiseConfig
+from .engine import PairwiseEngine
+
+
+class PairwiseAverager(AveragingMixin):
+    """Pairwise averaging of a plain module, driven by the training loop: dpwa's adapter.
+
+    `update_send` before the batch and `update_wait` after it: the fetch runs under the batch, and what peers get of us
+    is the model before it. Everything else is as in `PairwiseDataParallel`.
+
+    Args:
+        module: mutated: its trained tensors become views of one flat vector, which keeps their values.
+        config: as the arguments of `PairwiseDataParallel`.
+        init_from_peers: see there.
+        gossip_buffers: see there.
+
+    Raises:
+        ImportError, ValueError, ConnectionError, RuntimeError: see there.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> config = PairwiseConfig("w0", {"w0": "tcp://127.0.0.1:*"})  # and the others, with their ports
+        >>> averager = PairwiseAverager(model, config)
+        >>> averager.update_send(loss=1.0)
+        >>> loss = model(torch.ones(4, 2)).square().mean()  # and backward and step
+        >>> averager.update_wait(loss.item())
+        False
+        >>> averager.close()
+    """
+
+    _averager: AverageOnDemand
+
+    def __init__(
+        self, module: nn.Module, config: PairwiseConfig, *, init_from_peers: bool = True, gossip_buffers: bool = True
+    ) -> None:
+        self.module = module
+        self._buffer = FlatBuffer(module, include_buffers=gossip_buffers)
+        self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
+        self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"got worker {self._engine.config.name!r} to copy or pickle, expected its `module`, as a worker owns "
+            "threads and sockets; copy the module, and save state_dict()"
+        )
+
+    @property
+    def address(self) -> str:
+        """Where this worker is reached: as configured, with the port that `*` has become."""
+        return self._engine.address
+
+    def update_send(self, loss: float | None = None) -> None:
+        """Before a batch: serve the model as it is, and start to fetch a peer's. Never waits.
+
+        Args:
+            loss: of the training so far; None = as last told, or not known yet.
+        """
+        if loss is not None:
+            self._engine.report_loss(loss)
+        with torch.no_grad():
+            self._engine.publish(self._read_attached())
+
+    def update_wait(self, loss: float | None = None) -> bool:
+        """After a batch: wait for the fetch, for `timeout` at most since it began, and merge it.
+
+        Args:
+            loss: of this batch; None = as last told.
+
+        Returns:
+            Whether the module was changed: not where no peer had a model for us.
+        """
+        if loss is not None:
+            self._engine.report_loss(loss)
+        with torch.no_grad():
+            is_written = self._engine.flush(self._read_attached())
+        if is_written:
+            torch.autograd.graph.increment_version(self._buffer.parameters)
+        return is_written
+
+    def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
+        """See `PairwiseEngine.add_peer`; from any thread."""
+        self._engine.add_peer(name, address, public_key=public_key)
+
+    def remove_peer(self, name: str) -> None:
+        """See `PairwiseEngine.remove_peer`; from any thread."""
+        self._engine.remove_peer(name)
+
+    def flush(self) -> None:
+        """See `AveragingMixin`."""
+        if self._engine.is_in_flight and not self._is_averaged:
+            self.update_wait()
+
+    def close(self) -> None:
+        """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
+        self._engine.close()
+        self._averager.close()
+
+    def comm_stats(self) -> dict[str, float]:
+        """See `PairwiseDataParallel.comm_stats`."""
+        stats = self._engine.stats
+        return {
+            "bytes_sent": self._engine.num_bytes_sent + self._averager.num_bytes_sent,
+            "wait_seconds": stats.wait_seconds,
+            "num_rounds": stats.num_rounds,
+            "mean_staleness": stats.total_staleness / max(stats.num_rounds, 1),
+            "max_staleness": stats.max_staleness,
+            "consensus_distance": self._last_consensus_distance,
+            **self._engine.statistics(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Clock, loss, scores and generators, without the module, after a flush: plain values."""
+        self.flush()
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict()` gave, after the module has taken back its own.
+
+        A fetch that is under way is dropped, and peers get no model until the next `update_send`.
+        """
+        self._engine.load_state_dict(state)
+
+    def _read_attached(self) -> FlatVector:
+        if not self._buffer.is_attached():
+            self._buffer.attach()
+        return self._buffer.vector
+
+    def _read(self) -> FlatVector:
+        self.flush()
+        return self._read_attached()
+
+    def _write(self, vector: FlatVector) -> None:
+        torch.autograd.graph.increment_version(self._buffer.parameters)
+
+    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
+        return [x[: part.numel()] for x, part in zip(vector.segments, self._buffer.parameter_segments, strict=True)]

@@ -1,0 +1,233 @@
+"""What a worker of pairwise averaging is told: in the constructor, or in dpwa's YAML file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from .interpolation import (
+    ClockInterpolation,
+    ConstantInterpolation,
+    DivergenceThreshold,
+    Interpolation,
+    LossInterpolation,
+)
+from .wire.curve_keys import CurveKeys
+from .wire.distance_bound import DEFAULT_MAX_DISTANCE
+
+DEFAULT_TIMEOUT = timedelta(seconds=2.5)
+MIN_AVERAGE_TIMEOUT = timedelta(seconds=10)
+ON_NONFINITE = ("raise", "skip", "spread")
+DEFAULT_INTERPOLATION = ConstantInterpolation(0.5)
+_METHODS: Mapping[str, type[Interpolation]] = {
+    "constant": ConstantInterpolation,
+    "clock": ClockInterpolation,
+    "loss": LossInterpolation,
+}
+_KEYS = ("nodes", "fetch_probability", "timeout_ms", "interpolation", "divergence_threshold", *_METHODS)
+_EXAMPLE = "a list like [{nodes: [{name: w0, host: 10.0.0.1, port: 45000}, ...]}, {interpolation: constant}, ...]"
+
+
+@dataclass(frozen=True)
+class PairwiseConfig:
+    """Who a worker is, whom it may ask, and how it merges.
+
+    Args:
+        name: of this worker.
+        peers: "tcp://host:port" of every worker by name. The own entry is where to bind.
+        interpolation: how far to go towards a peer.
+        divergence_threshold: a loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
+        fetch_probability: of asking a peer at all in a round.
+        timeout: of one round, for all peers that are tried in it.
+        seed: of the choice of peers; with the name, so equal seeds give each worker choices of its own.
+        curve: keys; None = no encryption, and whoever reaches the address reads the model.
+        on_nonfinite: what happens when the own model holds infinities or NaN, which is found when a fetch ends: "raise"
+            an error; "skip": merge nothing into it, unless the peer's model replaces it whole (f = 1), count that in
+            `num_skipped` and warn once; "spread": merge all the same. A peer's model that is not finite is refused in
+            any case.
+        max_distance: a peer's model is refused whose root mean square distance from the own one is larger, in units of
+            the own root mean square, or of 1 if that is smaller. The default is far beyond what training reaches.
+        average_timeout: of averages over all ranks, which wait for all of them; None = `timeout`, but 10 s at least,
+            as workers come to an average at times of their own.
+
+    Raises:
+        ValueError: an argument out of range, or no own entry.
+    """
+
+    name: str
+    peers: Mapping[str, str]
+    interpolation: Interpolation = DEFAULT_INTERPOLATION
+    divergence_threshold: float = 0.0
+    fetch_probability: float = 1.0
+    timeout: timedelta = DEFAULT_TIMEOUT
+    seed: int = 0
+    curve: CurveKeys | None = field(default=None)
+    on_nonfinite: str = "raise"
+    max_distance: float = DEFAULT_MAX_DISTANCE
+    average_timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in self.peers:
+            raise ValueError(
+                f"got name={self.name!r} and peers {sorted(self.peers)}, expected an entry of this worker's own among "
+                "them; its address is where to bind, like 'tcp://0.0.0.0:45000'"
+            )
+        for peer, address in self.peers.items():
+            check_address(address, peer=peer, is_own=peer == self.name)
+        if not 0.0 <= self.fetch_probability <= 1.0:
+            raise ValueError(f"got fetch_probability={self.fetch_probability}, expected a probability in [0, 1]")
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"got timeout={self.timeout}, expected more than zero; timedelta(seconds=2.5) is usual")
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ValueError(f"got on_nonfinite={self.on_nonfinite!r}, expected one of {list(ON_NONFINITE)}")
+        if not self.max_distance > 0:
+            raise ValueError(
+                f"got max_distance={self.max_distance}, expected a positive number; math.inf refuses no finite model"
+            )
+        if self.average_timeout is not None and self.average_timeout <= timedelta(0):
+            raise ValueError(
+                f"got average_timeout={self.average_timeout}, expected more than zero; None follows timeout"
+            )
+        if self.divergence_threshold != 0:
+            DivergenceThreshold(self.interpolation, self.divergence_threshold)
+        for peer in self.others if self.curve is not None else ():
+            self.curve.of_peer(peer)  # type: ignore[union-attr]
+
+    @property
+    def others(self) -> dict[str, str]:
+        """Addresses of all workers but this one."""
+        return {peer: address for peer, address in self.peers.items() if peer != self.name}
+
+    @property
+    def time_to_average(self) -> timedelta:
+        """How long an average over all ranks waits for them."""
+        return max(self.timeout, MIN_AVERAGE_TIMEOUT) if self.average_timeout is None else self.average_timeout
+
+    @property
+    def rule(self) -> Interpolation:
+        """The interpolation with the divergence threshold, if there is one."""
+        if self.divergence_threshold == 0:
+            return self.interpolation
+        return DivergenceThreshold(self.interpolation, self.divergence_threshold)
+
+    @classmethod
+    def from_yaml(
+        cls,
+        name: str,
+        path: str | PathLike[str],
+        *,
+        seed: int = 0,
+        curve: CurveKeys | None = None,
+        on_nonfinite: str = "raise",
+        max_distance: float = DEFAULT_MAX_DISTANCE,
+        average_timeout: timedelta | None = None,
+    ) -> PairwiseConfig:
+        """The configuration of worker `name` in a file of dpwa.
+
+        A list of mappings with one key each, in any order: `nodes` (a list of name, host and port), and, where the
+        defaults will not do, `fetch_probability` (1), `timeout_ms` (2500), `interpolation` (constant, clock or loss),
+        `divergence_threshold` (0) and the arguments of the interpolation under its name, like `constant: {value: 0.5}`
+        or `clock: 0` for none.
+
+        Raises:
+            ImportError: PyYAML is missing.
+            OSError: the file cannot be read.
+            ValueError: any mistake in the file; names it.
+        """
+        entries = _read(Path(path))
+        try:
+            nodes = _nodes(entries.get("nodes"))
+            method = entries.get("interpolation", "constant")
+            if method not in list(_METHODS):
+                raise ValueError(f"got interpolation: {method!r}, expected one of {list(_METHODS)}")
+            return cls(
+                name,
+                nodes,
+                interpolation=_interpolation(method, entries.get(method, 0)),
+                divergence_threshold=_number(entries, "divergence_threshold", 0.0),
+                fetch_probability=_number(entries, "fetch_probability", 1.0),
+                timeout=timedelta(milliseconds=_number(entries, "timeout_ms", 2500.0)),
+                seed=seed,
+                curve=curve,
+                on_nonfinite=on_nonfinite,
+                max_distance=max_distance,
+                average_timeout=average_timeout,
+            )
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def check_address(address: str, *, peer: str, is_own: bool = False) -> None:
+    """Raise ValueError where this is no "tcp://host:port"; only one to bind may leave host or port open (*, port 0)."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":") if isinstance(address, str) else ("", "", "")
+    is_port = port == "*" or (port.isascii() and port.isdigit() and int(port) < 1 << 16)
+    is_blank = any(character.isspace() for character in host)
+    if not host or is_blank or not address.startswith("tcp://") or not is_port:
+        raise ValueError(f"got address {address!r} of {peer!r}, expected 'tcp://host:port' like 'tcp://10.0.0.1:45000'")
+    if not is_own and (host == "*" or port.strip("0") in ("", "*")):
+        raise ValueError(
+            f"got address {address!r} of {peer!r}, expected the host and port where that worker is reached; "
+            "only the own address may leave one open"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The entries of the file as one mapping."""
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "reading dpwa's configuration needs PyYAML; pip install 'gossip-modules[pairwise]', or pass the arguments "
+            "to the constructor"
+        ) from error
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: got a file that is no YAML, expected {_EXAMPLE}: {error}") from error
+    if not isinstance(content, list) or not all(isinstance(entry, dict) and len(entry) == 1 for entry in content):
+        raise ValueError(f"{path}: got a {type(content).__name__}, expected {_EXAMPLE}, one key per entry")
+    entries: dict[str, Any] = {}
+    for entry in content:
+        ((key, value),) = entry.items()
+        if key not in _KEYS or key in entries:
+            what = "twice" if key in entries else "which is unknown"
+            raise ValueError(f"{path}: got the key {key!r} {what}, expected each of {list(_KEYS)} once at most")
+        entries[key] = value
+    return entries
+
+
+def _nodes(nodes: Any) -> dict[str, str]:
+    if not isinstance(nodes, list) or not nodes:
+        raise ValueError(f"got nodes: {nodes!r}, expected a list of workers like {{name: w0, host: 10.0.0.1, port: 1}}")
+    addresses: dict[str, str] = {}
+    for node in nodes:
+        if not isinstance(node, dict) or set(node) != {"name", "host", "port"}:
+            raise ValueError(f"got the node {node!r}, expected the keys name, host and port")
+        name, host, port = str(node["name"]), node["host"], node["port"]
+        if not isinstance(host, str) or isinstance(port, bool) or not isinstance(port, int):
+            raise ValueError(f"got host {host!r} and port {port!r} of {name!r}, expected a string and a whole number")
+        if name in addresses:
+            raise ValueError(f"got two nodes named {name!r}, expected a name for each")
+        addresses[name] = f"tcp://{host}:{port}"
+    return addresses
+
+
+def _number(entries: Mapping[str, Any], key: str, default: float) -> float:
+    value = entries.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"got {key}: {value!r}, expected a finite number")
+    return float(value)
+
+
+def _interpolation(method: str, arguments: Any) -> Interpolation:
+    if arguments in (0, None):
+        arguments = {}
+    if not isinstance(arguments, dict) or not set(arguments) <= ({"value"} if method == "constant" else set()):
+        expected = "{value: 0.5}" if method == "constant" else "0, as it has no arguments"
+        raise ValueError(f"got {method}: {arguments!r}, expected {expected}")
+    return _METHODS[method](**{key: _number(arguments, key, 0.0) for key in arguments})

@@ -1,0 +1,1 @@
+"""What workers of dpwa send each other: requests, models and keys over sockets."""

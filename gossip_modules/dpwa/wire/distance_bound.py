@@ -1,0 +1,117 @@
+"""Which models may be merged: finite ones, no further from one's own than training goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from ...flat.vector import CHUNK, FlatVector
+from .message import RefusedModelError
+
+DEFAULT_MAX_DISTANCE = 1e6
+
+
+class DistanceBound:
+    """Refuses a model y that is not finite, or where rms(y - x) > max_distance * max(rms(x), 1), x being one's own.
+
+    rms is the root mean square over all d elements. Parameters of honest workers are of the order of 1, at the
+    beginning as at the end, and so are their differences; 10^6 leaves room for statistics of inputs that were not
+    normalised. Where the own model is not known, before its first publication, the bound is on rms(y), and
+    DEFAULT_MAX_DISTANCE at least: a worker that starts from another's model may be far from it.
+
+    One pass over both models finds that all is well; what is not, and how far, takes further ones. Belongs to the
+    fetching thread; the training thread reads `is_own_finite` once a fetch is over.
+
+    Args:
+        max_distance: in units of max(rms(x), 1), > 0.
+        own: the model that this worker published last, in host memory and not written inside.
+    """
+
+    def __init__(self, max_distance: float, own: Callable[[], AbstractContextManager[FlatVector | None]]) -> None:
+        self.max_distance = max_distance
+        self.is_own_finite = True
+        self._own = own
+
+    def check(self, y: FlatVector) -> None:
+        """Look at a peer's model, and at one's own beside it.
+
+        Args:
+            y: in host memory.
+
+        Raises:
+            RefusedModelError: y is not finite or too far away; says how far.
+        """
+        with self._own() as x:
+            self.is_own_finite = True
+            limit = self.max_distance if x is not None else max(self.max_distance, DEFAULT_MAX_DISTANCE)
+            if math.isfinite(rms := _rms(y, x)) and rms <= limit:  # so x and y are finite
+                return
+            if not is_finite(y):
+                raise RefusedModelError(
+                    "got a model with infinite or NaN values, expected finite ones; the peer diverged"
+                )
+            if x is not None and not is_finite(x):
+                self.is_own_finite = False
+                return
+            distance, scale = _exact_rms(y, x), 1.0 if x is None else max(_exact_rms(x), 1.0)
+            if not distance <= limit * scale:
+                raise RefusedModelError(
+                    f"got a model at a root mean square distance of {distance:.3g} from ours, expected {limit:g} * "
+                    f"{scale:.3g} at most; the peer has diverged or is broken, or a larger max_distance= is needed"
+                )
+
+    def check_own(self) -> None:
+        """Look at one's own model alone, where no other has come."""
+        with self._own() as x:
+            self.is_own_finite = x is None or is_finite(x)
+
+
+def is_finite(x: FlatVector) -> bool:
+    """Whether no element is infinite or NaN.
+
+    A sum is finite only if all its terms are, and takes a fiftieth of the time of looking at each. One that is not may
+    have overflowed, so then each is looked at.
+    """
+    for segment in x.segments:
+        for piece in segment.split(CHUNK):
+            wide = piece.float() if piece.element_size() < 4 else piece
+            if not (math.isfinite(wide.sum().item()) or bool(torch.isfinite(wide).all())):
+                return False
+    return True
+
+
+def _rms(y: FlatVector, x: FlatVector | None) -> float:
+    """The root mean square of y - x, or of y, in float32 where they are: infinite where that overflows."""
+    scratch = {a.dtype: torch.empty(min(CHUNK, a.numel()), dtype=a.dtype) for a in y.segments if a.element_size() >= 4}
+    total = 0.0
+    for a, b in _pieces(y, x):
+        if a.element_size() < 4:
+            difference = a.float() if b is None else a.float().sub_(b.float())
+        else:
+            difference = a if b is None else torch.sub(a, b, out=scratch[a.dtype][: a.numel()])
+        total += torch.dot(difference, difference).item()
+    return math.sqrt(total / _numel(y)) if math.isfinite(total) else math.inf
+
+
+def _exact_rms(y: FlatVector, x: FlatVector | None = None) -> float:
+    """The same in float64, where the numbers of float32 do not overflow."""
+    total = 0.0
+    for a, b in _pieces(y, x):
+        difference = a.double() if b is None else a.double() - b.double()
+        total = math.hypot(total, torch.linalg.vector_norm(difference).item())
+    return total / math.sqrt(_numel(y))
+
+
+def _pieces(y: FlatVector, x: FlatVector | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    for k, segment in enumerate(y.segments):
+        for start in range(0, segment.numel(), CHUNK):
+            stop = start + CHUNK
+            yield segment[start:stop], None if x is None else x.segments[k][start:stop]
+
+
+def _numel(x: FlatVector) -> int:
+    return max(sum(segment.numel() for segment in x.segments), 1)

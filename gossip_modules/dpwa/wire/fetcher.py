@@ -1,0 +1,118 @@
+"""The thread that fetches models under the batch, and where they arrive."""
+
+from __future__ import annotations
+
+import queue
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import torch
+from torch.profiler import record_function
+
+from ...flat.vector import FlatVector
+from .client import Fetched, ModelClient
+
+GRACE_SECONDS = 5.0  # beyond the timeout of a round, for the copy and check of what has arrived
+
+
+class ModelFetcher:
+    """One fetch at a time, in a thread of its own: `start`, and then `wait` or `is_done`.
+
+    For parameters on a GPU a model arrives in pinned memory and goes on to the GPU on a side stream, before the fetch
+    counts as done.
+
+    Args:
+        client: used by the fetching thread only, which closes it.
+        x: of the layout and on the device where training wants models.
+        name: of this worker, for errors.
+        timeout: of a fetch, in seconds.
+    """
+
+    def __init__(self, client: ModelClient, x: FlatVector, *, name: str, timeout: float) -> None:
+        self.client = client
+        self.name = name
+        self.timeout = timeout
+        self._future: Future[Fetched | None] | None = None
+        self._jobs: queue.SimpleQueue[Future[Fetched | None] | None] = queue.SimpleQueue()
+        raw = torch.zeros(x.layout.num_bytes, dtype=torch.uint8, pin_memory=x.raw.is_cuda)
+        self._inbox = self._arrived = FlatVector(x.layout, raw)
+        if x.raw.is_cuda:
+            self._arrived = x.like()
+            self._stream = torch.cuda.Stream(x.raw.device)
+            self._read = torch.cuda.Event()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a fetch was started that was not waited for."""
+        return self._future is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._future is None or self._future.done()
+
+    @property
+    def arrived(self) -> FlatVector:
+        """The model that the last fetch has brought; valid until the next one starts."""
+        return self._arrived
+
+    def start(self) -> None:
+        """Start a fetch. What training does with the last one's model must be queued by now."""
+        assert self._future is None, "one fetch at a time"
+        if self._arrived is not self._inbox:
+            self._read.record(torch.cuda.current_stream(self._arrived.raw.device))
+        self._future = Future()
+        self._jobs.put(self._future)
+
+    def wait(self) -> Fetched | None:
+        """Whose model has arrived, None where none has; nothing is under way afterwards.
+
+        Raises:
+            TimeoutError: it takes much longer than it may; names the peer.
+            RuntimeError: it failed for other reasons than the network's; names the peer.
+        """
+        if self._future is None:
+            return None
+        start = time.monotonic()
+        try:
+            return self._future.result(self.timeout + GRACE_SECONDS)
+        except FutureTimeoutError:
+            raise TimeoutError(
+                f"worker {self.name!r}: a fetch from {self.client.asked!r} did not end within "
+                f"{time.monotonic() - start:.1f} s (timeout {self.timeout:g} s)"
+            ) from None
+        finally:
+            self._future = None
+
+    def stop(self) -> None:
+        """End `work()`; a fetch that is under way is given up."""
+        self._future = None
+        self._jobs.put(None)
+        self.client.stop()
+
+    def work(self) -> None:
+        """The body of the fetching thread, until `stop()`."""
+        try:
+            while (future := self._jobs.get()) is not None:
+                try:
+                    future.set_result(self._fetch())
+                except Exception as error:
+                    asked = self.client.asked
+                    failure = RuntimeError(f"worker {self.name!r}: fetching from {asked!r} failed: {error!r}")
+                    future.set_exception(failure)
+                    raise failure from error
+        finally:
+            self.client.close()
+
+    def _fetch(self) -> Fetched | None:
+        with torch.no_grad(), record_function("gossip.fetch"):
+            fetched = self.client.fetch(self._inbox, self.timeout)
+            if fetched is None:
+                self.client.bound.check_own()  # else the client has, beside the peer's
+            elif self._arrived is not self._inbox:
+                with torch.cuda.stream(self._stream):
+                    self._stream.wait_event(self._read)  # the last merge reads what this overwrites
+                    self._arrived.raw.copy_(self._inbox.raw, non_blocking=True)
+                self._stream.synchronize()  # the inbox is free, and training need not wait for this stream
+        return fetched

@@ -1,0 +1,138 @@
+"""What workers say to each other: a header of 64 bytes, and after it the bytes of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import sys
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from ...flat.layout import FlatLayout
+from ..interpolation import Standing
+
+MAGIC = b"gdpw"
+VERSION = 1
+# magic, version, kind, flags, request, digest, dtypes, tensors, clock, loss, payload bytes; little-endian, no padding.
+_HEADER = struct.Struct("<4sBBHQ16sIIddQ")
+HEADER_BYTES = _HEADER.size
+MIN_LIMIT_BYTES = 1024  # of ZMQ_MAXMSGSIZE, which also applies to the commands of a handshake
+_HAS_LOSS = 1
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+
+
+class MessageError(ValueError):
+    """Bytes that are no message."""
+
+
+class RefusedModelError(ValueError):
+    """A message whose model must not be merged."""
+
+
+class Kind(IntEnum):
+    """What a message is: two requests and the answers to them."""
+
+    FETCH = 1
+    PROBE = 2
+    MODEL = 3  # a payload follows
+    ALIVE = 4  # the answer to a probe
+    EMPTY = 5  # nothing is published yet
+    BUSY = 6  # as many models are on their way as may be
+    OTHER_MODEL = 7  # the shapes differ, so no model follows
+
+
+class ModelShape(NamedTuple):
+    """What two models must agree on before one is merged into the other.
+
+    digest: 16 bytes, of the name, shape, dtype and strides of every tensor, of the layout and of the byte order.
+    dtypes: bit k stands for a segment of the k-th dtype of a fixed table.
+    """
+
+    digest: bytes
+    dtypes: int
+    num_tensors: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, signature: Sequence[str], layout: FlatLayout) -> ModelShape:
+        """The shape of a vector of this layout over the tensors of this signature (`FlatBuffer.signature`).
+
+        Raises:
+            ValueError: a dtype that the wire does not know.
+        """
+        unknown = [segment.dtype for segment in layout.segments if segment.dtype not in _DTYPES]
+        if unknown:
+            raise ValueError(f"got parameters of {unknown[0]}, expected one of {list(_DTYPES)}; convert the module")
+        dtypes = sum(1 << _DTYPES.index(segment.dtype) for segment in layout.segments)
+        places = [(str(segment.dtype), segment.start, segment.numel) for segment in layout.segments]
+        text = repr((sys.byteorder, list(signature), places, layout.num_bytes))
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return cls(digest, dtypes, len(signature), layout.num_bytes)
+
+    def __str__(self) -> str:
+        names = [str(dtype).removeprefix("torch.") for k, dtype in enumerate(_DTYPES) if self.dtypes >> k & 1]
+        return f"{self.num_tensors} tensors of {'/'.join(names) or 'no known dtype'}, {self.num_bytes} bytes"
+
+
+class Message(NamedTuple):
+    """A header. Requests carry the shape of the asker's model, replies that of the model which is served.
+
+    request: the number that the asker gave; a reply repeats it.
+    standing: of the worker that sends the message.
+    """
+
+    kind: Kind
+    request: int
+    shape: ModelShape
+    standing: Standing = Standing()
+
+    def pack(self) -> bytes:
+        """The 64 bytes."""
+        clock, loss = self.standing
+        has_loss = loss is not None
+        numbers = (self.shape.dtypes, self.shape.num_tensors, clock, loss if loss is not None else 0.0)
+        head = (MAGIC, VERSION, self.kind, _HAS_LOSS * has_loss, self.request, self.shape.digest)
+        return _HEADER.pack(*head, *numbers, self.shape.num_bytes)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Message:
+        """The message that these bytes are. Reads numbers only; takes no memory that depends on them.
+
+        Raises:
+            MessageError: they are none, or one of another version.
+        """
+        if len(data) != HEADER_BYTES:
+            raise MessageError(f"got a header of {len(data)} bytes, expected {HEADER_BYTES}; a stranger sent it")
+        magic, version, kind, flags, request, digest, dtypes, num_tensors, clock, loss, num_bytes = _HEADER.unpack(data)
+        if magic != MAGIC:
+            raise MessageError(f"got a header that begins with {magic!r}, expected {MAGIC!r}; a stranger sent it")
+        if version != VERSION:
+            raise MessageError(f"got version {version}, expected {VERSION}; install the same release on all workers")
+        if kind not in Kind._value2member_map_ or flags & ~_HAS_LOSS:
+            raise MessageError(f"got kind {kind} with flags {flags:#x}, expected kinds 1 to {max(Kind)} and flag 0x1")
+        shape = ModelShape(digest, dtypes, num_tensors, num_bytes)
+        return cls(Kind(kind), request, shape, Standing(clock, loss if flags & _HAS_LOSS else None))
+
+    def check(self, own: ModelShape) -> None:
+        """Refuse a model that cannot be merged into one of shape `own`, before its bytes are looked at.
+
+        Raises:
+            RefusedModelError: another shape, or a clock or loss that is no finite number; says which.
+        """
+        if self.kind is Kind.OTHER_MODEL or self.shape != own:
+            why = "names, shapes or dtypes differ" if str(self.shape) == str(own) else "sizes differ"
+            raise RefusedModelError(
+                f"got a model of {self.shape}, expected {own}: {why}; wrap the same model on all workers"
+            )
+        clock, loss = self.standing
+        if not math.isfinite(clock) or clock < 0:
+            raise RefusedModelError(f"got clock {clock}, expected a finite number >= 0; the peer is broken")
+        if loss is not None and not math.isfinite(loss):
+            raise RefusedModelError(f"got loss {loss}, expected a finite number; the peer has diverged")

@@ -1,0 +1,176 @@
+"""The serving side of a worker: answers its peers with the model it has published last."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...flat.layout import FlatLayout
+from ...flat.vector import FlatVector
+from ..interpolation import Standing
+from .message import Kind, Message, ModelShape
+from .snapshot_pool import Reading, Snapshot, SnapshotPool
+
+MAX_REPLIES = 4  # snapshots that are being sent at once
+
+
+@dataclass
+class ServerStats:
+    """What was served. Written by the serving thread only.
+
+    num_garbage_messages: what strangers said that is no request of ours.
+    num_refused_connections: no ZeroMQ, no key, or a key that is not authorised; handshakes that took too long;
+        connections that were closed for others, as there were too many; and requests with a key that is not authorised
+        any more.
+    num_unread_replies: replies that were broken off since the asker did not read them.
+    """
+
+    bytes_sent: int = 0
+    num_models_sent: int = 0
+    num_garbage_messages: int = 0
+    num_refused_connections: int = 0
+    num_unread_replies: int = 0
+
+
+class Published(NamedTuple):
+    """A model, with the header that describes it, and its number among all that were published."""
+
+    message: Message
+    snapshot: Snapshot
+    number: int
+
+
+class Answer(NamedTuple):
+    """What is sent to a peer.
+
+    header: packed.
+    model: and its reading, which whoever sends it ends; None where there is none for this peer.
+    """
+
+    header: bytes
+    model: tuple[Published, Reading] | None
+
+
+class ModelServer(ABC):
+    """Answers requests in a thread of its own with an immutable snapshot of the model.
+
+    [Note: Serving never blocks training] A model is sent without a copy, straight from the snapshot, which is not
+    written again before its last byte has left. Publishing takes another snapshot: one copy, and a lock that is held
+    for as long as it takes to swap a reference, never while bytes move. At most MAX_REPLIES snapshots are on their way,
+    and the fetching thread reads one to compare models, so MAX_REPLIES + 3 always are enough, however slow clients are.
+
+    `publish`, `withdraw` and `is_serving` belong to the training thread, `latest` to the fetching thread, the rest to
+    the serving thread.
+
+    Args:
+        shape: of the model.
+        layout: of the model.
+        is_pinned: whether the model is on a GPU.
+    """
+
+    address: str
+    """Where peers reach it: as configured, with the port that `*` has become."""
+    num_peers: int
+    """How many peers are known; any thread may write it."""
+
+    def __init__(self, *, shape: ModelShape, layout: FlatLayout, is_pinned: bool) -> None:
+        self.shape = shape
+        self.stats = ServerStats()
+        self.num_peers = 0
+        self._lock = threading.Lock()
+        self._pool = SnapshotPool(layout, max_snapshots=MAX_REPLIES + 3, is_pinned=is_pinned)
+        self._num_published = 0
+        self._latest: Published | None = None
+        self._next: Published | None = None  # its copy from a GPU may not have landed
+
+    @abstractmethod
+    def serve(self) -> None:
+        """The body of the serving thread: answers until `stop()`, then closes everything."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End `serve()`; idempotent, and also right where that never ran in a thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all sockets; idempotent. `serve()` does so at its end, so this is for who never called it."""
+
+    def authorize(self, keys: Iterable[str]) -> None:
+        """Answer exactly the holders of these public keys, on connections that exist too; any thread."""
+        raise NotImplementedError(f"{type(self).__name__} answers everybody")
+
+    def publish(self, x: FlatVector, standing: Standing) -> bool:
+        """Serve a copy of x from now on, or from when its copy from the GPU has landed.
+
+        Returns:
+            False where the last copy from the GPU has not landed: then that one is what is served next.
+        """
+        with self._lock:
+            self._promote()
+            if self._next is not None:
+                return False
+            snapshot = self._pool.take([] if self._latest is None else [self._latest.snapshot])
+        self._pool.write(snapshot, x)
+        with self._lock:
+            self._num_published += 1
+            self._next = Published(Message(Kind.MODEL, 0, self.shape, standing), snapshot, self._num_published)
+        return True
+
+    def withdraw(self) -> None:
+        """Serve nothing until the next `publish`. Replies that have begun are completed."""
+        with self._lock:
+            self._latest = self._next = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a model is published and not withdrawn."""
+        with self._lock:
+            return self._latest is not None or self._next is not None
+
+    @contextlib.contextmanager
+    def latest(self) -> Iterator[FlatVector | None]:
+        """The model that was published last, in host memory and not written inside; None where there is none."""
+        with self._lock:
+            published = self._next or self._latest
+            reading = None if published is None else published.snapshot.read()
+        if published is None or reading is None:
+            yield None
+            return
+        try:
+            if published.snapshot.written is not None:
+                published.snapshot.written.synchronize()
+            yield published.snapshot.vector
+        finally:
+            reading.end()
+
+    def _answer_to(self, request: Message) -> Answer:
+        """What to send, and its snapshot, which is not written before its reading has ended."""
+        with self._lock:
+            self._promote()
+            latest, chosen = self._latest, None
+            if request.kind is Kind.PROBE:
+                kind = Kind.ALIVE
+            elif latest is None:
+                kind = Kind.EMPTY
+            elif request.shape != self.shape:
+                kind = Kind.OTHER_MODEL
+            else:
+                chosen = self._choose(latest)
+                kind = Kind.BUSY if chosen is None else Kind.MODEL
+            about = chosen or latest
+            message = Message(kind, 0, self.shape) if about is None else about.message
+            header = message._replace(kind=kind, request=request.request).pack()
+            return Answer(header, None if chosen is None else (chosen, chosen.snapshot.read()))
+
+    def _choose(self, latest: Published) -> Published | None:
+        """What a peer that asks gets, None where as many replies are on their way as may be. Under the lock."""
+        return None if self._pool.num_readings() >= MAX_REPLIES else latest
+
+    def _promote(self) -> None:
+        """The next snapshot <- the latest one, if it has landed. Under the lock."""
+        if self._next is not None and self._next.snapshot.is_written:
+            self._latest, self._next = self._next, None

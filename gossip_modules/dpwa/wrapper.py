@@ -1,0 +1,267 @@
+"""PairwiseDataParallel: each worker pulls the model of a random live peer and interpolates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from os import PathLike
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..engine.engine import IdleEngine
+from ..flat.vector import FlatVector
+from ..wrappers.base import GossipWrapper
+from .average_on_demand import AverageOnDemand
+from .config import DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
+from .engine import PairwiseEngine
+from .interpolation import Interpolation
+from .wire.curve_keys import CurveKeys
+from .wire.distance_bound import DEFAULT_MAX_DISTANCE
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class PairwiseDataParallel(GossipWrapper):
+    """A module that moves towards the model of a random live peer before every training forward (dpwa).
+
+    x <- x + f (x_peer - x): see [Note: Pairwise round]. Nobody waits for anybody: a fetch runs in the background and is
+    merged at the first training forward after it is complete. Workers may start late, die, restart and come back, and
+    no process group is needed: what a worker knows of the others is their addresses. A worker that fails is avoided
+    and found again: see `PeerScores`. Merging is one-sided, so the mean over workers is not kept.
+
+    Peers get the model from the beginning, and nothing between `load_state_dict` and the next training forward. Load
+    checkpoints on all workers before any of them trains on, or they merge what is not loaded yet. A copy (`deepcopy`,
+    pickle) is a snapshot that stays local: it computes, reports and loads state, but has no address and no peers.
+
+    Messages are fixed binary headers and raw tensors over ZeroMQ; nothing is ever unpickled, sizes are checked before
+    memory is taken, and models with infinities or NaN are refused. Without `curve` whoever reaches the address can
+    read the model, and whoever takes over the address of a peer can have his own merged.
+
+    Jin, Yuan, Iandola, Keutzer, "How to scale distributed deep learning?", 2016, arXiv 1611.04581 (pull-gossip SGD).
+
+    Args:
+        module: mutated: its trained tensors become views of one flat vector, which keeps their values. On its device,
+            in its dtype: both must stay.
+        name: of this worker.
+        peers: "tcp://host:port" of every worker by name; the own entry is where to bind ("tcp://0.0.0.0:45000").
+        interpolation: f: `ConstantInterpolation`, `ClockInterpolation` or `LossInterpolation`.
+        divergence_threshold: a loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
+        fetch_probability: of asking a peer in a round.
+        timeout: of one round, for all peers that are tried in it. Training does not wait for it.
+        seed: of the choice of peers; each worker's choices are its own.
+        curve: keys, so that strangers neither read nor write models.
+        on_nonfinite: "raise", "skip" or "spread": what happens when the own model holds infinities or NaN. See
+            `PairwiseConfig`.
+        max_distance: from the own model, beyond which a peer's is refused. See `PairwiseConfig`.
+        average_timeout: of `averaged()`, `average_()` and `consensus_distance()`, which wait for all ranks; None =
+            `timeout`, but 10 s at least.
+        init_from_peers: start from the model of a live peer if there is one: for workers that start late or restart.
+            Workers that start at the same time start from their own: give them equal weights by `torch.manual_seed`.
+        gossip_buffers: whether floating-point buffers (BatchNorm statistics) travel too.
+        gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
+            are training forwards too.
+
+    Raises:
+        ImportError: pyzmq is missing.
+        ValueError: arguments that do not fit.
+        ConnectionError: the own address cannot be bound.
+        RuntimeError: (forward) a loss is needed and was not reported, or a background thread failed.
+        FloatingPointError: (forward, eval, flush) the own model holds infinities or NaN.
+
+    Example:
+        >>> peers = {"w0": "tcp://127.0.0.1:*"}  # and the others, with their ports
+        >>> model = PairwiseDataParallel(nn.Linear(2, 1), name="w0", peers=peers)
+        >>> loss = model(torch.ones(4, 2)).square().mean()
+        >>> loss.backward()
+        >>> model.report_loss(loss.item())
+        >>> model.close()
+    """
+
+    _engine: PairwiseEngine  # in a copy a _PairwiseRecord, which has what is used here
+    _averager: AverageOnDemand
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        peers: Mapping[str, str],
+        interpolation: Interpolation = DEFAULT_INTERPOLATION,
+        divergence_threshold: float = 0.0,
+        fetch_probability: float = 1.0,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        seed: int = 0,
+        curve: CurveKeys | None = None,
+        on_nonfinite: str = "raise",
+        max_distance: float = DEFAULT_MAX_DISTANCE,
+        average_timeout: timedelta | None = None,
+        init_from_peers: bool = True,
+        gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
+    ) -> None:
+        config = PairwiseConfig(
+            name,
+            peers,
+            interpolation,
+            divergence_threshold,
+            fetch_probability,
+            timeout,
+            seed,
+            curve,
+            on_nonfinite,
+            max_distance,
+            average_timeout,
+        )
+        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
+        self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
+
+    @classmethod
+    def from_config(
+        cls,
+        module: nn.Module,
+        name: str,
+        path: str | PathLike[str],
+        *,
+        seed: int = 0,
+        curve: CurveKeys | None = None,
+        on_nonfinite: str = "raise",
+        max_distance: float = DEFAULT_MAX_DISTANCE,
+        average_timeout: timedelta | None = None,
+        init_from_peers: bool = True,
+        gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
+    ) -> Self:
+        """Worker `name` of a YAML file of dpwa: see `PairwiseConfig.from_yaml`."""
+        config = PairwiseConfig.from_yaml(
+            name,
+            path,
+            seed=seed,
+            curve=curve,
+            on_nonfinite=on_nonfinite,
+            max_distance=max_distance,
+            average_timeout=average_timeout,
+        )
+        return cls(
+            module,
+            **vars(config),
+            init_from_peers=init_from_peers,
+            gossip_buffers=gossip_buffers,
+            gossip_in_eval_mode=gossip_in_eval_mode,
+        )
+
+    @property
+    def address(self) -> str:
+        """Where this worker is reached: as configured, with the port that `*` has become."""
+        return self._engine.address
+
+    def train(self, mode: bool = True) -> Self:
+        """As `GossipWrapper.train`; on the way to eval mode the last update is published, as no round may follow."""
+        was_training = self.training
+        super().train(mode)
+        if was_training and not mode and not self._is_held:
+            with torch.no_grad():
+                self._engine.republish(self._buffer.vector)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "_engine": _PairwiseRecord(self._engine)}
+
+    def close(self) -> None:
+        """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
+        self._engine.close()
+        super().close()
+
+    def _release(self) -> None:
+        self._averager.close()
+
+    def report_loss(self, loss: float) -> None:
+        """The loss of the last batch, which peers merge by, and `divergence_threshold`; call it after every batch."""
+        self._engine.report_loss(loss)
+
+    @property
+    def last_peer(self) -> str | None:
+        """With whose model this one was merged last; None before."""
+        return self._engine.last_peer
+
+    def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
+        """See `PairwiseEngine.add_peer`; from any thread."""
+        self._engine.add_peer(name, address, public_key=public_key)
+
+    def remove_peer(self, name: str) -> None:
+        """See `PairwiseEngine.remove_peer`; from any thread."""
+        self._engine.remove_peer(name)
+
+    def comm_stats(self) -> dict[str, float]:
+        """What communication did so far on this worker; local and cheap.
+
+        Returns:
+            As `GossipWrapper.comm_stats`, where num_rounds is merges, and: bytes_received, num_fetches (requests),
+            num_failed_fetches (refused, timed out, broken off), num_refused_models (another shape, infinities or NaN
+            in the model or its loss, or too far from ours), num_skipped (merges that were left out as the own model was
+            not finite), num_refused_losses (own ones that were not finite, and not published),
+            num_refused_connections (strangers without ZeroMQ or an authorised key, or too many connections),
+            num_garbage_messages, num_unread_replies (that ended before the asker had read them), num_models_sent,
+            clock.
+        """
+        return {**super().comm_stats(), **self._engine.statistics()}
+
+    @property
+    def _bytes_sent(self) -> int:
+        return self._engine.num_bytes_sent + self._averager.num_bytes_sent
+
+
+class _PairwiseRecord(IdleEngine):
+    """No rounds any more, with the state of the worker at the copy: it can be loaded into that worker again.
+
+    Args:
+        other: of the worker, or of a copy of it. Nothing may be in flight.
+    """
+
+    def __init__(self, other: PairwiseEngine | _PairwiseRecord) -> None:
+        super().__init__(other)
+        self.last_peer: str | None = other.last_peer
+        self.num_bytes_sent: int = other.num_bytes_sent
+        self._statistics = other.statistics()
+        self._state = other.state_dict()
+
+    @property
+    def address(self) -> str:
+        """Raises RuntimeError."""
+        self._refuse("address")
+
+    def statistics(self) -> dict[str, float]:
+        """See `PairwiseEngine`; of the worker until the copy."""
+        return dict(self._statistics)
+
+    def report_loss(self, loss: float) -> None:
+        """Nobody asks for it."""
+
+    def republish(self, x: FlatVector) -> None:
+        """Nobody asks for it."""
+
+    def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
+        """Raises RuntimeError."""
+        self._refuse("add_peer")
+
+    def remove_peer(self, name: str) -> None:
+        """Raises RuntimeError."""
+        self._refuse("remove_peer")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Engine`."""
+        super().load_state_dict(state)
+        self._state = dict(state)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"got {what} of a copy, expected it of the worker itself: a copy stays local; make a new worker to connect"
+        )

@@ -1,0 +1,215 @@
+"""When rounds run, relative to training: the bases of all engines, and rounds that run at once."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
+from ..flat.vector import FlatVector
+from ..gossip.gossiper import GlobalAverage, Mixer
+from ..schedule import Action, Schedule
+
+_UNNAMED = "LockstepEngine"  # checkpoints from when there was no other
+
+
+@dataclass
+class EngineStats:
+    """What communication cost so far, and how late it was."""
+
+    wait_seconds: float = 0.0
+    num_rounds: int = 0
+    num_skipped: int = 0
+    total_staleness: int = 0
+    max_staleness: int = 0
+
+    def record(self, staleness: int) -> None:
+        """Count a round that took effect `staleness` forwards later than a synchronous overlap would have it."""
+        self.num_rounds += 1
+        self.total_staleness += staleness
+        self.max_staleness = max(self.max_staleness, staleness)
+
+
+class Engine(ABC):
+    """When a model meets those of its peers: once per training step, at the safe point before the forward."""
+
+    is_asynchronous: bool = False
+    """Whether threads of its own answer peers at any time, so that a rank's rounds are not those of the others."""
+
+    def __init__(self) -> None:
+        self.t = 0  # rounds started so far
+        self.stats = EngineStats()
+        self.is_closed = False
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether there is something that `flush()` would apply."""
+        return False
+
+    @abstractmethod
+    def round(self, x: FlatVector) -> bool:
+        """Once per training step, at the safe point: x <- x + corrections that are due; mutates x and its weight.
+
+        Returns:
+            Whether x was written.
+        """
+
+    def flush(self, x: FlatVector) -> bool:
+        """x <- x + everything in flight; returns, when nothing is, whether x was written."""
+        return False
+
+    def close(self) -> None:
+        """End threads and free buffers; idempotent."""
+
+    @property
+    def state_name(self) -> str:
+        """Whose state it is: engines of one name understand each other's."""
+        return type(self).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and what the algorithm remembers. Nothing may be in flight."""
+        return {"engine": self.state_name, "t": self.t}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict()` gave. Nothing may be in flight.
+
+        Raises:
+            ValueError: it is the state of another engine; nothing is changed then.
+        """
+        name = state.get("engine", _UNNAMED)
+        if name != self.state_name:
+            raise ValueError(
+                f"got the state of a {name}, expected that of a {self.state_name}; wrap as when it was saved, or load "
+                "the model alone: module.load_state_dict"
+            )
+        self.t = state["t"]
+
+    def reset(self) -> None:
+        """Start anew, as without any state. Nothing may be in flight."""
+        self.t = 0
+
+
+class IdleEngine(Engine):
+    """No rounds any more: of a copy that another engine's threads do not answer for.
+
+    Args:
+        other: whose counters it keeps.
+    """
+
+    def __init__(self, other: Engine) -> None:
+        super().__init__()
+        self.t, self.stats = other.t, replace(other.stats)
+        self._state_name = other.state_name
+
+    @property
+    def state_name(self) -> str:
+        """See `Engine`: that of the engine whose counters these are."""
+        return self._state_name
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        return False
+
+
+class LockstepEngine(Engine):
+    """Runs rounds of a gossiper; round t of one rank is round t of all.
+
+    Args:
+        gossiper: bound to its peers; or another mixer with a transport.
+        schedule: which step gossips, which averages globally.
+        on_nonfinite: "raise" raises FloatingPointError where a round would mix infinities or NaN into a model, "skip"
+            leaves such a round out, "spread" does not look.
+
+    Raises:
+        ValueError: `on_nonfinite` is none of these, or "skip" with a gossiper that remembers what was said.
+    """
+
+    def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise") -> None:
+        super().__init__()
+        self.on_nonfinite = check_policy(on_nonfinite)
+        if on_nonfinite == "skip" and not gossiper.is_skippable:
+            raise ValueError(
+                f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': what its messages have said "
+                "is remembered, so that none can be left out"
+            )
+        self.gossiper = gossiper
+        self.schedule = schedule
+        # A rank that leaves out what others have sent it keeps its own weight, and they have given theirs away.
+        self.averager = GlobalAverage(gossiper.transport, sums_weights=on_nonfinite == "skip" and gossiper.is_weighted)
+        self.step = 0  # training steps seen so far
+
+    @property
+    def state_name(self) -> str:
+        """See `Engine`: the same for all that run rounds in lockstep."""
+        return "LockstepEngine"
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`."""
+        return {**super().state_dict(), "step": self.step, "gossiper": self.gossiper.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Engine`."""
+        super().load_state_dict(state)
+        self.step = state["step"]
+        self.gossiper.load_state_dict(state["gossiper"])
+
+    def reset(self) -> None:
+        """See `Engine`."""
+        self.load_state_dict({"t": 0, "step": 0, "gossiper": {}})
+
+    def _next_mixer(self) -> Mixer | None:
+        """What this step does, None when it skips; advances the step."""
+        action = self.schedule.action(self.step)
+        self.step += 1
+        return {Action.GOSSIP: self.gossiper, Action.AVERAGE: self.averager, Action.SKIP: None}[action]
+
+    def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool) -> NoReturn:
+        names, rank = self.gossiper.transport.names, self.gossiper.transport.rank
+        senders = () if is_own else [names[i] for i in mixer.sources if i != rank]
+        refuse(names[rank], f"round {t}", senders=senders)
+
+
+class SyncEngine(LockstepEngine):
+    """Blocking rounds: x <- W(t) x, in place, before the forward. No copy, no thread, no stream.
+
+    A rank whose own model is not finite raises before it sends it, on a GPU one round later; with on_nonfinite="skip"
+    each rank looks at the correction, which then takes a copy of the model.
+    """
+
+    def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise") -> None:
+        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
+        self._is_finite = FiniteCheck()
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        mixer = self._next_mixer()
+        if mixer is None:
+            return False
+        start = time.perf_counter()
+        with torch.profiler.record_function("gossip.round", f"t={self.t}"):
+            if self.on_nonfinite == "skip":
+                self._mix_if_finite(mixer, x)
+            else:
+                if self.on_nonfinite == "raise" and not self._is_finite(x):
+                    self._refuse_nonfinite(mixer, self.t, is_own=True)
+                mixer.start(x, self.t)
+                self.t += 1
+                mixer.finish(x)
+        self.stats.wait_seconds += time.perf_counter() - start
+        self.stats.record(0)
+        return True
+
+    def _mix_if_finite(self, mixer: Mixer, x: FlatVector) -> None:
+        """x <- x + c, unless that is not finite."""
+        correction = x.clone()
+        mixer.start(correction, self.t)
+        self.t += 1
+        alpha = mixer.difference(correction)
+        if is_finite(correction):
+            x.add_(correction, alpha=alpha)
+        else:
+            self.stats.num_skipped += 1

@@ -1,0 +1,174 @@
+"""Mailbox: one object with one lock between training and the threads that talk to peers."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from ..flat.vector import FlatVector, scale_and_add_
+from .host_copy import HostCopy
+
+
+class Mailbox:
+    """What peers see of a rank, y, and what training has not applied yet, the mail.
+
+    The training thread calls `publish` and `collect` at the safe point, threads of the engine `snapshot` and `deliver`
+    at any time. All that a peer gets is a snapshot taken under the lock, so no message is ever half old and half new,
+    and a correction is added to the mail, never written over parameters, so no update is lost.
+
+    [Note: pinned mailbox] For parameters on a GPU, y and the mail are in pinned host memory. `publish` is a `HostCopy`,
+    and the background threads wait for it before they read or change y. `collect` queues the way back in training's
+    stream. So training never waits for the bus.
+
+    [Note: buffers in the mail] A correction is a difference to what a rank was when an exchange began. Added late to
+    BatchNorm statistics, which decay meanwhile, it can make a variance negative. So the buffers of a peer, r, are
+    averaged with those that are there when mail is applied, b <- (1 - alpha) b + alpha r, and a variance stays one. Of
+    several averages the mail keeps what they come to: a share of b, and a term that is added to it.
+
+    Args:
+        x: the parameters; y starts as a copy of them, which is not for peers yet.
+
+    Attributes:
+        is_open: whether peers may have y: from a `publish` on, until `withdraw`.
+
+    Raises:
+        ValueError: (`publish`, `collect`) x is not what it was: other tensors, dtypes or another device.
+    """
+
+    def __init__(self, x: FlatVector) -> None:
+        self.lock = threading.RLock()
+        self._device = x.raw.device
+        self._is_pinned = x.raw.is_cuda
+        self._layout = x.layout
+        self._public = self.host_vector()
+        self._mail: FlatVector | None = None  # with its parcel, made when they are first needed
+        self._parcel: FlatVector
+        self._arrived: FlatVector | None = None  # mail on the GPU
+        self._applied: torch.cuda.Event
+        self._has_mail = False
+        self._first_buffers = tuple(segment.numel for segment in x.layout.where(is_buffer=False).segments)
+        self._has_buffers = any(segment.numel for segment in x.layout.where(is_buffer=True).segments)
+        self._buffer_share = 1.0  # [Note: buffers in the mail]
+        self._buffer_terms = [buffers.clone() for buffers in self.buffers_of(self._public)]
+        self.is_open = False
+        self._copy = HostCopy()
+        self._written: torch.cuda.Event | None = None  # y, by the last copy from a GPU
+        self.publish(x)
+        self.withdraw()
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether `collect` would change anything."""
+        return self._has_mail
+
+    def host_vector(self) -> FlatVector:
+        """A new vector like y: zeros in host memory, pinned if parameters are on a GPU."""
+        raw = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        return FlatVector(self._layout, raw)
+
+    def publish(self, x: FlatVector) -> None:
+        """y <- x, in one copy. Called by the training thread."""
+        self._check(x)
+        with self.lock:
+            self.is_open = True
+            self._written = self._copy.write(self._public, x)
+
+    def withdraw(self) -> None:
+        """Until the next `publish` y is not for peers: parameters become something else, or must stay as they are."""
+        with self.lock:
+            self.is_open = False
+
+    def collect(self, x: FlatVector) -> bool:
+        """x <- x + mail, and no mail is left; returns whether there was any. Called by the training thread.
+
+        Buffers are averaged: [Note: buffers in the mail].
+        """
+        self._check(x)
+        with self.lock:
+            if not self._has_mail:
+                return False
+            assert self._mail is not None
+            if self._is_pinned and self._arrived is None:  # here: it belongs to training's stream
+                self._arrived, self._applied = x.like(), torch.cuda.Event()
+            elif self._is_pinned:
+                self._applied.synchronize()  # the parcel before this one has left the memory that mail goes to now
+            self._mail, self._parcel, self._has_mail = self._parcel, self._mail, False
+            parcel, share = self._parcel, self._buffer_share
+            if self._has_buffers:
+                for buffers, term in zip(self.buffers_of(parcel), self._buffer_terms, strict=True):
+                    buffers.copy_(term)
+            if self._arrived is not None:
+                self._arrived.raw.copy_(parcel.raw, non_blocking=True)
+                self._applied.record(torch.cuda.current_stream(x.raw.device))
+                parcel = self._arrived
+            self._add(x, parcel, alpha=1.0, share=share)
+            return True
+
+    def snapshot(self, out: FlatVector) -> None:
+        """out <- y. `out`: a `host_vector()` of the caller's."""
+        self._wait_for_y()  # without the lock, which training may want
+        with self.lock:
+            self._wait_for_y()
+            out.raw.copy_(self._public.raw)
+
+    def deliver(self, correction: FlatVector, *, alpha: float) -> None:
+        """y <- y + alpha * correction, and the same to the mail.
+
+        Args:
+            correction: received - sent; where there are buffers, those received. They are overwritten.
+            alpha: from 0 to 1 where there are buffers.
+        """
+        self._wait_for_y()
+        with self.lock:
+            self._wait_for_y()
+            if self._mail is None:
+                self._mail, self._parcel = self.host_vector(), self.host_vector()
+            if self._has_mail:
+                self._mail.add_segments_(correction, alpha=alpha)
+            else:
+                for mail, part in zip(self._mail.segments, correction.segments, strict=True):
+                    torch.mul(part, alpha, out=mail)
+            if self._has_buffers:
+                self._average_buffers(correction, alpha)
+            self._has_mail = True
+            self._add(self._public, correction, alpha=alpha, share=1 - alpha)
+
+    def buffers_of(self, vector: FlatVector) -> list[Tensor]:
+        """The part of each segment that is buffers."""
+        return [segment[first:] for segment, first in zip(vector.segments, self._first_buffers, strict=True)]
+
+    def _average_buffers(self, received: FlatVector, alpha: float) -> None:
+        """The share and the terms of the mail <- those with one average more."""
+        share = self._buffer_share if self._has_mail else 1.0
+        self._buffer_share = (1 - alpha) * share
+        for term, buffers in zip(self._buffer_terms, self.buffers_of(received), strict=True):
+            if not self._has_mail:
+                term.zero_()
+            scale_and_add_(term, buffers, scale=1 - alpha, alpha=alpha)
+
+    def _add(self, x: FlatVector, correction: FlatVector, *, alpha: float, share: float) -> None:
+        """x <- x + alpha * correction; its buffers b <- share * b + alpha * those of the correction."""
+        if not self._has_buffers:
+            x.add_segments_(correction, alpha=alpha)
+            return
+        results = self.buffers_of(correction)
+        for result, buffers in zip(results, self.buffers_of(x), strict=True):
+            scale_and_add_(result, buffers, scale=alpha, alpha=share)
+        x.add_segments_(correction, alpha=alpha)  # of all: the length of a loop decides how its last elements round
+        for result, buffers in zip(results, self.buffers_of(x), strict=True):
+            buffers.copy_(result)
+
+    def _check(self, x: FlatVector) -> None:
+        if x.raw.device != self._device or (x.layout is not self._layout and x.layout != self._layout):
+            raise ValueError(
+                f"got a model of {x.layout.num_bytes} bytes on {x.raw.device} whose dtypes, trained tensors or device "
+                f"changed since it was wrapped ({self._layout.num_bytes} bytes on {self._device}), expected the same: "
+                "peers may ask for it at any time; call .to() and requires_grad_() before wrapping"
+            )
+
+    def _wait_for_y(self) -> None:
+        """[Note: pinned mailbox]"""
+        if (written := self._written) is not None:
+            written.synchronize()

@@ -1,0 +1,92 @@
+"""Infinities and NaN: what a wrapper does about a model that has them, before gossip hands them to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .vector import CHUNK, FlatVector
+
+POLICIES = ("raise", "skip", "spread")
+
+
+def check_policy(on_nonfinite: str) -> str:
+    """The policy, or ValueError."""
+    if on_nonfinite not in POLICIES:
+        raise ValueError(
+            f"got on_nonfinite={on_nonfinite!r}, expected one of {POLICIES}: an error, a round left out, or no check"
+        )
+    return on_nonfinite
+
+
+def refuse(rank: int, what: str, *, senders: Sequence[int] = ()) -> NoReturn:
+    """Raise FloatingPointError.
+
+    Args:
+        rank: this one, of all ranks.
+        what: "round 3" or the like.
+        senders: whose model it is; none: this rank's own.
+    """
+    whose = f"what ranks {list(senders)} have sent holds" if senders else "its own model holds"
+    raise FloatingPointError(
+        f"rank {rank}: in {what} {whose} infinities or NaN, expected finite parameters and buffers, since gossip hands "
+        "them to all ranks; this model was not changed by it. Go on from a checkpoint with a smaller learning rate, "
+        "clipped gradients or a GradScaler; on_nonfinite='skip' leaves such rounds out"
+    )
+
+
+def is_finite(x: FlatVector) -> bool:
+    """Whether no element is infinite or NaN; one pass that reads, and a second one where that finds something.
+
+    Waits for the device of x.
+    """
+    return all(bool(torch.isfinite(_total(segment))) or _all_finite(segment) for segment in x.segments)
+
+
+class FiniteCheck:
+    """`is_finite` for every round, which does not wait for a GPU: there the answer is that of the round before."""
+
+    def __init__(self) -> None:
+        self._flag: Tensor | None = None
+        self._copied: torch.cuda.Event
+
+    def __call__(self, x: FlatVector) -> bool:
+        """Whether x, on a GPU the x of the last call, has no infinities or NaN."""
+        totals = [_total(segment).float() for segment in x.segments]
+        return self._is_finite(torch.stack(totals).sum(), lambda: is_finite(x))
+
+    def of_all(self, tensors: Sequence[Tensor]) -> bool:
+        """The same of many tensors: of one device, floating point or complex."""
+        real = [torch.view_as_real(x.detach()) if x.is_complex() else x.detach() for x in tensors]
+        return self._is_finite(nn.utils.get_total_norm(real), lambda: all(map(_all_finite, map(Tensor.flatten, real))))
+
+    def _is_finite(self, total: Tensor, look: Callable[[], bool]) -> bool:
+        """total: finite only if all is finite. look: the exact answer, as a total of finite numbers may overflow."""
+        if not total.is_cuda:
+            return bool(torch.isfinite(total)) or look()
+        answer = True
+        if self._flag is None:
+            self._flag = torch.ones(1, dtype=torch.bool, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        else:
+            self._copied.synchronize()  # queued a whole step ago
+            answer = bool(self._flag)
+        self._flag.copy_(torch.isfinite(total).view(1), non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(total.device))
+        return answer or look()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_flag": None}
+
+
+def _total(segment: Tensor) -> Tensor:
+    """A number that is finite only if all elements are."""
+    return segment.sum(dtype=torch.float32 if segment.element_size() < 4 else None)
+
+
+def _all_finite(segment: Tensor) -> bool:
+    """The exact answer: a sum of large finite numbers may overflow."""
+    return all(bool(torch.isfinite(piece).all()) for piece in segment.split(CHUNK))

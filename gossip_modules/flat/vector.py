@@ -1,0 +1,285 @@
+"""What travels: one contiguous run of bytes with typed segments, and the push-sum weight beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import PIECE_BYTES, FlatLayout, Part, Segment
+
+CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a block that is gone over twice, then from cache
+CHUNK = 1 << 18  # elements mixed at a time where the storage is narrower than float32: the scratch stays in cache
+
+
+class FlatVector:
+    """A point of R^d in one piece of memory: `raw` bytes, typed `segments` over them, and a push-sum `weight`.
+
+    Every quantity of the law x <- x + (W - I) s is a FlatVector: the parameters x, the snapshot s, the messages, the
+    correction. All dtypes travel in one message because all are bytes of `raw`. Segments narrower than float32 are
+    mixed in float32.
+
+    Args:
+        layout: segments and length.
+        raw: uint8 [layout.num_bytes], contiguous; shared, not copied.
+        weight: float64 [1] on the device of `raw`; shared. A new weight of one by default.
+    """
+
+    def __init__(self, layout: FlatLayout, raw: Tensor, weight: Tensor | None = None) -> None:
+        self.layout = layout
+        self.raw = raw
+        self.weight = torch.ones(1, dtype=torch.float64, device=raw.device) if weight is None else weight
+        self.segments = tuple(raw[s.start : s.stop].view(s.dtype) for s in layout.segments)
+        self._views: dict[tuple[int, ...], tuple[FlatVector, ...]] = {}  # slices and pieces, made once
+        self._viewed = raw.data_ptr()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": {}}  # a copy's are views of the copy
+
+    @classmethod
+    def zeros(cls, layout: FlatLayout, device: torch.device) -> FlatVector:
+        """A new vector of zeros with weight one."""
+        return cls(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def over(cls, x: Tensor) -> FlatVector:
+        """A vector that shares memory with a contiguous floating-point or complex tensor of any shape.
+
+        Raises:
+            ValueError: `x` is not contiguous or not floating point or complex.
+        """
+        if not x.is_contiguous() or not (x.is_floating_point() or x.is_complex()):
+            raise ValueError(
+                f"got a tensor of {x.dtype} with strides {tuple(x.stride())}, expected a contiguous floating-point or "
+                "complex tensor; pass x.contiguous(), or x.float() for integers"
+            )
+        flat = _as_real(x).view(-1)
+        segment = Segment(flat.dtype, 0, flat.numel(), (Part.of(x),))
+        layout = FlatLayout((segment,), flat.numel() * flat.element_size())
+        return cls(layout, flat.view(torch.uint8))
+
+    @classmethod
+    def pack(cls, tensors: Sequence[Tensor]) -> FlatVector:
+        """A new vector with copies of `tensors`, one segment per dtype, in their order."""
+        numels: dict[torch.dtype, int] = {}
+        for x in map(_as_real, tensors):
+            numels[x.dtype] = numels.get(x.dtype, 0) + x.numel()
+        vector = cls.zeros(FlatLayout.of(numels.items()), tensors[0].device)
+        for x, place in vector._places(tensors):
+            place.copy_(x)
+        return vector
+
+    def unpack_to(self, tensors: Sequence[Tensor]) -> None:
+        """Every tensor <- its values in a vector that `pack` made; in place, without autograd."""
+        for x, place in self._places(tensors):
+            x.copy_(place)
+
+    def _places(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        offsets = {x.dtype: 0 for x in self.segments}
+        segments = {x.dtype: x for x in self.segments}
+        for x in map(_as_real, tensors):
+            start = offsets[x.dtype]
+            offsets[x.dtype] += x.numel()
+            yield x, segments[x.dtype][start : offsets[x.dtype]].view(x.shape)
+
+    def where(self, *, is_buffer: bool) -> FlatVector:
+        """The elements that are buffers, or that are not; shares memory, with a weight of its own."""
+        return FlatVector(self.layout.where(is_buffer=is_buffer), self.raw)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The part of each segment that is buffers, where there is one; shares memory. Made once."""
+        half = self._made_once((-1,), lambda: (self.where(is_buffer=True),))[0]
+        return [x for x in half.segments if x.numel()]
+
+    def like(self) -> FlatVector:
+        """A new vector of zeros with this layout and device, weight one."""
+        return FlatVector.zeros(self.layout, self.raw.device)
+
+    def clone(self) -> FlatVector:
+        """A copy in memory of its own."""
+        return FlatVector(self.layout, self.raw.clone(), self.weight.clone())
+
+    def slice(self, index: int, num_slices: int) -> FlatVector:
+        """Slice `index` of `num_slices` equal slices; shares memory and weight with this vector. Made once."""
+
+        def make() -> tuple[FlatVector, ...]:
+            size = self.layout.num_bytes // num_slices
+            start = index * size
+            return (FlatVector(self.layout.cut(start, start + size), self.raw[start : start + size], self.weight),)
+
+        return self._made_once((index, num_slices), make)[0]
+
+    def pieces(self, num_bytes: int = PIECE_BYTES) -> tuple[FlatVector, ...]:
+        """Consecutive pieces of at most `num_bytes` that share memory with this vector; see [Note: pieces]. Made once.
+
+        The weight is in none of them: theirs are of no use. A vector of one piece is its own piece, weight included.
+        """
+        if self.layout.num_bytes <= num_bytes:
+            return (self,)
+
+        def make() -> tuple[FlatVector, ...]:
+            places = self.layout.pieces(num_bytes)
+            return tuple(FlatVector(self.layout.cut(start, stop), self.raw[start:stop]) for start, stop in places)
+
+        return self._made_once((num_bytes,), make)
+
+    def _made_once(self, key: tuple[int, ...], make: Callable[[], tuple[FlatVector, ...]]) -> tuple[FlatVector, ...]:
+        """What `make` makes, while the memory that it views is this vector's."""
+        if self._viewed != self.raw.data_ptr():
+            self._views, self._viewed = {}, self.raw.data_ptr()
+        if key not in self._views:
+            self._views[key] = make()
+        return self._views[key]
+
+    def copy_(self, other: FlatVector) -> FlatVector:
+        """self <- other, weight included."""
+        self.raw.copy_(other.raw)
+        self.weight.copy_(other.weight)
+        return self
+
+    def add_(self, other: FlatVector, *, alpha: float = 1.0) -> FlatVector:
+        """self <- self + alpha * other, weight included; one pass over memory."""
+        self.add_segments_(other, alpha=alpha)
+        self.weight.add_(other.weight, alpha=alpha)
+        return self
+
+    def add_segments_(self, other: FlatVector, *, alpha: float) -> None:
+        """As `add_`, without the weight; the segments of the other may be of narrower dtypes."""
+        for x, y in zip(self.segments, other.segments, strict=True):
+            add_(x, y, alpha=alpha)
+
+    def apply_and_refresh_(self, correction: FlatVector, *, alpha: float) -> None:
+        """self <- self + alpha * correction, then correction <- self, without the weights; of one layout.
+
+        As `add_segments_` and a copy, to the bit, but in blocks that are still in cache when they are copied.
+        """
+        for x, y in zip(self.segments, correction.segments, strict=True):
+            size = torch.get_num_threads() * CACHED_BYTES // x.element_size()
+            for block, other in zip(x.split(size), y.split(size), strict=True):
+                add_(block, other, alpha=alpha)
+                other.copy_(block)
+
+    def combine_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> FlatVector:
+        """self <- scale * self + sum_j weights[j] * others[j], weight included.
+
+        One pass over memory per message where the coefficients are non-negative and sum to one (a chain of lerps,
+        which also leaves equal values exactly as they are), else one more.
+        """
+        self.combine_segments_(scale, others, weights)
+        self.combine_weight_(scale, others, weights)
+        return self
+
+    def combine_segments_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
+        """As `combine_`, without the weight."""
+        for k, x in enumerate(self.segments):
+            _combine_(x, scale, [other.segments[k] for other in others], weights)
+
+    def combine_weight_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
+        """As `combine_`, the weight alone."""
+        _combine_(self.weight, scale, [other.weight for other in others], weights)
+
+    def difference_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> float:
+        """self <- c such that alpha * c = scale * self + sum_j weights[j] * others[j]; returns alpha.
+
+        alpha is the largest weight, factored out, so that this takes one pass over memory per message.
+        """
+        alpha = self.factor(weights)
+        self.difference_segments_(scale, others, weights, alpha=alpha)
+        self.difference_weight_(scale, others, weights, alpha=alpha)
+        return 1.0 if alpha is None else alpha
+
+    def factor(self, weights: Sequence[float]) -> float | None:
+        """What `difference_` factors out of these weights; None, which is as good as one: nothing.
+
+        A property of the whole vector: all its pieces have the same.
+        """
+        if any(x.element_size() < 4 for x in self.segments) or not any(weights):
+            return None  # c / alpha may leave the range of a narrow type
+        return max(weights, key=abs)
+
+    def difference_segments_(
+        self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
+    ) -> None:
+        """As `difference_`, without the weight. alpha: `factor(weights)` of the whole vector."""
+        for k, x in enumerate(self.segments):
+            _difference_(x, scale, [other.segments[k] for other in others], weights, alpha)
+
+    def difference_weight_(
+        self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
+    ) -> None:
+        """As `difference_`, the weight alone."""
+        _difference_(self.weight, scale, [other.weight for other in others], weights, alpha)
+
+    def multiply_by_weight_(self) -> None:
+        """x = z * w: every segment times the push-sum weight; the weight stays."""
+        for x in self.segments:
+            _in_float32(x, lambda piece: piece.mul_(self.weight[0]))
+
+    def divide_by_weight_(self) -> None:
+        """z = x / w: every segment over the push-sum weight; the weight stays."""
+        for x in self.segments:
+            _in_float32(x, lambda piece: piece.div_(self.weight[0]))
+
+
+def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:
+    """x <- x + alpha * y in place, computed in float32 where x is narrower than that; y of any floating dtype."""
+    if x.element_size() < 4:  # torch rounds alpha to the dtype of x
+        _combine_(x, 1.0, [y], [alpha])
+    elif x.dtype is y.dtype:
+        x.add_(y, alpha=alpha)
+    else:  # converted a piece at a time, which is six times as fast as torch's own addition of two dtypes
+        for piece, part in zip(x.split(CHUNK), y.split(CHUNK), strict=True):
+            piece.add_(part.to(x.dtype), alpha=alpha)
+
+
+def scale_and_add_(x: Tensor, y: Tensor, *, scale: float, alpha: float) -> None:
+    """x <- scale * x + alpha * y in place, computed in float32 where x is narrower than that; y of the same dtype."""
+    _combine_(x, scale, [y], [alpha])
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """`x` without autograd, complex numbers as pairs; shares memory."""
+    return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+
+
+def _in_float32(x: Tensor, change_: Callable[[Tensor], Tensor]) -> None:
+    """`change_(x)` in place; by way of small float32 copies where `x` is narrower than that."""
+    if x.element_size() >= 4:
+        change_(x)
+        return
+    for piece in x.split(CHUNK):
+        piece.copy_(change_(piece.float()))
+
+
+def _combine_(x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float]) -> None:
+    if x.element_size() < 4:
+        for piece, *parts in zip(x.split(CHUNK), *(m.split(CHUNK) for m in messages), strict=True):
+            total = piece.float()
+            _combine_(total, scale, [part.float() for part in parts], weights)
+            piece.copy_(total)
+        return
+    total_weight = scale
+    if scale > 0 and min(weights, default=0.0) >= 0 and abs(scale + sum(weights) - 1) < 1e-9:
+        for message, weight in zip(messages, weights, strict=True):
+            total_weight += weight
+            x.lerp_(message, weight / total_weight)
+        return
+    x.mul_(scale)
+    for message, weight in zip(messages, weights, strict=True):
+        x.add_(message, alpha=weight)
+
+
+def _difference_(
+    x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float], alpha: float | None
+) -> None:
+    """x <- (scale * x + sum_j weights[j] * messages[j]) / alpha; alpha is one of the weights, the largest."""
+    if alpha is None:
+        _combine_(x, scale, messages, weights)
+        return
+    first, *rest = sorted(range(len(weights)), key=lambda j: -abs(weights[j]))
+    torch.add(messages[first], x, alpha=scale / alpha, out=x)
+    for j in rest:
+        x.add_(messages[j], alpha=weights[j] / alpha)

@@ -1,0 +1,94 @@
+"""How long each link of a base graph takes: the costs that a communication budget in seconds is made of."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..graph_manager.edge_coloring import Edge, as_matchings, decompose, world_size
+from ..transport.process_group import Transport
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+_CPU = torch.device("cpu")
+
+
+def measure_link_times(
+    base: nx.Graph | Sequence[Sequence[Edge]],
+    transport: Transport,
+    *,
+    num_bytes: int,
+    num_repeats: int = 5,
+    device: torch.device = _CPU,
+) -> dict[Edge, float]:
+    """Seconds that each link takes to exchange `num_bytes` both ways, the same dict on every rank.
+
+    Matching by matching, so that no rank serves two links at once; the links of one matching run together, as they
+    will in training. A link's time is the median over the repeats at its slower end. All ranks call this at the same
+    time, with the same arguments, while nothing else is in flight on `transport`. Give the result as `costs`.
+
+    Args:
+        base: the base graph with nodes 0..n-1, or its matchings.
+        transport: over the n ranks.
+        num_bytes: of a message: those of the model, else latency is what is measured.
+        num_repeats: exchanges per link, at least 1, after one that warms up.
+        device: where the messages live; that of the model.
+
+    Returns:
+        Seconds by link (u, v), u < v, ascending.
+
+    Raises:
+        ValueError: not a connected base graph or not its matchings, of another size than the transport's, or a
+            count below 1.
+        TimeoutError, ConnectionError: naming the peer.
+    """
+    import networkx as nx
+
+    matchings = decompose(base) if isinstance(base, nx.Graph) else as_matchings(base)
+    if num_bytes < 1 or num_repeats < 1:
+        raise ValueError(f"got {num_bytes=} and {num_repeats=}, expected at least 1 each. Give e.g. 2**20 and 5.")
+    if world_size(matchings) != transport.world_size:
+        raise ValueError(
+            f"got a base graph of {world_size(matchings)} ranks, expected {transport.world_size}, the size of the "
+            f"transport. Build the graph with that many nodes."
+        )
+    outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    incoming = torch.empty_like(outgoing)
+    own = torch.zeros(max(len(matchings), 1), dtype=torch.float64)
+    for index, matching in enumerate(matchings):
+        transport.all_reduce(torch.zeros(1), what=f"start of matching {index} of measure_link_times")
+        peer = next((u + v - transport.rank for u, v in matching if transport.rank in (u, v)), None)
+        if peer is not None:
+            times = [_exchange_seconds(transport, peer, outgoing, incoming, tag=i) for i in range(num_repeats + 1)]
+            own[index] = statistics.median(times[1:])
+    gathered = torch.empty(transport.world_size * len(own), dtype=torch.float64)
+    transport.all_gather(gathered, own, what="measure_link_times")
+    seconds = gathered.view(transport.world_size, -1).tolist()
+    return dict(
+        sorted(
+            (edge, max(seconds[edge[0]][index], seconds[edge[1]][index]))
+            for index, matching in enumerate(matchings)
+            for edge in matching
+        )
+    )
+
+
+def _exchange_seconds(transport: Transport, peer: int, outgoing: Tensor, incoming: Tensor, *, tag: int) -> float:
+    # A first byte both ways, so that waiting for a peer that is late does not count as the link's time.
+    transport.exchange({peer: [outgoing[:1]]}, {peer: [incoming[:1]]}, tag=2 * tag).wait()
+    _finish_device(incoming)
+    start = time.perf_counter()
+    transport.exchange({peer: [outgoing]}, {peer: [incoming]}, tag=2 * tag + 1).wait()
+    _finish_device(incoming)
+    return time.perf_counter() - start
+
+
+def _finish_device(x: Tensor) -> None:
+    if x.is_cuda:  # there waits are in stream order
+        torch.cuda.synchronize(x.device)

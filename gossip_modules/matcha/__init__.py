@@ -1,0 +1,32 @@
+"""MATCHA: matchings of a base graph, how often each is used, and how fast that mixes.
+
+Wang, Sahu, Yang, Joshi, Kar, ICC 2019, arXiv 1905.09435. `python -m gossip_modules.matcha` prints a plan.
+"""
+
+from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, decompose
+from ..graph_manager.predefined_graphs import matchings_of, predefined_matchings, select_graph
+from .activation import activation_probabilities, matching_costs
+from .graph import MatchaGraph
+from .joint_activation import ActivationPlan, joint_probabilities
+from .laplacians import MixingWeight, contraction, dpsgd_weight, laplacian, mixing_weight, periodic_dpsgd_weight
+
+__all__ = [
+    "ActivationPlan",
+    "Edge",
+    "MatchaGraph",
+    "Matching",
+    "MixingWeight",
+    "activation_probabilities",
+    "as_matchings",
+    "contraction",
+    "decompose",
+    "dpsgd_weight",
+    "joint_probabilities",
+    "laplacian",
+    "matching_costs",
+    "matchings_of",
+    "mixing_weight",
+    "periodic_dpsgd_weight",
+    "predefined_matchings",
+    "select_graph",
+]

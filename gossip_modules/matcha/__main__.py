@@ -1,0 +1,222 @@
+"""A plan of MATCHA, printed: matchings, probabilities, alpha and rho beside those of D-PSGD.
+
+    python -m gossip_modules.matcha --graph 0 --budget 0.5
+    python -m gossip_modules.matcha --nodes 16 --radius 0.4 --seed 1 --budget 0.3 --output plan.json
+    python -m gossip_modules.matcha --edges links.txt --budget-seconds 0.02
+
+`--output` writes the plan, which `MatchaGraph.from_plan("plan.json")` and the training scripts use as it is:
+
+    torchrun --nproc-per-node 8 -m train.gossip_sgd --recipe matcha --plan plan.json
+
+They train with the rho that the row MATCHA has. The file also holds rho against budget, for
+`python -m visualization.matcha`. A file of links has a line "u v" or "u v seconds" per link; with seconds the budget is
+time. rho is the factor by which the squared distance of the ranks from their average shrinks per round in expectation,
+or better. The joint optimum over p and alpha is left out for more than 64 ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from ..graph_manager.edge_coloring import Edge, Matching, world_size
+from ..graph_manager.predefined_graphs import matchings_of, predefined_matchings
+from .activation import activation_probabilities, budget_limit, matching_costs
+from .joint_activation import ActivationPlan, joint_probabilities
+from .laplacians import MixingWeight, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
+
+MAX_JOINT = 64  # ranks; for more the joint optimum takes minutes, and is left out
+_LINKS_WIDTH = 70
+_RADIUS = 0.4  # of a geometric graph
+
+
+class BaseGraph(NamedTuple):
+    """What a plan is made for. `costs`: seconds per link; `positions`: (x, y) per rank; None where unknown."""
+
+    name: str
+    matchings: tuple[Matching, ...]
+    costs: dict[Edge, float] | None = None
+    positions: list[list[float]] | None = None
+
+
+def rhos(base: BaseGraph, share: float) -> dict[str, float]:
+    """rho of each method that spends this share of the full schedule: above 0, at most 1."""
+    matchings = base.matchings
+    p = activation_probabilities(matchings, share, costs=base.costs)
+    joint = joint_plan(base, share)
+    return {
+        "MATCHA": mixing_weight(matchings, p).rho,
+        **({} if joint is None else {"MATCHA, p and alpha jointly": joint.rho}),
+        "equal p": mixing_weight(matchings, np.full(len(matchings), share)).rho,
+        "periodic D-PSGD": periodic_dpsgd_weight(matchings, share).rho,
+    }
+
+
+def joint_plan(base: BaseGraph, share: float) -> ActivationPlan | None:
+    """p and alpha at once; None for more than `MAX_JOINT` ranks."""
+    if world_size(base.matchings) > MAX_JOINT:
+        return None
+    return joint_probabilities(base.matchings, share, costs=base.costs)
+
+
+def describe(base: BaseGraph, share: float) -> str:
+    """The plan for this share of the full schedule, as a text of two tables."""
+    matchings = base.matchings
+    costs = matching_costs(matchings, base.costs)
+    unit = "matchings" if base.costs is None else "seconds"
+    p = activation_probabilities(matchings, share, costs=base.costs)
+    joint = joint_plan(base, share)
+    equal = np.full(len(matchings), share)
+    num_links = sum(map(len, matchings))
+    ranks = [rank for matching in matchings for edge in matching for rank in edge]
+    max_degree = int(np.bincount(ranks).max())
+    lines = [
+        f"{base.name}: {world_size(matchings)} ranks, {num_links} links, max degree {max_degree}, "
+        f"{len(matchings)} matchings",
+        f"budget: {share:.6g} of the full schedule = {share * costs.sum():.6g} {unit} per round",
+        "",
+        f"{'matching':>8} {'cost':>10} {'p':>9} {'joint p':>9}  links",
+    ]
+    for index, matching in enumerate(matchings):
+        links = textwrap.shorten(" ".join(f"{u}-{v}" for u, v in matching), _LINKS_WIDTH, placeholder=" ...")
+        if links.endswith("..."):
+            links += f" ({len(matching)})"
+        joint_p = "-" if joint is None else f"{joint.probabilities[index]:.6f}"
+        lines.append(f"{index:>8} {costs[index]:>10.4g} {p[index]:>9.6f} {joint_p:>9}  {links}")
+    lines += ["", f"{'method':<28} {unit + ' per round':>19} {'alpha':>9} {'rho':>9}"]
+    rows: list[tuple[str, npt.NDArray[np.float64], MixingWeight]] = [
+        ("D-PSGD", np.ones(len(matchings)), dpsgd_weight(matchings)),
+        ("periodic D-PSGD", equal, periodic_dpsgd_weight(matchings, share)),
+        ("equal p", equal, mixing_weight(matchings, equal)),
+        ("MATCHA", p, mixing_weight(matchings, p)),
+    ]
+    if joint is not None:
+        rows.append(("MATCHA, p and alpha jointly", joint.probabilities, MixingWeight(joint.alpha, joint.rho)))
+    lines += [f"{name:<28} {q @ costs:>19.6g} {weight.alpha:>9.6f} {weight.rho:>9.6f}" for name, q, weight in rows]
+    return "\n".join(lines)
+
+
+def plan(base: BaseGraph, share: float, *, num_budgets: int) -> dict[str, Any]:
+    """The plan as plain lists, numbers and strings, with rho at `num_budgets` budgets up to the full schedule."""
+    p = activation_probabilities(base.matchings, share, costs=base.costs)
+    joint = joint_plan(base, share)
+    shares = [(i + 1) / num_budgets for i in range(num_budgets)]
+    curves = [rhos(base, each) for each in shares]
+    return {
+        "name": base.name,
+        "budget": share,
+        "matchings": base.matchings,
+        "costs": matching_costs(base.matchings, base.costs).tolist(),
+        "positions": base.positions,
+        "probabilities": p.tolist(),
+        **mixing_weight(base.matchings, p)._asdict(),
+        "joint": None if joint is None else {**joint._asdict(), "probabilities": joint.probabilities.tolist()},
+        "dpsgd": dpsgd_weight(base.matchings)._asdict(),
+        "budgets": shares,
+        "rhos": {name: [curve[name] for curve in curves] for name in (curves[0] if curves else ())},
+    }
+
+
+def read_links(path: Path) -> BaseGraph:
+    """The graph of a file with a line "u v" or "u v seconds" per link; `#` starts a comment.
+
+    Raises:
+        ValueError: another line, seconds for some links only, or not a connected graph of the ranks 0..n-1.
+    """
+    costs: dict[Edge, float | None] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            u, v = sorted(int(word) for word in words[:2])
+            seconds = [float(word) for word in words[2:]]
+        except ValueError:
+            seconds = [0.0, 0.0]
+        if len(seconds) > 1 or (u, v) in costs:
+            raise ValueError(f'{path}:{number}: got {line!r}, expected a new link as "u v" or "u v seconds".')
+        costs[u, v] = seconds[0] if seconds else None
+    if not costs:
+        raise ValueError(f'{path}: got no links, expected a line "u v" or "u v seconds" for each.')
+    graph = nx.Graph()
+    graph.add_edges_from(costs)
+    known = {edge: seconds for edge, seconds in costs.items() if seconds is not None}
+    if known and len(known) < len(costs):
+        missing = [f"{u} {v}" for u, v in costs if (u, v) not in known]
+        raise ValueError(f"{path}: got no seconds for {missing}, expected them for all links or for none.")
+    return BaseGraph(path.name, matchings_of(graph, costs=known or None), known or None)
+
+
+def geometric(num_ranks: int, radius: float, seed: int) -> BaseGraph:
+    """Ranks at random places of the unit square, linked where they are closer than `radius`.
+
+    Raises:
+        ValueError: the graph is in pieces, or has no links to plan.
+    """
+    if num_ranks < 2 or not radius > 0:
+        raise ValueError(
+            f"got {num_ranks} nodes and radius {radius:g}, expected 2 nodes or more and a radius above 0: there is no "
+            "link to plan."
+        )
+    graph = nx.random_geometric_graph(num_ranks, radius, seed=seed)
+    positions = [list(graph.nodes[rank]["pos"]) for rank in range(num_ranks)]
+    return BaseGraph(f"geometric graph, radius {radius:g}", matchings_of(graph), positions=positions)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the plan that the command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gossip_modules.matcha",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--graph", type=int, help="predefined base graph, 0 to 5")
+    which.add_argument("--nodes", type=int, help="ranks of a random geometric graph")
+    which.add_argument("--edges", type=Path, help="file of links")
+    parser.add_argument("--radius", type=float, help=f"of the geometric graph (default: {_RADIUS})")
+    parser.add_argument("--seed", type=int, help="of the geometric graph (default: 0)")
+    budgets = parser.add_mutually_exclusive_group(required=True)
+    budgets.add_argument("--budget", type=float, help="share of the time of the full schedule, above 0 up to 1")
+    budgets.add_argument("--budget-seconds", type=float, help="expected seconds per round")
+    parser.add_argument("--output", type=Path, help="JSON file for the plan")
+    parser.add_argument(
+        "--num-budgets", type=int, default=20, help="points of rho against budget in the JSON file (default: 20)"
+    )
+    options = parser.parse_args(arguments)
+    if options.nodes is None and (options.radius, options.seed) != (None, None):
+        parser.error("got --radius or --seed without --nodes, expected them with it: they are of the geometric graph")
+    if options.num_budgets < 0:
+        parser.error(f"got --num-budgets {options.num_budgets}, expected 0 or more")
+    if options.output is not None and (options.output.is_dir() or not options.output.parent.is_dir()):
+        parser.error(f"got --output {options.output}, expected a file in a folder that exists; make the folder first")
+    try:
+        if options.graph is not None:
+            base = BaseGraph(f"base graph {options.graph}", predefined_matchings(options.graph))
+        elif options.nodes is not None:
+            radius = _RADIUS if options.radius is None else options.radius
+            base = geometric(options.nodes, radius, options.seed or 0)
+        else:
+            base = read_links(options.edges)
+        costs = matching_costs(base.matchings, base.costs)
+        limit = budget_limit(costs, options.budget, options.budget_seconds, has_costs=base.costs is not None)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    share = limit / float(costs.sum())
+    print(describe(base, share))
+    if options.output is not None:
+        text = json.dumps(plan(base, share, num_budgets=options.num_budgets), indent=1)
+        options.output.write_text(text, encoding="utf-8")
+        print(f"\nwritten: {options.output}\ntrain with it: --recipe matcha --plan {options.output}")
+
+
+if __name__ == "__main__":
+    main()

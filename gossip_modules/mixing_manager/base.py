@@ -1,0 +1,224 @@
+"""How much of each message: the mixing matrices W(t), a row per receiver.
+
+W[i, j] is the weight that rank i gives to the message of rank j, so messages travel as they are and a rank only needs
+its own row. Columns that sum to one keep the total of what is mixed (push-sum needs that), rows that sum to one keep
+an agreement (D-PSGD needs both).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..graph_manager.base import GraphManager
+
+_ROUNDING = 1e-12  # of sums and products of weights in float64
+
+
+class MixingWeights(NamedTuple):
+    """Row `rank` of W(t): x_rank <- own x_rank + sum_j inp[j] x_j."""
+
+    own: float
+    inp: Mapping[int, float]
+
+
+class MixingManager(ABC):
+    """The mixing matrices W(t) on the edges of a graph.
+
+    New weights need a `weights`; the rest follows. Where the kind of stochasticity is known, say so by overriding the
+    `is_*_stochastic` properties: here they look at all ranks in all distinct rounds, and give up with False on very
+    long schedules (see `GraphManager.in_every_round`).
+    """
+
+    def __init__(self, graph: GraphManager) -> None:
+        self.graph = graph
+
+    @abstractmethod
+    def weights(self, rank: int, t: int) -> MixingWeights:
+        """Row `rank` of W(t). The keys of `inp` are exactly `graph.in_peers(rank, t)`, also where a weight is 0."""
+
+    def buffer_weights(self, rank: int, t: int) -> MixingWeights:
+        """The row for buffers, statistics that may not become negative: like `weights`, but never below zero."""
+        return self.weights(rank, t)
+
+    def matrix(self, t: int) -> Tensor:
+        """W(t), float64 [n, n]: for tests, analysis and plots."""
+        matrix = torch.zeros(self.graph.world_size, self.graph.world_size, dtype=torch.float64)
+        for rank in range(self.graph.world_size):
+            own, inp = self.weights(rank, t)
+            matrix[rank, rank] = own
+            for peer, weight in inp.items():
+                matrix[rank, peer] = weight
+        return matrix
+
+    @property
+    def period(self) -> int:
+        """Rounds until W(t) repeats; 0 = never."""
+        return self.graph.period
+
+    @cached_property
+    def is_row_stochastic(self) -> bool:
+        """Whether in every round each row sums to one: ranks that agree go on agreeing."""
+        return self.graph.in_every_round(lambda t: _sums_to_one(self._row_sums(t)))
+
+    @cached_property
+    def is_column_stochastic(self) -> bool:
+        """Whether in every round each column sums to one: the total over ranks is kept."""
+        return self.graph.in_every_round(lambda t: _sums_to_one(self._column_sums(t)))
+
+    @property
+    def is_doubly_stochastic(self) -> bool:
+        """Whether in every round rows and columns sum to one: then the push-sum weight stays 1 and need not travel."""
+        return self.is_column_stochastic and self.is_row_stochastic
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Whether in every round W[i, j] = W[j, i]: what one rank of a link gives away, the other takes."""
+        return self.graph.in_every_round(self._is_symmetric_round)
+
+    def spectral_gap(self, *, num_rounds: int | None = None) -> float:
+        """1 - rho(P - J)^(1/T), the speed of consensus: P = W(T-1) ... W(0), J = 1 1^T / n, rho the spectral radius.
+
+        The error of averaging shrinks by the factor `1 - gap` per round in the long run, when the T rounds are
+        repeated. It is 1.0 when T rounds give the exact average, 0.0 when they leave a part of the ranks on its own,
+        and below 0 when the error grows (possible with negative weights). P has the eigenvalue 1, which subtracting J
+        turns into 0 and leaves the others as they are, so rho(P - J) is the second largest modulus of the eigenvalues
+        of P, also when W is only row-stochastic or only column-stochastic. For one symmetric W the gap is the usual
+        1 - |lambda_2|. Costs O(T n^3).
+
+        Args:
+            num_rounds: T; by default the period.
+
+        Raises:
+            ValueError: no T is given and W(t) has no period.
+        """
+        total = self.period if num_rounds is None else num_rounds
+        if total < 1:
+            raise ValueError(
+                f"spectral_gap: got num_rounds={num_rounds} and a schedule of period {self.period}, expected at least "
+                f"one round. Give num_rounds: the horizon of interest, e.g. num_rounds=1000."
+            )
+        # The product of the W(t) - J differs from P - J by u 1^T or 1 u^T with sum(u) = 0: the eigenvalues are the
+        # same, but do not drown in the rounding of the 1 when T is large. Its scale is kept apart against underflow.
+        log_scale, product = 0.0, torch.eye(self.graph.world_size, dtype=torch.float64)
+        for t in range(total):
+            product = (self.matrix(t) - 1 / self.graph.world_size) @ product
+            scale = float(torch.linalg.matrix_norm(product))
+            if scale < _ROUNDING:
+                return 1.0
+            log_scale += math.log(scale)
+            product /= scale
+        radius = float(torch.linalg.eigvals(product).abs().max())
+        return 1.0 if radius < _ROUNDING else 1.0 - math.exp((log_scale + math.log(radius)) / total)
+
+    def __repr__(self) -> str:
+        """Complete: with the same repr, two mixings have the same weights on all ranks in all rounds."""
+        return f"{type(self).__name__}({self.graph!r})"
+
+    def _is_symmetric_round(self, t: int) -> bool:
+        rows = [self.weights(rank, t).inp for rank in range(self.graph.world_size)]
+        return all(abs(w - rows[j].get(i, 0.0)) < _ROUNDING for i, row in enumerate(rows) for j, w in row.items())
+
+    def _row_sums(self, t: int) -> list[float]:
+        rows = (self.weights(rank, t) for rank in range(self.graph.world_size))
+        return [own + math.fsum(inp.values()) for own, inp in rows]
+
+    def _column_sums(self, t: int) -> list[float]:
+        sums = [0.0] * self.graph.world_size
+        for rank in range(self.graph.world_size):
+            own, inp = self.weights(rank, t)
+            sums[rank] += own
+            for peer, weight in inp.items():
+                sums[peer] += weight
+        return sums
+
+
+class UniformMixing(MixingManager):
+    """W[i, j] = 1 / (1 + out-degree of j): a rank cuts itself in equal parts, one per out-peer and one to keep.
+
+    Column-stochastic on every graph, so made for push-sum; doubly stochastic on regular graphs. From Assran, Loizou,
+    Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv:1811.10792.
+
+    >>> from gossip_modules.graph_manager.static_graphs import RingGraph
+    >>> UniformMixing(RingGraph(4)).weights(rank=0, t=0)
+    MixingWeights(own=0.5, inp={3: 0.5})
+    """
+
+    def weights(self, rank: int, t: int) -> MixingWeights:
+        graph = self.graph
+        inp = {j: 1 / (1 + graph.out_degree(j, t)) for j in graph.in_peers(rank, t)}
+        return MixingWeights(own=1 / (1 + graph.out_degree(rank, t)), inp=inp)
+
+    @cached_property
+    def is_column_stochastic(self) -> bool:
+        return True
+
+    @cached_property
+    def is_row_stochastic(self) -> bool:
+        return self.graph.is_regular or self.graph.in_every_round(lambda t: _sums_to_one(self._row_sums(t)))
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        if not self.graph.is_symmetric:
+            return False
+        return self.graph.is_regular or self.graph.in_every_round(self._is_symmetric_round)
+
+
+class SymmetricMixing(MixingManager):
+    """Weights that are symmetric, with rows that sum to one, by the way they are made: nothing needs to be scanned."""
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        return True
+
+    @cached_property
+    def is_row_stochastic(self) -> bool:
+        return True
+
+    @cached_property
+    def is_column_stochastic(self) -> bool:
+        return True
+
+
+class MetropolisHastingsMixing(SymmetricMixing):
+    """W[i, j] = 1 / (1 + max(degree of i, degree of j)), own the rest: doubly stochastic on every undirected graph.
+
+    From Xiao, Boyd, Kim, "Distributed average consensus with least-mean-square deviation", Journal of Parallel and
+    Distributed Computing, 2007, the Metropolis weights.
+
+    Args:
+        graph: symmetric in every round.
+
+    Raises:
+        ValueError: the graph is not symmetric.
+
+    >>> import networkx as nx
+    >>> from gossip_modules.graph_manager.static_graphs import NetworkXGraph
+    >>> MetropolisHastingsMixing(NetworkXGraph(nx.star_graph(3))).weights(rank=1, t=0)
+    MixingWeights(own=0.75, inp={0: 0.25})
+    """
+
+    def __init__(self, graph: GraphManager) -> None:
+        super().__init__(graph)
+        if not graph.is_symmetric:
+            raise ValueError(
+                f"MetropolisHastingsMixing: got {graph!r}, expected a graph whose peers answer each other in every "
+                f"round. Take UniformMixing with push-sum, or a symmetric graph: bipartite, hypercube, or a ring with "
+                f"peers_per_itr=2."
+            )
+
+    def weights(self, rank: int, t: int) -> MixingWeights:
+        graph = self.graph
+        degree = graph.out_degree(rank, t)
+        inp = {j: 1 / (1 + max(degree, graph.out_degree(j, t))) for j in graph.in_peers(rank, t)}
+        return MixingWeights(own=1 - math.fsum(inp.values()), inp=inp)
+
+
+def _sums_to_one(sums: Sequence[float]) -> bool:
+    return all(abs(total - 1) < _ROUNDING * len(sums) for total in sums)

@@ -1,0 +1,1 @@
+"""The `mpi` backend of torch.distributed, over mpi4py."""

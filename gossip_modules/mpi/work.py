@@ -1,0 +1,300 @@
+"""MpiWork: an MPI operation on its way. Whoever waits for it polls, so that every wait has a limit and moves bytes."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .library import abort_at_exit, load_mpi
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm, Request, Status
+
+_NUM_YIELDS = 50  # polls that only let others run, before polls that sleep
+_FIRST_SLEEP, _NUM_DOUBLINGS = 1e-5, 7  # seconds; up to 1.28 ms
+_GRACE = timedelta(seconds=1)  # for what should end at once
+_held: set[MpiWork] = set()  # their memory belongs to MPI, whoever has forgotten them
+
+
+class MpiWork(dist.Work):
+    """An operation that has been posted, as `torch.distributed` wants it.
+
+    [Note: polling] MPI moves bytes only inside its own calls, and MPI_Wait knows no timeout. So waiting is testing
+    again and again, with the interpreter's lock released: first yielding the core, which with more ranks than cores
+    belongs to a peer, then sleeping about a millisecond.
+
+    Args:
+        request: what MPI returned.
+        what: the operation with its peer, for errors: "rank 0: receive of 8 bytes from rank 1 (tag 3)".
+        timeout: of a wait that gives none.
+        tensors: the result.
+        buffers: memory that the operation reads and writes; kept alive, as are `tensors`, until MPI is done with it.
+        finish: called once, by whoever finds the operation complete.
+        expected_bytes: of a receive, which can also be cancelled; None: not a receive.
+        completer: who waits where only a future is wanted.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        what: str,
+        timeout: timedelta,
+        tensors: Sequence[Tensor] = (),
+        buffers: Sequence[object] = (),
+        finish: Callable[[], None] | None = None,
+        expected_bytes: int | None = None,
+        completer: Completer | None = None,
+    ) -> None:
+        super().__init__()
+        _release_at_exit()
+        _held.add(self)
+        self.what = what
+        self._request = request
+        self._timeout = timeout
+        self._tensors = list(tensors)
+        self._buffers: Sequence[object] = buffers
+        self._finish = finish
+        self._expected_bytes = expected_bytes
+        self._completer = completer
+        self._status: Status = load_mpi().Status()
+        self._lock = threading.Lock()
+        self._is_done = False
+        self._error: RuntimeError | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or badly; never blocks."""
+        with self._lock:
+            if not self._is_done:
+                self._is_done = self._test()
+        return self._is_done
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return True when the operation is complete and its tensors may be read and written again.
+
+        Args:
+            timeout: zero or less: the group's.
+
+        Raises:
+            RuntimeError: the time is over, naming the peer, or MPI failed. A receive is cancelled then; the memory of
+                anything else belongs to MPI until the process ends.
+        """
+        limit = timeout if timeout > timedelta(0) else self._timeout
+        deadline = time.monotonic() + limit.total_seconds()
+        num_polls = 0
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                self._give_up(limit)
+                break
+            pause(num_polls)
+            num_polls += 1
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def cancel(self, reason: str) -> None:
+        """End it with an error that says why, unless it is complete; idempotent."""
+        with self._lock:
+            if self._is_done or self._test():
+                self._is_done = True
+                return
+            self._is_done = True
+            self._error = RuntimeError(f"{self.what}: {reason}")
+            if self._expected_bytes is None:  # what others take part in cannot be taken back
+                return
+            self._request.Cancel()
+            if self._test_until(time.monotonic() + _GRACE.total_seconds()) and not self._status.Is_cancelled():
+                self._error = None  # the message came after all
+                self._complete()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether MPI may still use its memory; also of one that has ended by a timeout."""
+        return self in _held
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> RuntimeError | None:
+        """What `wait` raises, once it has ended badly."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it has written, after `wait`."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Of a receive that is complete: who sent it."""
+        return int(self._status.Get_source())
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """As `wait`: what is complete is complete on the host."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the tensors; a thread of the group waits for it from now on."""
+        if self._future is None:
+            assert self._completer is not None, "only collectives have futures"
+            self._future = torch.futures.Future()
+            self._completer.submit(self, self._future)
+        return self._future
+
+    def _test(self) -> bool:
+        """Whether MPI is done with it; runs what is left to do then."""
+        try:
+            if not self._request.Test(self._status):
+                return False
+        except RuntimeError as error:  # MPI's own exception
+            self._error = RuntimeError(f"{self.what}: {error}")
+            _held.discard(self)
+            return True
+        self._complete()
+        return True
+
+    def _test_until(self, deadline: float) -> bool:
+        """Whether MPI is done with it before `deadline`; leaves what it says to the caller."""
+        num_polls = 0
+        while not self._request.Test(self._status):
+            if time.monotonic() > deadline:
+                return False
+            pause(num_polls)
+            num_polls += 1
+        _held.discard(self)
+        return True
+
+    def _complete(self) -> None:
+        num_bytes = self._status.Get_count(load_mpi().BYTE) if self._expected_bytes is not None else None
+        if num_bytes != self._expected_bytes:
+            self._error = RuntimeError(
+                f"{self.what}: got a message of {num_bytes} bytes, expected {self._expected_bytes}; the sender's "
+                "tensor has another shape or dtype, or the tag is another message's"
+            )
+        elif self._finish is not None:
+            self._finish()
+        _held.discard(self)
+        self._buffers = ()
+
+    def _give_up(self, limit: timedelta) -> None:
+        self.cancel(
+            f"not complete after {limit.total_seconds():g} s, the peer has not come, has died or is out of reach"
+        )
+
+
+@functools.cache
+def _release_at_exit() -> None:
+    atexit.register(_release_all)
+
+
+def _release_all() -> None:
+    """Cancel what can be, before MPI_Finalize waits for it; see [Note: the end of a process]."""
+    for work in tuple(_held):
+        work.cancel("the process ends")
+    deadline = time.monotonic() + _GRACE.total_seconds()
+    if not all(work._test_until(deadline) for work in tuple(_held)):
+        abort_at_exit()
+
+
+class Completer:
+    """A daemon thread that waits for works in turn and sets their futures; it starts with the first one.
+
+    DistributedDataParallel waits for futures, and nobody would poll then; see [Note: polling].
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[tuple[MpiWork, torch.futures.Future[list[Tensor]]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, work: MpiWork, future: torch.futures.Future[list[Tensor]]) -> None:
+        """Set `future` when `work` has ended."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._queue.put((work, future))
+
+    def close(self) -> None:
+        """Set what is submitted, then end the thread; idempotent."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, future = item
+            try:
+                work.wait()
+                future.set_result(work.result())
+            except RuntimeError as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+
+
+def pause(num_polls: int) -> None:
+    """Let others run between two polls; see [Note: polling]."""
+    doublings = min((num_polls - _NUM_YIELDS) // 4, _NUM_DOUBLINGS)
+    time.sleep(0 if num_polls < _NUM_YIELDS else _FIRST_SLEEP * 2**doublings)
+
+
+def meet(comm: Intracomm, ranks: Sequence[int], *, names: Sequence[int], timeout: timedelta, tag: int) -> None:
+    """Return when all of `ranks` are here: they tell the first of them, who tells them.
+
+    Args:
+        comm: of them and others.
+        ranks: of `comm`, this one among them, in the same order everywhere.
+        names: the global rank of each rank of `comm`, for error messages.
+        timeout: after which the first gives up, and tells the others who is missing.
+        tag: of these messages alone.
+
+    Raises:
+        RuntimeError: naming the ranks that have not come.
+    """
+    mpi = load_mpi()
+    leader, me = ranks[0], names[comm.rank]
+    is_absent = bytearray(len(ranks))
+
+    def send(data: bytearray, peer: int) -> MpiWork:
+        what = f"rank {me}: word to rank {names[peer]} that all meet"
+        return MpiWork(comm.Isend([data, mpi.BYTE], peer, tag), what=what, timeout=timeout, buffers=[data])
+
+    def receive(data: bytearray, peer: int, limit: timedelta) -> MpiWork:
+        what, n = f"rank {me}: word from rank {names[peer]} that all meet", len(data)
+        request = comm.Irecv([data, mpi.BYTE], peer, tag)
+        return MpiWork(request, what=what, timeout=limit, buffers=[data], expected_bytes=n)
+
+    if comm.rank != leader:
+        send(bytearray(1), leader).wait()
+        receive(is_absent, leader, timeout + _GRACE).wait()
+    else:
+        deadline = time.monotonic() + timeout.total_seconds()
+        words = [receive(bytearray(1), peer, timeout) for peer in ranks[1:]]
+        for i, word in enumerate(words, start=1):
+            try:
+                word.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            except RuntimeError:  # named below, with all others who are missing
+                is_absent[i] = 1
+        for i, peer in enumerate(ranks):
+            if not is_absent[i] and peer != leader:
+                send(is_absent, peer).wait()
+    if any(is_absent):
+        missing = [names[rank] for rank, absent in zip(ranks, is_absent) if absent]
+        raise RuntimeError(f"rank {me}: ranks {missing} have not come within {timeout.total_seconds():g} s")

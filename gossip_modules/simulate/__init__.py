@@ -1,0 +1,33 @@
+"""Which method and graph to train with: predicted by training n small models by each method on a model of your network.
+
+From the command line: `python -m gossip_modules.simulate`. From Python:
+
+>>> setting = Setting(8, 11_200_000, ComputeModel(seconds=0.15, overhead_seconds=0.01), LinkModel(rate_bit_s=1e9))
+>>> prediction = simulate("sgp", setting, Consensus())
+>>> prediction.num_steps, round(prediction.step_seconds, 2)  # log2(8) rounds of the exponential graph are exact
+(3.0, 0.55)
+"""
+
+from ..schedule import Schedule
+from .advice import Advice, Prediction, advise, best
+from .delays import ComputeModel, LinkModel
+from .methods import Choice
+from .problems import Consensus, Digits, Problem
+from .run import simulate
+from .setting import Setting
+
+__all__ = [
+    "Advice",
+    "Choice",
+    "ComputeModel",
+    "Consensus",
+    "Digits",
+    "LinkModel",
+    "Prediction",
+    "Problem",
+    "Schedule",
+    "Setting",
+    "advise",
+    "best",
+    "simulate",
+]

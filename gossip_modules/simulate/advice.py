@@ -1,0 +1,185 @@
+"""What was predicted of each method, as a table, and which of them to choose, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .methods import Choice
+from .setting import Setting
+
+_COLUMNS = ("method", "graph", "steps", "s per step", "s to target", "MB per rank", "waiting", "disagreement", "")
+_LITTLE_WAITING = 0.1  # of a worker's time
+_NUM_LEFT = 2  # columns that are aligned to the left, from the first on
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one method took to get to the target, or to the end of what it was given.
+
+    Attributes:
+        choice: method, graph and code.
+        target, error: of the problem; NaN or infinite where it diverged.
+        num_steps: of a worker, mean over workers; rounds, where there is nothing to learn.
+        step_seconds: of one step, communication included.
+        seconds: of all steps.
+        rank_bytes: that a worker has sent, mean over workers.
+        waiting_share: of a worker's time, mean over workers; communication that nothing hides is waiting.
+        disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and what counts as agreement.
+        is_overlapped: whether messages travel while workers compute.
+        options: of the gossiper, by name, that it was simulated with.
+    """
+
+    choice: Choice
+    target: float
+    error: float
+    num_steps: float
+    step_seconds: float
+    seconds: float
+    rank_bytes: float
+    waiting_share: float
+    disagreement: float
+    max_disagreement: float
+    is_overlapped: bool = False
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def has_reached(self) -> bool:
+        """Whether the error came down to the target."""
+        return self.error <= self.target
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether workers' models are close to each other at the end."""
+        return self.disagreement <= self.max_disagreement
+
+    @property
+    def name(self) -> str:
+        """In words: 'choco with sign on torus'."""
+        code = f" with {self.choice.compressor}" if self.choice.compressor else ""
+        return f"{self.choice.method}{code}" + (f" on {self.choice.graph}" if self.choice.graph else "")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Which method to choose (None: none will do), and why."""
+
+    best: Prediction | None
+    sentences: tuple[str, ...]
+
+
+def best(predictions: Sequence[Prediction]) -> Prediction | None:
+    """The fastest of those that reached the target and whose workers agree; None if none did."""
+    good = [prediction for prediction in predictions if prediction.has_reached and prediction.has_agreed]
+    return min(good, key=lambda prediction: prediction.seconds, default=None)
+
+
+def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
+    """Which to choose, what bounds it, and who was left out for disagreeing.
+
+    Args:
+        predictions: of methods in the same setting.
+        setting: theirs.
+    """
+    chosen = best(predictions)
+    if chosen is None:
+        return Advice(None, _despair(predictions))
+    sentences = [_choice(chosen, predictions), _bound(chosen, setting)]
+    if chosen.options:
+        options = " and ".join(f"{name}={value:g}" for name, value in chosen.options.items())
+        sentences.append(f"It was simulated with {options}; train with the same.")
+    others = [p.name for p in predictions if p.has_reached and not p.has_agreed]
+    if others:
+        sentences.append(
+            f"Not weighed: {', '.join(others)}: the target was reached, but workers' models differ by more than "
+            f"{chosen.max_disagreement:g} of their size, so they are not one model."
+        )
+    return Advice(chosen, tuple(sentences))
+
+
+def as_table(predictions: Sequence[Prediction]) -> str:
+    """One line per method, by time to target; those that did not get there last, by error."""
+    ordered = sorted(predictions, key=lambda p: (not p.has_reached, p.seconds if p.has_reached else p.error))
+    rows = [_COLUMNS, *(_row(prediction) for prediction in ordered)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS))]
+    lines = []
+    for row in rows:
+        cells = (c.ljust(w) if k < _NUM_LEFT else c.rjust(w) for k, (c, w) in enumerate(zip(row[:-1], widths)))
+        lines.append(f"{'  '.join(cells)}  {row[-1]}".rstrip())
+    return "\n".join(lines)
+
+
+def _row(prediction: Prediction) -> tuple[str, ...]:
+    code = f":{prediction.choice.compressor}" if prediction.choice.compressor else ""
+    if not prediction.has_reached:
+        note = f"not reached: {prediction.error:.3g}"
+    else:
+        note = "" if prediction.has_agreed else "workers disagree"
+    return (
+        prediction.choice.method + code,
+        prediction.choice.graph or "-",
+        f"{prediction.num_steps:.0f}",
+        f"{prediction.step_seconds:.3f}",
+        f"{prediction.seconds:.1f}" if prediction.has_reached else "-",
+        f"{prediction.rank_bytes / 1e6:,.0f}",
+        f"{prediction.waiting_share:.0%}",
+        f"{prediction.disagreement:.3f}",
+        note,
+    )
+
+
+def _choice(chosen: Prediction, predictions: Sequence[Prediction]) -> str:
+    """The first sentence: beside AllReduce where it was tried, else the next best."""
+    sentence = f"Choose {chosen.name}: {chosen.seconds:.1f} s to the target"
+    others = [p for p in predictions if p.has_reached and p.has_agreed and p is not chosen]
+    rival = next((p for p in others if p.choice.method == "allreduce"), None) or best(others)
+    if rival is None:
+        return f"{sentence}, the only one that reaches it with workers that agree."
+    steps = f"{chosen.num_steps:.0f} steps of {chosen.step_seconds:.3f} s beside {rival.num_steps:.0f} of"
+    times = rival.seconds / chosen.seconds if chosen.seconds else 1.0
+    return f"{sentence}, {times:.2f} times faster than {rival.name} ({steps} {rival.step_seconds:.3f} s)."
+
+
+def _bound(chosen: Prediction, setting: Setting) -> str:
+    """The second: what a step spends its time on."""
+    steps = range(max(1, round(chosen.num_steps)))
+    n = setting.world_size
+    local = float(np.mean([setting.compute.step_seconds(step, num_ranks=n).mean() for step in steps]))
+    wire = setting.links.wire_seconds(chosen.rank_bytes / max(chosen.num_steps, 1.0))
+    waiting = chosen.waiting_share * chosen.step_seconds
+    exposed = max(wire - local, 0.0) if chosen.is_overlapped else wire
+    if chosen.waiting_share < _LITTLE_WAITING:
+        advice = "compute bounds it: faster links would change little"
+    elif exposed > waiting / 2:
+        advice = "the wire bounds it: faster links or fewer bits (choco, powergossip, moniqua) would help"
+    elif setting.compute.is_uneven or setting.links.slow_share:
+        advice = "waiting for slow workers or links bounds it: methods that wait for nobody (adpsgd, dpwa) may help"
+    else:
+        advice = "copies, codes and latency bound it, more than the wire: see --memory-gbyte and --latency-ms"
+    return (
+        f"Its step has {local:.3f} s of compute, {wire:.3f} s of its own bytes on the wire and {waiting:.3f} s of "
+        f"waiting; {advice}."
+    )
+
+
+def _despair(predictions: Sequence[Prediction]) -> tuple[str, ...]:
+    nearest = min(predictions, key=lambda p: (not p.has_reached, p.error if p.error == p.error else float("inf")))
+    if nearest.has_reached:
+        return (
+            f"No method reaches the target with workers that agree: {nearest.name} gets there with models that differ "
+            f"by {nearest.disagreement:.2f} of their size.",
+            "Take a better connected graph (npeer-exponential, hypercube), more --peers, or --average-every 10.",
+        )
+    if not math.isfinite(nearest.error):
+        return (
+            f"No method reaches the target of {nearest.target:g}: with all of them models grow without bound.",
+            "Give a lower --step-size, or leave it out.",
+        )
+    return (
+        f"No method reaches the target of {nearest.target:g}: the nearest is {nearest.name} with {nearest.error:.3g} "
+        f"after {nearest.num_steps:.0f} steps.",
+        "Give more --max-steps or a higher --target; or a better connected graph, more --peers, or --average-every 10.",
+    )

@@ -1,0 +1,143 @@
+"""When each of n ranks starts each of its steps, for methods whose steps are in lockstep: recursions over all ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from ..schedule import Action
+from .delays import ComputeModel, Message, Network
+from .mixing import Array, Round
+
+FORWARD_SHARE = 1 / 3
+"""Of the time of forward and backward."""
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+"""Of gradients, as DistributedDataParallel reduces them: the first bucket is small, so that the wire starts early."""
+
+
+class Clock(ABC):
+    """When each rank starts its step k: `starts`, float64 [n], in seconds from the beginning of training.
+
+    Step k is the round or average that its forward begins with, where there is one, and the compute after it. `starts`
+    is when the former is done.
+
+    Args:
+        compute: how long steps take.
+        network: the links.
+        message: what a rank says to a peer in one phase of a round.
+        num_phases: exchanges of a round, one after another.
+        model_bytes: of the parameters, which global averages send as they are.
+
+    Attributes:
+        waited_seconds: float64 [n], what each rank has waited so far for communication and for others.
+        begins_with_round: whether there is something to say at the first forward.
+    """
+
+    begins_with_round = True
+
+    def __init__(
+        self,
+        compute: ComputeModel,
+        network: Network,
+        message: Message,
+        *,
+        num_phases: int = 1,
+        model_bytes: float | None = None,
+    ) -> None:
+        self.compute, self.network, self.message, self.num_phases = compute, network, message, num_phases
+        self.model_bytes = message.num_bytes if model_bytes is None else model_bytes
+        self.starts = np.zeros(network.num_ranks)
+        self.waited_seconds = np.zeros(network.num_ranks)
+        self.step = 0  # the next one
+
+    def advance(self, action: Action, round_: Round | None) -> None:
+        """`starts` becomes that of the next step.
+
+        Args:
+            action: what the step begins with.
+            round_: who hears whom then, where the action is to gossip.
+        """
+        arrivals = self.arrivals() if self.step else self.starts
+        starts = self._meet(arrivals, action, round_)
+        self.waited_seconds += starts - arrivals
+        self.starts = starts
+        self.step += 1
+
+    def arrivals(self) -> Array:
+        """When each rank has computed the step that it has started."""
+        return self.starts + self.compute.step_seconds(self.step - 1, num_ranks=len(self.starts))
+
+    @abstractmethod
+    def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
+        """When each rank may start, having come at `arrivals`."""
+
+    def _exchanged(self, since: Array, action: Action, round_: Round | None) -> Array:
+        """When each rank has the result of what the action starts, if it takes part since then."""
+        if action is Action.SKIP or len(since) == 1:
+            return since
+        if action is Action.AVERAGE:
+            seconds = self.network.all_reduce_seconds(self.model_bytes)
+            return np.full(len(since), since.max() + seconds)
+        assert round_ is not None, "gossip is with somebody"
+        seconds_of = self.network.exchange_seconds(round_, self.message)
+        for _ in range(self.num_phases):
+            since = round_.latest(since + self.message.encode_seconds) + seconds_of
+        return since
+
+
+class SyncClock(Clock):
+    """Rounds that training waits for: start_i(k + 1) = max over i and its in-peers of their arrival, + exchange."""
+
+    def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
+        return self._exchanged(arrivals, action, round_)
+
+
+class OverlapClock(Clock):
+    """Rounds under the compute: start_i(k + 1) = max(arrival_i, when the round that began at start(k) is done).
+
+    The snapshot and the correction, a pass over the model each, are in training's way.
+    """
+
+    _landings: Array | None = None  # when the round that is under way is done
+
+    def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
+        starts = arrivals if self._landings is None else np.maximum(arrivals, self._landings)
+        self._landings = None
+        if action is not Action.SKIP and len(starts) > 1:
+            starts = starts + 2 * self.network.links.memory_seconds(self.model_bytes)
+            self._landings = self._exchanged(starts, action, round_)
+        return starts
+
+
+class BucketClock(Clock):
+    """DistributedDataParallel: gradients come evenly over the backward pass, and full buckets are all-reduced under it.
+
+    A bucket begins when all ranks have it and the one before is done; the last one nothing hides. What is averaged at a
+    forward is the gradient of the step before it, so the first forward has none.
+    """
+
+    begins_with_round = False
+
+    def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
+        if self.step == 0 or len(arrivals) == 1:
+            return arrivals
+        compute = self.compute.compute_seconds(self.step - 1, num_ranks=len(arrivals))
+        done, reduced = 0.0, 0.0
+        for size in bucket_bytes(self.message.num_bytes):
+            reduced += size
+            left = (1 - reduced / self.message.num_bytes) * (1 - FORWARD_SHARE) * compute  # of the backward pass
+            done = max(done, float((arrivals - left).max())) + self.network.all_reduce_seconds(size)
+        return np.full(len(arrivals), done)
+
+
+def bucket_bytes(num_bytes: float) -> list[float]:
+    """How DistributedDataParallel cuts so many bytes of gradients.
+
+    >>> bucket_bytes(30 << 20)
+    [1048576, 26214400, 4194304]
+    """
+    sizes = [min(FIRST_BUCKET_BYTES, num_bytes)]
+    while (rest := num_bytes - sum(sizes)) > 0:
+        sizes.append(min(BUCKET_BYTES, rest))
+    return sizes

@@ -1,0 +1,160 @@
+"""The rows of W(t) of all n ranks at once: who hears whom in round t, and with what weight, as index arrays."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..graph_manager.base import GraphManager
+from ..graph_manager.shift_graph import MirroredGraph, ShiftGraph
+from ..matcha.graph import MatchaGraph
+from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, UniformMixing
+from ..mixing_manager.laplacian import LaplacianMixing
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+Array: TypeAlias = npt.NDArray[np.float64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+_MAX_ENTRIES = 1 << 24  # peers of rounds that are kept for when they come around: 256 MiB
+
+
+class Round(NamedTuple):
+    """W(t) by rows: x_i <- own[i] x_i + sum_k weights[i, k] x_{peers[i, k]}.
+
+    own: float64 [n].
+    peers: int64 [n, p], the in-peers of each rank; a rank with fewer than p of them is filled up with itself.
+    weights: float64 [n, p]; 0 where filled up.
+    is_peer: bool [n, p]; False where filled up.
+    in_degrees, out_degrees: int64 [n].
+    """
+
+    own: Array
+    peers: Indices
+    weights: Array
+    is_peer: Flags
+    in_degrees: Indices
+    out_degrees: Indices
+
+    @classmethod
+    def of(cls, own: Array, peers: Indices, weights: Array) -> Round:
+        """With the degrees that follow from the peers."""
+        n = len(own)
+        is_peer = peers != np.arange(n)[:, None]
+        out_degrees = np.bincount(peers[is_peer], minlength=n)
+        return cls(own, peers, weights, is_peer, is_peer.sum(1), out_degrees)
+
+    def mix(self, x: Tensor) -> Tensor:
+        """W(t) x for x [n] or [n, d], in its dtype; x does not change."""
+        return self.mix_apart(x, x)
+
+    def mix_apart(self, x: Tensor, said: Tensor) -> Tensor:
+        """own[i] x_i + sum_k weights[i, k] said_{peers[i, k]}: `said` [n, d] is what peers have of x."""
+        result = x * _column(self.own, x)
+        for k in range(self.peers.shape[1]):
+            result.addcmul_(said.index_select(0, torch.from_numpy(self.peers[:, k])), _column(self.weights[:, k], x))
+        return result
+
+    def latest(self, seconds: Array) -> Array:
+        """The maximum over each rank and its in-peers: float64 [n] of [n]."""
+        return np.maximum(seconds, seconds[self.peers].max(axis=1, initial=-np.inf))
+
+
+def _column(weights: Array, x: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(weights)).to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+
+
+class SimulatedMixing:
+    """The rounds of a mixing manager, all ranks at once; equal to its `weights` (tests hold it to them).
+
+    Never n x n numbers. On a `ShiftGraph` a round is an addition of vectors, on a `MatchaGraph` a choice of stored
+    matchings; other graphs are asked rank by rank, once per distinct round. Rounds that come around are kept.
+
+    Args:
+        mixing: the weights and, in it, the graph.
+
+    >>> from gossip_modules.graph_manager.static_graphs import RingGraph
+    >>> round = SimulatedMixing(UniformMixing(RingGraph(4))).round(0)
+    >>> round.peers[:, 0].tolist(), round.weights[0].tolist()
+    ([3, 0, 1, 2], [0.5])
+    """
+
+    def __init__(self, mixing: MixingManager) -> None:
+        self.mixing, self.graph = mixing, mixing.graph
+        self._ranks = np.arange(self.graph.world_size, dtype=np.int64)
+        self._rounds: dict[int, Round] = {}
+        self._num_entries = 0
+
+    def round(self, t: int) -> Round:
+        """W(t)."""
+        key = t % self.mixing.period if self.mixing.period else self.graph.canonical_round(t)
+        if key not in self._rounds:
+            made = self._make(t)
+            self._num_entries += made.peers.size
+            if self._num_entries > _MAX_ENTRIES:
+                self._rounds, self._num_entries = {}, made.peers.size
+            self._rounds[key] = made
+        return self._rounds[key]
+
+    @cached_property
+    def is_doubly_stochastic(self) -> bool:
+        """See `MixingManager`: then no push-sum weight is needed."""
+        return self.mixing.is_doubly_stochastic
+
+    def _make(self, t: int) -> Round:
+        if isinstance(self.graph, MatchaGraph) and isinstance(self.mixing, LaplacianMixing):
+            return self._matcha_round(self.graph, self.mixing.alpha, t)
+        if isinstance(self.graph, ShiftGraph) and isinstance(self.mixing, UniformMixing | MetropolisHastingsMixing):
+            peers = shifted_peers(self.graph, t)
+            weight = 1 / (1 + peers.shape[1])
+            return Round.of(np.full(len(peers), 1 - weight * peers.shape[1]), peers, np.full(peers.shape, weight))
+        rows = [self.mixing.weights(rank, t) for rank in range(self.graph.world_size)]
+        most = max(len(row.inp) for row in rows)
+        peers, weights = np.repeat(self._ranks[:, None], most, axis=1), np.zeros((len(rows), most))
+        for rank, row in enumerate(rows):
+            peers[rank, : len(row.inp)] = list(row.inp)
+            weights[rank, : len(row.inp)] = list(row.inp.values())
+        return Round.of(np.array([row.own for row in rows]), peers, weights)
+
+    def _matcha_round(self, graph: MatchaGraph, alpha: float, t: int) -> Round:
+        peers = self._partners[:, graph.active(t)]
+        weights = np.where(peers == self._ranks[:, None], 0.0, alpha)
+        return Round.of(1 - weights.sum(1), peers, weights)
+
+    @cached_property
+    def _partners(self) -> Indices:
+        """int64 [n, matchings]: whom a rank meets in each matching of a `MatchaGraph`, itself if nobody."""
+        assert isinstance(self.graph, MatchaGraph), "only MATCHA's graph has matchings"
+        partners = np.repeat(self._ranks[:, None], len(self.graph.matchings), axis=1)
+        for index, matching in enumerate(self.graph.matchings):
+            u, v = np.array(matching, dtype=np.int64).reshape(-1, 2).T
+            partners[u, index], partners[v, index] = v, u
+        return partners
+
+
+def shifted_peers(graph: ShiftGraph, t: int) -> Indices:
+    """The in-peers of all ranks, int64 [n, p]: those of rank 0, the neutral element, added to each rank.
+
+    Odd ranks of a `MirroredGraph` subtract what even ones add. `graph.add` and `negate` must take arrays, as those of
+    this library do.
+    """
+    ranks = np.arange(graph.world_size, dtype=np.int64)
+    group: Any = graph  # whose operations are written for ranks, and work on arrays of them alike
+    columns = []
+    for peer in graph.in_peers(0, t):
+        column = group.add(ranks, peer)
+        if isinstance(graph, MirroredGraph):
+            column = np.where(ranks % 2, group.add(ranks, group.negate(peer)), column)
+        columns.append(column)
+    return np.stack(columns, axis=1) if columns else np.empty((len(ranks), 0), dtype=np.int64)
+
+
+def mixing_for(graph: GraphManager, *, push_sum: bool) -> MixingManager:
+    """The weights that the wrappers choose: MATCHA's Laplacian, Metropolis-Hastings where undirected, else uniform."""
+    if isinstance(graph, MatchaGraph):
+        return LaplacianMixing(graph)
+    return MetropolisHastingsMixing(graph) if not push_sum and graph.is_symmetric else UniformMixing(graph)

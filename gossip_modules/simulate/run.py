@@ -1,0 +1,101 @@
+"""Train n small models by one method until their error is small enough, and predict what your model would take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from .advice import Prediction
+from .gossip import SimulatedMethod, TooFarApartError
+from .methods import THETA, Choice, make_method
+from .options import MAX_STEPS
+from .problems import Problem
+from .setting import Setting
+
+
+def simulate(
+    choice: str | Choice | SimulatedMethod,
+    setting: Setting,
+    problem: Problem,
+    *,
+    target: float | None = None,
+    max_steps: int = MAX_STEPS,
+) -> Prediction:
+    """Train n small models by one method until their error is at most the target; what that took.
+
+    Args:
+        choice: the method, as in `Choice.parse`; or one that was put together from any graph, weights, rule, schedule
+            and clock (`LockstepMethod`), before its first forward.
+        setting: workers, model, compute and links.
+        problem: what they learn, or agree on.
+        target: of the error; None = the problem's own.
+        max_steps: to give up after, at least 1; of an asynchronous method, ticks of its fastest worker's step.
+
+    Raises:
+        ValueError: a method or graph that does not fit, or a number out of range.
+    """
+    target = problem.target if target is None else target
+    if not 0 < target < math.inf or max_steps < 1:
+        raise ValueError(
+            f"got target={target} and max_steps={max_steps}, expected an error above 0, and 1 step or more"
+        )
+    if isinstance(choice, SimulatedMethod):
+        return _train(choice, Choice(type(choice).__name__, "", ""), setting, problem, target, max_steps)
+    chosen = (Choice.parse(choice) if isinstance(choice, str) else choice).resolved(setting.world_size)
+    has_gradients = not problem.is_solved_by_rounds
+    setting = replace(setting, shape=problem.shape, has_gradients=has_gradients)
+    theta = setting.theta
+    while True:
+        method = make_method(chosen, replace(setting, theta=theta))
+        try:
+            return _train(method, chosen, setting, problem, target, max_steps)
+        except TooFarApartError as error:
+            if setting.theta is not None:
+                raise ValueError(str(error)) from error
+            # A user has to know theta beforehand, so the run starts over with one that is large enough so far.
+            theta = 2.0 ** (math.floor(math.log2(max(error.difference, theta or THETA))) + 1)
+
+
+def _train(
+    method: SimulatedMethod, chosen: Choice, setting: Setting, problem: Problem, target: float, max_steps: int
+) -> Prediction:
+    """`simulate`, of a method before its first forward."""
+    n = setting.world_size
+    if method.num_ranks != n:
+        raise ValueError(
+            f"got a method of {method.num_ranks} workers in a setting of {n}, expected as many; make it for {n}"
+        )
+    x = problem.start(n)
+    num_steps, first_start, error = torch.zeros(n), 0.0, math.inf
+    for step in range(max_steps + 1):
+        method.forward(x)
+        if step == 0:
+            first_start = float(method.starts.max())
+        z = method.estimates(x)
+        if step % problem.check_every == 0 or step == max_steps:
+            error = problem.error(z)
+            if error <= target or not math.isfinite(error):
+                break
+        if step == max_steps:
+            break
+        update = problem.update(z, step)
+        if update is not None:
+            x += update if method.is_stepping is None else update * method.is_stepping[:, None]
+        num_steps += 1.0 if method.is_stepping is None else method.is_stepping.float()
+    taken, seconds = float(num_steps.mean()), float(method.starts.max())
+    return Prediction(
+        choice=chosen,
+        target=target,
+        error=error,
+        num_steps=taken + problem.is_solved_by_rounds,
+        step_seconds=(seconds - first_start) / taken if taken else seconds,
+        seconds=seconds,
+        rank_bytes=method.sent_bytes,
+        waiting_share=float(method.waited_seconds.mean()) / seconds if seconds else 0.0,
+        disagreement=problem.disagreement(method.estimates(x)),
+        max_disagreement=problem.max_disagreement,
+        is_overlapped=method.is_overlapped,
+        options=method.options,
+    )

@@ -1,0 +1,87 @@
+"""Before the first round: do all ranks train the same model over the same graph with the same options?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .process_group import ProcessGroupTransport
+
+_NOTE_BYTES = 512  # of each rank's finding: enough to name one difference
+
+
+def check_agreement(transport: ProcessGroupTransport, description: Mapping[str, str | Sequence[str]]) -> None:
+    """Compare this rank's description with rank 0's; collective.
+
+    Args:
+        transport: over the ranks that must agree.
+        description: what must be equal, by name; a list is compared item by item.
+
+    Raises:
+        ValueError: on every rank, naming each rank that differs and its first difference.
+    """
+    if transport.world_size == 1:
+        return
+    what = "comparing model and options"
+    mine = json.dumps(description).encode()
+    length = torch.tensor([len(mine)], device=transport.device)
+    transport.broadcast(length, source=0, what=what)
+    buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=transport.device)
+    if transport.rank == 0:
+        buffer.copy_(_bytes(mine))
+    transport.broadcast(buffer, source=0, what=what)
+    note = _difference(json.loads(bytes(buffer.tolist())), json.loads(mine))
+    notes = torch.zeros(transport.world_size * _NOTE_BYTES, dtype=torch.uint8, device=transport.device)
+    padded = _bytes(note.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")).to(transport.device)
+    transport.all_gather(notes, padded, what=what)
+    found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in notes.view(-1, _NOTE_BYTES)]
+    differing = [f"rank {transport.names[i]}: {text}" for i, text in enumerate(found) if text]
+    if differing:
+        raise ValueError(
+            f"ranks do not agree with rank {transport.names[0]}: {'; '.join(differing)}; "
+            "wrap the same model with the same options on every rank"
+        )
+
+
+def broadcast_tensors(
+    transport: ProcessGroupTransport, tensors: Sequence[Tensor], *, bucket_bytes: int = 1 << 26
+) -> None:
+    """Every tensor <- its value on rank 0, in place, a few large messages at a time; collective."""
+    bucket: list[Tensor] = []
+    num_bytes = 0
+    for i, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        num_bytes += _num_bytes(tensor)
+        is_last = i == len(tensors) - 1
+        if is_last or num_bytes >= bucket_bytes or tensors[i + 1].device != tensor.device:
+            flat = torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in bucket])
+            transport.broadcast(flat, source=0, what="broadcasting the model of rank 0")
+            for x, piece in zip(bucket, flat.split([_num_bytes(x) for x in bucket]), strict=True):
+                x.detach().copy_(piece.clone().view(x.dtype).view(x.shape))
+            bucket, num_bytes = [], 0
+
+
+def _num_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _difference(expected: Mapping[str, str | Sequence[str]], got: Mapping[str, str | Sequence[str]]) -> str:
+    """The first thing that differs, in words; empty when nothing does."""
+    for key in dict.fromkeys([*expected, *got]):
+        ours, theirs = got.get(key), expected.get(key)
+        if ours == theirs:
+            continue
+        if isinstance(ours, list) and isinstance(theirs, list):
+            for mine, other in zip(ours, theirs, strict=False):
+                if mine != other:
+                    return f"{key}: got {mine}, expected {other}"
+            return f"{key}: got {len(ours)} entries, expected {len(theirs)}"
+        return f"{key}: got {ours}, expected {theirs}"
+    return ""

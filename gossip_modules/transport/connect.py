@@ -1,0 +1,125 @@
+"""From a process group, given or made, to a transport: which backend, which wire device, which ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .backend import backend_of, nccl_name
+from .exchange import fail
+from .failure_notes import GONE, FailureNotes
+from .process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
+
+CPU = torch.device("cpu")
+
+
+def connect(
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    module_device: torch.device = CPU,
+    comm_device: torch.device | str | None = None,
+    backend: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> ProcessGroupTransport:
+    """A transport over `process_group`, used as it is, or over a new group of our own when that is None.
+
+    Args:
+        process_group: carries nothing but our messages from now on; None makes a new group (collective over `ranks`).
+        ranks: global ranks of the new group, this one among them; None = all.
+        module_device: where the tensors live.
+        comm_device: where messages live; None = `module_device` if the group has NCCL for it, else the CPU.
+        backend: of the group, where only one will do: listeners need "gloo", whatever the default group has.
+        timeout: for every wait.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: `comm_device` is neither the CPU nor `module_device`, or `process_group` has another backend.
+    """
+    if process_group is None and not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised, expected a process group; start with torchrun and call "
+            "torch.distributed.init_process_group() before wrapping the module"
+        )
+    base = _world() if process_group is None else process_group
+    wire = torch.device(comm_device) if comm_device is not None else module_device
+    if wire.type not in ("cpu", module_device.type):
+        raise ValueError(f"got comm_device={wire}, expected 'cpu' or the module's device {module_device}")
+    if wire.type == "cuda":
+        wire = module_device
+        if comm_device is None and _backend(base, wire) != "nccl":
+            wire = torch.device("cpu")
+    found = _backend(base, wire)
+    if backend is not None and process_group is not None and found != backend:
+        raise ValueError(
+            f"got a process group whose backend for {wire} tensors is {found}, expected {backend}: these ranks answer "
+            f"each other at any time; pass dist.new_group(backend='{backend}'), or None"
+        )
+    backend = backend or found
+    if wire.type == "cuda" and backend == "gloo":
+        raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
+    if process_group is None:
+        backend = nccl_name(base, wire) if backend == found == "nccl" else backend
+        base = _new_group(ranks, backend=backend or "gloo", timeout=timeout)
+    elif backend is None:
+        raise ValueError(
+            f"got a process group without a backend for {wire} tensors, expected one; for CPU tensors beside NCCL call "
+            "init_process_group('cpu:gloo,cuda:nccl'), or pass a Gloo group"
+        )
+    if ranks is None and dist.is_initialized():
+        ranks = dist.get_process_group_ranks(base)
+    names = range(base.size()) if ranks is None else ranks
+    notes = FailureNotes.of(base, names[base.rank()])
+    transport = ProcessGroupTransport(base, device=wire, timeout=timeout, names=names, notes=notes)
+    if process_group is None:
+        transport.own_group()
+        # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
+        transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
+        transport.num_bytes_sent = 0
+    return transport
+
+
+def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A new group of these ranks, all of them if None; errors name who is missing, if the default group can."""
+    world, rank = _world(), dist.get_rank()
+    members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+    subset = members if len(members) < dist.get_world_size() else None
+    what = f"making a process group of ranks {members}"
+    hello = ProcessGroupTransport(
+        world, device=CPU, timeout=timeout, names=range(dist.get_world_size()), notes=FailureNotes.of(world, rank)
+    ) if _backend(world, CPU) == "gloo" else None  # fmt: skip
+    start = time.monotonic()
+    try:
+        if hello is not None and subset is None:
+            hello.barrier(what="making a process group")
+        start = time.monotonic()
+        group = dist.new_group(subset, timeout=timeout, backend=backend, use_local_synchronization=subset is not None)
+    except RuntimeError as error:
+        seconds = time.monotonic() - start
+        if hello is None:
+            fail(error, rank=rank, what=what, seconds=seconds, timeout=timeout)
+        # The wait was for the store, so the connections of the default group still tell who is there.
+        gone = {peer: GONE for peer in hello.closed_peers() if peer in members}
+        hello.fail(error, what, seconds, timeout=timeout, blamed=gone)
+    finally:
+        if hello is not None:
+            hello.close()
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    return world
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    try:
+        return backend_of(group, device)
+    except RuntimeError:  # this group was made without a backend for that device
+        return None

@@ -1,0 +1,192 @@
+"""Listener: messages of a few integers from a rank's peers, until all who might write have said goodbye."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from .process_group import FOREVER, ProcessGroupTransport
+
+GOODBYE_TIMEOUT = timedelta(seconds=2)
+_AT_EXIT = timedelta(milliseconds=1)
+_AT_EXIT_SECONDS = 1.0
+_SECONDS_OF_GRACE = 1.0
+_CLOSED_HERE = "Application timeout"  # in what Gloo says of connections that a wait of this process has closed
+
+
+def say_goodbye(transport: ProcessGroupTransport, peers: Iterable[int], goodbye: Tensor, *, tag: int) -> None:
+    """Tell the listeners of `peers` that this rank writes no more; waits two seconds at most, for nobody who is gone.
+
+    Args:
+        transport: as theirs.
+        peers: who listen.
+        goodbye: a message that they understand so, int64.
+        tag: of their messages.
+    """
+    pending = []
+    for peer in peers:
+        with contextlib.suppress(ConnectionError):  # it is gone
+            pending.append(transport.exchange({peer: [goodbye]}, {}, tag=tag, what="goodbye"))
+    for sending in pending:  # each counts from when it was posted
+        with contextlib.suppress(ConnectionError, TimeoutError):  # gone, or it will find out
+            sending.wait(GOODBYE_TIMEOUT)
+
+
+class ConnectionLost(ConnectionError):
+    """The connection to a peer that had not said goodbye is closed.
+
+    Attributes:
+        peer: its rank in the group.
+        is_closed_here: whether a wait of this process has closed it, by timing out, and not the end of the peer.
+    """
+
+    def __init__(self, message: str, *, peer: int, is_closed_here: bool) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.is_closed_here = is_closed_here
+
+
+_Letter: TypeAlias = "tuple[int, list[int] | ConnectionLost]"
+
+
+class Listener:
+    """What a thread of its own waits on: the next message from any of `peers`, or the news that one of them is gone.
+
+    [Note: a reader for each peer] Over Gloo a receive from a given rank fails at once when that rank's process ends; a
+    receive from any rank does not. A receive can be neither polled nor aborted, and there is no wait for several. So
+    each peer has a thread that waits for its messages, idle in a condition variable: as many threads as a rank has
+    peers, O(log n) on an exponential graph and n / 2 on a complete bipartite one, beside as many connections. The
+    messages of one peer are taken one by one: its reader waits for the next when the last has been dealt with.
+
+    [Note: leaving a listener behind] A reader ends when its peer has been dismissed, who said goodbye, or is gone. The
+    reader of one that never says goodbye is left behind. At the exit of the interpreter that is no place to be: a
+    message that arrives then would wake the thread inside C++ code and abort the process. But a wait that times out
+    closes all connections of its group, and that ends every receive. So at exit that is done, and the threads come
+    home.
+
+    Args:
+        transport: over Gloo.
+        peers: who may write.
+        num_integers: in a message.
+        tag: of the messages.
+    """
+
+    def __init__(
+        self, transport: ProcessGroupTransport, peers: Collection[int], *, num_integers: int, tag: int
+    ) -> None:
+        self.transport = transport
+        self.tag = tag
+        self._num_integers = num_integers
+        self._present = set(peers)
+        self._letters: queue.SimpleQueue[_Letter] = queue.SimpleQueue()
+        self._may_read = {peer: threading.Semaphore(0) for peer in self._present}
+        self._threads: list[threading.Thread] = []  # readers, and who takes the messages
+        self._lock = threading.Lock()  # of the count, which readers keep
+        self._num_reading = 0
+        self._exiting = threading.Event()
+        self._has_waited = False
+
+    @property
+    def present(self) -> frozenset[int]:
+        """Those who may still write."""
+        return frozenset(self._present)
+
+    def messages(self) -> Iterator[tuple[int, list[int]]]:
+        """(sender, integers) of each message as it comes, until all peers are dismissed; waits without limit.
+
+        One thread takes them. What was not yet taken comes when it calls this again, after an error too.
+
+        Raises:
+            ConnectionLost: a peer is gone without a goodbye, and dismissed; names it.
+        """
+        self._start()
+        while self._present:
+            sender, message = self._letters.get()
+            if self._exiting.is_set():
+                return
+            if isinstance(message, ConnectionLost):
+                if sender in self._present:
+                    self.dismiss(sender)
+                    self._let_others_say_why(message)
+                    raise message
+                continue
+            try:
+                yield sender, message
+            except GeneratorExit:  # whoever takes the messages has met an error of its own
+                self._present.clear()
+                raise
+            finally:
+                self._may_read[sender].release()
+
+    def dismiss(self, peer: int) -> None:
+        """This peer will write no more. Called by who takes the messages, between two of them."""
+        self._present.discard(peer)
+
+    def _let_others_say_why(self, lost: ConnectionLost) -> None:
+        """Who has waited in vain, and has closed all connections by that, names whom it has waited for."""
+        if lost.is_closed_here and not self._has_waited:
+            self._has_waited = True
+            self._exiting.wait(_SECONDS_OF_GRACE)
+
+    def _start(self) -> None:
+        if self._threads or not self._present:
+            return
+        self._threads.append(threading.current_thread())
+        name = threading.current_thread().name
+        prefix = name if name.startswith("gossip-") else f"gossip-listener-{self.transport.rank}"
+        atexit.register(self._exit)
+        self._num_reading = len(self._present)
+        for peer in sorted(self._present):
+            reader = threading.Thread(target=self._read, args=(peer,), name=f"{prefix}-from-{peer}", daemon=True)
+            self._threads.append(reader)
+            reader.start()
+
+    def _read(self, peer: int) -> None:
+        """The body of the reader of a peer; `_present` is changed by who takes the messages, which comes first."""
+        message = torch.empty(self._num_integers, dtype=torch.int64)
+        tag = self.transport.wire_tag(self.tag, message.numel() * message.element_size())
+        start = time.monotonic()
+        try:
+            while peer in self._present and not self._exiting.is_set():
+                self.transport.group.recv([message], peer, tag).wait(FOREVER)
+                self._letters.put((peer, message.tolist()))
+                self._may_read[peer].acquire()
+        except RuntimeError as error:  # of Gloo
+            self._letters.put((peer, self._lost(peer, error, time.monotonic() - start)))
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+                is_last = self._num_reading == 0
+            if is_last and not self._exiting.is_set():
+                atexit.unregister(self._exit)
+
+    def _lost(self, peer: int, error: RuntimeError, seconds: float) -> ConnectionLost:
+        me, name = (self.transport.names[rank] for rank in (self.transport.rank, peer))
+        is_closed_here = _CLOSED_HERE in str(error)
+        why = "a wait of this rank has timed out" if is_closed_here else f"rank {name} has died"
+        message = f"rank {me}: {why}: the connection to rank {name} failed after {seconds:.1f} s: {error}"
+        return ConnectionLost(message, peer=peer, is_closed_here=is_closed_here)
+
+    def _exit(self) -> None:
+        """[Note: leaving a listener behind]"""
+        self._exiting.set()
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in self._may_read:
+            with contextlib.suppress(RuntimeError):  # of Gloo; the first to time out closes the connections to all
+                self.transport.group.recv([nothing], peer, self.transport.wire_tag(self.tag, 1)).wait(_AT_EXIT)
+        for may_read in self._may_read.values():
+            may_read.release()  # for those whose last message nobody has taken
+        self._letters.put((-1, []))  # for who takes them
+        deadline = time.monotonic() + _AT_EXIT_SECONDS
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0.0))

@@ -1,0 +1,1 @@
+"""WAGMA-SGD: groups average without waiting for late members."""

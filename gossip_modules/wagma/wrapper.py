@@ -1,0 +1,261 @@
+"""GroupAverageDataParallel: WAGMA-SGD, averages in small groups that wait for nobody."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..engine.engine import SyncEngine
+from ..engine.overlap import OverlapEngine
+from ..flat.nonfinite import check_policy
+from ..gossip.gossiper import GlobalAverage
+from ..graph_manager.butterfly_groups import ButterflyGroups
+from ..schedule import Schedule
+from ..transport.connect import connect
+from ..transport.process_group import DEFAULT_TIMEOUT
+from ..wrappers.base import GossipWrapper
+from .engine import WaitAvoidingEngine
+from .group_average import GroupAverage
+
+
+class GroupAverageDataParallel(GossipWrapper):
+    """WAGMA-SGD: models are averaged in changing groups of S ranks; who is late is represented by its last model.
+
+    The first rank to end a step starts the group averages of that step on all ranks, in background threads. A rank
+    that comes later contributes what it has published last, and merges its model with the newest average when it
+    comes. Every `sync_period`-th round averages over all ranks, waiting for each, which bounds how old a contribution
+    can be. See `ButterflyGroups` and the notes of `WaitAvoidingEngine`; where that differs from the paper is said in
+    its [Note: stragglers]. The optimizer and its state are the user's own and are not averaged.
+
+    Corners, as the paper has them:
+
+    - `group_size=1`: local SGD with an average over all ranks every `sync_period` steps.
+    - `wait_avoiding=False`: blocking averages in groups, in the training thread. With `group_size=2, sync_period=0`
+      like D-PSGD.
+    - `group_size=2, sync_period=0`: like AD-PSGD, though a pair waits for whoever of all ranks is first.
+
+    The first training forward, and the first after a checkpoint was loaded, wait for those of all ranks. Load it on all
+    ranks, before training or after `settle()`.
+
+    A fast rank does more of the work: ranks that are always late skip rounds. So let training last a number of rounds
+    that all ranks share, as in the example; each rank ends it in the same round. Call `settle()` before something that
+    all ranks do together (checkpoints); `averaged()` and its like call it.
+
+    End with `close()` on all ranks. It settles if training went on since `settle()`, so that no rank leaves while
+    others need it; loops of equal length may end in it too. It waits as long as the others take steps. In the handler
+    of an exception it leaves at once, and the others fail with an error that names this rank. The end of a program
+    without `close()` closes too, within the timeout.
+
+    When a rank dies or is stopped, all others fail with an error that names it: at once where its connections close,
+    and within the timeout where it only stops answering.
+
+    Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging",
+    IEEE TPDS 2021, arXiv 2005.00124, Algorithm 2.
+
+    Args:
+        module: mutated: its trained tensors become views of one flat vector.
+        group_size: S, a power of two; None = about the square root of the world, see `default_group_size`.
+        sync_period: rounds from one average over all ranks to the next; 0 = never.
+        wait_avoiding: False blocks instead; without effect where groups are of one rank.
+        overlap: take the group's average one step later instead of waiting for it, by the law x <- x + (average - y).
+            Not in the paper.
+        process_group: used as it is, so it must carry nothing else; None = a new group over all ranks. Gloo, if
+            wait-avoiding.
+        comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
+            the group has NCCL.
+        init_sync: start from the parameters and buffers of rank 0.
+        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
+        gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
+            are training forwards too.
+        on_nonfinite: what to do about a model that holds infinities or NaN. "raise": FloatingPointError at the rank
+            that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
+            not finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread":
+            do not look.
+        timeout: for every wait on a peer.
+
+    Raises:
+        ValueError: arguments that do not fit, or ranks that disagree on model or options.
+        RuntimeError: torch.distributed is not initialised.
+        TimeoutError, ConnectionError: (construction, forward, `settle()`) a peer is late or gone; names it.
+
+    Example:
+        >>> model = GroupAverageDataParallel(model)  # was: DistributedDataParallel(model)
+        >>> while model.round < num_rounds:
+        ...     x, y = next(batches)
+        ...     loss = criterion(model(x), y)  # averages, then computes
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> model.close()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group_size: int | None = None,
+        sync_period: int = 10,
+        wait_avoiding: bool = True,
+        overlap: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        comm_device: torch.device | str | None = None,
+        init_sync: bool = True,
+        gossip_buffers: bool = True,
+        gossip_in_eval_mode: bool = False,
+        on_nonfinite: str = "raise",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        if sync_period < 0:
+            raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
+        x = self._buffer.vector
+        hello = self._hello(process_group, timeout=timeout)
+        groups = ButterflyGroups(hello.world_size, group_size=group_size)
+        is_asynchronous = wait_avoiding and groups.group_size > 1
+        if is_asynchronous and comm_device not in (None, "cpu", torch.device("cpu")):
+            raise ValueError(
+                f"got comm_device={comm_device} with wait_avoiding=True, expected 'cpu' or None: threads that answer "
+                "at any time send from CPU memory; pass wait_avoiding=False to stay on the GPU"
+            )
+        options = (
+            *(sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, str(comm_device)),
+            *(gossip_in_eval_mode, check_policy(on_nonfinite)),
+        )
+        description = {
+            "groups": repr(groups),
+            "options (sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, comm_device, "
+            "gossip_in_eval_mode, on_nonfinite)": repr(options),
+        }
+        self._agree(hello, description, init_sync=init_sync)
+        self._transport = connect(
+            process_group,
+            module_device=x.raw.device,
+            comm_device="cpu" if is_asynchronous else comm_device,
+            backend="gloo" if is_asynchronous else None,
+            timeout=timeout,
+        )
+        self._averager = GlobalAverage(self._transport)
+        average = GroupAverage(groups, self._transport)
+        if is_asynchronous:
+            self._engine = WaitAvoidingEngine(
+                average, self._averager, x, sync_period=sync_period, overlap=overlap, on_nonfinite=on_nonfinite
+            )
+            self._averager = _WatchedAverage(self._engine)
+            self._close_when_collected()
+            self._exit = _close_at_exit(self)
+        else:
+            blocking = OverlapEngine if overlap else SyncEngine
+            self._engine = blocking(average, Schedule(average_every=sync_period), on_nonfinite=on_nonfinite)
+        self.register_load_state_dict_post_hook(_publish_loaded)
+
+    @property
+    def round(self) -> int:
+        """How far training is: rounds that this rank has taken part in or skipped."""
+        return self._engine.t
+
+    def _release(self) -> None:
+        self._transport.close()
+
+    @property
+    def _bytes_sent(self) -> int:
+        num_bytes = self._transport.num_bytes_sent
+        if isinstance(self._engine, WaitAvoidingEngine):
+            num_bytes += self._engine.worker.words.transport.num_bytes_sent
+        return num_bytes
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """On return all ranks are in the same round and nothing is in flight on any of them; collective.
+
+        Until all have called it, a rank in here goes to the averages over all ranks that the others come to.
+        """
+        self._settle(is_patient=False)
+
+    def _settle(self, *, is_patient: bool) -> None:
+        self.flush()
+        engine = self._engine
+        if not isinstance(engine, WaitAvoidingEngine) or self._is_closed:
+            return
+        if engine.settle(self._gossiped, is_patient=is_patient):
+            self._written()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if state.pop("_exit", None) is not None:  # a copy has no threads to end or to ask
+            state["_averager"] = GlobalAverage(self._transport)
+        return state
+
+    def consensus_distance(self) -> float:
+        """See `AveragingMixin`."""
+        try:
+            return super().consensus_distance()
+        except (ConnectionError, TimeoutError) as error:
+            if isinstance(self._engine, WaitAvoidingEngine):
+                self._engine.worker.watch.explain(error)
+            raise
+
+    def close(self) -> None:
+        """See `AveragingMixin` and above: settles first, or leaves at once in the handler of an exception."""
+        self._close(sys.exc_info()[1], is_patient=True)
+
+    @torch.no_grad()
+    def _close(self, error: BaseException | None, *, is_patient: bool) -> None:
+        engine = self._engine
+        if not self._is_closed and isinstance(engine, WaitAvoidingEngine):
+            self._exit()
+            if error is not None:
+                engine.close(error=error)
+            elif not engine.is_settled and not engine.worker.watch.has_failed:
+                try:
+                    self._settle(is_patient=is_patient)
+                except BaseException as failure:
+                    engine.close(error=failure)
+                    super().close()
+                    raise
+        super().close()
+
+
+class _WatchedAverage(GlobalAverage):
+    """The average over all ranks that wrappers take after `settle()`; errors name who is at fault."""
+
+    def __init__(self, engine: WaitAvoidingEngine) -> None:
+        super().__init__(engine.worker.transport)
+        self._engine = engine
+
+    def mix(self, x: Any, t: int) -> Any:
+        """See `Mixer`."""
+        with self._engine.together("the average over all ranks"):
+            return super().mix(x, t)
+
+
+def _close_at_exit(wrapper: GroupAverageDataParallel) -> Callable[[], None]:
+    """At the end of the program the wrapper closes, if it is still there. Returns what takes that back."""
+
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            found._close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None), is_patient=False)
+
+    def take_back(_: object = None) -> None:
+        atexit.unregister(close)
+
+    reference = weakref.ref(wrapper, take_back)
+    atexit.register(close)
+    return take_back
+
+
+def _publish_loaded(module: nn.Module, incompatible_keys: Any) -> None:
+    """After `load_state_dict`, when all parameters are there."""
+    assert isinstance(module, GroupAverageDataParallel)
+    engine = module._engine
+    if isinstance(engine, WaitAvoidingEngine):
+        module.flush()  # `assign=True` has put other tensors in place of ours
+        engine.publish_loaded(module._gossiped)

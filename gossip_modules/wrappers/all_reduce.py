@@ -1,0 +1,164 @@
+"""AllReduceDataParallel: the exact baseline, torch's DistributedDataParallel with the wrappers' common methods."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..flat.nonfinite import FiniteCheck, check_policy
+from ..flat.vector import FlatVector
+from ..gossip.gossiper import GlobalAverage
+from ..transport.connect import connect
+from ..transport.process_group import DEFAULT_TIMEOUT
+from .averaging import AveragingMixin
+from .composition import check_inside
+from .gradient_group import GradientGroup, NamedFailure, without_context
+
+
+class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
+    """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
+
+    What it adds is what the gossip wrappers have too: `flush`, `close`, `average_`, `averaged`, `consensus_distance`
+    and `comm_stats`, so that one training loop serves all methods; and over Gloo, errors that name who failed.
+
+    Args:
+        module: as for DistributedDataParallel.
+        timeout: for the waits of what is added; the gradients' all-reduce has the process group's own.
+        on_nonfinite: what to do about parameters that hold infinities or NaN, which one rank's gradients bring to all.
+            "raise": FloatingPointError at the next training forward, on all ranks; "spread": do not look, as
+            DistributedDataParallel.
+        ddp_options: any argument of DistributedDataParallel.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        on_nonfinite: str = "raise",
+        **ddp_options: Any,
+    ) -> None:
+        check_inside(module, wrapper=type(self).__name__)
+        if check_policy(on_nonfinite) == "skip":
+            raise ValueError(
+                "got on_nonfinite='skip' for AllReduceDataParallel, expected 'raise' or 'spread': a gradient of one "
+                "rank is in the average of all; let a GradScaler skip such steps"
+            )
+        device = next(module.parameters()).device
+        mesh, group = ddp_options.get("device_mesh"), ddp_options.get("process_group")
+        if mesh is not None:
+            group = mesh.get_group()
+        elif group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        transport = self._transport = connect(group, module_device=device, timeout=timeout)
+        self._averager = GlobalAverage(transport)
+        self._failure: NamedFailure | None = None
+        self._gradient_group: GradientGroup | None = None
+        if transport.backend == "gloo":
+            self._gradient_group = GradientGroup(transport)
+            self._failure = self._gradient_group.failure
+            transport.barrier(what="making an AllReduceDataParallel")  # a rank that is not there is named by this
+        with self._naming("making an AllReduceDataParallel"):
+            super().__init__(module, **ddp_options)
+        n = dist.get_world_size(self.process_group)
+        num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        self._bytes_per_step = 2 * (n - 1) * num_bytes // n
+        self._num_steps = 0
+        self._is_finite = FiniteCheck() if on_nonfinite == "raise" else None
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        group = self.process_group
+        if self._gradient_group is not None:
+            self.process_group = self._gradient_group  # for the reducer, which this makes
+        try:
+            super()._ddp_init_helper(*args, **kwargs)
+        finally:
+            self.process_group = group
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As DistributedDataParallel; errors of the hook's communication name who failed too."""
+        failure = self._failure
+        if failure is None:
+            super().register_comm_hook(state, hook)
+            return
+
+        @functools.wraps(hook)
+        def named(state: object, bucket: Any) -> Any:
+            with without_context():
+                future = hook(state, bucket)
+            failure.expect(future.wait)
+            return future
+
+        super().register_comm_hook(state, named)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._naming("preparing a forward"):  # buckets and buffers
+            return super()._pre_forward(*inputs, **kwargs)
+
+    def _naming(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._failure is None else self._failure.naming(what)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As DistributedDataParallel."""
+        if self.training and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._num_steps += 1
+            if self._is_finite is not None and not self._is_finite.of_all(self._parameters_and_buffers[0]):
+                raise FloatingPointError(
+                    f"rank {dist.get_rank(self.process_group)}: before step {self._num_steps - 1} the model holds "
+                    "infinities or NaN, on all ranks, as gradients are averaged; expected finite ones. Go on from "
+                    "a checkpoint with a smaller learning rate, clipped gradients or a GradScaler; "
+                    "on_nonfinite='spread' does not look"
+                )
+        return super().forward(*args, **kwargs)
+
+    def flush(self) -> None:
+        """Nothing is ever in flight after a backward."""
+
+    def close(self) -> None:
+        """Give back what averages need; gradients are still averaged by whoever trains on."""
+        self._transport.close()
+
+    def comm_stats(self) -> dict[str, float]:
+        """As the gossip wrappers' `comm_stats`. bytes_sent is what a ring all-reduce of the gradients sends, by
+        calculation; wait_seconds is NaN, as the waits are inside DistributedDataParallel's backward."""
+        return {
+            "bytes_sent": self._num_steps * self._bytes_per_step + self._transport.num_bytes_sent,
+            "wait_seconds": float("nan"),
+            "num_rounds": self._num_steps,
+            "num_skipped": 0,
+            "mean_staleness": 0.0,
+            "max_staleness": 0.0,
+            "consensus_distance": self._last_consensus_distance,
+        }
+
+    @property
+    def _parameters_and_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        return parameters, [b for b in self.module.buffers() if b.is_floating_point()]
+
+    def _read(self) -> FlatVector:
+        parameters, buffers = self._parameters_and_buffers
+        return FlatVector.pack([*parameters, *buffers])
+
+    def _write(self, vector: FlatVector) -> None:
+        parameters, buffers = self._parameters_and_buffers
+        vector.unpack_to([*parameters, *buffers])
+
+    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
+        numels = dict.fromkeys((x.dtype for x in vector.segments), 0)
+        for parameter in self._parameters_and_buffers[0]:
+            is_pair = parameter.is_complex()
+            numels[parameter.dtype.to_real() if is_pair else parameter.dtype] += parameter.numel() * (1 + is_pair)
+        return [x[: numels[x.dtype]] for x in vector.segments]

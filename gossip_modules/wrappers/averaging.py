@@ -1,0 +1,116 @@
+"""The exact average over ranks, on demand: to evaluate, to export, to measure how far ranks are apart."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..flat.vector import FlatVector
+from ..gossip.gossiper import GlobalAverage
+from ..transport.process_group import ProcessGroupTransport
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class AveragingMixin(ABC):
+    """What every wrapper can do with the average of all ranks' models.
+
+    A wrapper gives access to its trained tensors as one vector. All public methods but `flush()` and `close()` are
+    collective: every rank must call them, at the same point of training.
+    """
+
+    _averager: GlobalAverage
+    _last_consensus_distance: float = float("nan")
+    _is_averaged: bool = False  # inside averaged()
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Apply everything in flight. Local: waits for this rank's peers only. `eval()` and `state_dict()` call it."""
+
+    def settle(self) -> None:
+        """On return nothing is in flight on any rank; collective. Before a checkpoint that all ranks write."""
+        self.flush()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flush, end threads, stop gossiping; idempotent. The module stays usable."""
+
+    @abstractmethod
+    def _read(self) -> FlatVector:
+        """The trained tensors (numerators, with their weight), nothing in flight: live storage or a packed copy."""
+
+    @abstractmethod
+    def _write(self, vector: FlatVector) -> None:
+        """The trained tensors <- the estimate of a vector that `_read` gave. Always follows `_read`."""
+
+    @abstractmethod
+    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
+        """The part of each segment that is parameters, without buffers."""
+
+    @contextlib.contextmanager
+    def _calling(self, name: str) -> Iterator[None]:
+        """Inside, errors of collectives say that a rank has not called `name`, or what that was called by."""
+        transport = getattr(self._averager, "transport", None)  # some are made when they are needed
+        if not isinstance(transport, ProcessGroupTransport) or transport.calling:
+            yield
+            return
+        transport.calling = name
+        try:
+            yield
+        finally:
+            transport.calling = ""
+
+    def average_(self) -> None:
+        """Every rank's parameters and floating-point buffers <- their exact average over all ranks; collective."""
+        with self._calling("average_()"):
+            self.settle()
+            vector = self._read()
+            with torch.no_grad():
+                self._averager.mix(vector, 0)
+            self._write(vector)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[Self]:
+        """Inside, the model is the average over all ranks; afterwards each rank goes on from where it was.
+
+        Collective on entry. Costs one copy of the model. Train in it and the changes are lost.
+
+        Example:
+            >>> with model.averaged():
+            ...     accuracy = evaluate(model)
+        """
+        with self._calling("averaged()"):
+            self.settle()
+            saved = self._read().clone()
+            self.average_()
+        self._is_averaged = True
+        try:
+            yield self
+        finally:
+            vector = self._read()
+            self._is_averaged = False
+            vector.copy_(saved)
+            self._write(vector)
+
+    def consensus_distance(self) -> float:
+        """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
+        with self._calling("consensus_distance()"):
+            self.settle()
+            vector = self._read()
+            mean = vector.clone()
+            self._averager.mix(mean, 0)
+            self._write(vector)
+            squared = torch.zeros(1, dtype=torch.float64)
+            for x, y in zip(self._parameters_of(vector), self._parameters_of(mean), strict=True):
+                squared += torch.linalg.vector_norm(y.sub_(x), dtype=torch.float64).cpu() ** 2
+            transport = self._averager.transport
+            squared = squared.to(vector.raw.device)
+            transport.all_reduce(squared, what="the squares of all ranks")
+        self._last_consensus_distance = float(squared.item() / transport.world_size) ** 0.5
+        return self._last_consensus_distance

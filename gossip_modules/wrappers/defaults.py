@@ -1,0 +1,109 @@
+"""What a wrapper uses when the user names no graph, mixing or gossiper."""
+
+from __future__ import annotations
+
+import torch
+
+from ..gossip.gossiper import Gossiper
+from ..gossip.push_sum import PushPull, PushSum
+from ..graph_manager.base import GraphManager
+from ..graph_manager.dynamic_graphs import (
+    DynamicBipartiteCompleteGraph,
+    DynamicBipartiteExponentialGraph,
+    NPeerDynamicDirectedExponentialGraph,
+)
+from ..graph_manager.static_graphs import RingGraph
+from ..matcha.graph import MatchaGraph
+from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, UniformMixing
+from ..mixing_manager.laplacian import LaplacianMixing
+
+
+def choose_gossiper(gossiper: Gossiper | None, *, push_sum: bool, wire_dtype: torch.dtype | None = None) -> Gossiper:
+    """`gossiper`, or push-sum, or push-pull, the latter two with that dtype on the wire.
+
+    Raises:
+        ValueError: a gossiper and a wire dtype.
+    """
+    if gossiper is None:
+        return (PushSum if push_sum else PushPull)(wire_dtype=wire_dtype)
+    if wire_dtype is not None:
+        raise ValueError(
+            f"got gossiper={gossiper} and wire_dtype={wire_dtype}, expected one of them; give it to the gossiper, "
+            "e.g. PushPull(wire_dtype=torch.bfloat16)"
+        )
+    return gossiper
+
+
+def choose_mixing(
+    graph: GraphManager | None,
+    mixing: MixingManager | None,
+    *,
+    push_sum: bool,
+    world_size: int,
+    gossiper: Gossiper | None = None,
+) -> MixingManager:
+    """The mixing manager, with its graph.
+
+    Push-sum: the one-peer exponential graph with uniform weights. Push-pull: pairs on the bipartite exponential graph
+    where the world is even, else both neighbours on a ring. A gossiper that needs symmetric weights: that ring in
+    every world. A MatchaGraph: its Laplacian. Another symmetric graph without push-sum: Metropolis-Hastings weights.
+
+    Raises:
+        ValueError: `mixing` is over another graph than `graph`.
+    """
+    if mixing is not None:
+        if graph is not None and repr(graph) != repr(mixing.graph):
+            raise ValueError(
+                f"got graph={graph} and a mixing over {mixing.graph}, expected one graph; pass mixing only"
+            )
+        return mixing
+    is_undirected = gossiper is not None and gossiper.needs_symmetric_weights
+    if graph is None:
+        graph = _undirected_ring(world_size) if is_undirected else _default_graph(push_sum, world_size)
+    if isinstance(graph, MatchaGraph):
+        return LaplacianMixing(graph)
+    if (push_sum and not is_undirected) or not graph.is_symmetric:
+        return UniformMixing(graph)
+    return MetropolisHastingsMixing(graph)
+
+
+def choose_bipartite_mixing(
+    graph: GraphManager | None, mixing: MixingManager | None, *, world_size: int
+) -> MixingManager:
+    """The mixing manager of AD-PSGD, with its graph: active and passive ranks, one peer per round.
+
+    Default: pairs at exponential distances where the world is even, else each active rank meets each passive one in
+    turn; half and half.
+
+    Raises:
+        ValueError: another graph than that of `mixing`, one that is not bipartite, or has several peers per round.
+    """
+    if graph is None and mixing is None:
+        even = DynamicBipartiteExponentialGraph
+        graph = (DynamicBipartiteCompleteGraph if world_size % 2 and world_size > 1 else even)(world_size)
+    mixing = choose_mixing(graph, mixing, push_sum=False, world_size=world_size)
+    graph = mixing.graph
+    if graph.world_size != world_size:
+        raise ValueError(f"got a graph of {graph.world_size} ranks, expected {world_size}, the size of the group")
+
+    def has_pairs_only(t: int) -> bool:
+        return all(graph.out_degree(rank, t) <= 1 for rank in range(world_size))
+
+    if world_size > 1 and not (graph.is_bipartite and graph.is_symmetric and graph.in_every_round(has_pairs_only)):
+        raise ValueError(
+            f"got {graph}, expected a bipartite graph with one peer per round: active ranks ask, passive ranks answer; "
+            "use DynamicBipartiteExponentialGraph, DynamicBipartiteLinearGraph or DynamicBipartiteCompleteGraph"
+        )
+    return mixing
+
+
+def _default_graph(push_sum: bool, world_size: int) -> GraphManager:
+    if push_sum:
+        return NPeerDynamicDirectedExponentialGraph(world_size)
+    if world_size % 2 == 0:
+        return DynamicBipartiteExponentialGraph(world_size)
+    return _undirected_ring(world_size)
+
+
+def _undirected_ring(world_size: int) -> GraphManager:
+    return RingGraph(world_size, peers_per_itr=2 if world_size > 2 else 1)

@@ -1,0 +1,106 @@
+"""Several processes per node: gradients averaged inside the node, the vector gossiped in slices between nodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..flat.vector import FlatVector
+from ..transport.connect import connect
+from ..transport.process_group import ProcessGroupTransport
+
+
+class Node:
+    """The g processes of one node, which together are one gossip rank.
+
+    Gradients are averaged inside the node by DistributedDataParallel, so all its processes take equal steps. Then
+    local rank l gossips slice l of the flat vector with local rank l of the peer node, and the slices are gathered
+    inside the node: every network card of the node works. Equal to one process per node with g times the batch.
+
+    Buffers are those of local rank 0, as in DistributedDataParallel.
+
+    Args:
+        module: already flat; DistributedDataParallel adds hooks to its parameters.
+        num_slices: g, processes per node; consecutive ranks form a node.
+        comm_device, timeout: as for `connect`.
+        find_unused_parameters: as for DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        num_slices: int,
+        module_device: torch.device,
+        comm_device: torch.device | str | None,
+        timeout: timedelta,
+        find_unused_parameters: bool,
+    ) -> None:
+        first = dist.get_rank() // num_slices * num_slices
+        self.local_rank = dist.get_rank() - first
+        self.num_slices = num_slices
+        self.find_unused_parameters = find_unused_parameters
+        self.transport: ProcessGroupTransport = connect(
+            None,
+            ranks=range(first, first + num_slices),
+            module_device=module_device,
+            comm_device=comm_device,
+            timeout=timeout,
+        )
+        self.replica = self._replicate(module)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Node:
+        node = copy.copy(self)
+        memo[id(self)] = node
+        node.transport = copy.deepcopy(self.transport, memo)
+        if not self.transport.is_closed:  # else nobody calls the replica any more
+            node.replica = node._replicate(copy.deepcopy(self.replica.module, memo))
+        return node
+
+    @staticmethod
+    def peers(num_slices: int) -> list[int]:
+        """The global ranks with this process's local rank, one per node: whom its slice gossips with."""
+        return list(range(dist.get_rank() % num_slices, dist.get_world_size(), num_slices))
+
+    def slice(self, vector: FlatVector) -> FlatVector:
+        """The part of the vector that this process gossips; shares memory."""
+        return vector.slice(self.local_rank, self.num_slices)
+
+    def gather(self, vector: FlatVector) -> None:
+        """vector <- every local rank's slice of it, in place."""
+        self.transport.all_gather(vector.raw, self.slice(vector).raw.clone(), what="gathering slices in the node")
+
+    def share_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """Every process of the node takes the buffers of local rank 0, in place."""
+        for x in buffers:
+            if x.numel():
+                self.transport.broadcast(x, source=0, what="sharing buffers in the node")
+
+    def _replicate(self, module: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            module,
+            process_group=self.transport.group,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+
+
+def count_nodes(world_size: int, nprocs_per_node: int, process_group: dist.ProcessGroup | None) -> int:
+    """How many gossip ranks a world has; raises ValueError when the options cannot work."""
+    if nprocs_per_node < 1 or world_size % nprocs_per_node:
+        raise ValueError(
+            f"got nprocs_per_node={nprocs_per_node} in a world of {world_size}, expected a divisor of it; "
+            "start equally many processes on every node"
+        )
+    if nprocs_per_node > 1 and process_group is not None:
+        raise ValueError(
+            f"got a process group and nprocs_per_node={nprocs_per_node}, expected one of them; "
+            "groups inside and between nodes are made of the default group"
+        )
+    return world_size // nprocs_per_node
