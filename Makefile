@@ -83,9 +83,8 @@ TORCHVISION_OF_2.15.0 = 0.29.2
 TORCH_VENV = .venv-torch-$(TORCH)
 TORCH_INSTALLED = $(TORCH_VENV)/.installed
 # What torch.distributed, autograd and networks decide; the rest reads files, starts SLURM or emulates clusters.
-TORCH_TESTS = --ignore-glob='*/test_train_*' --ignore-glob='*/test_visualization*' --ignore-glob='*/test_cluster*' \
-  --ignore=tests/test_accuracy_bytes.py --ignore=tests/test_job_scripts.py --ignore=tests/test_setup.py \
-  --ignore=tests/test_slurm.py --ignore=tests/test_translate.py
+TORCH_TESTS = --ignore=tests/train --ignore=tests/visualization --ignore=tests/benchmarks \
+  $(addprefix --ignore=tests/end_to_end/,test_job_scripts.py test_setup.py test_slurm.py)
 
 # What is not torch's own (pytest, mpirun, ...) is that of .venv.
 test-torch: $(TORCH_INSTALLED)

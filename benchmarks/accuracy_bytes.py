@@ -21,7 +21,7 @@ linearly to the batch here; the step sizes of CHOCO and DeepSqueeze; weight deca
 Not published, but chosen here: the small CNN (--model resnet20 for theirs), few pixels and epochs (theirs: 32 and 300),
 the batch, one epoch of warm-up, the third decay at 0.9 of the epochs, a factor for all learning rates (--lr-scale), and
 that MATCHA, Moniqua and D-PSGD in bfloat16 take D-PSGD's learning rate. Moniqua's theta, 1, and step size, 1, are
-defaults of train/config.py.
+defaults of train/tasks/images/config.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
 
 from benchmarks.small_images import shrink
-from train.config import Config
+from train.tasks.images.config import Config
 from visualization.accuracy_bytes import draw
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train" / "gossip_sgd.py"

@@ -39,9 +39,9 @@ from torchvision.datasets import ImageFolder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
 
-from train.folder_images import MEAN, STD, CroppedImages, FolderImages, ShiftedImages
-from train.images import BatchKey
-from train.loader import Batches
+from train.tasks.images.folder_images import MEAN, STD, CroppedImages, FolderImages, ShiftedImages
+from train.tasks.images.images import BatchKey
+from train.tasks.images.loader import Batches
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 NOISE = 58.0  # standard deviation in levels of 255, for files of about 110 kB

@@ -23,7 +23,7 @@ def shrink(source: Path, target: Path, *, size: int, train_images_per_class: int
     Args:
         source: folder with train/ and test/, in each a folder per class.
         target: folder to make; what another call has left there, whole or broken off, is replaced.
-        size: side in pixels; scaled as train/data.py does.
+        size: side in pixels; scaled as train/tasks/images/data.py does.
         train_images_per_class: the first ones by name; 0: all. Test images are all taken.
 
     Raises:

@@ -25,7 +25,7 @@ from benchmarks.straggler_methods import (
 )
 from benchmarks.straggler_processes import Processes, free_addresses
 from gossip_modules import PairwiseDataParallel
-from train.models import small_cnn
+from train.tasks.images.models import small_cnn
 
 START_SECONDS = 10.0
 """Time for all processes to begin."""

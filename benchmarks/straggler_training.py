@@ -28,7 +28,7 @@ from benchmarks.straggler_methods import (
     write,
 )
 from gossip_modules import AllReduceDataParallel, GossipWrapper
-from train.models import small_cnn
+from train.tasks.images.models import small_cnn
 
 SETTINGS = {
     "undisturbed": "all ranks alike",

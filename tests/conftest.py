@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ranks import forget_threads
+from tests.harness.ranks import forget_threads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

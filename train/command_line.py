@@ -12,12 +12,12 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from train.errors import UsageError, leave, own_rank, refuse, usage_errors
-from train.preemption import ignore_signals
-from train.run import run
+from train.job.errors import UsageError, leave, own_rank, refuse, usage_errors
+from train.job.preemption import ignore_signals
+from train.job.world import World
+from train.run.run import run
 from train.run_config import RunConfig
-from train.task import Task
-from train.world import World
+from train.tasks.base import Task
 
 ConfigType = TypeVar("ConfigType", bound=RunConfig)
 

@@ -24,11 +24,11 @@ import tyro
 # Run by path, Python looks for modules beside this file; they are one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from train.errors import UsageError, refuse
-from train.evaluate import title_of
-from train.outputs import outputs_in, tables_in
-from train.recipes import RECIPES
-from train.report import table
+from train.job.errors import UsageError, refuse
+from train.job.outputs import outputs_in, tables_in
+from train.methods.recipes import RECIPES
+from train.run.evaluate import title_of
+from train.run.report import table
 from visualization.curves import draw
 
 
@@ -41,7 +41,7 @@ class Comparison:
     script: Literal["gossip_sgd", "translate"] = "gossip_sgd"
     """Of train/: what is learnt."""
     recipes: tuple[str, ...] = ("ar", "dpsgd", "sgp", "osgp")
-    """Entries of train/recipes.py, each once; differences are to the first."""
+    """Entries of train/methods/recipes.py, each once; differences are to the first."""
     nproc_per_node: int = 4
     """Ranks of every run."""
     out_dir: Path = Path("runs/compare")

@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gossip_modules as gm
 from gossip_modules.mixing_manager import best_step_size
-from train.consensus_data import DATA, make_matrices
-from train.consensus_methods import METHODS, Method
-from train.errors import UsageError, refuse, usage_errors
-from train.report import table
-from train.thread_ranks import CPU, TIMEOUT, run_ranks
+from train.consensus_experiment.data import DATA, make_matrices
+from train.consensus_experiment.methods import METHODS, Method
+from train.consensus_experiment.thread_ranks import CPU, TIMEOUT, run_ranks
+from train.job.errors import UsageError, refuse, usage_errors
+from train.run.report import table
 from visualization.consensus import THRESHOLDS, best_runs, draw
 
 DIVERGED = 10.0
@@ -65,7 +65,7 @@ class Experiment:
     steps: int = 600
     """Rounds of a run, at most."""
     data: str = "random"
-    """random, offset, sparse, lognormal, faces: see train/consensus_data.py."""
+    """random, offset, sparse, lognormal, faces: see train/consensus_experiment/data.py."""
     data_dir: Path = Path("data")
     """Folder that may hold scikit_learn/ with the faces."""
     num_workers: int = 8

@@ -21,7 +21,7 @@ DeepSqueeze, Moniqua, PowerGossip; or never waiting for the slowest: AD-PSGD, WA
         --resume auto
 
 Everything goes to --out-dir: one CSV per rank, tensorboard/, checkpoints/, and at the end summary.json, curves.png and
-averaged_model.safetensors (train/export.py says how to load it). The last line on standard output is
+averaged_model.safetensors (train/run/export.py says how to load it). The last line on standard output is
 `averaged model: test accuracy NN.NN %`.
 
 A folder that has an earlier run is refused, unless this one goes on from there (--resume auto) or is to delete it
@@ -52,8 +52,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.command_line import main
-from train.config import Config
-from train.image_task import ImageTask
+from train.tasks.images.config import Config
+from train.tasks.images.task import ImageTask
 
 if __name__ == "__main__":
     main(Config, ImageTask, description=__doc__)

@@ -13,12 +13,12 @@ from typing_extensions import Self
 
 from gossip_modules import MatchaGraph
 from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS
-from train.compression import COMPRESSORS, WIRE_DTYPES
-from train.graphs import GRAPHS
-from train.recipes import METHOD_OPTIONS, RECIPES
+from train.methods.compression import COMPRESSORS, WIRE_DTYPES
+from train.methods.graphs import GRAPHS
+from train.methods.recipes import METHOD_OPTIONS, RECIPES
 
 if TYPE_CHECKING:
-    from train.world import World
+    from train.job.world import World
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class RunConfig(ABC):
     """Method, checkpoints, log, network: what does not depend on the task, whose choices a script adds."""
 
     recipe: str = "sgp"
-    """Method, an entry of train/recipes.py: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip,
-    adpsgd, wagma, dpwa."""
+    """Method, an entry of train/methods/recipes.py: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua,
+    powergossip, adpsgd, wagma, dpwa."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
@@ -50,9 +50,9 @@ class RunConfig(ABC):
     """Backend of torch.compile for the wrapped model, such as inductor; none: not compiled."""
 
     graph: str = "auto"
-    """Who talks to whom, by a name in train/graphs.py; auto: the library's choice for dpsgd, sgp, osgp and adpsgd (that
-    wants a bipartite one). For the others ring (auto), torus, hypercube, complete, or matcha0 to matcha5, each with
-    all neighbours. ar, wagma and dpwa have none."""
+    """Who talks to whom, by a name in train/methods/graphs.py; auto: the library's choice for dpsgd, sgp, osgp and
+    adpsgd (that wants a bipartite one). For the others ring (auto), torus, hypercube, complete, or matcha0 to matcha5,
+    each with all neighbours. ar, wagma and dpwa have none."""
     peers_per_itr: str = "1"
     """Peers per round, one number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one. For dpsgd,
     sgp and osgp."""

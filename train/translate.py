@@ -1,7 +1,7 @@
 r"""Train a Transformer to translate, by AllReduce SGD, D-PSGD, SGP, Overlap SGP, CHOCO-SGD, AD-PSGD, WAGMA-SGD, ...
 
     torchrun --standalone --nproc-per-node 4 -m train.translate                # number words, in under two minutes
-    torchrun --standalone --nproc-per-node 4 -m train.translate --recipe ar    # or any other of train/recipes.py
+    torchrun --standalone --nproc-per-node 4 -m train.translate --recipe ar    # or any other recipe
     python -m train.translate --source fr --target de                          # a world of one, another language
     python -m train.translate --help
 
@@ -31,8 +31,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.command_line import main
-from train.translation_config import TranslationConfig
-from train.translation_task import TranslationTask
+from train.tasks.translation.config import TranslationConfig
+from train.tasks.translation.task import TranslationTask
 
 if __name__ == "__main__":
     main(TranslationConfig, TranslationTask, description=__doc__)

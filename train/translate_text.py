@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 # Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from train.errors import UsageError, refuse, usage_errors
-from train.outputs import EXPORT, TOKENIZER
-from train.parallel_text import lines_of
-from train.token_batches import by_length
-from train.token_sequences import Sequences
-from train.tokenization import PAD, BytePairs
-from train.transformer import SIZES, Beam, Translator
+from train.job.errors import UsageError, refuse, usage_errors
+from train.job.outputs import EXPORT, TOKENIZER
+from train.tasks.translation.parallel_text import lines_of
+from train.tasks.translation.token_batches import by_length
+from train.tasks.translation.token_sequences import Sequences
+from train.tasks.translation.tokenization import PAD, BytePairs
+from train.tasks.translation.transformer import SIZES, Beam, Translator
 
 LINES_AT_ONCE = 1000
 """That are sorted by length and translated before the first of them is written."""

@@ -1,0 +1,494 @@
+"""The emulated cluster: delays, the waited model, tables, failures of trials; and, as root, the network itself."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+import tyro
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from benchmarks.cluster import namespaces
+from benchmarks.cluster.__main__ import Cluster, main
+from benchmarks.cluster.delays import Delays
+from benchmarks.cluster.methods import METHODS
+from benchmarks.cluster.namespaces import ClusterUnavailableError
+from benchmarks.cluster.network import Links, Network
+from benchmarks.cluster.place import Place, bytes_sent
+from benchmarks.cluster.processes import Processes, TrialError
+from benchmarks.cluster.rank import STORE_PORT, last_line
+from benchmarks.cluster.split import Split
+from benchmarks.cluster.table import failed_row, frame, markdown, medians, rows_of
+from benchmarks.cluster.trials import Trial
+from benchmarks.cluster.waited_model import WaitedModel, resnet_shapes
+from benchmarks.contenders import Local
+from tests.harness.misbehaving_rank import misbehave
+from visualization.cluster import draw
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER = {
+    "num_rounds": 3,
+    "compute_ms": 20.0,
+    "encode_ms": 0.0,
+    "wire_ms": 30.0,
+    "mix_ms": 5.0,
+    "wait_ms": 0.0,
+    "rest_ms": 1.0,
+    "is_hidden": False,
+    "bytes_per_step": 3e6,
+    "cpu_ms": 12.0,
+    "rss_mb": 300.0,
+    "memory_mb": 50.0,
+    "construct_s": 0.5,
+    "first_round_s": 0.25,
+}
+
+
+def answer(*step_ms: float, **others: Any) -> dict[str, Any]:
+    return {**ANSWER, "step_ms": list(step_ms), "mean_step_ms": sum(step_ms) / len(step_ms), **others}
+
+
+def key(method: str, repeat: int = 0, hosts: int = 2) -> dict[str, Any]:
+    return {"hosts": hosts, "rate_gbit": 1.0, "method": method, "repeat": repeat}
+
+
+def example_rows() -> pd.DataFrame:
+    local = {"wire_ms": None, "mix_ms": None, "encode_ms": None, "bytes_per_step": 0.0, "cpu_ms": 4.0}
+    rows = []
+    for repeat, factor in enumerate((1.0, 2.0, 9.0)):
+        for hosts in (2, 4):
+            steps = [factor * x for x in (50.0, 60.0, 70.0)]
+            slower = [factor * x for x in (55.0, 58.0, 400.0)]
+            rows += rows_of(key("sgp", repeat, hosts), [answer(*steps), answer(*slower)], rate=1e9)
+            rows += rows_of(key("local", repeat, hosts), [answer(21.0, **local)] * 2, rate=1e9)
+    rows.append(failed_row(key("hivemind"), "rank 1: hivemind is not installed: make cluster-venv"))
+    return frame(rows)
+
+
+# Delays.
+
+
+def test_delays_are_a_pure_function_of_seed_rank_and_step() -> None:
+    delays = Delays(spread=0.3, straggle_chance=0.2, seed=5)
+    factors = [[delays.factor(rank, step, num_hosts=4) for step in range(50)] for rank in range(4)]
+    again = Delays(spread=0.3, straggle_chance=0.2, seed=5)
+    assert factors == [[again.factor(rank, step, num_hosts=4) for step in range(50)] for rank in range(4)]
+    assert len({x for row in factors for x in row}) == 200
+    other = Delays(spread=0.3, straggle_chance=0.2, seed=6)
+    assert factors[0] != [other.factor(0, step, num_hosts=4) for step in range(50)]
+
+
+def test_all_methods_of_a_repeat_get_the_same_delays() -> None:
+    cluster = Cluster(spread=0.3, straggle_chance=0.1)
+    trials = [cluster.trial(method, number, repeat=1, limit_seconds=1.0) for number, method in enumerate(METHODS)]
+    assert len({trial.delays for trial in trials}) == 1
+    assert cluster.delays(0) != cluster.delays(1)
+
+
+def test_spread_keeps_the_mean() -> None:
+    delays = Delays(spread=0.5)
+    factors = torch.tensor([delays.factor(0, step, num_hosts=2) for step in range(4000)], dtype=torch.float64)
+    # The variance of a lognormal of mean 1 is exp(sigma^2) - 1 = 0.284, so the mean of 4000 has a deviation of 0.0084.
+    assert abs(factors.mean() - 1) < 0.04
+
+
+def test_stragglers_and_the_slow_host() -> None:
+    delays = Delays(straggle_chance=0.25, slow_factor=10.0, slow_host=3.0)
+    factors = [delays.factor(0, step, num_hosts=2) for step in range(400)]
+    assert set(factors) == {1.0, 10.0}
+    assert 60 < factors.count(10.0) < 140  # binomial: 100, deviation 8.7
+    assert {delays.factor(1, step, num_hosts=2) for step in range(400)} == {3.0, 30.0}
+    assert {Delays().factor(rank, 0, num_hosts=4) for rank in range(4)} == {1.0}
+
+
+@pytest.mark.parametrize("wrong", [{"spread": -1.0}, {"straggle_chance": 1.5}, {"slow_factor": 0.5}, {"slow_host": 0}])
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_delays_out_of_range(wrong: dict[str, Any], is_nan: bool) -> None:
+    with pytest.raises(ValueError, match=r"got Delays.*expected spread >= 0"):
+        Delays(**(dict.fromkeys(wrong, math.nan) if is_nan else wrong))
+
+
+# The waited model.
+
+
+def test_shapes_are_those_of_a_resnet() -> None:
+    import torchvision
+
+    layers = resnet_shapes(11.2e6)
+    shapes = [shape for layer in layers for shape in layer]
+    ours, theirs = (
+        sorted(shapes),
+        sorted(tuple(p.shape) for p in torchvision.models.resnet18(num_classes=10).parameters()),
+    )
+    assert ours == theirs
+    assert len(layers) == 21
+    small = sum(torch.Size(shape).numel() for layer in resnet_shapes(1e6) for shape in layer)
+    assert 0.9e6 < small < 1.1e6
+
+
+def test_gradients_come_layer_by_layer_and_their_deadlines_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [100.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds + 0.001  # every sleep is a millisecond too long
+
+    monkeypatch.setattr("benchmarks.cluster.waited_model.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("benchmarks.cluster.waited_model.time.sleep", sleep)
+    model = WaitedModel(1e4, compute_seconds=3.0, gradient=0.5)
+    model.factor = 2.0
+    order: list[int] = []
+    for index, layer in enumerate(model.layers):
+        next(layer.parameters()).register_post_accumulate_grad_hook(lambda p, index=index: order.append(index))
+    loss = model(torch.zeros(()))
+    forward = now[0] - 100.0
+    loss.backward()
+    assert order == list(reversed(range(21)))
+    assert {x for p in model.parameters() for x in cast(Tensor, p.grad).unique().tolist()} == {0.5}
+    # Oversleeping does not add up: a third of 6 s, then the rest, each a millisecond late.
+    assert forward == pytest.approx(2.001)
+    assert now[0] - 100.0 == pytest.approx(6.002)
+    assert len(slept) == 42
+    assert min(slept) > 0
+
+
+def test_a_late_step_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("benchmarks.cluster.waited_model.time.sleep", slept.append)
+    model = WaitedModel(1e4, compute_seconds=0.0)
+    model(torch.zeros(())).backward()
+    assert set(slept) == {0.0}
+
+
+def test_split_counts_a_call_within_a_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    contender = Local(WaitedModel(1e4, compute_seconds=0.0))
+    now = [0.0]
+    monkeypatch.setattr("benchmarks.cluster.split.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(contender.optimizer, "step", lambda: now.__setitem__(0, now[0] + 2.0))
+    split = Split(contender)
+    contender.step(lambda model: model(torch.zeros(())))
+    contender.step(lambda model: model(torch.zeros(())))
+    assert split.seconds() == {"optimizer": 4.0, "wait": 0.0}
+    outer = split._timed("outer", split._timed("outer", lambda: now.__setitem__(0, now[0] + 1.0)))
+    outer()
+    assert split._seconds["outer"] == 1.0
+
+
+# Rows and tables.
+
+
+def test_rows_of_a_trial() -> None:
+    first, second = rows_of(key("sgp"), [answer(50.0, 60.0, 70.0), answer(10.0, 90.0, 80.0)], rate=1e9)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["step_ms"] == second["step_ms"] == 80.0  # the slower rank's median
+    assert first["mean_step_ms"] == pytest.approx(60.0)
+    assert first["fleet_step_ms"] == pytest.approx(60.0)
+    # 3 MB are 24 ms of 1 Gbit/s.
+    assert first["link_share"] == pytest.approx(24 / 60)
+    assert first["line_share"] == pytest.approx(24 / 30)
+    (unshaped, _) = rows_of(key("sgp"), [answer(1.0)] * 2, rate=0)
+    assert unshaped["line_share"] is None
+
+
+def test_the_fleet_is_as_fast_as_all_ranks_together() -> None:
+    (row, _) = rows_of(key("adpsgd"), [answer(50.0), answer(200.0)], rate=1e9)
+    # 20 and 5 steps a second are 25 of two ranks: 80 ms each.
+    assert row["fleet_step_ms"] == pytest.approx(80.0)
+
+
+def test_table_of_medians() -> None:
+    table = medians(example_rows()).set_index(["hosts", "method"])
+    sgp = table.loc[(2, "sgp")]
+    assert (sgp["step_ms"], sgp["low_ms"], sgp["high_ms"]) == (120.0, 60.0, 540.0)
+    assert sgp["num_repeats"] == 3
+    assert sgp["extra_cpu_ms"] == pytest.approx(8.0)
+    assert "hivemind" not in {method for _, method in table.index}
+    text = markdown(example_rows())
+    assert text.count("### ") == 2
+    assert "| SGP, one-peer exponential | 120 | 60-540 | " in text
+    assert "| hivemind averager | rank 1: hivemind is not installed: make cluster-venv |" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in rows} == {18}
+    assert text.index("no communication") < text.index("SGP, one-peer")  # the fastest first
+
+
+def test_a_table_of_failures_only() -> None:
+    text = markdown(frame([failed_row(key("slowmo"), "x | y" * 100)]))
+    assert "| fairscale SlowMo on SGP | x / yx" in text
+    assert all(len(line) < 250 for line in text.splitlines())
+
+
+def test_pictures(tmp_path: Path, figures: list[Figure]) -> None:
+    csv = tmp_path / "cluster.csv"
+    example_rows().to_csv(csv, index=False)
+    assert [path.name for path in draw(csv, tmp_path)] == ["steps.png", "line.png", "scaling.png"]
+    steps = figures[0].axes[0]
+    assert [label.get_text() for label in steps.get_yticklabels()] == ["no communication", "SGP, one-peer exponential"]
+    # Compute, then wire and mix of SGP on top of it.
+    widths = [cast(Rectangle, bar).get_width() for bar in steps.patches]
+    assert widths[:2] == [20.0, 20.0]
+    assert 30.0 in widths
+    frame([failed_row(key("slowmo"), "no")]).to_csv(csv, index=False)
+    assert draw(csv, tmp_path) == []
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"methods": ("ddp", "nothing")}, "got methods=.*nothing.*expected some of local, sgp"),
+        ({"repeats": 0}, "expected repeats, steps and parameters >= 1"),
+        ({"rates": (1e-6,)}, r"got a rate of 1000 bit/s.*options are in Gbit/s"),
+        ({"slow_link_share": 2.0}, "a share of at most 1"),
+        ({"slow_link_share": 1e-4}, r"the slowest link 100000 bit/s, expected 0 or at least 1e\+06"),
+        ({"hosts": (8, 8)}, r"got hosts=\(8, 8\).*each once"),
+        ({"straggle_chance": -0.1}, "a straggle_chance from 0 to 1"),
+        ({"hosts": (8, 1)}, r"got hosts=\(8, 1\), expected 2 to 250 of them"),
+        ({"hosts": ()}, r"got hosts=\(\), expected 2 to 250 of them"),
+        ({"rates": ()}, r"got rates=\(\), expected one at least"),
+        ({"compute": math.nan}, "expected repeats, steps and parameters >= 1"),
+        ({"parameters": math.inf}, "expected repeats, steps and parameters >= 1"),
+    ],
+)
+def test_wrong_options(wrong: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        Cluster(**wrong)
+
+
+def test_command_line() -> None:
+    line = ["--hosts", "2", "8", "--rates", "0.1", "1", "--methods", "ddp", "sgp", "--slow-host", "2", "--out", "x"]
+    cluster = tyro.cli(Cluster, args=line)
+    assert (cluster.hosts, cluster.rates, cluster.methods) == ((2, 8), (0.1, 1.0), ("ddp", "sgp"))
+    trial = cluster.trial("sgp", 3, repeat=2, limit_seconds=60.0)
+    assert Trial.from_message(trial.as_message()) == trial
+    assert cluster.limit_seconds(8, 1e8) > cluster.limit_seconds(8, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "stand_in", "expected"),
+    [
+        ("os.geteuid", lambda: 1000, "got user id 1000, expected root.*run with sudo"),
+        ("shutil.which", lambda tool: None, "got no ip and no tc, expected iproute2: install it"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(
+    name: str,
+    stand_in: Callable[..., Any],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(f"benchmarks.cluster.namespaces.{name}", stand_in)
+    monkeypatch.setattr(sys, "argv", ["cluster", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    with pytest.raises(ClusterUnavailableError, match=expected):
+        namespaces.require()
+
+
+def test_a_command_that_fails_is_named() -> None:
+    with pytest.raises(ClusterUnavailableError, match=r"got `no luck` of `sh -c .*`, expected it to work"):
+        namespaces.run("sh", "-c", "echo no luck >&2; exit 3")
+
+
+def test_a_command_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "COMMAND_SECONDS", 0.05)
+    with pytest.raises(ClusterUnavailableError, match="got no end of `sleep 30`"):
+        namespaces.run("sleep", "30")
+
+
+def test_whose_namespaces_are_left_over() -> None:
+    mine = f"{namespaces.owner_prefix(0)}3"
+    process, start = mine.split("-")[1:3]
+    reused = f"gossip-{process}-{int(start) + 1}-0-3"
+    gone = "gossip-4194305-77-0-switch"  # beyond the largest process id of Linux
+    assert namespaces.abandoned([mine, reused, gone, "somebody-elses", "gossip-x"]) == [reused, gone]
+
+
+def test_bytes_sent_by_the_shaped_interface() -> None:
+    table = "Inter-|  Receive | Transmit\n lo: 1 2 0 0 0 0 0 0 9 1\n  eth0: 11 2 0 0 0 0 0 0 4711 6 0 0\n"
+    assert bytes_sent(table) == 4711
+    with pytest.raises(ValueError, match="got no interface eth0"):
+        bytes_sent("lo: 1")
+
+
+def test_ports_of_trials_are_those_that_nobody_is_given() -> None:
+    ports = {
+        Place(0, [], [], dist.HashStore(), number, timedelta(seconds=1), 1, 0.1).port
+        for number in [*range(20_000), 10**6]
+    }
+    assert min(ports) > 1024
+    assert max(ports) < STORE_PORT < 32_768  # from there on Linux hands them out to connections
+
+
+def test_links() -> None:
+    assert Links(1e9, 0.1).rates(3) == [1e9, 1e9, 1e8]
+    assert Links(1e9).rates(2) == [1e9, 1e9]
+
+
+# Trials that go wrong.
+
+
+def test_errors_fit_into_a_row() -> None:
+    assert last_line(ModuleNotFoundError("no", name="hivemind")) == "hivemind is not installed: make cluster-venv"
+    assert last_line(RuntimeError("first\n last \n")) == "RuntimeError: last"
+    assert last_line(AssertionError()) == "AssertionError: "
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("raises", "rank 1 ended with exit code 1: RuntimeError: as told"),
+        ("dies", "rank 1 ended with exit code -9: my last words"),
+        ("garbage", "rank 1 answered .*no JSON.*, expected JSON"),
+        ("list", r"rank 1 answered b'\[\]', expected JSON"),
+        ("error", "rank 1: ValueError: no"),
+    ],
+)
+@pytest.mark.timeout(330)  # the first process waits for the imports of the server that all are forks of
+def test_a_trial_that_goes_wrong_says_why(what: str, expected: str, tmp_path: Path) -> None:
+    ranks = Processes(misbehave, [("fine",), (what,)], tmp_path)
+    try:
+        with pytest.raises(TrialError, match=expected):
+            ranks.run({}, 200.0)
+    finally:
+        ranks.close()
+    ranks.close()
+
+
+@pytest.mark.timeout(330)
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    ranks = Processes(misbehave, [("fine",), ("hangs",)], tmp_path)
+    try:
+        for connection in ranks._connections:
+            connection.send_bytes(b"{}")
+        assert ranks._connections[0].poll(200), "rank 0 answers"
+        with pytest.raises(TrialError, match=r"no answer of ranks \[1\] in 0 s"):
+            ranks.answers(0.0)  # what has come counts
+    finally:
+        ranks.close()
+
+
+# The network itself.
+
+
+def cannot_make_namespaces() -> str:
+    """Why not; empty: they can be made."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return "network namespaces need root and iproute2"
+    name = f"{namespaces.owner_prefix(99)}probe"
+    try:
+        namespaces.run("ip", "netns", "add", name)
+        namespaces.remove([name])
+    except ClusterUnavailableError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def network_rights() -> None:
+    """Skips where namespaces cannot be made."""
+    if why := cannot_make_namespaces():
+        pytest.skip(why)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(560)  # starting Python takes most of it, and many times as long on a busy machine
+@pytest.mark.usefixtures("network_rights")
+def test_one_command_from_namespaces_to_pictures(tmp_path: Path) -> None:
+    options = ["--hosts", "2", "--methods", "ddp", "sgp", "--repeats", "1", "--steps", "2", "--parameters", "2e4"]
+    command = [sys.executable, "-m", "benchmarks.cluster", *options, "--compute", "5", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=500)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output
+    assert namespaces.names(f"gossip-{process.pid}-") == []
+    rows = pd.read_csv(tmp_path / "cluster.csv")
+    assert rows["error"].isna().all(), rows["error"].tolist()
+    assert sorted(zip(rows["method"], rows["rank"])) == [("ddp", 0), ("ddp", 1), ("sgp", 0), ("sgp", 1)]
+    sgp = rows[rows["method"] == "sgp"]
+    # Each step sends the model once; headers come on top.
+    num_bytes = 4 * sum(torch.Size(shape).numel() for layer in resnet_shapes(2e4) for shape in layer)
+    assert ((sgp["bytes_per_step"] > num_bytes) & (sgp["bytes_per_step"] < 1.5 * num_bytes)).all()
+    assert {"steps.png", "line.png", "cluster.md"} <= {path.name for path in tmp_path.iterdir()}
+
+
+HOLD = """
+import time
+from benchmarks.cluster.network import Links, Network
+network = Network(2, Links(1e8))
+print("built", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("network_rights")
+def test_a_killed_run_leaves_nothing_behind() -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "built\n"
+        prefix = f"gossip-{process.pid}-"
+        hosts = namespaces.names(prefix)
+        assert len(hosts) == 3
+        held = subprocess.Popen(["ip", "netns", "exec", hosts[0], "sleep", "300"])
+        deadline = time.monotonic() + 60
+        while str(held.pid) not in namespaces.run("ip", "netns", "pids", hosts[0]).split():
+            assert time.monotonic() < deadline, "the process enters its namespace"
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    deadline = time.monotonic() + 60
+    while namespaces.names(prefix) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert namespaces.names(prefix) == []
+    assert held.wait(timeout=60) == -signal.SIGKILL
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("network_rights")
+def test_leftovers_of_a_dead_run_are_removed() -> None:
+    left = f"gossip-4194305-{os.getpid()}-0-0"  # a name of its own: other runs of the tests make one too
+    namespaces.run("ip", "netns", "add", left)
+    network = Network(2, Links(0))
+    try:
+        assert namespaces.names(left) == []
+        with Network(2, Links(0)) as other:
+            assert network.has_neighbours()
+            assert other.has_neighbours()
+        assert all(host in namespaces.names() for host in network.hosts)
+        with pytest.raises(ValueError, match="got 1 hosts, expected 2 to 250"):
+            Network(1, Links(0))
+    finally:
+        network.close()
+    network.close()
+    assert not set(network.hosts) & set(namespaces.names())

@@ -1,0 +1,257 @@
+"""On a GPU: ranks that share one card talk over Gloo through pinned memory; NCCL where there are two cards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import (
+    Choco,
+    DeepSqueeze,
+    FlatBuffer,
+    FlatVector,
+    GossipDataParallel,
+    MetropolisHastingsMixing,
+    Moniqua,
+    PowerGossip,
+    RingGraph,
+    SignNorm,
+    SimpleGossipDataParallel,
+    TopK,
+    connect,
+)
+from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.gossip.compressed import CompressedGossiper
+from tests.harness.problems import adamw, fill_, mlp, net, sgd, train_step
+from tests.harness.processes import run_processes
+from tests.harness.ranks import TIMEOUT, run_ranks
+from tests.harness.reference import Snapshot, flatten
+from tests.library.gossip.test_compressed import vector_of
+from tests.library.wrappers.test_oracle import FixedStaleness, assert_equal, irregular_digraph, oracle, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOLERANCE = 2e-6  # GPU kernels sum in another order than the CPU's
+STEPS = 7
+MODES: list[tuple[Any, dict[str, Any]]] = [
+    (GossipDataParallel, {}),
+    (SimpleGossipDataParallel, {}),
+    (GossipDataParallel, {"overlap": True}),
+    (FixedStaleness, {"overlap": True, "max_staleness": 2}),
+]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("make", "options"), MODES, ids=str)
+def test_ranks_on_one_card_equal_the_cpu_oracle(make: Any, options: dict[str, Any], n: int) -> None:
+    """Two ranks: doubly stochastic. Three: an irregular digraph, whose weight travels too."""
+    graph = irregular_digraph(n)
+
+    def body(group: dist.ProcessGroup) -> list[Snapshot]:
+        return [
+            run(group, make, optimizer, STEPS, device="cuda", comm_device="cpu", graph=graph, **options)
+            for optimizer in (sgd, adamw)
+        ]
+
+    ranks = run_ranks(n, body)
+    for i, optimizer in enumerate((sgd, adamw)):
+        assert_equal([rank[i] for rank in ranks], oracle(graph, optimizer, STEPS, **options), TOLERANCE)
+
+
+def train_large(group: dist.ProcessGroup, device: str, overlap: bool) -> Tensor:
+    """A model whose messages take long enough for streams to matter: what is left after some steps."""
+    layers = [fill_(nn.Linear(512, 512), group.rank() + i) for i in range(8)]
+    model = nn.Sequential(*layers).to(device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.05)
+    wrapper = GossipDataParallel(model, overlap=overlap, comm_device="cpu", init_sync=False, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(group.rank())).to(device)
+    for _ in range(6):
+        optimizer.zero_grad()
+        wrapper(x).square().mean().backward()
+        optimizer.step()
+    wrapper.close()
+    return flatten(model)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_streams_do_not_race(overlap: bool) -> None:
+    """Large messages give the result of the CPU, where nothing is asynchronous but the gossip thread."""
+    on_gpu = run_ranks(2, lambda group: train_large(group, "cuda", overlap))
+    on_cpu = run_ranks(2, lambda group: train_large(group, "cpu", overlap))
+    for got, want in zip(on_gpu, on_cpu, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def test_state_average_and_copies_on_the_card() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        graph = irregular_digraph(3)
+        options: dict[str, Any] = {"graph": graph, "overlap": True, "init_sync": False, "process_group": group}
+        wrapper = GossipDataParallel(net(group.rank()).cuda(), comm_device="cpu", **options)
+        optimizer = sgd(wrapper)
+        for step in range(3):
+            train_step(wrapper, optimizer, group.rank(), step)
+        resumed = GossipDataParallel(net(9).cuda(), comm_device="cpu", **options)
+        resumed.load_state_dict(wrapper.state_dict())
+        twin = copy.deepcopy(wrapper)
+        for other in (resumed, twin):
+            assert torch.equal(flatten(other.module), flatten(wrapper.module))
+            assert other.get_extra_state() == wrapper.get_extra_state()
+        before = flatten(wrapper.module)
+        assert wrapper.consensus_distance() > 0
+        with wrapper.averaged():
+            average = flatten(wrapper.module)
+        torch.testing.assert_close(flatten(wrapper.module), before, rtol=0, atol=1e-6)
+        wrapper.average_()
+        torch.testing.assert_close(flatten(wrapper.module), average, rtol=0, atol=1e-6)
+        for other in (wrapper, resumed, twin):
+            other.close()
+
+    run_ranks(3, body)
+
+
+COMPRESSED: dict[str, Callable[[], CompressedGossiper]] = {
+    "Choco SignNorm": lambda: Choco(SignNorm(64), step_size=0.3),
+    "Choco TopK": lambda: Choco(TopK(0.1), step_size=0.3),
+    "DeepSqueeze": lambda: DeepSqueeze(TopK(0.1), step_size=0.2),
+    "Moniqua": lambda: Moniqua(20.0),
+    "PowerGossip": lambda: PowerGossip(rank=2, check_every=1),
+}
+# Values whose order of magnitude decides (TopK, the levels of Moniqua) are compared and rounded without sums.
+CODED = FlatLayout.of(
+    [
+        (torch.float64, [Part((40, 30)), Part((40, 30)), Part((64, 3, 3, 3)), Part((50,)), Part((7,), True)]),
+        (torch.float32, [Part((16, 16)), Part((9,), True)]),
+        (torch.bfloat16, [Part((8, 16))]),
+    ]
+)
+
+
+def gossip_on(name: str, devices: tuple[str, str], num_rounds: int = 4) -> list[list[Tensor]]:
+    """Two ranks, each on its device: what they hold after each round, in float64 on the CPU."""
+
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        device = torch.device(devices[group.rank()])
+        gossiper = COMPRESSED[name]()
+        mixing = MetropolisHastingsMixing(RingGraph(2))
+        gossiper.bind(mixing, connect(group, module_device=device, comm_device="cpu", timeout=TIMEOUT))
+        s = FlatVector(CODED, vector_of(group.rank(), CODED).raw.to(device))
+        rounds = []
+        for t in range(num_rounds):
+            gossiper.mix(s, t)
+            rounds.append(torch.cat([segment.double().cpu() for segment in s.segments]))
+        return rounds
+
+    return run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu")], ids=str)
+def test_compressed_gossip_on_the_card_equals_the_cpu(name: str, devices: tuple[str, str]) -> None:
+    """Also between a card and a CPU: PowerGossip's checksums then prove that both ends hold the same bits."""
+    for got, want in zip(gossip_on(name, devices), gossip_on(name, ("cpu", "cpu")), strict=True):
+        torch.testing.assert_close(torch.stack(got), torch.stack(want), rtol=0, atol=2e-2)  # bfloat16 included
+        exact = slice(0, 2400 + 1728 + 57)  # the float64 segment
+        torch.testing.assert_close(got[-1][exact], want[-1][exact], rtol=0, atol=1e-6)
+
+
+def test_power_gossip_multiplies_in_full_precision_on_the_card() -> None:
+    """Whatever TF32 and autocast say: no bit changes; and the setting is what it was."""
+    before = torch.get_float32_matmul_precision()
+    want = gossip_on("PowerGossip", ("cuda", "cuda"))
+    try:
+        torch.set_float32_matmul_precision("medium")
+        got = gossip_on("PowerGossip", ("cuda", "cuda"))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for one, other in zip(got, want, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_state_moves_with_the_model(name: str) -> None:
+    """From the card to the CPU between two rounds: the memory goes along, with no warning that it is lost."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = GossipDataParallel(
+            net(group.rank()).cuda(),
+            gossiper=COMPRESSED[name](),
+            comm_device="cpu",
+            init_sync=False,
+            process_group=group,
+        )
+        for device in ("cuda", "cpu", "cuda"):
+            wrapper.to(device)
+            optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
+            for step in range(2):
+                train_step(wrapper, optimizer, group.rank(), step)
+        assert wrapper.comm_stats()["num_rounds"] == 6
+        assert bool(flatten(wrapper.module).isfinite().all())
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+def test_flat_buffer_moves_to_the_card_and_back() -> None:
+    model = net()
+    buffer = FlatBuffer(model)
+    expected = flatten(model)
+    for device in ("cuda", "cpu", "cuda"):
+        model.to(device)
+        assert not buffer.is_attached()
+        buffer.attach()
+        assert buffer.vector.raw.device.type == device
+        assert torch.equal(buffer.vector.segments[0].double().cpu(), expected)
+    assert torch.equal(flatten(pickle.loads(pickle.dumps(model))), expected)  # noqa: S301 (made in this line)
+    buffer.vector.segments[0].zero_()
+    assert not flatten(model).any()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fused_optimizers_keep_the_views_on_the_card(fused: bool) -> None:
+    model, bare = mlp().cuda(), mlp().cuda()
+    buffer = FlatBuffer(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    other = torch.optim.AdamW(bare.parameters(), lr=0.1, fused=fused)
+    for step in range(3):
+        train_step(model, optimizer, 0, step)
+        train_step(bare, other, 0, step)
+    assert buffer.is_attached()
+    assert torch.equal(buffer.vector.segments[0].double().cpu(), flatten(bare))
+
+
+def train_over_nccl(rank: int) -> list[Tensor]:
+    """Every mode over NCCL, one card per rank: what is left."""
+    results = []
+    for make, options in MODES:
+        wrapper = make(net(rank).cuda(), graph=irregular_digraph(2), init_sync=False, **options)
+        assert wrapper._transport.backend == "nccl"
+        optimizer = sgd(wrapper)
+        for step in range(STEPS):
+            train_step(wrapper, optimizer, rank, step)
+        wrapper.close()
+        results.append(flatten(wrapper.module))
+    return results
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs one card per rank: two CUDA devices")
+def test_nccl_equals_the_oracle() -> None:
+    outcomes = run_processes(2, train_over_nccl, backend="nccl")
+    for i, (_, options) in enumerate(MODES):
+        want = oracle(irregular_digraph(2), sgd, STEPS, **options)[-1].estimates
+        got = torch.stack([outcome.result[i] for outcome in outcomes])
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)

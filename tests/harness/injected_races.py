@@ -1,0 +1,341 @@
+"""Races that are put into the engines, to see whether the sanitiser finds them: each is a few lines that leave out a
+lock, a wait or a copy.
+
+Delays fall between the lines of this file too. Each race has the seed of an episode in which it is soon found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossip_modules.ad_psgd.exchange import BilateralAverage
+from gossip_modules.dpwa.engine import PairwiseEngine
+from gossip_modules.dpwa.wire.fetcher import ModelFetcher
+from gossip_modules.dpwa.wire.snapshot_pool import Snapshot, SnapshotPool
+from gossip_modules.engine.overlap import OverlapEngine, _Filling, _Flight
+from gossip_modules.engine.shared_model import Mailbox
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.wagma.group_average import GroupAverage
+from gossip_modules.wagma.worker import WaitAvoidingWorker
+from tests.harness.ranks_at_work import LENGTH, LONG
+
+Inject = Callable[[pytest.MonkeyPatch], None]
+SUM, TORN, HULL, IN_FLIGHT = "got a sum of", "a torn model: entries from", "got a model of", "in flight after settle"
+DEADLOCK = "no progress of rank 0(?=.*--- gossip-0)(?=.*wait_with_the_lock)"  # with the stacks of all threads
+
+
+class Race(NamedTuple):
+    """One of them.
+
+    Attributes:
+        name: what is wrong.
+        engine: of the workload that it is put into.
+        inject: does it.
+        finding: a regular expression of what the sanitiser says.
+        seed, length: of the episode.
+    """
+
+    name: str
+    engine: str
+    inject: Inject
+    finding: str
+    seed: int
+    length: int = LENGTH
+
+
+@contextlib.contextmanager
+def let_go_of(lock: Any) -> Iterator[None]:
+    """As if it had not been taken, however often it was."""
+    state = lock._release_save()
+    try:
+        yield
+    finally:
+        lock._acquire_restore(state)
+
+
+def copy_in_halves(out: FlatVector, x: FlatVector) -> None:
+    """As slow as that of a large model is."""
+    for to, part in zip(halves(out), halves(x), strict=True):
+        to.copy_(part)
+        linger(1)
+
+
+def halves(x: FlatVector) -> tuple[Tensor, Tensor]:
+    """Both, as numbers."""
+    first, second = x.segments[0].chunk(2)
+    return first, second
+
+
+def linger(k: int) -> None:
+    """As a slow link does between two parts of a message, and a large model between two parts of a pass."""
+    threading.Event().wait(0.002 * k)
+
+
+# AD-PSGD.
+
+
+def lose_updates(patch: pytest.MonkeyPatch) -> None:
+    """The steps that training has taken since it published y are lost."""
+
+    def overwrite(mailbox: Mailbox, x: FlatVector) -> bool:
+        if not mailbox.has_mail:
+            return False
+        mailbox._has_mail = False
+        x.raw.copy_(mailbox._public.raw)
+        return True
+
+    patch.setattr(Mailbox, "collect", overwrite)
+
+
+def tear_snapshots(patch: pytest.MonkeyPatch) -> None:
+    """Copied in halves without the lock."""
+    patch.setattr(Mailbox, "snapshot", lambda mailbox, out: copy_in_halves(out, mailbox._public))
+
+
+def read_early(patch: pytest.MonkeyPatch) -> None:
+    """What a peer sends is read before it has arrived."""
+
+    def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str) -> None:
+        step = bilateral.clock()
+        bilateral.mailbox.snapshot(bilateral._sent)
+        sends, recvs = {peer: [bilateral._sent.raw]}, {peer: [bilateral._received.raw]}
+        pending = bilateral.transport.exchange(sends, recvs, tag=1, what=what)
+        received = bilateral._received.clone()
+        pending.wait()
+        received.add_segments_(bilateral._sent, alpha=-1.0)
+        with bilateral.mailbox.lock:
+            bilateral.mailbox.deliver(received, alpha=weight)
+            bilateral.delivered.append(step)
+
+    patch.setattr(BilateralAverage, "_exchange", exchange)
+
+
+def deliver_without_the_lock(patch: pytest.MonkeyPatch) -> None:
+    """A correction goes into mail that training has taken meanwhile."""
+
+    def deliver(mailbox: Mailbox, correction: FlatVector, *, alpha: float) -> None:
+        mailbox._public.add_segments_(correction, alpha=alpha)
+        if mailbox._mail is None:
+            mailbox._mail, mailbox._parcel = mailbox.host_vector(), mailbox.host_vector()
+        mail, has_mail, mailbox._has_mail = mailbox._mail, mailbox._has_mail, True
+        with mailbox.lock, let_go_of(mailbox.lock):
+            linger(1)
+        if has_mail:
+            mail.add_segments_(correction, alpha=alpha)
+        else:
+            torch.mul(correction.segments[0], alpha, out=mail.segments[0])
+
+    patch.setattr(Mailbox, "deliver", deliver)
+
+
+def collect_without_the_lock(patch: pytest.MonkeyPatch) -> None:
+    """What is delivered while the mail is added to x is lost."""
+
+    def collect(mailbox: Mailbox, x: FlatVector) -> bool:
+        if not mailbox.has_mail:
+            return False
+        assert mailbox._mail is not None
+        with mailbox.lock, let_go_of(mailbox.lock):
+            x.add_segments_(mailbox._mail, alpha=1.0)
+            linger(1)
+            mailbox._has_mail = False
+        return True
+
+    patch.setattr(Mailbox, "collect", collect)
+
+
+def send_uncopied(patch: pytest.MonkeyPatch) -> None:
+    """y itself is sent, over a slow link, and training publishes the next one over it meanwhile."""
+
+    def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str) -> None:
+        step = bilateral.clock()
+        bilateral.mailbox.snapshot(bilateral._sent)
+        sends, recvs = {peer: halves(bilateral.mailbox._public)}, {peer: halves(bilateral._received)}
+        bilateral.transport.exchange(sends, recvs, tag=1, what=what, fill=linger).wait()
+        bilateral._received.add_segments_(bilateral._sent, alpha=-1.0)
+        with bilateral.mailbox.lock:
+            bilateral.mailbox.deliver(bilateral._received, alpha=weight)
+            bilateral.delivered.append(step)
+
+    patch.setattr(BilateralAverage, "_exchange", exchange)
+
+
+def wait_with_the_lock(patch: pytest.MonkeyPatch) -> None:
+    """Training waits for the listener with the lock in hand that the listener needs."""
+    wait_until_served = BilateralAverage.wait_until_served
+
+    def wait_with_the_lock(bilateral: BilateralAverage) -> None:
+        with bilateral.mailbox.lock:
+            wait_until_served(bilateral)
+
+    patch.setattr(BilateralAverage, "wait_until_served", wait_with_the_lock)
+
+
+# Overlapped SGP.
+
+
+def train_while_x_is_filled(patch: pytest.MonkeyPatch) -> None:
+    """Training computes with x, and steps, while the gossip thread corrects and copies it."""
+    patch.setattr(_Filling, "wait", lambda filling: None)
+
+
+def overwrite_what_is_sent(patch: pytest.MonkeyPatch) -> None:
+    """The snapshot is written over at the next forward, whether it has left or not."""
+    arrive = OverlapEngine._arrive
+
+    def arrive_over(engine: OverlapEngine, flight: _Flight, x: FlatVector) -> float:
+        if not flight.future.done():
+            assert engine._snapshot is not None
+            engine._snapshot.raw.copy_(x.raw)
+        return arrive(engine, flight, x)
+
+    patch.setattr(OverlapEngine, "_arrive", arrive_over)
+
+
+def correct_too_soon(patch: pytest.MonkeyPatch) -> None:
+    """A round is applied before it is complete."""
+    patch.setattr(OverlapEngine, "_arrive", lambda engine, flight, x: 1.0)
+
+
+def correct_twice(patch: pytest.MonkeyPatch) -> None:
+    """A round that a flush has applied stays in flight."""
+
+    def apply(engine: OverlapEngine, x: FlatVector, alpha: float) -> None:
+        assert engine._snapshot is not None
+        x.add_(engine._snapshot, alpha=alpha)
+
+    patch.setattr(OverlapEngine, "_apply", apply)
+
+
+def flush_without_waiting(patch: pytest.MonkeyPatch) -> None:
+    """A flush applies a round only if that is complete."""
+    flush = OverlapEngine.flush
+
+    def flush_if_done(engine: OverlapEngine, x: FlatVector) -> bool:
+        flight = engine._flight
+        return flight is not None and flight.future.done() and flush(engine, x)
+
+    patch.setattr(OverlapEngine, "flush", flush_if_done)
+
+
+# WAGMA.
+
+
+def merge_without_the_lock(patch: pytest.MonkeyPatch) -> None:
+    """The worker puts the next result in the place of the one that is merged."""
+
+    def merge_to(worker: WaitAvoidingWorker, x: FlatVector, *, weight: float) -> None:
+        for half in range(2):
+            part, result = halves(x)[half], halves(worker.result)[half]
+            part.mul_(1 - weight).add_(result, alpha=weight)
+            with let_go_of(worker.mailbox.lock):
+                linger(10 * worker.transport.rank)  # some are slower than others
+
+    patch.setattr(WaitAvoidingWorker, "merge_to", merge_to)
+
+
+def publish_without_the_lock(patch: pytest.MonkeyPatch) -> None:
+    """The worker may take y while it is half written."""
+
+    def publish(mailbox: Mailbox, x: FlatVector) -> None:
+        with mailbox.lock, let_go_of(mailbox.lock):
+            copy_in_halves(mailbox._public, x)
+        mailbox.is_open = True
+
+    patch.setattr(Mailbox, "publish", publish)
+
+
+def reuse_the_inbox(patch: pytest.MonkeyPatch) -> None:
+    """The message of the next phase comes into the inbox before the last one is added."""
+    finish = GroupAverage.finish
+
+    def finish_early(average: GroupAverage, s: FlatVector) -> None:
+        _, *others = average._phases
+        if len(others) != 1:
+            finish(average, s)
+            return
+        assert average._inbox is not None
+        assert average._pending is not None
+        assert others[0].in_peer is not None
+        assert others[0].out_peer is not None
+        average._pending.wait()
+        coming = average.transport.exchange({}, {others[0].in_peer: [average._inbox.raw]}, tag=average._t)
+        linger(1)
+        s.add_segments_(average._inbox, alpha=1.0)
+        average.transport.exchange({others[0].out_peer: [s.raw]}, {}, tag=average._t).wait()
+        coming.wait()
+        s.add_segments_(average._inbox, alpha=1.0)
+        average._pending = None
+        s.weight.fill_(average.groups.num_members(average.transport.rank, average._t))
+        s.divide_by_weight_()
+        s.weight.fill_(1.0)
+
+    patch.setattr(GroupAverage, "finish", finish_early)
+
+
+# dpwa.
+
+
+def reuse_what_is_served(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot is written over while it is on its way to a peer."""
+    take = SnapshotPool.take
+
+    def take_any(pool: SnapshotPool, in_use: Collection[Snapshot]) -> Snapshot:
+        return pool.snapshots[0] if pool.snapshots else take(pool, in_use)
+
+    def write(pool: SnapshotPool, snapshot: Snapshot, x: FlatVector) -> None:
+        copy_in_halves(snapshot.vector, x)
+
+    patch.setattr(SnapshotPool, "take", take_any)
+    patch.setattr(SnapshotPool, "write", write)
+
+
+def merge_while_the_next_arrives(patch: pytest.MonkeyPatch) -> None:
+    """The next fetch starts before the last model is merged, in the same memory."""
+    wait = ModelFetcher.wait
+
+    def wait_and_start(fetcher: ModelFetcher) -> Any:
+        fetched = wait(fetcher)
+        if fetched is not None:
+            fetcher.start()
+        return fetched
+
+    def flush(engine: PairwiseEngine, x: FlatVector) -> bool:
+        if engine._await() is None:
+            return False
+        for to, part in zip(halves(x), halves(engine._fetcher.arrived), strict=True):
+            to.copy_(part)
+            linger(10)
+        engine.stats.record(0)
+        return True
+
+    patch.setattr(ModelFetcher, "wait", wait_and_start)
+    patch.setattr(PairwiseEngine, "flush", flush)
+
+
+RACES = (
+    Race("updates that are lost", "adpsgd", lose_updates, SUM, 2),
+    Race("snapshots that are torn", "adpsgd", tear_snapshots, TORN, 3),
+    Race("lock left out in deliver", "adpsgd", deliver_without_the_lock, f"{SUM}|{TORN}", 2),
+    Race("lock left out in collect", "adpsgd", collect_without_the_lock, f"{SUM}|{TORN}", 5),
+    Race("message read before it is there", "adpsgd", read_early, f"{SUM}|{TORN}", 2),
+    Race("y sent without a copy", "adpsgd", send_uncopied, f"{SUM}|{TORN}", 5),
+    Race("deadlock", "adpsgd", wait_with_the_lock, DEADLOCK, 2),
+    Race("training while x is filled", "osgp", train_while_x_is_filled, f"{SUM}|{TORN}", 1),
+    Race("snapshot overwritten while sent", "osgp", overwrite_what_is_sent, f"{SUM}|{TORN}", 1, LONG),
+    Race("correction before it is complete", "osgp", correct_too_soon, f"{SUM}|{TORN}", 1),
+    Race("correction applied twice", "osgp", correct_twice, f"{SUM}|{TORN}|{IN_FLIGHT}", 9),
+    Race("flush that does not wait", "osgp", flush_without_waiting, f"{SUM}|{TORN}|{IN_FLIGHT}", 9),
+    Race("result replaced while merged", "wagma", merge_without_the_lock, f"{HULL}|{TORN}", 10),
+    Race("y published without the lock", "wagma", publish_without_the_lock, f"{HULL}|{TORN}", 9),
+    Race("inbox used again before it is added", "wagma", reuse_the_inbox, f"{HULL}|{TORN}", 10),
+    Race("snapshot reused while served", "dpwa", reuse_what_is_served, f"{HULL}|{TORN}", 5),
+    Race("fetch into what is merged", "dpwa", merge_while_the_next_arrives, f"{HULL}|{TORN}", 5),
+)

@@ -1,0 +1,130 @@
+"""Ranks as processes, where only a real process will do: DistributedDataParallel, Join, a peer that dies."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+PRELOADED = [
+    *("torch", "torch.distributed", "torch.nn.parallel", "gossip_modules"),
+    "torch._dynamo",  # the first optimizer or training forward loads it
+    # What a training run imports when it needs it.
+    *("train.run.run", "train.tasks.images.task", "train.tasks.translation.task", "torch.utils.tensorboard"),
+    *("visualization.curves", "sklearn.datasets", "transformers.models.marian.modeling_marian"),
+]
+
+
+class Outcome(NamedTuple):
+    """How one process ended."""
+
+    result: Any = None  # what its body returned: tensors and plain values
+    error: str = ""  # type and text of the exception that ended it; empty after a result or a signal
+    seconds: float = float("nan")  # from start_clock() to that end
+    exit_code: int | None = None  # negative: the signal; None: had to be killed
+
+
+_clock = time.monotonic()
+
+
+def start_clock() -> None:
+    """What `Outcome.seconds` counts from, in the process that calls it."""
+    global _clock
+    _clock = time.monotonic()
+
+
+def run_processes(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    expect_result: bool = True,
+    hung: Sequence[int] = (),
+    backend: str = "gloo",
+    timeout: float = 45.0,
+) -> list[Outcome]:
+    """`body(rank, *args)` in `world_size` processes with torch.distributed initialised; how each ended, in rank order.
+
+    The processes are forks of a server that has imported what they need, so that only the first one waits for that.
+
+    Args:
+        world_size: number of processes.
+        body: a function of a test module.
+        args: plain values.
+        expect_result: raise an AssertionError when any process ends without a result.
+        hung: ranks that do not end by themselves; they are killed when all others have ended.
+        backend: of the default group; with "nccl" rank i has GPU i.
+        timeout: seconds for everything; a process that has not ended then is killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    deadline = time.monotonic() + timeout
+    outcomes = [Outcome()] * world_size
+    with tempfile.TemporaryDirectory() as folder:
+        readers, processes = [], []
+        for rank in range(world_size):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_main, args=(rank, world_size, folder, backend, writer, body, args))
+            process.start()
+            writer.close()
+            readers.append(reader)
+            processes.append(process)
+        waiting = [reader for rank, reader in enumerate(readers) if rank not in hung]
+        while waiting and (ready := wait(waiting, max(deadline - time.monotonic(), 0))):
+            for reader in [reader for reader in waiting if reader in ready]:
+                waiting.remove(reader)
+                try:
+                    message = io.BytesIO(reader.recv_bytes())
+                except EOFError:  # ended by a signal: its exit code says which
+                    continue
+                outcomes[readers.index(reader)] = Outcome(*torch.load(message, weights_only=True))
+        for rank, process in sorted(enumerate(processes), key=lambda item: item[0] in hung):
+            process.join(0 if rank in hung else max(deadline - time.monotonic(), 0))
+            outcomes[rank] = outcomes[rank]._replace(exit_code=process.exitcode)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            process.close()
+    if expect_result:
+        assert all(outcome.exit_code == 0 for outcome in outcomes), outcomes
+    return outcomes
+
+
+def _main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    backend: str,
+    writer: Connection,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    # A file, not a TCP server in rank 0: no rank is needed by all others.
+    store = dist.FileStore(str(Path(folder) / "store"), world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    start_clock()
+    try:
+        result = body(rank, *args)
+    except Exception as error:
+        _send(writer, Outcome(None, f"{type(error).__name__}: {error}", time.monotonic() - _clock))
+        raise  # and end as a script would: whether that hangs is part of the tests
+    _send(writer, Outcome(result, "", time.monotonic() - _clock))
+    dist.destroy_process_group()
+
+
+def _send(writer: Connection, outcome: Outcome) -> None:
+    message = io.BytesIO()
+    torch.save(tuple(outcome[:3]), message)
+    writer.send_bytes(message.getvalue())
+    writer.close()

@@ -1,0 +1,83 @@
+"""The average of workers without a process group: exact, and in time also where a rank does not come."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from gossip_modules.dpwa.average_on_demand import call_the_roll
+from gossip_modules.dpwa.wrapper import PairwiseDataParallel
+from tests.harness.processes import run_processes
+
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
+
+
+def test_the_roll_names_who_is_missing() -> None:
+    store = dist.HashStore()
+
+    def come(rank: int) -> str:
+        with pytest.raises(TimeoutError) as raised:
+            call_the_roll(store, rank, 4, call=7, timeout=SHORT)
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(come, (0, 3)))
+    for rank, error in zip((0, 3), errors, strict=True):
+        assert f"rank {rank}: ranks [1, 2] have not come to average 7 over all ranks after 1." in error
+        assert "(timeout 1 s)" in error
+        assert "average_timeout=" in error
+
+
+def test_who_comes_late_is_waited_for() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(call_the_roll, store, rank, 3, call=0, timeout=LONG) for rank in (2, 0)]
+        assert not any(future.done() for future in futures)
+        call_the_roll(store, 1, 3, call=0, timeout=LONG)
+        for future in futures:
+            future.result()
+
+
+def average_alone(rank: int) -> tuple[float, float]:
+    """Rank 1 averages once and leaves; the others average once more."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, float(rank))
+    model = PairwiseDataParallel(
+        module, name="w", peers={"w": "tcp://127.0.0.1:*"}, timeout=timedelta(seconds=0.5), average_timeout=LONG
+    )
+    with model.averaged():
+        mean = module.weight.item()
+    model._averager._timeout = timedelta(seconds=2)
+    seconds = 0.0
+    if rank != 1:
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=rf"rank {rank}: ranks \[1\] have not come to average 1 over all ranks"):
+            model.average_()
+        seconds = time.monotonic() - start
+    model.close()
+    return mean, seconds
+
+
+@pytest.mark.e2e
+def test_an_average_without_a_rank_ends_in_time_and_names_it() -> None:
+    for rank, outcome in enumerate(run_processes(3, average_alone)):
+        assert not outcome.error
+        mean, seconds = outcome.result
+        assert mean == 1.0
+        assert rank == 1 or 1.9 < seconds < 12.0
+
+
+def test_the_default_follows_the_timeout() -> None:
+    def time_of(**options: timedelta) -> timedelta:
+        model = PairwiseDataParallel(nn.Linear(1, 1), name="w", peers={"w": "tcp://127.0.0.1:*"}, **options)  # type: ignore[arg-type]
+        model.close()
+        return model._averager._timeout
+
+    assert time_of() == timedelta(seconds=10)
+    assert time_of(timeout=timedelta(minutes=1)) == timedelta(minutes=1)
+    assert time_of(timeout=timedelta(minutes=1), average_timeout=SHORT) == SHORT

@@ -1,0 +1,89 @@
+"""Messages of several dtypes in one run of bytes, and which part of a vector is which."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from gossip_modules import FlatVector
+from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.gossip.message import Envelope, Header, sections
+from tests.harness.ranks import CPU
+
+SIZES = [(torch.bfloat16, 3), (torch.float64, 2), (torch.uint8, 5), (torch.float32, 0), (torch.float32, 7)]
+
+
+def test_pieces_are_aligned_and_apart() -> None:
+    envelope = Envelope(SIZES, CPU)
+    stop = envelope.raw.data_ptr()
+    for piece, (dtype, numel) in zip(envelope.pieces, SIZES, strict=True):
+        assert (piece.dtype, piece.numel()) == (dtype, numel)
+        if numel:
+            assert piece.data_ptr() % 8 == 0
+            assert piece.data_ptr() >= stop
+            stop = piece.data_ptr() + numel * dtype.itemsize
+    assert stop <= envelope.raw.data_ptr() + envelope.raw.numel()
+    # Every piece rounded up to 8 bytes, no more.
+    assert envelope.raw.numel() == 8 + 16 + 8 + 0 + 32
+
+
+def test_pieces_do_not_touch_each_other() -> None:
+    envelope = Envelope(SIZES, CPU)
+    for value, piece in enumerate(envelope.pieces):
+        piece.fill_(value)
+    assert [set(piece.tolist()) for piece in envelope.pieces] == [{0.0}, {1.0}, {2}, set(), {4.0}]
+    assert Envelope([], CPU).raw.numel() == 0
+
+
+@pytest.mark.parametrize("word", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 5, -1, -(2**63)])
+def test_header_holds_words_modulo_2_to_the_32(word: int) -> None:
+    """And is read from its 8 bytes alone."""
+    for words in ((word, 3), (4, word)):
+        header, other = Header(*words, device=CPU), Header(device=CPU)
+        assert header.raw.numel() * header.raw.element_size() == 8
+        assert other.read() == (0, 0)
+        other.raw.copy_(header.raw)
+        assert other.read() == header.read() == (words[0] % 2**32, words[1] % 2**32)
+
+
+LAYOUT = FlatLayout.of(
+    [
+        (torch.float32, [Part((2, 3)), Part((2, 3)), Part((0,)), Part((4, 5)), Part((7,)), Part(()), Part((3,), True)]),
+        (torch.float64, [Part((2,)), Part((0, 4))]),
+        (torch.float32, 6),
+        (torch.bfloat16, [Part((2, 2), True)]),
+    ]
+)
+
+
+def test_sections_are_the_parts_in_as_few_runs_as_possible() -> None:
+    matrices = sections(LAYOUT, lambda part: part.is_matrix)
+    assert [(s.segment, s.first, s.last) for s in matrices] == [(0, 0, 32)]
+    assert [part.shape for part in matrices[0].parts] == [(2, 3), (2, 3), (4, 5)]
+    rest = sections(LAYOUT, lambda part: not part.is_matrix)
+    assert [(s.segment, s.first, s.last) for s in rest] == [(0, 32, 43), (1, 0, 2), (2, 0, 6), (3, 0, 4)]
+    buffers = sections(LAYOUT, lambda part: part.is_buffer)
+    assert [(s.segment, s.first, s.last) for s in buffers] == [(0, 40, 43), (3, 0, 4)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sections_of_a_predicate_and_of_its_opposite_partition_a_layout(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=generator))
+
+    parts = [Part((draw(4), draw(3)) if draw(2) else (draw(5),), bool(draw(2))) for _ in range(8)]
+    layout = FlatLayout.of([(torch.float32, parts), (torch.float64, parts[::-1])])
+    found = [*sections(layout, lambda part: part.is_buffer), *sections(layout, lambda part: not part.is_buffer)]
+    vector = FlatVector.zeros(layout, CPU)
+    for section in found:
+        assert section.of(vector).numel() == sum(part.numel for part in section.parts) > 0
+        assert len({part.is_buffer for part in section.parts}) == 1
+        section.of(vector).add_(1)
+    assert all(bool((segment == 1).all()) for segment in vector.segments)
+    for one, other in itertools.combinations(found, 2):
+        is_joined = one.segment == other.segment and (one.last == other.first or other.last == one.first)
+        assert not is_joined or one.parts[0].is_buffer is not other.parts[0].is_buffer

@@ -1,0 +1,724 @@
+"""Group averages that wait for nobody: ranks that are late by script, merge as the paper says, and never hang."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossip_modules import FlatVector, GlobalAverage, ProcessGroupTransport
+from gossip_modules.engine.background import Background
+from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.transport.process_group import Pending
+from gossip_modules.wagma.control import Kind, Word, Words
+from gossip_modules.wagma.engine import WaitAvoidingEngine
+from gossip_modules.wagma.group_average import GroupAverage
+from gossip_modules.wagma.pace import Pace
+from gossip_modules.wagma.worker import WaitAvoidingWorker
+from tests.harness.ranks import CPU, TIMEOUT, gossip_threads, run_ranks
+
+PATIENCE = 10.0
+
+
+class Rank:
+    """An engine over a vector of equal numbers."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        size: int = 2,
+        period: int = 0,
+        numel: int = 8,
+        timeout: timedelta = TIMEOUT,
+        overlap: bool = False,
+    ) -> None:
+        self.x = torch.full((numel,), float(group.rank()))
+        self.vector = FlatVector.over(self.x)
+        transport = ProcessGroupTransport(group, device=CPU, timeout=timeout)
+        average = GroupAverage(ButterflyGroups(group.size(), group_size=size), transport)
+        self.engine = WaitAvoidingEngine(
+            average, GlobalAverage(transport), self.vector, sync_period=period, overlap=overlap
+        )
+        self.worker = self.engine.worker
+        self.engine.begin()
+
+    def round(self, value: float | None = None) -> float:
+        """A training step to the model `value`, and the round after it; what the model is then."""
+        if value is not None:
+            self.x.fill_(value)
+        self.engine.round(self.vector)
+        return self.value
+
+    @property
+    def value(self) -> float:
+        """Of all numbers of the model."""
+        assert self.x.max() - self.x.min() < 1.0, "a torn model"
+        return self.x[0].item()
+
+    def end(self) -> None:
+        """Settle and close, as a script does."""
+        self.engine.flush(self.vector)
+        self.engine.settle(self.vector)
+        self.engine.close()
+
+
+def be_on_time(monkeypatch: pytest.MonkeyPatch, *, before: int = 1 << 31) -> None:
+    """Until version `before`, no worker starts a version before its own training is there."""
+    run = WaitAvoidingWorker._run
+
+    def patient_run(worker: WaitAvoidingWorker, version: int) -> None:
+        with worker.state:
+            is_there = worker.state.wait_for(lambda: version >= before or worker.published_at >= version, PATIENCE)
+            assert is_there, f"training never came to version {version}"
+        run(worker, version)
+
+    monkeypatch.setattr(WaitAvoidingWorker, "_run", patient_run)
+
+
+@pytest.fixture
+def impatient_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close()` waits for its threads a short while only."""
+    monkeypatch.setattr(Background, "close", functools.partialmethod(Background.close, timeout=0.2))
+
+
+def members(rank: int, t: int, *, n: int, size: int) -> tuple[int, ...]:
+    """The group of a rank."""
+    return ButterflyGroups(n, group_size=size).members(rank, t)
+
+
+@pytest.mark.parametrize(("n", "size"), [(2, 2), (4, 2), (8, 4), (8, 2), (3, 2), (5, 4)])
+def test_ranks_on_time_get_the_mean_of_their_group(n: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rounds = 3
+    be_on_time(monkeypatch)
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        rank = Rank(group, size=size)
+        values = [rank.round() for _ in range(num_rounds)]
+        stats = rank.engine.stats
+        assert (stats.num_rounds, stats.max_staleness) == (num_rounds, 0)
+        rank.end()
+        return values
+
+    values = run_ranks(n, body)
+    x = [float(rank) for rank in range(n)]
+    for t in range(num_rounds):
+        groups = [members(rank, t, n=n, size=size) for rank in range(n)]
+        x = [sum(x[j] for j in group) / len(group) for group in groups]
+        torch.testing.assert_close([row[t] for row in values], x, atol=1e-6, rtol=0)
+    if n.bit_count() == 1 and size**num_rounds >= n:
+        assert [row[-1] for row in values] == [(n - 1) / 2] * n  # exact: sums of small integers
+
+
+def test_a_late_rank_merges_as_in_the_paper() -> None:
+    turn = threading.Barrier(2)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        turn.wait(PATIENCE)
+        if group.rank() == 0:
+            assert rank.round(10.0) == (10 + 1) / 2  # the other's model of the start
+            assert rank.round(20.0) == (20 + 1) / 2
+            turn.wait(PATIENCE)
+            turn.wait(PATIENCE)
+            assert rank.round(40.0) == (40 + 7) / 2  # its newest publication
+            assert rank.engine.stats.max_staleness == 0
+        else:
+            turn.wait(PATIENCE)
+            with rank.worker.state:
+                rank.worker.wait_for(lambda: rank.worker.num_done == 2, "version 1")
+            # Version 1 is the newest average, whose sum holds this rank's model of the start.
+            assert rank.round(3.0) == pytest.approx((20 + 1 + 3) / 3, abs=1e-6)
+            assert rank.engine.t == 1
+            # That average is in the model already: nothing to merge, something to publish.
+            assert rank.round(7.0) == 7.0
+            assert rank.engine.t == 2
+            turn.wait(PATIENCE)
+            with rank.worker.state:
+                rank.worker.wait_for(lambda: rank.worker.num_started == 3, "version 2")
+            assert rank.round(5.0) == pytest.approx((40 + 7 + 5) / 3, abs=1e-6)
+            assert rank.engine.stats.max_staleness == 2  # version 1 of the model of the start, which is version -1
+            assert rank.engine.stats.total_staleness == 1 + 2 + 1  # 7 was published as version 1
+        rank.end()
+        assert rank.engine.t == 3
+
+    run_ranks(2, body)
+
+
+def test_overlapped_ranks_on_time_keep_the_steps_they_take_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x <- x + (average - y): a group of two whose ranks add their own number to their model in each step."""
+    n, num_rounds = 2, 4
+    be_on_time(monkeypatch)
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        rank, update = Rank(group, overlap=True), 2.0 ** group.rank()
+        values = []
+        for _ in range(num_rounds):
+            values.append(rank.round())  # corrected by the last average, published for the next
+            assert rank.engine.is_in_flight
+            rank.x += update
+        rank.engine.flush(rank.vector)
+        assert not rank.engine.is_in_flight
+        values.append(rank.value)
+        rank.end()
+        return values
+
+    first, second = run_ranks(n, body)
+    x = [0.0, 1.0]
+    for t in range(num_rounds + 1):
+        assert [first[t], second[t]] == pytest.approx(x, abs=1e-6)
+        mean = sum(x) / n
+        x = [mean + 1.0, mean + 2.0]
+
+
+def test_an_overlapped_late_rank_waits_for_nothing() -> None:
+    turn, is_running, may_run = threading.Barrier(2), threading.Event(), threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, overlap=True)
+        average = rank.worker._average.mix
+
+        def gated(x: Any, t: int) -> Any:
+            if t == 2 and group.rank() == 1:
+                is_running.set()
+            assert t < 2 or may_run.wait(PATIENCE), "nobody let version 2 run"
+            return average(x, t)
+
+        rank.worker._average.mix = gated  # type: ignore[method-assign]
+        turn.wait(PATIENCE)
+        if group.rank() == 0:
+            assert rank.round(10.0) == 10.0
+            assert rank.round(20.0) == 20 + (10 + 1) / 2 - 10
+            rank.engine.flush(rank.vector)
+            rank.round(30.0)
+            assert rank.engine.t == 3
+            turn.wait(PATIENCE)
+        else:
+            turn.wait(PATIENCE)
+            assert is_running.wait(PATIENCE)
+            assert (rank.worker.num_started, rank.worker.num_done) == (3, 2)
+            assert rank.round(3.0) == pytest.approx((15.5 + 1 + 3) / 3, abs=1e-6)
+            assert rank.round(7.0) == 7.0  # nothing new to merge
+            assert rank.round(9.0) == 9.0  # version 2 is running, with the model of the start
+            assert rank.engine.t == 3
+            assert not rank.engine.is_in_flight
+            may_run.set()
+        rank.end()
+
+    run_ranks(2, body)
+
+
+def test_closing_with_a_group_average_under_way_says_that_it_is_lost(
+    impatient_close: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(WaitAvoidingWorker, "_run", lambda worker, version: is_over.wait(PATIENCE))
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, overlap=True)
+        if group.rank() == 0:
+            rank.round()
+            with pytest.warns(UserWarning, match="closed before the group average of round 0"):
+                rank.engine.close()
+            assert not rank.engine.flush(rank.vector)
+            is_over.set()
+        else:
+            assert is_over.wait(PATIENCE)
+            rank.engine.close()
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_comes_while_its_version_runs_waits_for_it() -> None:
+    entered, come, ready = threading.Event(), threading.Event(), threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        if group.rank() == 1:
+            average = rank.worker._average
+            start = average.start
+
+            def held_start(s: FlatVector, t: int) -> None:
+                entered.set()
+                assert come.wait(PATIENCE)
+                start(s, t)
+
+            average.start = held_start  # type: ignore[method-assign]
+            ready.set()
+            assert entered.wait(PATIENCE)
+            come.set()
+            assert rank.round(4.0) == pytest.approx((10 + 1 + 4) / 3, abs=1e-6)
+        else:
+            assert ready.wait(PATIENCE)
+            assert rank.round(10.0) == (10 + 1) / 2
+        rank.end()
+
+    run_ranks(2, body)
+
+
+def test_simultaneous_activators_run_each_average_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, num_rounds = 4, 6
+    be_on_time(monkeypatch)
+    runs: Counter[tuple[int, int]] = Counter()
+    start = GroupAverage.start
+
+    def counted_start(average: GroupAverage, s: FlatVector, t: int) -> None:
+        runs[average.transport.rank, t] += 1
+        start(average, s, t)
+
+    monkeypatch.setattr(GroupAverage, "start", counted_start)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        for _ in range(num_rounds):
+            rank.round()  # all of them start it
+        rank.end()
+
+    run_ranks(n, body)
+    assert runs == {(rank, t): 1 for rank in range(n) for t in range(num_rounds)}
+
+
+@pytest.mark.parametrize(("n", "seed", "overlap"), [(4, 1, False), (6, 2, False), (4, 3, True), (6, 4, True)])
+def test_random_delays(n: int, seed: int, overlap: bool) -> None:
+    """Global averages make all equal, staleness stays below the period, no model is torn, all end in one round."""
+    period, num_rounds = 5, 23
+    after: list[list[float]] = []
+
+    def body(group: dist.ProcessGroup) -> int:
+        rank = Rank(group, period=period, numel=200_000, overlap=overlap)
+        average = rank.engine._averager.mix
+
+        def noted(x: Any, t: int) -> Any:
+            assert rank.worker.num_done >= t
+            result = average(x, t)
+            values[t] = rank.value
+            return result
+
+        rank.engine._averager.mix = noted  # type: ignore[method-assign]
+        values: dict[int, float] = {}
+        delays = random.Random(100 * seed + group.rank())
+        while rank.engine.t < num_rounds:
+            time.sleep(delays.choice((0.0, 0.0, 0.001, 0.004)) * (4 if group.rank() == 0 else 1))
+            rank.round(float(delays.randrange(10**6)))
+            assert rank.engine.t <= num_rounds
+        rank.engine.flush(rank.vector)
+        rank.engine.settle(rank.vector)
+        assert rank.engine.stats.max_staleness < period
+        assert rank.engine.stats.num_rounds == num_rounds
+        after.append([values[t] for t in sorted(values)])
+        assert sorted(values) == list(range(period - 1, num_rounds, period))
+        rank.engine.close()
+        return rank.engine.t
+
+    assert run_ranks(n, body) == [num_rounds] * n
+    assert all(values == after[0] for values in after), f"seed {seed}"
+
+
+def test_publications_are_never_torn() -> None:
+    n, numel = 2, 1 << 18
+    done = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, numel=numel)
+        if group.rank() == 0:
+            for step in range(60):
+                rank.round(1e6 * (step % 7))
+            done.set()
+        else:
+            step = 0
+            while not done.is_set():
+                rank.x.fill_(1e6 * (step % 5))
+                with rank.worker.state:  # a late rank's half of a round, as often as it goes
+                    pass
+                rank.worker.publish(rank.vector, version=rank.worker.num_started)
+                step += 1
+            assert step > 0
+        rank.end()
+
+    run_ranks(n, body)
+
+
+def test_a_rank_in_training_joins_a_global_average_that_others_are_at() -> None:
+    turn = threading.Barrier(2)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, period=4)
+        if group.rank() == 0:
+            values = [rank.round(float(10 * t)) for t in range(4)]
+            assert values[:3] == [(10 * t + 1) / 2 for t in range(3)]
+            assert values[3] == (30 + 100) / 2
+        else:
+            with rank.worker.state:
+                rank.worker.wait_for(lambda: rank.worker.newest_arrival == 3, "the global average")
+            assert rank.round(100.0) == (30 + 100) / 2  # not version 0: one step for four of the other
+        assert rank.engine.t == 4
+        assert rank.worker.published_at == 3
+        turn.wait(PATIENCE)
+        rank.end()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_slow_rank_waits_for_a_global_average_that_is_near(comes: bool) -> None:
+    turn = threading.Barrier(2)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, period=10)
+        if group.rank() == 0:
+            for _ in range(6):
+                rank.round()
+            turn.wait(PATIENCE)
+            if comes:
+                for _ in range(4):
+                    rank.round()
+        else:
+            pace = rank.engine._pace
+            for _ in range(3):  # its steps take as long as five of the others
+                pace.depart(0)
+                pace.arrive(5, is_halted=False)
+            pace._seconds.extend([PATIENCE if comes else 0.01] * 3)
+            turn.wait(PATIENCE)
+            rank.round()
+            assert rank.engine.t == (10 if comes else 6)
+        rank.end()
+        assert rank.engine.t == (10 if comes else 6)
+
+    run_ranks(2, body)
+
+
+def test_a_slow_rank_skips_what_others_have_passed() -> None:
+    turn = threading.Barrier(2)
+
+    def body(group: dist.ProcessGroup) -> list[int]:
+        rank = Rank(group)
+        seen = []
+        for _ in range(4):
+            if group.rank() == 0:
+                for _ in range(3):
+                    rank.round()
+                turn.wait(PATIENCE)
+            else:
+                turn.wait(PATIENCE)
+                rank.round()
+                seen.append(rank.engine.t)
+            turn.wait(PATIENCE)
+        rank.end()
+        return seen
+
+    # Late three times, it comes to versions 0, 1 and 2 in person; from then on it is known to be slow.
+    assert run_ranks(2, body)[1] == [1, 2, 3, 12]
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_ranks_that_settle_serve_those_who_train(n: int) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[int, float]:
+        rank = Rank(group, period=4)
+        for _ in range(11 if group.rank() == 0 else 2):
+            rank.round()
+        is_written = rank.engine.settle(rank.vector)
+        assert is_written == (group.rank() != 0)
+        assert rank.worker.num_done == rank.engine.t == 11
+        rank.engine.close()
+        return rank.engine.t, rank.value
+
+    results = run_ranks(n, body)
+    assert [t for t, _ in results] == [11] * n
+    assert len({value for _, value in results[1:]}) == 1  # nothing since the last global average
+
+
+def test_a_resumed_rank_contributes_what_it_had_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_on_time(monkeypatch, before=1)
+    turn = threading.Barrier(2)
+    states: dict[int, dict[str, Any]] = {}
+
+    def before(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        rank.round(10.0 * (1 + group.rank()))
+        if group.rank() == 0:
+            rank.round()
+        rank.engine.settle(rank.vector)
+        states[group.rank()] = rank.engine.state_dict()
+        rank.end()
+
+    def after(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        rank.engine.load_state_dict(states[group.rank()])
+        assert rank.engine.t == 2
+        rank.engine.begin()
+        turn.wait(PATIENCE)
+        if group.rank() == 0:
+            assert rank.round(4.0) == (4 + 20) / 2
+            turn.wait(PATIENCE)
+        else:
+            turn.wait(PATIENCE)
+            assert rank.round(6.0) == pytest.approx((4 + 20 + 6) / 3, abs=1e-6)
+            assert rank.engine.stats.max_staleness == 2  # published at 0, for version 2
+        rank.end()
+
+    run_ranks(2, before)
+    assert states[1]["published_at"] == 0
+    run_ranks(2, after)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_ranks_that_load_different_rounds_are_told(n: int) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        t = 2 if group.rank() == 1 else 4
+        rank.engine.load_state_dict({**rank.engine.state_dict(), "t": t})
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"got a model of round {t} among models of rounds 2 to 4 on other"):
+                rank.round()
+        rank.engine.close()
+
+    run_ranks(n, body)
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_fast_rank_waits_until_the_others_have_loaded(settles: bool) -> None:
+    """Its averages would be of models that are about to be replaced, and of rounds that are counted anew."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        rank = Rank(group)
+        rank.round()
+        rank.engine.settle(rank.vector)
+        rank.x.fill_(3.0 + 2 * group.rank())
+        state = {**rank.engine.state_dict(), "published": rank.vector.raw.clone()}
+        rank.x.fill_(99.0)
+        if group.rank() == 1:
+            with rank.worker.state:
+                assert rank.worker.state.wait_for(lambda: bool(rank.worker.meetings), PATIENCE)
+            assert rank.worker.num_started == 1
+        rank.engine.load_state_dict(state)
+        if settles:
+            rank.engine.settle(rank.vector)
+        value = rank.round(3.0 + 2 * group.rank())
+        assert rank.engine.t == 2
+        rank.end()
+        return value
+
+    assert run_ranks(2, body) in ([4.0, pytest.approx(13 / 3)], [pytest.approx(11 / 3), 4.0], [4.0, 4.0])
+
+
+def test_words_of_before_a_load_start_nothing() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        rank.engine.reset()
+        rank.engine.publish_loaded(rank.vector)
+        rank.worker._hear(1 - group.rank(), Word(Kind.ARRIVED, 7, rank.worker.num_beginnings))
+        rank.engine.begin()
+        rank.worker._hear(1 - group.rank(), Word(Kind.ARRIVED, 7, rank.worker.num_beginnings - 1))
+        assert rank.worker.newest_arrival == -1
+        rank.end()
+        assert rank.engine.t == 0
+
+    run_ranks(2, body)
+
+
+def test_settle_ends_in_one_round_though_others_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for its last word does not join the global average of those who have heard theirs."""
+    post = Words._post
+    workers: dict[int, WaitAvoidingWorker] = {}
+
+    def late(words: Words, word: Word, peers: Sequence[int]) -> Pending:
+        if (word.kind, word.meeting, word.stage, words.transport.rank) == (Kind.SETTLING, 1, 1, 3):
+            worker = workers[1]
+            with worker.state:
+                assert worker.state.wait_for(lambda: worker.newest_arrival >= 2, PATIENCE)
+        return post(words, word, peers)
+
+    monkeypatch.setattr(Words, "_post", late)
+
+    def body(group: dist.ProcessGroup) -> int:
+        rank = Rank(group, period=3)
+        workers[group.rank()] = rank.worker
+        rank.round()
+        rank.round()
+        rank.engine.settle(rank.vector)
+        settled = rank.engine.t
+        rank.round()
+        rank.end()
+        return settled
+
+    assert run_ranks(4, body) == [2] * 4
+
+
+def test_a_peer_that_has_closed_is_named() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, period=4)
+        rank.engine.settle(rank.vector)
+        if group.rank() == 0:
+            with rank.worker.state:
+                assert rank.worker.state.wait_for(lambda: bool(rank.worker.words.gone), PATIENCE)
+            for go_on in (rank.round, lambda: rank.engine.settle(rank.vector)):
+                with pytest.raises(ConnectionError, match=r"^rank 0: in round 0, ranks \[1\] have closed; call settle"):
+                    go_on()
+        rank.engine.close()
+
+    run_ranks(2, body)
+
+
+def test_an_interrupted_flush_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_on_time(monkeypatch)
+
+    def body(group: dist.ProcessGroup) -> float:
+        rank = Rank(group, overlap=True)
+        rank.round()
+        wait_for = rank.worker.wait_for
+
+        def interrupt(is_over: Any, what: str) -> None:
+            rank.worker.wait_for = wait_for  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        rank.worker.wait_for = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            rank.engine.flush(rank.vector)
+        assert rank.engine.is_in_flight
+        rank.end()
+        return rank.value
+
+    assert run_ranks(2, body) == [0.5, 0.5]
+
+
+def test_after_a_failure_the_state_can_be_saved() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, overlap=True)
+        rank.engine.settle(rank.vector)
+        rank.engine._awaited = 0  # as if started
+        rank.worker._background.fail(ConnectionError("lost"))
+        with pytest.raises(ConnectionError, match="lost"):
+            rank.engine.flush(rank.vector)
+        assert not rank.engine.flush(rank.vector)
+        assert rank.engine.state_dict()
+        rank.engine.close()
+
+    run_ranks(2, body)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, numel=8)
+        state = rank.engine.state_dict()
+        for published in (state["published"][:-1], state["published"].float()):
+            with pytest.raises(ValueError, match=r"got a published model of \d+ elements of .*, expected \d+ bytes"):
+                rank.engine.load_state_dict({**state, "published": published})
+        rank.end()
+
+    run_ranks(2, body)
+
+
+def test_a_hung_peer_is_named(impatient_close: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_on_time(monkeypatch, before=1)
+    n, hung = 4, 2
+    barrier, all_know = threading.Barrier(n), threading.Barrier(n)
+    errors: dict[int, str] = {}
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, size=4, timeout=timedelta(seconds=1))
+        rank.round()
+        rank.engine.settle(rank.vector)
+        if group.rank() == hung:
+            average = rank.worker._average
+            start = average.start
+
+            def held_start(s: FlatVector, t: int) -> None:
+                all_know.wait(PATIENCE)
+                start(s, t)
+
+            average.start = held_start  # type: ignore[method-assign]
+            barrier.wait(PATIENCE)
+            watch = rank.worker.watch  # the others give it up; it has settled, so that is no error of its own yet
+            with rank.worker.state:
+                rank.worker.state.wait_for(lambda: watch.has_failed or watch._aside is not None, PATIENCE)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                rank.engine.close()
+            return
+        barrier.wait(PATIENCE)
+        if group.rank() == 0:  # does not wait for it, and hears of it in its next round
+            with rank.worker.state:
+                rank.worker.state.wait_for(lambda: rank.worker._background._error is not None, PATIENCE)
+        for _ in range(2):  # and again: there is no going on
+            with pytest.raises((ConnectionError, TimeoutError)) as caught:
+                rank.round()
+        errors[group.rank()] = str(caught.value)
+        all_know.wait(PATIENCE)
+        rank.engine.close()
+
+    run_ranks(n, body)
+    assert len(errors) == n - 1
+    for rank, error in errors.items():
+        assert re.search(rf"^rank {rank}: .*round 1\b.*rank {hung} did not come", error), error
+
+
+def test_close_ends_all_threads() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, period=3)
+        for _ in range(7):
+            rank.round()
+        rank.end()
+        rank.engine.close()
+
+    run_ranks(4, body)
+    assert gossip_threads() == []
+
+
+def test_close_leaves_no_threads_behind_though_the_others_stay() -> None:
+    closed = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        rank.engine.settle(rank.vector)
+        if group.rank() == 1:
+            assert closed.wait(PATIENCE)
+        rank.engine.close()
+        if group.rank() == 0:
+            assert not [name for name in names() if name.split("-")[2] == "0"]
+        closed.set()
+
+    def names() -> list[str]:
+        return [thread.name for thread in gossip_threads()]
+
+    run_ranks(3, body)
+    assert gossip_threads() == []
+
+
+def test_an_error_that_nobody_has_seen_is_raised_on_close() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        rank.engine.settle(rank.vector)
+        if group.rank() == 0:
+            rank.worker._background.fail(ConnectionError("lost"))
+            with pytest.raises(ConnectionError, match="lost"):
+                rank.engine.close()
+        rank.engine.close()
+
+    run_ranks(2, body)
+
+
+def test_pace_is_the_least_of_three_steps() -> None:
+    pace = Pace()
+    pace.arrive(7, is_halted=False)  # the first round of all: no step before it
+    for front, expected in ((5, 1), (4, 1), (6, 4), (1, 1), (5, 1), (5, 1), (5, 5)):
+        pace.depart(10)
+        pace.arrive(10 + front, is_halted=False)
+        assert pace.versions == expected
+        assert pace.is_slow == (expected > 1)
+    pace.depart(0)
+    pace.arrive(2, is_halted=True)  # cut short: says nothing
+    assert pace.versions == 5
+    pace.depart(0)
+    pace.arrive(9, is_halted=True)  # at least nine
+    assert list(pace._versions) == [5, 5, 9]
+    assert pace.seconds >= 0

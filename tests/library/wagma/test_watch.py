@@ -1,0 +1,198 @@
+"""A rank of WAGMA that dies, is stopped or does not come: every survivor says who it was, and in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossip_modules import GroupAverageDataParallel
+from gossip_modules.wagma.control import Kind, Word
+from gossip_modules.wagma.engine import WaitAvoidingEngine
+from gossip_modules.wagma.watch import Fault, Place, Watch
+from tests.harness.problems import mlp, sgd, train_step
+from tests.harness.processes import run_processes, start_clock
+from tests.harness.ranks import HangUp, gossip_threads, run_ranks
+from tests.library.wagma.test_engine import Rank
+
+PATIENCE = 10.0
+TIMEOUT = 8.0  # far from what a closed connection takes
+
+
+def die(rank: Rank) -> NoReturn:
+    """Close all connections without a goodbye, as the end of a process does."""
+    rank.worker.watch.has_failed = True  # its threads say nothing while one connection after the other closes
+    rank.worker.words.hang_up()
+    with contextlib.suppress(ConnectionError):
+        rank.engine.close()
+    raise HangUp
+
+
+def go_on(rank: Rank, *, settles: bool = False) -> NoReturn:
+    """Until an error."""
+    while True:
+        if settles:
+            rank.engine.settle(rank.vector)
+        else:
+            rank.round()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 6])
+@pytest.mark.parametrize("action", ["train", "settle"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_rank_is_named_by_all_at_once(n: int, action: str, victim: int) -> None:
+    together = threading.Barrier(n)
+    errors: dict[int, tuple[str, float]] = {}
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, period=3, timeout=timedelta(seconds=TIMEOUT))
+        rank.round()
+        together.wait(PATIENCE)
+        if group.rank() == victim:
+            die(rank)
+        start = time.monotonic()
+        with pytest.raises(ConnectionError) as caught:
+            go_on(rank, settles=action == "settle")
+        errors[group.rank()] = str(caught.value), time.monotonic() - start
+        rank.engine.close()
+
+    run_ranks(n, body)
+    assert len(errors) == n - 1
+    for rank, (message, seconds) in errors.items():
+        assert re.search(rf"^rank {rank}: in round \d+, rank {victim} died: its connection closed", message), message
+        assert seconds < TIMEOUT / 2
+    assert gossip_threads() == []
+
+
+def test_a_rank_that_answers_nothing_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its process is stopped: its connections stay open."""
+    n, stopped, timeout = 4, 2, 2.0
+    hear = Watch.hear
+    over = threading.Event()
+    errors: dict[int, tuple[str, float]] = {}
+
+    def deaf(watch: Watch, sender: int, word: Word) -> None:
+        if watch._rank != stopped or over.is_set():
+            hear(watch, sender, word)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group, period=2, timeout=timedelta(seconds=timeout))
+        rank.round()
+        together.wait(PATIENCE)
+        if group.rank() == stopped:
+            all_know.wait(PATIENCE)
+            over.set()
+            raise HangUp
+        start = time.monotonic()
+        with pytest.raises(TimeoutError) as caught:
+            go_on(rank)
+        errors[group.rank()] = str(caught.value), time.monotonic() - start
+        all_know.wait(PATIENCE)
+        rank.engine.close()
+
+    together, all_know = threading.Barrier(n), threading.Barrier(n)
+    monkeypatch.setattr(Watch, "hear", deaf)
+    run_ranks(n, body)
+    for rank, (message, seconds) in errors.items():
+        assert re.search(rf"^rank {rank}: .*rank {stopped} does not answer", message), message
+        assert seconds < timeout + 1
+
+
+def test_a_failure_after_settle_is_none_until_training_goes_on() -> None:
+    dead = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        rank.round()
+        rank.engine.settle(rank.vector)
+        if group.rank() == 1:
+            dead.set()
+            die(rank)
+        assert dead.wait(PATIENCE)
+        watch = rank.worker.watch
+        with rank.worker.state:
+            assert rank.worker.state.wait_for(lambda: watch._aside is not None, PATIENCE)
+        rank.worker.raise_if_failed()
+        if group.rank() == 0:
+            with pytest.raises(ConnectionError, match=r"rank 1 died"):
+                rank.round()
+        rank.engine.close()
+
+    run_ranks(3, body)
+
+
+def test_a_rank_that_was_stopped_says_so_itself() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        if group.rank() == 0:
+            message = (
+                r"^rank 0: .* the others have gone on without rank 0, .*\(timeout 20 s\); .* did not run for 0\.\d s"
+            )
+            rank.worker.watch.hear(1, Word(Kind.FAILED, 0, stage=Fault.SILENT))
+            with pytest.raises(TimeoutError, match=message):
+                rank.round()
+        with pytest.raises((TimeoutError, ConnectionError)):
+            go_on(rank)
+        rank.engine.close()
+
+    run_ranks(2, body)
+
+
+def test_every_place_and_fault_has_words() -> None:
+    assert len({place.phrase for place in Place}) == len(Place)
+    assert all(re.search(r"\b7\b", fault.sentence(7)) for fault in Fault)
+
+
+def lose_a_rank(rank: int, victim: int, how: str) -> None:
+    """Train; one process is killed between two steps, while it trains or while the others settle."""
+    wrapper = GroupAverageDataParallel(mlp(), sync_period=4, timeout=timedelta(seconds=TIMEOUT))
+    optimizer = sgd(wrapper)
+    for step in range(1000):
+        if step == 6:
+            dist.barrier()
+            start_clock()
+            if rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "averaged":
+                with wrapper.averaged():
+                    pass
+        train_step(wrapper, optimizer, rank, step)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("victim", "how"), [(0, "train"), (1, "averaged")])
+def test_a_killed_process_is_named_by_all_at_once(victim: int, how: str) -> None:
+    outcomes = run_processes(4, lose_a_rank, victim, how, expect_result=False)
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome.exit_code == 1
+            assert outcome.seconds < TIMEOUT / 2
+            pattern = rf"^ConnectionError: rank {rank}: in round \d+, rank {victim} died"
+            assert re.search(pattern, outcome.error), outcome.error
+
+
+def close_without_settling(rank: int) -> int:
+    """A plain loop of equal steps at unequal speed."""
+    wrapper = GroupAverageDataParallel(mlp(), sync_period=4, timeout=timedelta(seconds=TIMEOUT))
+    for _ in range(10):
+        time.sleep(0.002 * rank)
+        wrapper(torch.ones(1, 3))
+    assert isinstance(wrapper._engine, WaitAvoidingEngine)
+    wrapper.close()
+    assert not gossip_threads()
+    return wrapper.round
+
+
+@pytest.mark.e2e
+def test_processes_with_equal_steps_end_together() -> None:
+    assert len({outcome.result for outcome in run_processes(3, close_without_settling)}) == 1

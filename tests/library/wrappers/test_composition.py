@@ -1,0 +1,237 @@
+"""What a gossip wrapper is not combined with, what one gossiper belongs to, and whose state is whose."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gossip_modules import (
+    BilatGossipDataParallel,
+    Choco,
+    GossipDataParallel,
+    GroupAverageDataParallel,
+    MetropolisHastingsMixing,
+    NetworkXGraph,
+    PushSum,
+    RingGraph,
+    SignNorm,
+    SimpleGossipDataParallel,
+    UniformMixing,
+)
+from gossip_modules.gossip.gossiper import Mixer
+from tests.harness.problems import loss_of, mlp, net, sgd, train_step
+from tests.harness.processes import run_processes
+from tests.harness.ranks import run_ranks, solo_group
+
+WRAPPERS = [GossipDataParallel, SimpleGossipDataParallel, BilatGossipDataParallel, GroupAverageDataParallel]
+
+
+def wrap(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> GossipDataParallel:
+    return GossipDataParallel(module, process_group=group, **{"init_sync": False, **options})
+
+
+# In a wrapper.
+
+
+@pytest.mark.parametrize("outer", WRAPPERS)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_wrapper_in_a_wrapper_is_refused(outer: Callable[..., nn.Module], depth: int) -> None:
+    inner: nn.Module = wrap(mlp(), solo_group())
+    if depth:
+        inner = nn.Sequential(nn.Identity(), inner)
+    where = r"'1' inside is a GossipDataParallel" if depth else r"it is a GossipDataParallel"
+    with pytest.raises(
+        ValueError, match=rf"got a module to wrap in {outer.__name__} of which {where}.*remove the other"
+    ):
+        outer(inner, process_group=solo_group())
+
+
+def in_one_process(body: Callable[[], None]) -> None:
+    """With a default process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        body()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_distributed_data_parallel_in_or_around_is_refused() -> None:
+    def body() -> None:
+        with pytest.raises(ValueError, match=r"of which it is a DistributedDataParallel.*wrap the plain module once"):
+            GossipDataParallel(DistributedDataParallel(mlp()))
+        around = DistributedDataParallel(GossipDataParallel(mlp()))
+        with pytest.raises(
+            RuntimeError, match=r"got a GossipDataParallel inside a DistributedDataParallel.*prepare\(\)"
+        ):
+            loss_of(around, 0, 0)
+
+    in_one_process(body)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # of torch 2.6
+def test_sharding_is_refused_with_what_is_possible() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+
+    def body() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = mlp()
+        fully_shard(sharded, mesh=mesh)
+        with pytest.raises(ValueError, match=r"it is sharded over processes by fully_shard.*nprocs_per_node"):
+            GossipDataParallel(sharded)
+        layer = nn.Sequential(nn.Linear(2, 2))
+        layer.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(2), mesh))
+        with pytest.raises(ValueError, match=r"got 'weight', a DTensor.*nprocs_per_node"):
+            GossipDataParallel(layer)
+        wrapper = GossipDataParallel(mlp())
+        fully_shard(wrapper, mesh=mesh)
+        with pytest.raises(RuntimeError, match=r"makes it sharded over processes by fully_shard"):
+            wrapper.forward(torch.ones(1, 3))  # without FSDP's hooks, which want a GPU in torch 2.6
+        for is_original in (False, True):
+            outer = FullyShardedDataParallel(
+                GossipDataParallel(mlp()),
+                device_id=torch.device("cpu"),
+                sharding_strategy=ShardingStrategy.NO_SHARD,
+                use_orig_params=is_original,
+            )
+            with pytest.raises(RuntimeError, match=r"FullyShardedDataParallel"):
+                outer(torch.ones(1, 3))
+
+    in_one_process(body)
+
+
+def zero_redundancy(rank: int) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapper = GossipDataParallel(mlp(rank))
+    optimizer = ZeroRedundancyOptimizer(wrapper.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=r"got a ZeroRedundancyOptimizer over the parameters.*torch\.optim"
+    ) as caught:
+        train_step(wrapper, optimizer, rank, 0)
+    wrapper.close()
+    return str(caught.value)
+
+
+@pytest.mark.e2e
+def test_a_sharded_optimizer_is_refused() -> None:
+    assert all(outcome.result for outcome in run_processes(2, zero_redundancy))
+
+
+def test_a_sharded_optimizer_of_another_model_is_nothing_to_us() -> None:
+    def body() -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(mlp().parameters(), torch.optim.SGD, lr=0.1)
+        wrapper = GossipDataParallel(mlp())
+        train_step(wrapper, sgd(wrapper), 0, 0)
+        wrapper.close()
+        del optimizer
+
+    in_one_process(body)
+
+
+# One gossiper, one wrapper.
+
+
+@pytest.mark.parametrize("make", [lambda: Choco(SignNorm(), step_size=0.3), PushSum])
+def test_a_gossiper_belongs_to_one_wrapper(make: Callable[[], Any]) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper = make()
+        first = wrap(mlp(group.rank()), group, gossiper=gossiper)
+        with pytest.raises(ValueError, match=r"which belongs to another wrapper.*make another"):
+            wrap(mlp(group.rank()), group, gossiper=gossiper)
+        twin = copy.deepcopy(first)
+        for wrapper in (first, twin):
+            loss_of(wrapper, 0, 0)
+            wrapper.close()
+
+    run_ranks(2, body)
+
+
+def test_a_gossiper_that_did_not_suit_is_still_free() -> None:
+    gossiper: Mixer = Choco(SignNorm(), step_size=0.3)
+    transport = wrap(mlp(), solo_group())._transport
+    with pytest.raises(ValueError, match="expected symmetric weights"):
+        gossiper.bind(UniformMixing(RingGraph(3)), transport)
+    gossiper.bind(MetropolisHastingsMixing(RingGraph(1)), transport)
+
+
+# Whose state it is.
+
+
+def test_the_state_of_another_rank_or_world_is_refused() -> None:
+    states: dict[int, Any] = {}
+
+    def save(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(net(group.rank()), group)
+        loss_of(wrapper, 0, 0)
+        states[group.rank()] = wrapper.state_dict()
+        wrapper.close()
+
+    def load(group: dist.ProcessGroup, which: int, message: str) -> None:
+        wrapper = wrap(net(9), group)
+        before = {key: x.clone() for key, x in wrapper.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            wrapper.load_state_dict(states[which])
+        assert all(torch.equal(x, before[key]) for key, x in wrapper.state_dict().items()), "nothing was changed"
+        wrapper.close()
+
+    run_ranks(3, save)
+    run_ranks(3, lambda group: load(group, (group.rank() + 1) % 3, r"of rank \d of 3, expected that of rank \d of 3"))
+    run_ranks(2, lambda group: load(group, group.rank(), r"of rank \d of 3, expected that of rank \d of 2.*averaged"))
+
+
+def test_a_state_from_before_ranks_were_named_still_loads() -> None:
+    wrapper = wrap(net(), solo_group())
+    loss_of(wrapper, 0, 0)
+    state = wrapper.state_dict()
+    for key in ("rank", "world_size"):
+        del state._metadata[""]["gossip_state"][key]
+    other = wrap(net(1), solo_group())
+    other.load_state_dict(state)
+    assert other._engine.t == 1
+
+
+def save_with_torch_distributed_checkpoint(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    """As docs/checkpoints.md shows it: every rank under a key of its own, and the gossip state beside the module's."""
+    import torch.distributed.checkpoint as dcp
+
+    def state_of(model: GossipDataParallel) -> dict[str, Any]:
+        own = {"model": model.state_dict(), "gossip": model.get_extra_state()}
+        return {f"rank {dist.get_rank()} of {dist.get_world_size()}": own}
+
+    graph = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))  # weights move
+    model = GossipDataParallel(mlp(rank), init_sync=False, graph=graph)
+    loss_of(model, rank, 0)
+    dcp.save(state_of(model), checkpoint_id=folder)
+    saved = {key: x.clone() for key, x in model.state_dict().items()} | {"weight": model.get_extra_state()["weight"]}
+    for step in range(3):
+        loss_of(model, rank, step)
+    state = state_of(model)
+    dcp.load(state, checkpoint_id=folder)
+    (own,) = state.values()
+    model.load_state_dict(own["model"])
+    model.set_extra_state(own["gossip"])
+    assert model._engine.t == 1
+    loaded = {**model.state_dict(), "weight": model.get_extra_state()["weight"]}
+    assert all(torch.equal(x, saved[key]) for key, x in loaded.items())
+    model.close()
+    return saved
+
+
+@pytest.mark.e2e
+def test_torch_distributed_checkpoint_with_a_key_for_each_rank(tmp_path: Path) -> None:
+    results = [outcome.result for outcome in run_processes(3, save_with_torch_distributed_checkpoint, str(tmp_path))]
+    assert not torch.equal(results[0]["module.0.weight"], results[1]["module.0.weight"])
+    assert len({float(result["weight"]) for result in results}) > 1

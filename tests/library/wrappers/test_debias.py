@@ -1,0 +1,221 @@
+"""z in storage, x for the optimizer: also where its step raises, and not longer than a wrapper needs it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from gossip_modules.flat.buffer import FlatBuffer
+from gossip_modules.wrappers import debias as debias_module
+from gossip_modules.wrappers.debias import Debias, Form
+from gossip_modules.wrappers.gossip import GossipDataParallel
+from tests.harness.problems import loss_of, mlp, sgd, train_step
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import flatten
+from tests.library.wrappers.test_gossip import irregular
+
+
+@pytest.fixture(autouse=True)
+def _watched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of objects that tests of other files left alive do not count."""
+    monkeypatch.setattr(debias_module, "_watched", debias_module._Watched())
+
+
+class StepError(Exception):
+    """Of an optimizer."""
+
+
+class Failing(torch.optim.SGD):
+    """Adds one to every parameter, and raises."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(1.0)
+        raise StepError
+
+
+def num_hooks() -> int:
+    """Those of the library that are registered with torch, before and after steps."""
+    hooks = [
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    return sum(getattr(hook, "__self__", None) is debias_module._watched for hook in hooks)
+
+
+def weighted(seed: int = 0, weight: float = 0.5) -> tuple[nn.Module, Debias]:
+    """A model whose push-sum weight is not one."""
+    module = mlp(seed)
+    buffer = FlatBuffer(module)
+    buffer.vector.weight.fill_(weight)
+    return module, Debias(buffer, is_needed=True)
+
+
+def in_the_module(wrapper: GossipDataParallel) -> Tensor:
+    return flatten(wrapper.module)
+
+
+def training_forward(wrapper: GossipDataParallel) -> Tensor:
+    """The model that a training forward without a round computes with."""
+    seen: list[Tensor] = []
+    with wrapper.no_sync(), wrapper.module.register_forward_pre_hook(lambda *_: seen.append(flatten(wrapper.module))):
+        wrapper(torch.zeros(1, 3))
+    return seen[0]
+
+
+def forward_without_gradients(wrapper: GossipDataParallel) -> Tensor:
+    with torch.no_grad():
+        wrapper(torch.zeros(1, 3))
+    return in_the_module(wrapper)
+
+
+def evaluation(wrapper: GossipDataParallel) -> Tensor:
+    wrapper.eval()
+    seen = in_the_module(wrapper)
+    wrapper.train()
+    return seen
+
+
+def state(wrapper: GossipDataParallel) -> Tensor:
+    saved = wrapper.state_dict()
+    return torch.cat([saved[f"module.{name}"].flatten() for name, _ in wrapper.module.named_parameters()]).double()
+
+
+def a_copy(wrapper: GossipDataParallel) -> Tensor:
+    return in_the_module(copy.deepcopy(wrapper))
+
+
+ENTRIES = [training_forward, forward_without_gradients, evaluation, state, a_copy]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("look", ENTRIES)
+def test_after_a_step_that_raises_the_next_use_sees_the_estimate(
+    look: Callable[[GossipDataParallel], Tensor], overlap: bool
+) -> None:
+    """Of what the optimizer had come to: each numerator grew by one, so each estimate by 1 / w."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        wrapper = GossipDataParallel(
+            mlp(group.rank()), graph=irregular(), process_group=group, overlap=overlap, init_sync=False
+        )
+        optimizer = sgd(wrapper)
+        for step in range(4):
+            train_step(wrapper, optimizer, group.rank(), step)
+        with wrapper.no_sync():
+            wrapper(torch.zeros(1, 3))  # the round of this step, so that none changes what is looked at below
+        wrapper.flush()
+        before, weight = in_the_module(wrapper), wrapper.get_extra_state()["weight"].clone()
+        with pytest.raises(StepError):
+            Failing(wrapper.parameters(), lr=0.1).step()
+        seen = look(wrapper)
+        torch.testing.assert_close(seen, before + 1 / weight, rtol=1e-5, atol=1e-6)
+        assert torch.equal(in_the_module(wrapper), seen), "the parameters still hold something else"
+        loss_of(wrapper, group.rank(), 5)  # and training goes on with it
+        train_step(wrapper, optimizer, group.rank(), 6)
+        assert wrapper._debias.form is Form.ESTIMATE
+        wrapper.close()
+        return float(weight)
+
+    assert max(abs(weight - 1) for weight in run_ranks(3, body)) > 0.1
+
+
+def test_the_hooks_are_there_as_long_as_a_wrapper_needs_them() -> None:
+    done = threading.Barrier(3)
+
+    def body(group: dist.ProcessGroup) -> None:
+        for _ in range(2):
+            wrapper = GossipDataParallel(mlp(), graph=irregular(), process_group=group)
+            optimizer = sgd(wrapper)
+            train_step(wrapper, optimizer, group.rank(), 0)
+            assert num_hooks() == 2, "one pair for all ranks of this process"
+            copied = copy.deepcopy(wrapper)
+            done.wait()
+            wrapper.close()
+            assert num_hooks() == 2, "the copy still needs them"
+            copied.close()
+            copy.deepcopy(wrapper)  # of a wrapper that is closed
+            done.wait()
+            # Whoever was last took them away.
+            assert num_hooks() == 0
+            optimizer.step()
+            done.wait()
+
+    run_ranks(3, body)
+    assert num_hooks() == 0
+
+
+def test_weights_that_stay_one_need_no_hooks() -> None:
+    debias = Debias(FlatBuffer(mlp()), is_needed=False)
+    assert num_hooks() == 0
+    debias.stop()
+
+
+def test_hooks_go_when_the_last_object_is_collected() -> None:
+    module, debias = weighted()
+    assert num_hooks() == 2
+    del debias, module
+    gc.collect()
+    assert num_hooks() == 0
+    _, again = weighted()
+    assert num_hooks() == 2
+    again.stop()
+    again.stop()
+    assert num_hooks() == 0
+
+
+def test_an_object_that_goes_within_a_step_leaves_the_walk_over_the_hooks_alone() -> None:
+    """torch raises where its hooks change while it goes over them; ours go at the next occasion."""
+    module, debias = weighted()
+    objects = [debias]
+    del debias
+
+    def drop(*_: object) -> None:
+        objects.clear()
+        gc.collect()
+
+    with torch_optimizer.register_optimizer_step_pre_hook(drop):
+        other = nn.Linear(2, 2)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    weighted()[1].stop()
+    assert num_hooks() == 0
+    assert isinstance(module, nn.Module)
+
+
+def test_steps_and_wrappers_of_many_threads() -> None:
+    """Objects come and go while other threads step: no step fails, and each of our own is taken at x."""
+    errors: list[Exception] = []
+
+    def work(seed: int) -> None:
+        try:
+            for _ in range(30):
+                module, debias = weighted(seed)
+                start = flatten(module)
+                optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+                for parameter in module.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                torch.testing.assert_close(flatten(module), start - 2)
+                debias.stop()
+        except Exception as error:  # noqa: BLE001 (raised below, in the main thread)
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    weighted()[1].stop()
+    assert num_hooks() == 0

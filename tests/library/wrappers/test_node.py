@@ -1,0 +1,186 @@
+"""Several processes per node: n nodes of g processes equal n ranks with g times the batch."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossip_modules import (
+    GossipDataParallel,
+    GraphManager,
+    NetworkXGraph,
+    NPeerDynamicDirectedExponentialGraph,
+    Schedule,
+)
+from tests.harness.problems import adamw, batch, loss_of, mlp, numerator, sgd, train_step
+from tests.harness.processes import run_processes
+from tests.harness.reference import Oracle, flatten, uniform
+
+NUM_STEPS = 6
+PER_NODE = 2
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("sgd", {}),
+    ("adamw", {"overlap": True}),
+    ("sgd", {"overlap": True, "max_staleness": 1}),
+    ("adamw", {"schedule": Schedule(gossip_every=2, average_every=2)}),
+]
+
+
+def graph_of(num_nodes: int) -> GraphManager:
+    """Two nodes: the default graph. Three: an irregular digraph, on which the push-sum weight moves."""
+    if num_nodes == 2:
+        return NPeerDynamicDirectedExponentialGraph(2)
+    return NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
+
+
+def node_loss(model: nn.Module, node: int, step: int) -> Tensor:
+    """The loss on the batches of all processes of a node as one batch."""
+    parts = [batch(PER_NODE * node + i, step) for i in range(PER_NODE)]
+    x, y = (torch.cat(tensors).double() for tensors in zip(*parts, strict=True))
+    return nn.functional.mse_loss(model(x), y)
+
+
+def body(rank: int, num_nodes: int) -> dict[str, Any]:
+    """All cases in one start: after every step of each the parameters; then what is left."""
+    cases = []
+    for name, options in CASES:
+        wrapper = GossipDataParallel(
+            mlp(rank // PER_NODE), graph=graph_of(num_nodes), nprocs_per_node=PER_NODE, init_sync=False, **options
+        )
+        optimizer = OPTIMIZERS[name](wrapper)
+        steps = []
+        for step in range(NUM_STEPS):
+            train_step(wrapper, optimizer, rank, step)
+            steps.append(numerator(wrapper))
+        wrapper.flush()
+        flushed = flatten(wrapper.module)
+        distance = wrapper.consensus_distance()
+        with wrapper.averaged():
+            average = flatten(wrapper.module)
+        stats = wrapper.comm_stats()
+        wrapper.close()
+        cases.append({"x": torch.stack(steps), "z": flushed, "average": average, "distance": distance, **stats})
+    # Accumulation reduces inside the node once; Join is refused.
+    wrapper = GossipDataParallel(mlp(), graph=graph_of(num_nodes), nprocs_per_node=PER_NODE)
+    with wrapper.no_sync():
+        loss_of(wrapper, rank, 0).backward()
+    loss_of(wrapper, rank, 1).backward()
+    gradient = torch.cat([p.grad.flatten() for p in wrapper.parameters() if p.grad is not None])
+    with pytest.raises(ValueError, match=r"got nprocs_per_node=2 inside Join, expected 1; give"):
+        wrapper.join_hook()
+    wrapper.close()
+    return {"cases": cases, "gradient": gradient}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_nodes_equal_ranks_with_a_larger_batch(num_nodes: int) -> None:
+    results = [outcome.result for outcome in run_processes(PER_NODE * num_nodes, body, num_nodes)]
+    for i, (name, options) in enumerate(CASES):
+        schedule = options.get("schedule", Schedule())
+        models = [mlp(node).double() for node in range(num_nodes)]
+        oracle = Oracle(
+            models,
+            [OPTIMIZERS[name](model) for model in models],
+            uniform(graph_of(num_nodes)),
+            gossip_every=schedule.gossip_every,
+            average_every=schedule.average_every,
+            overlap=bool(options.get("overlap")),
+            max_staleness=int(options.get("max_staleness", 0)),
+        )
+        steps = list(oracle.run(NUM_STEPS, node_loss))
+        last = oracle.flush()
+        mean = last.numerators.mean(0)
+        distance = (last.estimates - mean).pow(2).sum(1).mean().sqrt()
+        for rank, result in enumerate(results):
+            got, node = result["cases"][i], rank // PER_NODE
+            want = torch.stack([step.numerators[node] for step in steps])
+            torch.testing.assert_close(got["x"], want, rtol=0, atol=1e-6)
+            torch.testing.assert_close(got["z"], last.estimates[node], rtol=0, atol=1e-6)
+            torch.testing.assert_close(got["average"], mean, rtol=0, atol=1e-6)
+            assert got["distance"] == pytest.approx(float(distance), rel=1e-4, abs=1e-6)
+            assert torch.equal(got["x"], results[PER_NODE * node]["cases"][i]["x"]), "a node holds one model"
+            assert got["bytes_sent"] > 0
+    for result in results:  # all nodes started from rank 0, but have batches of their own
+        assert bool(result["gradient"].isfinite().all())
+    for rank in range(0, len(results), PER_NODE):
+        assert torch.equal(results[rank]["gradient"], results[rank + 1]["gradient"])
+
+
+def share_buffers(rank: int) -> dict[str, Any]:
+    """BatchNorm on two nodes of two; then one process alone evaluates."""
+    results: dict[str, Any] = {}
+    node_step = range(2)
+    for name, momentum in (("frozen", 0.0), ("running", 0.1)):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Linear(4, 2))
+        mean = model.get_buffer("1.running_mean")
+        wrapper = GossipDataParallel(model, nprocs_per_node=PER_NODE, timeout=timedelta(seconds=10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        mean.fill_(float(rank))
+        loss_of(wrapper, rank, 0)
+        results[f"{name} after a round"] = mean.clone()
+        mean.fill_(float(rank))
+        wrapper.average_()
+        results[f"{name} averaged"] = mean.clone()
+        for step in node_step:
+            train_step(wrapper, optimizer, rank, step)
+        if rank == 0:
+            wrapper.eval()
+            with torch.no_grad():
+                wrapper(batch(rank, 9)[0])
+            wrapper.train()
+        for step in node_step:
+            train_step(wrapper, optimizer, rank, step)
+        wrapper.average_()
+        results[f"{name} at the end"] = flatten(model)
+        results[f"{name} rounds"] = wrapper.comm_stats()["num_rounds"]
+        wrapper.close()
+    return results
+
+
+@pytest.mark.e2e
+def test_buffers_are_those_of_local_rank_0_and_one_process_may_evaluate_alone() -> None:
+    results = [outcome.result for outcome in run_processes(2 * PER_NODE, share_buffers)]
+    for result in results:
+        # Local ranks 0 are ranks 0 and 2: the nodes have 0 and 2, whose average is 1.
+        assert torch.equal(result["frozen after a round"], torch.full((4,), 1.0))
+        for name in ("frozen", "running"):
+            assert torch.equal(result[f"{name} averaged"], torch.full((4,), 1.0))
+            assert torch.equal(result[f"{name} at the end"], results[0][f"{name} at the end"])
+            assert result[f"{name} rounds"] == 5
+
+
+def copy_and_close(rank: int) -> dict[str, Tensor]:
+    """Copies of a node before and after its end; then one process alone trains on."""
+    wrapper = GossipDataParallel(mlp(), nprocs_per_node=PER_NODE, timeout=timedelta(seconds=10))
+    train_step(wrapper, sgd(wrapper), rank, 0)
+    early = copy.deepcopy(wrapper)
+    wrapper.close()
+    train_step(early, sgd(early), rank, 1)  # which still gossips
+    early.close()
+    late = copy.deepcopy(wrapper)
+    results = {"early": flatten(early.module), "late before": flatten(late.module)}
+    if rank == 0:
+        for model in (wrapper, late):
+            train_step(model, sgd(model), rank, 2)
+            with model.no_sync():
+                loss_of(model, rank, 3).backward()
+    return {**results, "closed": flatten(wrapper.module), "late": flatten(late.module)}
+
+
+@pytest.mark.e2e
+def test_after_close_a_process_of_a_node_is_alone() -> None:
+    first, second = (outcome.result for outcome in run_processes(PER_NODE, copy_and_close))
+    for name in ("early", "late before"):
+        assert torch.equal(first[name], second[name])
+    for name in ("closed", "late"):
+        assert torch.equal(second[name], second["late before"])
+        assert not torch.equal(first[name], second[name])
+    assert torch.equal(first["closed"], first["late"])

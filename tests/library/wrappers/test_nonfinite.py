@@ -1,0 +1,206 @@
+"""Infinities and NaN: noticed before they spread, left out, or let pass."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import (
+    Choco,
+    DeepSqueeze,
+    DynamicBipartiteExponentialGraph,
+    GossipDataParallel,
+    NetworkXGraph,
+    PowerGossip,
+    Schedule,
+    SignNorm,
+)
+from gossip_modules.flat.nonfinite import is_finite
+from gossip_modules.flat.vector import FlatVector
+from tests.harness.problems import loss_of, mlp
+from tests.harness.ranks import HangUp, run_ranks, solo_group
+from tests.harness.reference import flatten
+
+MODES: list[dict[str, Any]] = [{}, {"push_sum": False}, {"overlap": True}, {"overlap": True, "max_staleness": 2}]
+SICK = 2
+
+
+def wrap(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> GossipDataParallel:
+    """Who has stopped for an error is missed by the others for two seconds only."""
+    defaults = {"init_sync": False, "timeout": timedelta(seconds=2)}
+    return GossipDataParallel(module, process_group=group, **{**defaults, **options})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_is_finite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.full((5000,), largest, dtype=dtype)  # a sum that overflows
+    assert is_finite(FlatVector.over(x))
+    for value in (float("inf"), -float("inf"), float("nan")):
+        bad = x.clone()
+        bad[4321] = value
+        assert not is_finite(FlatVector.over(bad))
+    assert not is_finite(FlatVector.over(torch.tensor([float("inf"), -float("inf")], dtype=dtype)))
+
+
+def gossip(wrapper: GossipDataParallel, *, num_steps: int) -> None:
+    for step in range(num_steps):
+        loss_of(wrapper, 0, step)
+
+
+def fall_ill(wrapper: GossipDataParallel, value: float) -> None:
+    with torch.no_grad():
+        wrapper.module.get_parameter("2.bias")[0] = value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", MODES)
+def test_the_sick_rank_is_named_and_no_model_is_touched(options: dict[str, Any], value: float) -> None:
+    """The others learn of it, at the latest when the sick rank is gone, with finite models."""
+
+    def body(group: dist.ProcessGroup) -> str:
+        wrapper = wrap(mlp(group.rank()), group, **options)
+        for step in range(2):
+            loss_of(wrapper, 0, step)
+        wrapper.flush()
+        if group.rank() == SICK:
+            fall_ill(wrapper, value)
+        with pytest.raises((FloatingPointError, ConnectionError, TimeoutError)) as caught:
+            gossip(wrapper, num_steps=10)
+        message = str(caught.value)
+        if group.rank() == SICK:
+            assert re.search("rank 2: in round .* its own model holds infinities or NaN", message)
+            raise HangUp
+        if caught.type is FloatingPointError:
+            assert f"what ranks [{SICK}] have sent holds infinities or NaN" in message
+        assert bool(flatten(wrapper.module).isfinite().all())
+        return message
+
+    assert len(run_ranks(4, body)) == 3  # the sick rank has no result
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_rounds_with_the_sick_rank_are_left_out(options: dict[str, Any]) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, float]:
+        wrapper = wrap(mlp(group.rank()), group, on_nonfinite="skip", schedule=Schedule(average_every=5), **options)
+        if group.rank() == SICK:
+            fall_ill(wrapper, float("nan"))
+        for step in range(18):
+            loss_of(wrapper, 0, step)
+        wrapper.flush()
+        wrapper.close()
+        return flatten(wrapper.module), wrapper.comm_stats()["num_skipped"]
+
+    results = run_ranks(4, body)
+    for rank, (x, num_skipped) in enumerate(results):
+        assert bool(x.isfinite().all()) is (rank != SICK)
+        assert num_skipped > 0
+
+
+def test_left_out_rounds_are_those_of_the_pairs_with_the_sick_rank() -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        graph = DynamicBipartiteExponentialGraph(4)
+        wrapper = wrap(mlp(group.rank()), group, on_nonfinite="skip", push_sum=False, graph=graph)
+        if group.rank() == SICK:
+            fall_ill(wrapper, float("nan"))
+        for step in range(graph.period):
+            loss_of(wrapper, 0, step)
+        wrapper.close()
+        met = [SICK in graph.out_peers(group.rank(), t) for t in range(graph.period)]
+        assert wrapper.comm_stats()["num_skipped"] == (graph.period if group.rank() == SICK else sum(met))
+        return sum(met)
+
+    assert sum(run_ranks(4, body)) > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}])
+def test_averages_after_rounds_that_were_left_out(options: dict[str, Any]) -> None:
+    """Push-sum weights have another sum then; equal models stay equal, and so does their average."""
+    links = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (2, 1)])  # irregular: weights leave one
+
+    def body(group: dist.ProcessGroup) -> float:
+        model = mlp()
+        wrapper = wrap(model, group, graph=NetworkXGraph(links), on_nonfinite="skip", **options)
+        if group.rank() == 0:
+            fall_ill(wrapper, float("nan"))
+        gossip(wrapper, num_steps=1)
+        wrapper.flush()
+        if group.rank() == 0:
+            model.load_state_dict(mlp().state_dict())
+        gossip(wrapper, num_steps=4)
+        with wrapper.averaged():
+            torch.testing.assert_close(flatten(model), flatten(mlp()))
+        assert wrapper.consensus_distance() < 1e-6
+        weight = wrapper.get_extra_state()["weight"].item()
+        wrapper.average_()
+        torch.testing.assert_close(flatten(model), flatten(mlp()))
+        wrapper.close()
+        return weight
+
+    assert abs(sum(run_ranks(4, body)) - 4) > 0.1
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_it_spreads_where_it_may(options: dict[str, Any]) -> None:
+    def body(group: dist.ProcessGroup) -> bool:
+        wrapper = wrap(mlp(group.rank()), group, on_nonfinite="spread", **options)
+        if group.rank() == SICK:
+            fall_ill(wrapper, float("nan"))
+        for step in range(12):
+            loss_of(wrapper, 0, step)
+        wrapper.flush()
+        wrapper.close()
+        return bool(flatten(wrapper.module).isfinite().all())
+
+    assert run_ranks(4, body) == [False] * 4
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_large_finite_models_are_no_error(options: dict[str, Any]) -> None:
+    def body(group: dist.ProcessGroup) -> Tensor:
+        model = mlp()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.finfo(parameter.dtype).max / 4)
+        wrapper = wrap(model, group, **options)
+        for _ in range(3):
+            wrapper(torch.zeros(1, 3))
+        wrapper.close()
+        return flatten(model)
+
+    assert all(bool(x.isfinite().all()) for x in run_ranks(2, body))
+
+
+def test_skip_costs_no_accuracy() -> None:
+    """Healthy rounds are the same as without it, to rounding."""
+
+    def body(group: dist.ProcessGroup, on_nonfinite: str) -> Tensor:
+        wrapper = wrap(mlp(group.rank()), group, on_nonfinite=on_nonfinite)
+        for step in range(5):
+            loss_of(wrapper, 0, step)
+        wrapper.close()
+        return flatten(wrapper.module)
+
+    one = torch.stack(run_ranks(3, lambda group: body(group, "skip")))
+    other = torch.stack(run_ranks(3, lambda group: body(group, "raise")))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "gossiper", [lambda: Choco(SignNorm(), step_size=0.3), lambda: DeepSqueeze(SignNorm(), step_size=0.3), PowerGossip]
+)
+def test_what_is_remembered_cannot_be_left_out(gossiper: Any) -> None:
+    with pytest.raises(ValueError, match=r"got on_nonfinite='skip' with \w+\(.*expected 'raise' or 'spread'"):
+        wrap(mlp(), solo_group(), gossiper=gossiper(), on_nonfinite="skip")
+
+
+def test_another_policy_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"got on_nonfinite='ignore', expected one of \('raise', 'skip', 'spread'\)"):
+        wrap(mlp(), solo_group(), on_nonfinite="ignore")

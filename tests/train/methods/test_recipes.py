@@ -1,0 +1,528 @@
+"""Recipes and configuration: what the command line can say, and what it may not."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+
+import gossip_modules as gm
+from gossip_modules.matcha.__main__ import main as write_plan
+from tests.harness.ranks import CPU, TIMEOUT, run_ranks
+from tests.train.run.test_checkpoint import Ranks
+from train.command_line import read_command_line
+from train.methods.compression import COMPRESSORS
+from train.methods.graphs import GRAPHS, base_graph, make_graph, make_static_graph, peers_by_round
+from train.methods.recipes import METHOD_OPTIONS, RECIPES
+from train.run_config import RunConfig
+from train.tasks.images.config import Config
+
+
+def test_peers_by_round_counts_rounds_up_to_the_epoch() -> None:
+    assert peers_by_round("2", steps_per_epoch=10, steps_per_round=1) == 2
+    assert peers_by_round("0:2,30:1", steps_per_epoch=10, steps_per_round=1) == {0: 2, 300: 1}
+    # Rounds at steps 0, 4, 8, 12: the first one of epoch 1, which begins at step 10, is round 3.
+    assert peers_by_round("0:2,1:1", steps_per_epoch=10, steps_per_round=4) == {0: 2, 3: 1}
+
+
+@pytest.mark.parametrize("text", ["two", "0:2;30:1", "0:2,30", ""])
+def test_peers_by_round_refuses_other_words(text: str) -> None:
+    with pytest.raises(ValueError, match=r"got peers_per_itr='.*', expected a number or <epoch>:<peers> pairs; write"):
+        peers_by_round(text, steps_per_epoch=10, steps_per_round=1)
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name != "auto"])
+def test_every_graph_of_the_command_line_exists(name: str) -> None:
+    graph = make_graph(name, num_nodes=8, peers_per_itr={0: 2, 5: 1}, push_sum=True)
+    assert graph is not None
+    assert (len(graph.out_peers(0, 4)), len(graph.out_peers(0, 5))) == (2, 1)
+
+
+def test_auto_graph_is_the_librarys_choice() -> None:
+    assert make_graph("auto", num_nodes=4, peers_per_itr=1, push_sum=True) is None
+    directed = make_graph("auto", num_nodes=4, peers_per_itr=2, push_sum=True)
+    assert isinstance(directed, gm.NPeerDynamicDirectedExponentialGraph)
+    pairs = make_graph("auto", num_nodes=4, peers_per_itr=2, push_sum=False)
+    assert isinstance(pairs, gm.DynamicBipartiteExponentialGraph)
+    ring = make_graph("auto", num_nodes=5, peers_per_itr=2, push_sum=False)
+    assert isinstance(ring, gm.RingGraph)
+
+
+def test_command_line_fills_the_configuration() -> None:
+    config = tyro.cli(
+        Config,
+        args=[
+            "--recipe",
+            "osgp",
+            "--milestones",
+            "30",
+            "60",
+            "80",
+            "--no-nesterov",
+            "--amp",
+            "bfloat16",
+            "--peers-per-itr",
+            "0:2,30:1",
+        ],
+    )
+    assert config == Config(
+        recipe="osgp", milestones=(30, 60, 80), nesterov=False, amp="bfloat16", peers_per_itr="0:2,30:1"
+    )
+    assert str(config.run_dir) == "runs/digits_osgp"
+    assert str(Config(out_dir="x/y").run_dir) == "x/y"
+
+
+def test_a_preset_sets_defaults_and_an_option_overrides_it() -> None:
+    arguments = ["--recipe", "osgp", "--preset", "imagenet-resnet50", "--epochs", "60"]
+    config = read_command_line(Config, description="", arguments=arguments)
+    assert (config.recipe, config.epochs) == ("osgp", 60)
+    assert (config.model, config.milestones, config.lr, config.weight_decay) == ("resnet50", (30, 60, 80), 0.1, 1e-4)
+    assert (config.warmup_epochs, config.nesterov, config.label_smoothing) == (5, True, 0.0)
+    assert (config.images_per_node, config.momentum, config.milestone_factor, config.decay_all) == (
+        256,
+        0.9,
+        0.1,
+        False,
+    )
+    assert read_command_line(Config, description="", arguments=[]) == Config()
+
+
+def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_command_line(Config, description="", arguments=["--preset", "imagenet"])
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_the_batch_of_a_machine_and_that_of_a_rank_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"got batch_size=64 and images_per_node=256, expected one of them; .* 0 as"):
+        Config(batch_size=64, images_per_node=256)
+    per_rank = ["--preset", "imagenet-resnet50", "--batch-size", "64"]
+    with pytest.raises(SystemExit):
+        read_command_line(Config, description="", arguments=per_rank)
+    assert "images_per_node=256" in capsys.readouterr().err
+    config = read_command_line(Config, description="", arguments=[*per_rank, "--images-per-node", "0"])
+    assert (config.batch_size, config.images_per_node) == (64, 0)
+
+
+def test_ranks_of_a_machine_share_its_images() -> None:
+    world = SimpleNamespace(local_size=8)
+    config = Config(images_per_node=256).resolved(world)  # type: ignore[arg-type]
+    assert (config.batch_size, config.images_per_node) == (32, 0)
+    assert Config(batch_size=7).resolved(world).batch_size == 7  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got images_per_node=100 for 8 ranks on this machine, expected a multiple"):
+        Config(images_per_node=100).resolved(world)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["recipe", "dataset", "model", "graph", "compressor", "wire_dtype"])
+def test_unknown_choices_are_named(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"got {name}='nonesuch', expected one of .*; see --help"):
+        replace(Config(), **{name: "nonesuch"})  # type: ignore[arg-type]
+
+
+def test_senseless_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got epochs=0, expected more than 0"):
+        Config(epochs=0)
+    with pytest.raises(ValueError, match=r"got checkpoint_every=-1, expected 0 or more; 0 switches it off"):
+        Config(checkpoint_every=-1)
+    for options, message in (
+        ({"lr": float("nan")}, "got lr=nan, expected more than 0"),
+        ({"lr": float("inf")}, "got lr=inf, expected more than 0"),
+        ({"dirichlet_alpha": -0.1}, "got dirichlet_alpha=-0.1, expected 0 or more; 0 switches it off"),
+        ({"weight_decay": float("nan")}, "got weight_decay=nan, expected 0 or more"),
+        ({"seed": -1}, "got seed=-1, expected 0 or more"),
+        ({"label_smoothing": 1.0}, "got label_smoothing=1.0, expected 0 <= label_smoothing < 1"),
+        ({"momentum": 1.0}, "got momentum=1.0, expected 0 <= momentum < 1"),
+        ({"budget": 0.0}, "got budget=0.0, expected 0 < budget <= 1"),
+        ({"compression_ratio": 1.5}, "got compression_ratio=1.5, expected 0 < compression_ratio <= 1"),
+        ({"compression_bits": 3}, "got compression_bits=3, expected one of 2, 4, 8"),
+        ({"fetch_probability": 0.0}, "got fetch_probability=0.0, expected 0 < fetch_probability <= 1"),
+        ({"interpolation_value": 1.5}, "got interpolation_value=1.5, expected 0 <= interpolation_value <= 1"),
+        ({"group_size": -1}, "got group_size=-1, expected 0 or more"),
+        ({"sync_period": -1}, "got sync_period=-1, expected 0 or more"),
+        ({"divergence_threshold": -0.5}, "got divergence_threshold=-0.5, expected 0 or more"),
+        ({"step_size": -0.1}, "got step_size=-0.1, expected 0 or more"),
+        ({"theta": 0.0}, "got theta=0.0, expected more than 0"),
+        ({"power_rank": 0}, "got power_rank=0, expected more than 0"),
+        ({"milestones": (0, 3)}, r"got milestones=\(0, 3\), expected epochs after the first; --lr is for it"),
+        ({"milestones": (5, 3)}, r"got milestones=\(5, 3\), expected ascending epochs; sort them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config(**options)
+    with pytest.raises(ValueError, match=r"got batch_size=32 and accumulation_steps=5, .* divisor"):
+        Config(accumulation_steps=5)
+
+
+@pytest.mark.parametrize("config_type", [RunConfig, Config])
+def test_every_option_has_a_help_text(config_type: type[RunConfig]) -> None:
+    (source,) = ast.parse(inspect.getsource(config_type)).body
+    assert isinstance(source, ast.ClassDef)
+    silent = [
+        ast.unparse(option)
+        for option, text in pairwise(source.body)
+        if isinstance(option, ast.AnnAssign)
+        and not ast.unparse(option.annotation).startswith("ClassVar")
+        and not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant))
+    ]
+    assert silent == []
+
+
+HARMLESS = (
+    *("out_dir", "resume", "overwrite", "data_dir", "download", "num_workers", "epochs", "backend", "comm_device"),
+    *("timeout_seconds", "deterministic", "checkpoint_every", "checkpoint_every_steps", "keep_last"),
+    *("validate_every", "log_every", "images_per_node"),  # the last is resolved into batch_size
+)
+"""Options that may differ between a run and the checkpoint that it goes on from, without a word."""
+
+
+def test_every_option_is_of_the_identity_a_setting_or_harmless() -> None:
+    config = Config(milestones=(3, 5))
+    values = {**config.identity, **config.settings}
+    assert json.loads(json.dumps(values)) == values
+    assert sorted([*config.identity, *config.settings, *HARMLESS]) == sorted(field.name for field in fields(Config))
+
+
+def test_options_without_effect_make_no_other_run() -> None:
+    assert Config(recipe="choco", budget=0.1, compression_bits=2).identity == Config(recipe="choco").identity
+    assert Config(recipe="sgp", max_staleness=2).identity == Config(recipe="sgp").identity
+    assert Config(recipe="osgp", max_staleness=2).identity != Config(recipe="osgp").identity
+    for compressor, options in HEEDED_BY_COMPRESSORS.items():
+        config = Config(recipe="choco", compressor=compressor)
+        for name, value in {"compression_ratio": 0.5, "compression_bits": 4}.items():
+            changed = replace(config, **{name: value})  # type: ignore[arg-type]
+            assert (changed.identity != config.identity) == (name in options)
+
+
+HEEDED_BY_COMPRESSORS: dict[str, set[str]] = {
+    "sign": set(),
+    "topk": {"compression_ratio"},
+    "randomk": {"compression_ratio"},
+    "qsgd": {"compression_bits"},
+    "bfloat16": set(),
+    "float16": set(),
+}
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_a_compressor_heeds_the_options_that_it_says(compressor: str) -> None:
+    config = Config(recipe="choco", compressor=compressor)
+    changes = {"compression_ratio": 0.5, "compression_bits": 4}
+    said = RECIPES["choco"].heeded(config) & changes.keys()
+    assert said == HEEDED_BY_COMPRESSORS[compressor]
+    before = repr(COMPRESSORS[compressor].make(config))
+    for name, value in changes.items():
+        after = repr(COMPRESSORS[compressor].make(replace(config, **{name: value})))  # type: ignore[arg-type]
+        assert (after != before) == (name in said)
+
+
+def test_every_method_has_a_recipe() -> None:
+    plain = ["ar", "dpsgd", "sgp", "osgp"]
+    compressed = ["matcha", "choco", "deepsqueeze", "moniqua", "powergossip"]
+    assert list(RECIPES) == [*plain, *compressed, "adpsgd", "wagma", "dpwa"]
+
+
+UNDIRECTED: dict[str, dict[str, Any]] = {
+    "matcha": {"budget": 1.0},
+    "choco": {},
+    "deepsqueeze": {},
+    "moniqua": {"theta": 20.0},
+    "powergossip": {},
+}
+"""Recipes for undirected graphs only, with what mixes a few normal numbers."""
+
+
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """What a recipe says to GossipDataParallel, given the size of the world and options."""
+
+    def wrap(size: int, **options: Any) -> dict[str, Any]:
+        monkeypatch.setattr(gm, "GossipDataParallel", lambda module, **arguments: arguments)
+        world = SimpleNamespace(rank=0, size=size, backend="gloo")
+        config = Config(**options)
+        wrapper = RECIPES[config.recipe].wrap(nn.Linear(2, 2), config, world, SimpleNamespace(steps_per_epoch=10))  # type: ignore[arg-type]
+        assert isinstance(wrapper, dict)
+        return wrapper
+
+    return wrap
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("recipe", "options"), [*UNDIRECTED.items(), ("matcha", {"budget": 0.5}), ("matcha", {"graph": "complete"})]
+)
+def test_a_recipe_brings_a_world_of_any_size_together(
+    wrapped: Callable[..., dict[str, Any]], recipe: str, options: dict[str, Any], size: int
+) -> None:
+    arguments = [wrapped(size, recipe=recipe, seed=3, **options) for _ in range(size)]
+    start = torch.randn(size, 12, 10, generator=torch.Generator().manual_seed(0))
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        own = arguments[group.rank()]
+        gossiper = own.get("gossiper") or gm.PushPull(wire_dtype=own["wire_dtype"])
+        mixing = own.get("mixing") or gm.MetropolisHastingsMixing(own["graph"])
+        gossiper.bind(mixing, gm.ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
+        x = start[group.rank()].clone()
+        for t in range(20):
+            gossiper.mix(x, t)
+        return x
+
+    ends = torch.stack(run_ranks(size, body))
+    assert torch.allclose(ends.mean(0), start.mean(0), atol=1e-5)
+    if size > 1:
+        assert (ends - ends.mean(0)).norm() < 0.99 * (start - start.mean(0)).norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recipe": "choco"}, r"Choco\(SignNorm\(2048\), step_size=0\.45\)"),
+        ({"recipe": "choco", "compressor": "topk"}, r"Choco\(TopK\(0\.01\), step_size=0\.0375\)"),
+        (
+            {"recipe": "choco", "compressor": "randomk", "seed": 4},
+            r"Choco\(RandomK\(0\.01, seed=4.*\), step_size=0\.01\)",
+        ),
+        ({"recipe": "choco", "compressor": "qsgd"}, r"Choco\(QSGD\(bits=8.*step_size=0\.34\)"),
+        ({"recipe": "choco", "compressor": "qsgd", "compression_bits": 4}, r"Choco\(QSGD\(bits=4.*step_size=0\.34\)"),
+        (
+            {"recipe": "choco", "compressor": "qsgd", "compression_bits": 2, "step_size": 0.1},
+            r"Choco\(QSGD\(bits=2.*step_size=0\.1\)",
+        ),
+        (
+            {"recipe": "moniqua", "compression_bits": 4, "step_size": 0.2},
+            r"Moniqua\(theta=1\.0, bits=4, step_size=0\.2, seed=1\)",
+        ),
+        ({"recipe": "choco", "compressor": "float16"}, r"Choco\(Cast\(torch\.float16\), step_size=1\.0\)"),
+        (
+            {"recipe": "choco", "compressor": "topk", "compression_ratio": 0.1, "step_size": 0.3},
+            r"Choco\(TopK\(0\.1\), step_size=0\.3\)",
+        ),
+        ({"recipe": "deepsqueeze"}, r"DeepSqueeze\(SignNorm\(2048\), step_size=0\.01\)"),
+        ({"recipe": "moniqua", "theta": 0.5}, r"Moniqua\(theta=0\.5, bits=8, step_size=1\.0, seed=1\)"),
+        (
+            {"recipe": "powergossip", "power_rank": 2, "power_iterations": 3, "warm_start": False},
+            r"PowerGossip\(rank=2, num_iterations=3, warm_start=False, step_size=None, compress_vectors=False",
+        ),
+    ],
+)
+def test_options_reach_the_gossiper(wrapped: Callable[..., dict[str, Any]], options: dict[str, Any], said: str) -> None:
+    arguments = wrapped(8, **options)
+    assert re.match(said, repr(arguments["gossiper"]))
+    assert repr(arguments["graph"]) == repr(gm.RingGraph(8, peers_per_itr=2))
+
+
+def test_a_step_size_that_nobody_published_has_to_be_given(wrapped: Callable[..., dict[str, Any]]) -> None:
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        (
+            {"recipe": "choco", "compressor": "topk", "compression_ratio": 0.1},
+            r"with compressor=topk and compression_ratio=0.1 and no step_size, expected one: known are those of sign, "
+            r"topk at a ratio of 0.01, randomk at a ratio of 0.01, qsgd at 4 bits, qsgd at 8 bits, bfloat16, float16; ",
+        ),
+        (
+            {"recipe": "choco", "compressor": "qsgd", "compression_bits": 2},
+            "compressor=qsgd and compression_bits=2 and no step",
+        ),
+        (
+            {"recipe": "deepsqueeze", "compressor": "qsgd"},
+            "compression_bits=8 and no step_size, .* of sign; pass --step",
+        ),
+        (
+            {"recipe": "deepsqueeze", "compressor": "float16"},
+            "got recipe=deepsqueeze with compressor=float16 and no step",
+        ),
+        (
+            {"recipe": "moniqua", "compression_bits": 4},
+            "got recipe=moniqua with compression_bits=4 and no step_size, .*",
+        ),
+        ({"recipe": "moniqua", "compression_bits": 2}, "known are those of moniqua at 8 bits; pass --step-size"),
+    )
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            wrapped(4, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "degree"), [("auto", 2), ("ring", 2), ("torus", 3), ("hypercube", 3), ("complete", 7)]
+)
+def test_static_graphs_have_all_neighbours_in_every_round(name: str, degree: int) -> None:
+    graph = make_static_graph(name, num_nodes=8)
+    assert graph.is_symmetric
+    assert not graph.is_dynamic
+    assert len(graph.out_peers(0, 5)) == degree
+    base = base_graph(name, num_nodes=8)
+    assert list(base.nodes) == list(range(8))
+    assert {frozenset(edge) for edge in base.edges} == {
+        frozenset((i, j)) for i in range(8) for j in graph.out_peers(i, 0)
+    }
+
+
+def test_static_graphs_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"got graph='matcha1' for 8 nodes, expected the 16 nodes that it has"):
+        make_static_graph("matcha1", num_nodes=8)
+    with pytest.raises(ValueError, match=r"got graph='exponential', expected one of auto, ring, .*undirected graph"):
+        make_static_graph("exponential", num_nodes=8)
+    with pytest.raises(ValueError, match=r"got graph='matcha0', expected one of .*--recipe matcha --budget 1"):
+        make_graph("matcha0", num_nodes=8, peers_per_itr=1, push_sum=False)
+    for index in range(6):
+        graph = gm.select_graph(index)
+        assert set(base_graph(f"matcha{index}", num_nodes=len(graph)).edges) == set(graph.edges)
+
+
+def test_matcha_plans_on_the_base_graph(wrapped: Callable[..., dict[str, Any]]) -> None:
+    mixing = wrapped(8, recipe="matcha", graph="matcha0", budget=0.3, seed=5)["mixing"]
+    assert isinstance(mixing, gm.LaplacianMixing)
+    assert isinstance(mixing.graph, gm.MatchaGraph)
+    assert mixing.graph.seed == 5
+    assert sum(mixing.graph.probabilities) <= 0.3 * len(mixing.graph.matchings) + 1e-6
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_matcha_trains_by_the_plan_that_is_printed(
+    wrapped: Callable[..., dict[str, Any]], index: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(["--graph", str(index), "--budget", "0.5", "--num-budgets", "0", "--output", str(path)])
+    rho = json.loads(path.read_text(encoding="utf-8"))["rho"]
+    size = len(gm.select_graph(index))
+    named = wrapped(size, recipe="matcha", graph=f"matcha{index}", seed=5)["mixing"]
+    planned = wrapped(size, recipe="matcha", plan=str(path), seed=5)["mixing"]
+    assert repr(planned) == repr(named)
+    assert planned.graph.rho == rho
+    with pytest.raises(ValueError, match=rf"got the plan .* for {size} ranks, expected one for 4"):
+        wrapped(4, recipe="matcha", plan=str(path))
+
+
+def test_a_plan_is_part_of_what_a_run_is(wrapped: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """By what it says: the file may move, but a run goes on with the same plan only."""
+    paths = [tmp_path / name for name in ("first.json", "second.json", "other.json")]
+    for path, budget in zip(paths, ("0.5", "0.5", "0.6"), strict=True):
+        write_plan(["--graph", "5", "--budget", budget, "--num-budgets", "0", "--output", str(path)])
+    first, second, other = (Config(recipe="matcha", plan=str(path)).identity["plan"] for path in paths)
+    assert first == second != other
+    assert Config(recipe="sgp", plan=str(paths[0])).identity["plan"] == Config().identity["plan"] == ""
+    with pytest.warns(UserWarning, match="^graph, budget: without effect with --recipe matcha$"):
+        wrapped(8, recipe="matcha", plan=str(paths[0]), graph="torus", budget=0.3)
+    with pytest.warns(UserWarning, match="^plan: without effect with --recipe sgp$"):
+        wrapped(8, recipe="sgp", plan=str(paths[0]))
+
+
+def test_options_without_effect_are_named_and_have_none(wrapped: Callable[..., dict[str, Any]]) -> None:
+    with pytest.warns(UserWarning, match="^peers_per_itr, max_staleness, budget: without effect with --recipe choco$"):
+        arguments = wrapped(4, recipe="choco", max_staleness=2, budget=0.1, peers_per_itr="3")
+    assert arguments["max_staleness"] == 0
+    with pytest.warns(UserWarning, match="^compression_ratio: without effect"):
+        wrapped(4, recipe="choco", compression_ratio=0.5)
+    with pytest.warns(UserWarning, match="^overlap, max_staleness, step_size: without effect with --recipe sgp$"):
+        assert not wrapped(4, recipe="sgp", overlap=True, max_staleness=1, step_size=0.5)["overlap"]
+    assert wrapped(4, recipe="osgp", max_staleness=2)["max_staleness"] == 2
+    for recipe in ("dpsgd", *UNDIRECTED):
+        assert wrapped(4, recipe=recipe, overlap=True, max_staleness=1)["overlap"]
+    for recipe in ("dpsgd", "sgp", "osgp", "matcha"):
+        assert wrapped(4, recipe=recipe, wire_dtype="bfloat16")["wire_dtype"] is torch.bfloat16
+
+
+def said_to(monkeypatch: pytest.MonkeyPatch, wrapper: str, **options: Any) -> dict[str, Any]:
+    """What a recipe says to that wrapper on rank 1 of 4."""
+    monkeypatch.setattr(gm, wrapper, lambda module, **arguments: arguments)
+    world = SimpleNamespace(rank=1, size=4, backend="gloo")
+    config = Config(**options)
+    arguments = RECIPES[config.recipe].wrap(nn.Linear(2, 2), config, world, SimpleNamespace(steps_per_epoch=10))  # type: ignore[arg-type]
+    assert isinstance(arguments, dict)
+    return arguments
+
+
+def test_adpsgd_takes_the_graph_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = "BilatGossipDataParallel"
+    arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", timeout_seconds=7)
+    assert arguments == {"graph": None, "timeout": timedelta(seconds=7)}
+    arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", graph="bipartite-linear")
+    assert repr(arguments["graph"]) == repr(gm.DynamicBipartiteLinearGraph(4))
+
+
+def test_wagma_takes_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = "GroupAverageDataParallel"
+    common = {"timeout": timedelta(seconds=300)}
+    arguments = said_to(monkeypatch, wrapper, recipe="wagma")
+    assert arguments == {"group_size": None, "sync_period": 10, "wait_avoiding": True, "overlap": False, **common}
+    arguments = said_to(monkeypatch, wrapper, recipe="wagma", group_size=4, sync_period=0, wait_avoiding=False)
+    assert arguments == {"group_size": 4, "sync_period": 0, "wait_avoiding": False, "overlap": False, **common}
+
+
+@pytest.mark.parametrize(
+    ("options", "interpolation"),
+    [
+        ({}, gm.ConstantInterpolation(0.5)),
+        ({"interpolation_value": 0.2}, gm.ConstantInterpolation(0.2)),
+        ({"interpolation": "clock"}, gm.ClockInterpolation()),
+        ({"interpolation": "loss"}, gm.LossInterpolation()),
+    ],
+)
+def test_workers_of_dpwa_learn_the_addresses_of_all_others(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], interpolation: gm.Interpolation
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+    class Worker:
+        def __init__(self, module: nn.Module, *, peers: dict[str, str], **arguments: Any) -> None:
+            ((self.name, self.address),) = peers.items()
+            assert self.address == "tcp://127.0.0.1:*"
+            self.address = f"tcp://127.0.0.1:{self.name[-1]}"
+            self.arguments, self.peers = arguments, dict[str, str]()
+
+        def add_peer(self, name: str, address: str) -> None:
+            self.peers[name] = address
+
+    monkeypatch.setattr(gm, "PairwiseDataParallel", Worker)
+    config = Config(recipe="dpwa", divergence_threshold=0.3, fetch_probability=0.9, **options)
+
+    def wrap(member: Any) -> Any:
+        return RECIPES["dpwa"].wrap(nn.Linear(2, 2), config, member, SimpleNamespace())  # type: ignore[arg-type]
+
+    workers = Ranks(3).run(wrap)
+    names = [f"rank_{rank:04d}" for rank in range(3)]
+    for name, worker in zip(names, workers, strict=True):
+        assert worker.peers == {other: f"tcp://127.0.0.1:{other[-1]}" for other in names if other != name}
+        assert worker.arguments["interpolation"] == interpolation
+        assert (worker.arguments["divergence_threshold"], worker.arguments["fetch_probability"]) == (0.3, 0.9)
+
+
+def test_who_takes_its_steps_how() -> None:
+    def pace_of(**options: Any) -> str:
+        config = Config(**options)
+        wrapper = gm.GroupAverageDataParallel.__new__(gm.GroupAverageDataParallel)
+        state, world = SimpleNamespace(step=0, wrapper=wrapper), SimpleNamespace(size=1, rank=0, control=None)
+        world.store = dist.HashStore()
+        return type(RECIPES[config.recipe].make_pace(state, config, world, SimpleNamespace())).__name__  # type: ignore[arg-type]
+
+    for recipe in set(RECIPES) - {"adpsgd", "wagma", "dpwa"}:
+        assert pace_of(recipe=recipe) == "Lockstep"
+    assert pace_of(recipe="adpsgd") == pace_of(recipe="dpwa") == "SharedSteps"
+    assert pace_of(recipe="wagma") == "SharedRounds"
+    # Where ranks wait for each other in person none may stop alone.
+    assert pace_of(recipe="wagma", wait_avoiding=False) == pace_of(recipe="wagma", group_size=1) == "Lockstep"
+
+
+def test_dpwa_heeds_a_constant_only_where_it_is_one() -> None:
+    assert "interpolation_value" in RECIPES["dpwa"].heeded(Config(recipe="dpwa"))
+    assert "interpolation_value" not in RECIPES["dpwa"].heeded(Config(recipe="dpwa", interpolation="loss"))
+    assert [Config(**options).weighs_losses for options in ({}, {"interpolation": "loss"})] == [False, True]  # type: ignore[arg-type]
+    assert Config(divergence_threshold=0.1).weighs_losses
+
+
+def test_every_option_of_a_method_is_one_of_the_configuration_and_in_its_identity() -> None:
+    assert set(METHOD_OPTIONS) <= Config().identity.keys()
+    for recipe in RECIPES.values():
+        assert recipe.heeded(Config()) <= set(METHOD_OPTIONS)

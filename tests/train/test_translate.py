@@ -1,0 +1,161 @@
+"""Translation end to end: a step by every recipe, bit-identical resumption, the script, and its model at work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from tests.harness.processes import run_processes
+from tests.train.test_gossip_sgd import leaves
+from train.job.preemption import StopRequest
+from train.job.world import World
+from train.methods.recipes import RECIPES
+from train.run.run import Run
+from train.tasks.translation.config import TranslationConfig
+from train.tasks.translation.number_words import number_words
+from train.tasks.translation.task import TranslationTask
+from train.translate_text import TrainedTranslator, translate_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SMALL: dict[str, Any] = {"vocabulary_size": 360, "max_tokens": 128, "num_validation": 8, "num_test": 4}
+SMALL |= {"max_length": 48, "beam_size": 1, "dropout": 0.1, "accumulation_steps": 2}
+
+run_numbers = itertools.count()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """A folder of number words: quicker to read than to make, on each rank for each run."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for prefix, text in number_words("en", "de", num_train=100)._asdict().items():
+        name = {"validation": "val"}.get(prefix, prefix)
+        for side, language in enumerate(("en", "de")):
+            (folder / f"{name}.{language}").write_text("".join(f"{pair[side]}\n" for pair in text))
+    return str(folder)
+
+
+@contextmanager
+def make_run(rank: int, world_size: int, config: TranslationConfig) -> Iterator[Run]:
+    """A run of `config` as a rank of the default group; the n-th of each process shares the keys of its store."""
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    store = dist.PrefixStore(f"run_{next(run_numbers)}", dist.distributed_c10d._get_default_store())
+    world = World(rank, world_size, rank, torch.device("cpu"), "gloo", control, store)
+    stop = StopRequest()
+    run = Run(TranslationTask(config, world), config, world, stop)
+    try:
+        yield run
+    finally:
+        run.close()
+        stop.close()
+
+
+def train_by_every_recipe(rank: int, folder: str, corpus: str, world_size: int) -> list[str]:
+    """Two steps by each recipe; those that did not move the embeddings, or moved the positions."""
+    failed = []
+    for recipe in RECIPES:
+        config = TranslationConfig(recipe=recipe, data_dir=corpus, out_dir=f"{folder}/{recipe}", **SMALL)
+        with make_run(rank, world_size, config) as run:
+            translator: Any = run.wrapper.module
+            network = translator.network
+            embeddings, positions = network.lm_head.weight, network.model.encoder.embed_positions.weight
+            before = embeddings.detach().clone(), positions.detach().clone()
+            run.wrapper.train()
+            run.train_until(2, tqdm(disable=True))
+            run.wrapper.settle()
+            has_moved = not torch.equal(embeddings, before[0]) and embeddings is network.model.shared.weight
+            if not (has_moved and torch.equal(positions, before[1]) and run.meters.is_finite and run.position == 2):
+                failed.append(recipe)
+            run.finish()
+    return failed
+
+
+@pytest.mark.e2e
+def test_every_recipe_trains_a_transformer(tmp_path: Path, corpus: str) -> None:
+    for outcome in run_processes(2, train_by_every_recipe, str(tmp_path), corpus, 2, timeout=55):
+        assert outcome.result == []
+
+
+def train_twice(rank: int, recipe: str, folder: str, corpus: str, world_size: int) -> list[str]:
+    """Train through; train again from a checkpoint in the middle of an epoch; which parts of the ends differ."""
+    whole, resumed = Path(folder) / "whole", Path(folder) / "resumed"
+    options: dict[str, Any] = {"recipe": recipe, "data_dir": corpus, "epochs": 2, "keep_last": 99, **SMALL}
+    options |= {"checkpoint_every": 2, "checkpoint_every_steps": 2, "validate_every": 2}
+    for out_dir, resume in ((whole, ""), (resumed, "auto")):
+        config = TranslationConfig(out_dir=str(out_dir), resume=resume, **options)
+        with make_run(rank, world_size, config) as run:
+            assert run.task.steps_per_epoch > 2, "step 2 is in the middle of an epoch"
+            assert run.position == (2 if resume else 0)
+            assert run.train() == 0
+            run.finish()
+        if rank == 0 and not resume:
+            middle = Path("checkpoints") / "step_00000002"
+            shutil.copytree(whole / middle, resumed / middle)
+        dist.barrier()
+    ends = [sorted((out_dir / "checkpoints").iterdir())[-1] / f"rank_{rank:04d}.pt" for out_dir in (whole, resumed)]
+    first, second = (dict(leaves(torch.load(end, weights_only=True))) for end in ends)
+    assert first.keys() == second.keys()
+    assert sum(isinstance(value, Tensor) for value in first.values()) > 100
+    return [name for name, value in first.items() if not _equal(value, second[name])]
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return torch.equal(x, y) if isinstance(x, Tensor) else bool(x == y)
+
+
+@pytest.mark.e2e
+def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path, corpus: str) -> None:
+    outcomes = run_processes(2, train_twice, "sgp", str(tmp_path), corpus, 2)
+    for outcome in outcomes:
+        assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
+
+
+@pytest.mark.e2e
+def test_the_script_trains_and_its_model_translates(tmp_path: Path) -> None:
+    options = {**SMALL, "epochs": 1, "num_numbers": 100}
+    arguments = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    # A world of one: more ranks are above, and each process takes seconds to import what it needs.
+    command = [sys.executable, "-m", "train.translate", "--out-dir", str(tmp_path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(
+        r"averaged model: test validation nll \d.*, nll \d.*, bleu .*, chrf .*, exact match \d+\.\d\d %", last
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["score"] == "exact_match_percent"
+    assert summary["averaged_test"].keys() == {"validation_nll", "nll", "bleu", "chrf", "exact_match_percent"}
+    table = pd.read_csv(tmp_path / "rank_0000.csv")
+    assert {"own_test_nll", "own_test_token_accuracy_percent", "averaged_test_bleu"} <= set(table.columns)
+
+    translator = TrainedTranslator.load(tmp_path)
+    task_translations = (tmp_path / "translations.de").read_text().splitlines()
+    assert len(task_translations) == SMALL["num_test"]
+    sentences = ["two hundred and forty thousand, nine hundred and twenty-one", "", "seven"]
+    found = list(translate_lines((f"{sentence}\n" for sentence in sentences), translator))
+    assert (len(found), found[1]) == (3, "")
+    assert found[0] == translator([sentences[0]])[0], "company changes nothing"
+    with pytest.raises(ValueError, match=r"got beam_size=-2, expected 0 or more"):
+        TrainedTranslator.load(tmp_path, beam_size=-2)
+    with pytest.raises(
+        ValueError, match=r"got .*averaged_model\.safetensors: .*, expected the model of a finished run"
+    ):
+        TrainedTranslator.load(tmp_path / "tensorboard")

@@ -1,0 +1,149 @@
+"""The overview of a run's curves is drawn from CSV files alone, and looks as all pictures do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from tests.harness.finished_runs import TEXT_METRICS, write_run
+from visualization import style
+from visualization.curves import draw, draw_run, main
+from visualization.panels import zoom
+
+
+def lines_of(axis: Axes) -> list[list[tuple[float, float]]]:
+    return [[(float(x), float(y)) for x, y in np.asarray(line.get_xydata())] for line in axis.get_lines()]
+
+
+def test_curves_of_one_run(tmp_path: Path, figures: list[Figure]) -> None:
+    path = draw_run(write_run(tmp_path / "run"))
+    assert path == tmp_path / "run" / "curves.png"
+    with Image.open(path) as image:
+        assert image.width >= 1000
+    errors, errors_over_time, losses, distances = figures[0].axes
+    validated = [1, 3, 4]
+    drawn: dict[Axes, tuple[Any, Any]] = {
+        errors: (validated, [9, 1, 0]),
+        errors_over_time: ([2.5, 6.5, 8.5], [9, 1, 0]),  # seconds: mean over ranks
+        losses: ([1, 2, 3, 4], [1, 1 / 2, 1 / 3, 1 / 4]),
+        distances: (validated, [0.1, 0.05, 0.025]),
+    }
+    for axis, (xs, ys) in drawn.items():
+        (line,) = axis.get_lines()
+        np.testing.assert_allclose(np.asarray(line.get_xydata()), np.column_stack([xs, ys]))
+    assert errors.get_xlabel() == "epoch"
+    assert errors_over_time.get_xlabel() == "training time [s]"
+    assert distances.get_yscale() == "log"
+
+
+def test_curves_of_a_translation(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_run(write_run(tmp_path / "run", metrics=TEXT_METRICS))
+    titles = [axis.get_title() for axis in figures[0].axes]
+    assert titles[:2] == ["Test negative log-likelihood", "Test BLEU"]
+    assert lines_of(figures[0].axes[0]) == [[(10, 3.5), (30, 1.5), (40, 1.0)]]
+    assert lines_of(figures[0].axes[1]) == [[(10, 1), (30, 20), (40, 30)]]
+
+
+def test_the_band_is_from_the_lowest_rank_to_the_highest(tmp_path: Path, figures: list[Figure]) -> None:
+    folder = write_run(tmp_path / "run")
+    table = pd.read_csv(folder / "rank_0001.csv")
+    table["own_test_accuracy_percent"] -= 6
+    table.to_csv(folder / "rank_0001.csv", index=False)
+    draw_run(folder)
+    (band,) = figures[0].axes[0].collections
+    vertices = {tuple(vertex) for vertex in np.asarray(band.get_paths()[0].vertices).tolist()}
+    assert {(1, 10), (1, 16), (3, 2), (3, 8), (4, 0), (4, 6)} == vertices
+
+
+def test_runs_side_by_side_with_one_that_has_no_distance(tmp_path: Path, figures: list[Figure]) -> None:
+    runs = {name: write_run(tmp_path / name, distance=d) for name, d in (("ar", 0.0), ("sgp", 0.1))}
+    assert draw(runs, tmp_path / "both.png").is_file()
+    assert figures[0].axes[3].get_title().endswith("\n0 throughout: ar")
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["ar", "sgp"]
+
+
+def test_runs_that_go_on_are_drawn_and_what_is_broken_is_a_warning(tmp_path: Path, figures: list[Figure]) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "summary.json").unlink()
+    path = folder / "rank_0001.csv"
+    path.write_text(path.read_text()[:-3])
+    with pytest.warns(UserWarning, match=r"rank_0001\.csv:5: got a line without its end"):
+        draw_run(folder)
+    assert len(lines_of(figures[0].axes[2])[0]) == 4
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [str(write_run(tmp_path / name)) for name in ("a", "b")]
+    monkeypatch.setattr(sys, "argv", ["curves", *folders, "--output", str(tmp_path / "c.png")])
+    assert main() == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "c.png")
+    monkeypatch.setattr(sys, "argv", ["curves", str(tmp_path / "none")])
+    assert main() == 2
+    assert "none: got no rank_*.csv" in capsys.readouterr().err
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    with (
+        pytest.warns(UserWarning, match="got no row"),
+        pytest.raises(ValueError, match=r"got no run to draw:\n.*expected rank_\*\.csv of a run"),
+    ):
+        draw_run(tmp_path)
+    bare = pd.DataFrame({"epoch": [1], "step": [1], "time_seconds": [1.0]} | dict.fromkeys(("loss", "own_steps"), None))
+    bare.assign(bytes_sent=1.0, consensus_distance=None).to_csv(tmp_path / "rank_0000.csv", index=False)
+    with pytest.raises(ValueError, match=r"without a single value of averaged_test_accuracy_percent, .*begun"):
+        draw_run(tmp_path)
+
+
+def test_zoom_shows_what_it_is_told_and_says_what_it_hides() -> None:
+    axis = Figure().subplots()
+    axis.plot([1, 2, 3], [9.0, 1.2, 1.0])
+    assert zoom(axis, pd.Series([1.2, 1.0, float("inf")]))
+    low, high = axis.get_ylim()
+    assert 0.9 < low < 1.0
+    assert 1.2 < high < 1.3
+    assert not zoom(axis, pd.Series([1.0, 9.0]))
+    assert not zoom(axis, pd.Series([1.0]))
+
+
+def test_lines_are_told_apart_without_colour_and_settings_are_put_back() -> None:
+    looks = [style.line_style(index, 5) for index in range(28)]
+    assert len({(look["color"], str(look["linestyle"])) for look in looks}) == 28
+    for kind, count in (("color", 7), ("marker", 9), ("linestyle", 4)):
+        assert len({str(look[kind]) for look in looks}) == count
+    before = mpl.rcParams["font.size"]
+    with style.styled():
+        sizes = [mpl.rcParams[name] for name in ("font.size", "xtick.labelsize", "legend.fontsize", "axes.labelsize")]
+    assert min(sizes) >= 7
+    assert mpl.rcParams["font.size"] == before
+
+
+def test_many_points_have_few_markers() -> None:
+    first, step = style.line_style(3, 1000)["markevery"]
+    assert len(range(first, 1000, step)) <= style.MAX_MARKERS
+
+
+def test_legends_are_as_wide_as_the_figure() -> None:
+    assert style.legend_columns(["sgp"] * 3, style.COLUMN) == 3
+    assert style.legend_columns(["wagma-group-4"] * 5, style.COLUMN) == 2
+    assert style.legend_columns(["x" * 200], style.COLUMN) == 1
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_equal_data_make_equal_files(ending: str, tmp_path: Path) -> None:
+    contents = []
+    for name in ("a", "b"):
+        with style.styled():
+            figure = style.new_figure()
+            axis = figure.subplots()
+            axis.plot([1, 2], [3, 4], label="x")
+            contents.append(style.save(figure, tmp_path / f"{name}.{ending}").read_bytes())
+    assert contents[0] == contents[1]

@@ -1,0 +1,274 @@
+"""Topology drawings and spectra: what they show is what the library mixes, and what closed forms say."""
+
+from __future__ import annotations
+
+from math import cos, log2, pi
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
+
+import gossip_modules as gm
+from gossip_modules.graph_manager.named_graphs import GRAPHS, named_graph
+from gossip_modules.matcha.__main__ import main as write_plan
+from gossip_modules.wrappers.defaults import choose_bipartite_mixing, choose_mixing
+from train.methods import graphs as train_graphs
+from visualization import spectra, topology
+from visualization.graphs import Rounds, make_mixing, rounds_of_run
+from visualization.spectra import Spectra, measure, rounds_to_consensus
+from visualization.style import styled
+from visualization.topology import Topology, as_text, draw_rounds, links_of, rounds_named
+
+
+def rounds_of(graph: gm.GraphManager) -> Rounds:
+    return Rounds.of(make_mixing(graph), "graph")
+
+
+@pytest.mark.parametrize("n", [4, 6, 8, 16])
+def test_spectral_gaps_are_those_of_closed_forms(n: int) -> None:
+    table = measure(Spectra(("ring", "hypercube", "complete", "npeer-exponential"), (n,)))
+    gaps = dict(zip(table["graph"], table["gap"]))
+    rounds = dict(zip(table["graph"], table["rounds"]))
+    # W = (I + P + P^T) / 3 and (I + P) / 2 for the shift P, whose eigenvalues are the roots of unity.
+    second = max(abs(1 + 2 * cos(2 * pi * k / n)) / 3 for k in range(1, n))
+    assert gaps["ring, all neighbours"] == pytest.approx(1 - second)
+    assert gaps["ring"] == pytest.approx(1 - cos(pi / n))
+    assert gaps["complete, all neighbours"] == 1
+    assert rounds["complete, all neighbours"] == 1
+    if log2(n).is_integer():
+        # Eigenvalues of the hypercube are (1 + d - 2 k) / (1 + d), k = 0..d.
+        assert gaps["hypercube, all neighbours"] == pytest.approx(2 / (1 + log2(n)))
+        for name in ("hypercube", "npeer-exponential"):
+            assert (gaps[name], rounds[name]) == (1, log2(n))
+    else:
+        assert "hypercube" not in gaps
+    # The ring is symmetric: its error is the second eigenvalue to the power of the rounds.
+    expected = np.ceil(np.log(1e-6) / np.log(second))
+    assert rounds["ring, all neighbours"] == expected
+    assert dict(zip(table["graph"], table["messages"]))["ring, all neighbours"] == 2 * expected
+
+
+@pytest.mark.parametrize("name", list(GRAPHS))
+def test_rounds_to_consensus_are_the_first_that_suffice(name: str) -> None:
+    rounds = rounds_of(named_graph(name, 8, peers_per_itr=1))
+    left = np.eye(8)
+    errors: list[float] = []
+    while not errors or errors[-1] > 1e-3:
+        left = (rounds.matrix(len(errors)) - 1 / 8) @ left
+        errors.append(float(np.linalg.norm(left, 2)))
+    assert rounds_to_consensus(rounds, error=1e-3) == len(errors)
+
+
+def test_rounds_that_never_agree_or_never_repeat_are_refused() -> None:
+    with pytest.raises(ValueError, match="whose ranks never agree, expected a spectral gap above 0"):
+        rounds_to_consensus(Rounds("alone", 4, 1, lambda t: np.eye(4)), error=0.1)
+    matcha = gm.MatchaGraph(gm.select_graph(5), budget=0.5)
+    with pytest.raises(ValueError, match="without a period, expected rounds that repeat"):
+        rounds_to_consensus(rounds_of(matcha), error=0.1)
+
+
+def test_spectra_are_drawn(tmp_path: Path, figures: list[Figure], capsys: pytest.CaptureFixture[str]) -> None:
+    options = Spectra(("ring", "hypercube"), (4, 6, 8), out_dir=tmp_path / "out", format="svg")
+    assert spectra.main(options) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"spectra.svg", "spectra.csv"}
+    axes = figures[0].axes
+    assert [axis.get_xlabel() for axis in axes] == ["ranks (powers of two)"] * 3 + ["ranks (others)"] * 3
+    for axis in axes:
+        assert (axis.get_xscale(), axis.get_yscale()) == ("log", "log")
+    ring = next(line for line in axes[0].get_lines() if line.get_label() == "ring")
+    np.testing.assert_allclose(np.asarray(ring.get_xydata()), [[n, 1 - cos(pi / n)] for n in (4, 8)])
+    assert spectra.main(Spectra(("hypercube",), (6,), out_dir=tmp_path)) == 1
+    assert "got no graph of hypercube" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graphs": ("star",)}, r"got graphs=\['star'\], expected some of exponential"),
+        ({"sizes": (1,)}, r"got sizes=\(1,\) and error=1e-06, expected n >= 2"),
+        ({"error": 2.0}, "error=2.0, expected n >= 2 and 0 < error < 1"),
+    ],
+)
+def test_spectra_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Spectra(**options)
+
+
+def test_links_of_equal_weight_both_ways_are_one() -> None:
+    matrix = np.array([[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.0, 0.5, 0.5]])
+    assert {(frozenset((link.sender, link.receiver)), link.weight, link.is_mutual) for link in links_of(matrix)} == {
+        (frozenset((0, 1)), 0.25, True),
+        (frozenset((0, 2)), 0.25, False),
+        (frozenset((1, 2)), 0.5, False),
+    }
+    directed = {(link.sender, link.receiver) for link in links_of(matrix) if not link.is_mutual}
+    assert directed == {(2, 0), (1, 2)}
+
+
+def test_weights_are_fractions_where_they_are() -> None:
+    assert [as_text(weight) for weight in (1 / 3, 0.5, 1.0, -0.25, 0.2929)] == ["1/3", "1/2", "1", "-1/4", "0.293"]
+
+
+def arrows(figure: Figure) -> list[list[FancyArrowPatch]]:
+    return [[patch for patch in axis.patches if isinstance(patch, FancyArrowPatch)] for axis in figure.axes]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "num_links", "heads", "title"),
+    [
+        ("ring", 8, [8], False, "ring, 2 peers per round, 8 ranks: every round"),
+        ("hypercube", 8, [12], False, "hypercube, 3 peers per round, 8 ranks: every round"),
+        ("linear", 5, [5] * 4, True, "linear, 1 peer per round, 5 ranks: a period of 4 rounds"),
+        (
+            "bipartite-complete",
+            6,
+            [3] * 4,
+            False,
+            "bipartite-complete, 1 peer per round, 6 ranks: a period of 4 rounds",
+        ),
+        ("matcha0", 8, [12], False, "matcha0, 5 peers per round, 8 ranks: every round"),
+    ],
+)
+def test_rounds_are_drawn_with_their_links_and_weights(
+    name: str, n: int, num_links: list[int], heads: bool, title: str
+) -> None:
+    with styled():
+        figure = draw_rounds(rounds_named(name, Topology(name, n)))
+    drawn = arrows(figure)
+    assert [len(each) for each in drawn if each] == num_links
+    assert {type(patch.get_arrowstyle()).__name__ == "CurveFilledB" for each in drawn for patch in each} == {heads}
+    assert figure.get_suptitle() == title
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    rounds = rounds_named(name, Topology(name, n))
+    weights = {as_text(link.weight) for t in range(len(num_links)) for link in links_of(rounds.matrix(t))}
+    assert {text.removeprefix("weight ") for text in texts if text.startswith("weight")} == weights
+    for axis in figure.axes[: len(num_links)]:
+        assert {str(rank) for rank in range(n)} <= {text.get_text() for text in axis.texts}
+
+
+def test_own_weights_are_written_where_they_differ() -> None:
+    with styled():
+        figure = draw_rounds(rounds_named("matcha0", Topology("matcha0", 8)))
+    matrix = make_mixing(named_graph("matcha0", 8)).matrix(0)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert sorted(texts) == sorted([*map(str, range(8)), *(as_text(float(matrix[i, i])) for i in range(8))])
+    assert "own weight" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_many_weights_share_looks_and_long_periods_are_cut() -> None:
+    weights = np.random.default_rng(0).uniform(0, 0.05, (9, 9))
+    many = Rounds("many", 9, 100, lambda t: weights)
+    with styled():
+        figure = draw_rounds(many, max_rounds=2)
+    assert figure.get_suptitle() == "many, 9 ranks: 2 of the 100 rounds of a period"
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len([text for text in texts if text.startswith("weight up to")]) == topology.MAX_WEIGHTS
+    assert [len(each) for each in arrows(figure)] == [72, 72]
+
+
+def test_the_command_draws_every_graph_of_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert topology.main(Topology("all", 5, rounds=1, out_dir=tmp_path / "out")) == 0
+    said = capsys.readouterr().out
+    drawn = {path.name for path in (tmp_path / "out").iterdir()}
+    assert drawn == {
+        f"topology_{name}_5.png"
+        for name in ("exponential", "npeer-exponential", "linear", "bipartite-complete", "ring", "complete")
+    }
+    assert "not drawn: hypercube: HypercubeGraph: got world_size=5, expected a power of two" in said
+    assert "not drawn: matcha0: got graph='matcha0' for 5 nodes, expected the 8 nodes that it has" in said
+    assert topology.main(Topology("hypercube", 5, out_dir=tmp_path / "out")) == 1
+    assert "expected a power of two" in capsys.readouterr().err
+
+
+def test_matcha_is_drawn_by_its_first_rounds(tmp_path: Path, figures: list[Figure]) -> None:
+    assert topology.main(Topology("ring", 4, budget=0.5, rounds=3, out_dir=tmp_path)) == 0
+    assert figures[0].get_suptitle() == "MATCHA on ring, budget 0.5, 4 ranks: the first 3 rounds"
+    with pytest.raises(ValueError, match="expected an undirected graph that never changes"):
+        rounds_named("linear", Topology("linear", 4, budget=0.5))
+
+
+def test_topology_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="got graph='star', expected all or one of exponential"):
+        Topology("star")
+    with pytest.raises(ValueError, match="got num_nodes=1 and rounds=8"):
+        Topology(num_nodes=1)
+    with pytest.raises(ValueError, match="got graph='star', expected one of exponential"):
+        named_graph("star", 4)
+
+
+OPTIONS = {"graph": "auto", "peers_per_itr": "1", "nprocs_per_node": 1, "budget": 0.5, "seed": 3, "group_size": 0}
+
+
+def assert_equal_rounds(rounds: Rounds | str, mixing: gm.MixingManager, num_rounds: int) -> None:
+    assert isinstance(rounds, Rounds)
+    assert (rounds.num_ranks, rounds.period) == (mixing.graph.world_size, mixing.period)
+    for t in range(num_rounds):
+        np.testing.assert_array_equal(rounds.matrix(t), mixing.matrix(t))
+
+
+@pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.parametrize(("name", "peers"), [("auto", "1"), ("auto", "2:1,0:2"), ("ring", "1"), ("complete", "1")])
+@pytest.mark.parametrize("recipe", ["sgp", "osgp", "dpsgd"])
+def test_the_graph_of_a_run_is_the_one_that_it_trains_on(recipe: str, name: str, peers: str, n: int) -> None:
+    push_sum, num_peers = recipe != "dpsgd", 1 if peers == "1" or n == 2 else 2
+    if n == 2:
+        peers = "1"
+    graph = train_graphs.make_graph(name, num_nodes=n, peers_per_itr=num_peers, push_sum=push_sum)
+    trained = choose_mixing(graph, None, push_sum=push_sum, world_size=n)
+    rounds = rounds_of_run({**OPTIONS, "recipe": recipe, "graph": name, "peers_per_itr": peers}, n)
+    assert_equal_rounds(rounds, trained, trained.period)
+
+
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_the_graph_of_a_run_of_ad_psgd(n: int) -> None:
+    trained = choose_bipartite_mixing(None, None, world_size=n)
+    assert_equal_rounds(rounds_of_run({**OPTIONS, "recipe": "adpsgd"}, n), trained, trained.period)
+
+
+@pytest.mark.parametrize(("name", "n"), [("auto", 6), ("torus", 6), ("matcha0", 8)])
+def test_the_graph_of_a_run_that_takes_all_neighbours(name: str, n: int) -> None:
+    options = {**OPTIONS, "graph": name}
+    graph = train_graphs.make_static_graph(name, num_nodes=n)
+    trained = choose_mixing(graph, None, push_sum=False, world_size=n)
+    assert_equal_rounds(rounds_of_run({**options, "recipe": "choco"}, n), trained, 1)
+    matcha = gm.MatchaGraph(train_graphs.base_graph(name, num_nodes=n), budget=0.5, seed=3)
+    assert_equal_rounds(rounds_of_run({**options, "recipe": "matcha"}, n), gm.LaplacianMixing(matcha), 20)
+
+
+def test_the_graph_of_a_run_by_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(["--graph", "0", "--budget", "0.3", "--num-budgets", "0", "--output", str(path)])
+    planned = gm.LaplacianMixing(gm.MatchaGraph.from_plan(path, seed=3))
+    assert_equal_rounds(rounds_of_run({**OPTIONS, "recipe": "matcha", "plan": str(path)}, 8), planned, 20)
+
+
+@pytest.mark.parametrize(("n", "group_size"), [(8, 0), (8, 2), (6, 2), (7, 4), (4, 1)])
+def test_groups_average_and_come_around(n: int, group_size: int) -> None:
+    rounds = rounds_of_run({**OPTIONS, "recipe": "wagma", "group_size": group_size, "sync_period": 10}, n)
+    assert isinstance(rounds, Rounds)
+    assert rounds.title.endswith(", all ranks every 10 rounds")
+    groups = gm.ButterflyGroups(n, group_size=group_size or None)
+    for t in range(3 * rounds.period):
+        matrix = rounds.matrix(t)
+        np.testing.assert_allclose(matrix.sum(0), 1)
+        np.testing.assert_array_equal(matrix, rounds.matrix(t + rounds.period))
+        assert tuple(np.flatnonzero(matrix[1])) == groups.members(1, t)
+
+
+def test_nodes_gossip_not_processes() -> None:
+    rounds = rounds_of_run({**OPTIONS, "recipe": "sgp", "nprocs_per_node": 2}, 8)
+    assert isinstance(rounds, Rounds)
+    assert rounds.num_ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "n", "reason"),
+    [("ar", 4, "there is no graph"), ("dpwa", 4, "a random live peer"), ("sgp", 1, "A single node has no peers")],
+)
+def test_runs_without_a_graph_say_so(recipe: str, n: int, reason: str) -> None:
+    said = rounds_of_run({**OPTIONS, "recipe": recipe}, n)
+    assert isinstance(said, str)
+    assert reason in said

@@ -1,0 +1,1 @@
+"""Data and methods of the consensus experiment, train/consensus.py."""

@@ -1,0 +1,1 @@
+"""Training methods by name, as the command line knows them."""

@@ -1,0 +1,1 @@
+"""One run: the training loop, its state, checkpoints, logs and report."""

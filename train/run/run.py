@@ -1,0 +1,273 @@
+"""Run: a training run of any task by any recipe, from the model to the report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import gossip_modules as gm
+from train.job.errors import usage_errors
+from train.job.outputs import EXPORT, clear_outputs
+from train.job.preemption import EXIT_CODE, StopRequest
+from train.job.world import World, start_world
+from train.methods.recipes import RECIPES
+from train.run.checkpoint import Checkpoints
+from train.run.evaluate import Validation, validate
+from train.run.export import export_model
+from train.run.log import EpochRow, RunLog
+from train.run.meters import Meters
+from train.run.report import RankResult, write_report
+from train.run.run_folder import CHECKPOINTS, require_own_folder
+from train.run.state import TrainingState
+from train.run_config import RunConfig
+from train.tasks.base import MicroBatch, Task
+from train.tasks.images.models import fingerprint
+from train.tasks.images.optim import set_learning_rate
+
+
+class Run:
+    """One training run, from the model to the picture of its curves.
+
+    Args:
+        task: what is learnt.
+        config: how, with everything resolved.
+        world: by whom.
+        stop: a request to stop early.
+    """
+
+    def __init__(self, task: Task, config: RunConfig, world: World, stop: StopRequest) -> None:
+        self.task, self.config, self.world, self.stop = task, config, world, stop
+        self.folder = config.run_dir
+        world.on_every_rank(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+
+        torch.manual_seed(config.seed)
+        module = task.precision.prepare_module(task.make_model())
+        # From here on ranks differ: dropout must not fall on the same units everywhere.
+        torch.manual_seed(config.seed * world.size + world.rank)
+        if config.compile != "none":
+            module.compile(backend=config.compile)
+        self.wrapper = RECIPES[config.recipe].wrap(module, config, world, task)
+        self.meters = Meters(world.device)
+        self.state = TrainingState(
+            self.wrapper, task.make_optimizer(module), task.precision.make_scaler(), self.meters, world.device
+        )
+        self.pace = RECIPES[config.recipe].make_pace(self.state, config, world, stop)
+        self.last_saved_step = -1
+        self.checkpoints = Checkpoints(
+            self.folder / CHECKPOINTS,
+            world,
+            {
+                "world_size": world.size,
+                "model_fingerprint": fingerprint(module),
+                "steps_per_epoch": task.steps_per_epoch,
+                **config.identity,
+                **task.identity,
+            },
+            settings=config.settings,
+            keep_last=config.keep_last,
+        )
+        self.resume()
+        self.batches = task.train_stream(self.state.step)
+        self.log = RunLog(self.folder, rank=world.rank, step=self.position)
+
+    @property
+    def position(self) -> int:
+        """Optimizer steps per rank that the run has taken; see [Note: Position]."""
+        return self.pace.position
+
+    def train(self) -> int:
+        """Train, report and return the exit code of the process."""
+        config, world = self.config, self.world
+        self.log.print(
+            f"{RECIPES[config.recipe].title}: {self.task.description}, {world.size} ranks, {world.device.type}, "
+            f"{world.backend}, {self.task.steps_per_epoch} steps per epoch, from step {self.position}"
+        )
+        validation: Validation | None = None
+        self.wrapper.train()
+        for epoch in range(self.position // self.task.steps_per_epoch, config.epochs):
+            if not self.train_epoch(epoch):
+                self.log.print(f"told to stop: checkpoint of step {self.position} written; go on with --resume auto")
+                return EXIT_CODE
+            is_last = epoch + 1 == config.epochs
+            validation = self.validate() if is_last or (epoch + 1) % config.validate_every == 0 else None
+            stats, last_rate = self.wrapper.comm_stats(), self.task.learning_rate(self.position - 1)
+            row = EpochRow.of(epoch + 1, self.position, self.state.step, last_rate, self.meters, stats, validation)
+            self.log.epoch(row)
+            self.meters.start_epoch()
+            is_due = config.checkpoint_every > 0 and (epoch + 1) % config.checkpoint_every == 0
+            is_due |= config.checkpoint_every_steps > 0 and self.position % config.checkpoint_every_steps == 0
+            if is_due or (is_last and config.checkpoint_every_steps + config.checkpoint_every > 0):
+                self.save(self.task.selection(validation.averaged) if validation else None)
+        self.report(validation or self.validate())
+        return 0
+
+    def train_epoch(self, epoch: int) -> bool:
+        """Train to the end of `epoch`; False: told to stop before, with a checkpoint written."""
+        num_steps, every = self.task.steps_per_epoch, self.config.checkpoint_every_steps
+        first, end = epoch * num_steps, (epoch + 1) * num_steps
+        with self.log.progress(epoch, first_step=self.position - first, num_steps=num_steps) as bar:
+            while self.position < end:
+                next_checkpoint = (self.position // every + 1) * every if every else end
+                is_told_to_stop = self.train_until(min(next_checkpoint, end), bar)
+                self.world.on_every_rank(lambda: self.meters.require_finite(self.position))
+                if self.position < end:
+                    self.save()
+                    if is_told_to_stop:
+                        return False
+        return True
+
+    def train_until(self, boundary: int, bar: tqdm[int]) -> bool:
+        """Collective: train until the run is at `boundary` or all are told to stop; returns whether they are.
+
+        Then all ranks have met between two steps: all that was learned is in their states, and nothing is half done.
+        """
+        start = time.perf_counter()
+        meeting = self.pace.meet(is_told_to_stop=self.take_steps(boundary, bar))
+        if meeting.is_told_to_stop:
+            self.take_steps(meeting.position, bar, heeds_stop=False)  # where some ranks are already
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()  # so that the seconds are those of the work and not of its queueing
+        self.meters.train_seconds += time.perf_counter() - start
+        return meeting.is_told_to_stop
+
+    def take_steps(self, boundary: int, bar: tqdm[int], *, heeds_stop: bool = True) -> bool:
+        """Take this rank's steps before `boundary`; returns whether it was told to stop before."""
+        first = (boundary - 1) // self.task.steps_per_epoch * self.task.steps_per_epoch  # of the epoch
+        while (position := self.pace.claim(boundary)) is not None:
+            if heeds_stop and self.pace.should_stop():
+                return True
+            waiting = time.perf_counter()
+            batch = next(self.batches)
+            self.meters.data_seconds += time.perf_counter() - waiting
+            self.train_step(batch, learning_rate=self.task.learning_rate(position))
+            bar.update(self.position - first - bar.n)
+            if self.state.step % self.config.log_every == 0:
+                if not self.meters.is_finite:
+                    self.stop.request()  # not alone: all ranks end where they meet
+                self.log.point(self.position, loss=self.meters.loss, learning_rate=self.task.learning_rate(position))
+                bar.set_postfix(loss=f"{self.meters.loss:.3f}")
+        return False
+
+    def train_step(self, batch: Sequence[MicroBatch], *, learning_rate: float) -> None:
+        """One optimizer step, its gradient a mean over all items of `batch`; only the last part of it gossips.
+
+        AllReduce reduces gradients there.
+        """
+        num_items = sum(part.num_items for part in batch)
+        mean_loss, num_correct = torch.zeros((), device=self.world.device), torch.zeros((), device=self.world.device)
+        set_learning_rate(self.state.optimizer, learning_rate)
+        for part in batch:
+            with nullcontext() if part is batch[-1] else self.wrapper.no_sync():
+                inputs, targets = self.task.on_device(part)
+                with self.task.precision.autocast():
+                    outputs = self.wrapper(*inputs)
+                    loss = self.task.loss(outputs, targets) * (part.num_items / num_items)
+                self.state.scaler.scale(loss).backward()
+            mean_loss += loss.detach()
+            num_correct += self.task.num_correct(outputs.detach(), targets)
+        self.meters.update(mean_loss, num_correct, num_items)
+        if self.config.weighs_losses and isinstance(self.wrapper, gm.PairwiseDataParallel):
+            self.wrapper.report_loss(mean_loss.item())
+        self.state.scaler.step(self.state.optimizer)
+        self.state.scaler.update()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.step += 1
+
+    def validate(self) -> Validation:
+        """Collective: metrics of this rank's model and of the averaged one."""
+        return validate(self.wrapper, self.task)
+
+    def save(self, score: float | None = None) -> None:
+        """Collective: write a checkpoint of the current position, unless there is one."""
+        if self.position == self.last_saved_step:
+            return
+        self.wrapper.settle()
+        self.checkpoints.save(self.position, self.state.state_dict(), score=score)
+        self.last_saved_step = self.position
+
+    def resume(self) -> None:
+        """Collective: go on from the checkpoint that --resume names, if any; clear away what another run left."""
+        config, path = self.config, None
+        require_own_folder(self.folder, self.world, resume=config.resume, overwrite=config.overwrite)
+        if paths := self.checkpoints.choose(config.resume, overwrite=config.overwrite):
+            path, state = self.checkpoints.load(paths, keys=TrainingState.KEYS)
+            self.world.on_every_rank(lambda: self.state.load_state_dict(state))
+        if config.overwrite:
+            self.checkpoints.clear()
+        self.pace.meet(is_told_to_stop=False)
+        if path is not None:
+            self.checkpoints.set_aside_after(self.position)
+        if path is None or path.parent.resolve() != self.checkpoints.folder.resolve():
+            clear_outputs(self.folder, self.world)
+        else:
+            self.last_saved_step = self.position
+
+    def report(self, validation: Validation) -> None:
+        """Collective: export the averaged model; on rank 0 write and print the results."""
+        result = RankResult.of(validation, self.state.step, self.meters, self.wrapper.comm_stats())
+        results = [RankResult(**values) for values in self.world.gather(asdict(result))]
+        with self.wrapper.averaged():
+            if self.world.rank == 0:
+                metadata = {**self.task.metadata, "recipe": self.config.recipe}
+                export_model(self.wrapper.module, self.folder / EXPORT, metadata=metadata)
+            self.task.finish(self.wrapper.module)
+        if self.world.rank == 0:
+            write_report(self.folder, self.config, self.task.score, validation, results)
+
+    def finish(self) -> None:
+        """Collective, before `close`: leave no message on its way, and come to say goodbye together."""
+        self.pace.drain()
+        self.world.barrier()
+
+    def close(self) -> None:
+        """End threads, loader processes and files; idempotent."""
+        self.log.close()
+        self.wrapper.close()
+        self.task.close()
+
+
+def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
+    """Run `config` in this process, one rank of a job or alone, and return its exit code.
+
+    Args:
+        config: of the run.
+        make_task: makes what is learnt, given (config, world).
+
+    Raises:
+        UsageError: the run cannot be as `config` says, or all ranks agree that it must end.
+    """
+    torch.set_num_threads(config.num_threads)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+    with usage_errors():
+        world = start_world(config)
+    try:
+        with usage_errors():
+            # Before the data are read, which may take minutes.
+            require_own_folder(config.run_dir, world, resume=config.resume, overwrite=config.overwrite)
+            world.on_every_rank(lambda: config.resolved(world) and None)  # machines may differ
+            config = config.resolved(world)
+            task = make_task(config, world)
+        try:
+            with usage_errors():
+                # Never closed: the handlers are to outlive this function, see StopRequest.
+                training = Run(task, config, world, StopRequest())
+            try:
+                exit_code = training.train()
+                training.finish()
+                return exit_code
+            finally:
+                training.close()
+        finally:
+            task.close()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""What is trained: data, model, optimizer and scores."""

@@ -1,0 +1,217 @@
+"""Data: one training shard per rank and the test set; a batch is a pure function of (seed, epoch, rank, step).
+
+So a resumed run sees exactly the images that an uninterrupted one would have seen, without a loader state to save, and
+whatever the number of loader processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from train.tasks.images.images import BatchKey, Images, TensorImages
+from train.tasks.images.loader import Batches
+from train.tasks.images.shards import dirichlet_shards, iid_shards
+
+if TYPE_CHECKING:
+    from train.tasks.images.config import Config
+
+TEST_FRACTION_DIGITS = 0.2
+# First word of every seed, next to SHARD_STREAM, so that order and augmentation draw from unrelated streams.
+ORDER_STREAM, AUGMENTATION_STREAM = 2, 3
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@dataclass(frozen=True)
+class Data:
+    """A training set with one shard per rank, and a test set that every rank can read.
+
+    Args:
+        train: training images.
+        test: test images.
+        shard: indices of this rank's training images, int64; shards are disjoint and of equal length.
+        rank: rank of this process.
+        world_size: number of ranks.
+        batch_size: images per rank and optimizer step.
+        seed: the same on every rank.
+        num_workers: loader processes of a stream of batches.
+        timeout_seconds: longest wait for one of them.
+    """
+
+    train: Images
+    test: Images
+    shard: np.ndarray
+    rank: int
+    world_size: int
+    batch_size: int
+    seed: int
+    num_workers: int = 0
+    timeout_seconds: float = 300.0
+    _open: WeakSet[Batches] = field(default_factory=WeakSet, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"got a batch of {self.batch_size} images, expected at most the {len(self.shard)} of a rank's shard; "
+                "lower --batch-size or use fewer ranks"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches in the shard of a rank; the images left over change from epoch to epoch."""
+        return len(self.shard) // self.batch_size
+
+    def train_keys(self, first_step: int) -> Iterator[BatchKey]:
+        """Which images the batches of all epochs hold, without end, from this rank's own step `first_step` on."""
+        epoch, first = divmod(first_step, self.steps_per_epoch)
+        while True:
+            order = np.random.default_rng([ORDER_STREAM, self.seed, epoch, self.rank]).permutation(self.shard)
+            for step in range(first, self.steps_per_epoch):
+                yield BatchKey(
+                    order[step * self.batch_size : (step + 1) * self.batch_size],
+                    seed=_seed_of(AUGMENTATION_STREAM, self.seed, epoch, self.rank, step),
+                )
+            epoch, first = epoch + 1, 0
+
+    def train_stream(self, first_step: int) -> Batches:
+        """The batches of `train_keys`: images [B, C, H, W] and labels [B]."""
+        return self._read(self.train, self.train_keys(first_step))
+
+    def test_batches(self, *, sharded: bool) -> Batches:
+        """All test images, or with `sharded` every world_size-th one from `rank` on."""
+        indices = np.arange(self.rank if sharded else 0, len(self.test), self.world_size if sharded else 1)
+        size = max(self.batch_size, 128)
+        return self._read(self.test, [BatchKey(indices[i : i + size], seed=None) for i in range(0, len(indices), size)])
+
+    def close(self) -> None:
+        """End the loader processes of all streams; idempotent."""
+        for batches in tuple(self._open):
+            batches.close()
+
+    def _read(self, images: Images, keys: Iterable[BatchKey]) -> Batches:
+        batches = Batches(images, keys, num_workers=self.num_workers, timeout_seconds=self.timeout_seconds)
+        self._open.add(batches)
+        return batches
+
+
+def _seed_of(*parts: int) -> int:
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def load_data(config: Config, *, rank: int, world_size: int) -> Data:
+    """The data of `config` as seen by `rank`.
+
+    Raises:
+        ValueError: the files are not there, or a shard is smaller than a batch.
+    """
+    train, test = DATASETS[config.dataset](config)
+    if config.dirichlet_alpha > 0:
+        shards = dirichlet_shards(train.labels, world_size, alpha=config.dirichlet_alpha, seed=config.seed)
+    else:
+        shards = iid_shards(len(train), world_size, seed=config.seed)
+    return Data(
+        train,
+        test,
+        shards[rank],
+        rank=rank,
+        world_size=world_size,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        num_workers=config.num_workers,
+        timeout_seconds=config.timeout_seconds,
+    )
+
+
+def _digits(config: Config) -> tuple[Images, Images]:
+    """1797 handwritten digits of 8x8 pixels from scikit-learn; always the same fifth of each class is the test set."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels.reshape(-1, 1, 8, 8).astype(np.float32)) / 16
+    images = (images - 0.3053) / 0.3761
+    labels = labels.astype(np.int64)
+    generator = np.random.default_rng(0)
+    test_indices = np.sort(
+        np.concatenate(
+            [
+                generator.permutation(members)[: round(len(members) * TEST_FRACTION_DIGITS)]
+                for members in (np.flatnonzero(labels == label) for label in range(10))
+            ]
+        )
+    )
+    train_indices = np.setdiff1d(np.arange(len(labels)), test_indices)
+    return (
+        TensorImages(images[train_indices], labels[train_indices], num_classes=10),
+        TensorImages(images[test_indices], labels[test_indices], num_classes=10),
+    )
+
+
+def _cifar10(config: Config) -> tuple[Images, Images]:
+    """CIFAR-10 through torchvision, held in memory; shifts of up to four pixels and mirroring."""
+    from torchvision.datasets import CIFAR10
+
+    splits: list[TensorImages] = []
+    for is_train in (True, False):
+        try:
+            raw = CIFAR10(config.data_dir, train=is_train, download=config.download)
+        except RuntimeError as error:
+            raise ValueError(
+                f"got no CIFAR-10 in {config.data_dir!r} ({error}), expected cifar-10-batches-py/ there; pass "
+                "--download, or --data-dir with the folder that has it"
+            ) from error
+        images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).float() / 255
+        images = (images - _per_channel(CIFAR10_MEAN)) / _per_channel(CIFAR10_STD)
+        labels = np.asarray(raw.targets, dtype=np.int64)
+        splits.append(
+            TensorImages(images, labels, num_classes=10, max_shift=4 if is_train else 0, flip=is_train),
+        )
+    return splits[0], splits[1]
+
+
+def _per_channel(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values)[None, :, None, None]
+
+
+def _image_folder(config: Config) -> tuple[Images, Images]:
+    """A tree with train/<class>/ and val/<class>/ or test/<class>/: ImageNet, or small images."""
+    from torchvision.datasets import ImageFolder
+
+    from train.tasks.images.folder_images import CroppedImages, ShiftedImages
+
+    root = Path(config.data_dir)
+    held_out = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    if held_out is None or not (root / "train").is_dir():
+        raise ValueError(
+            f"got {config.data_dir!r} ({_contents(root)}), expected train/ and val/ or test/ with a folder per class "
+            "in it; point --data-dir there"
+        )
+    train, test = ImageFolder(root / "train"), ImageFolder(held_out)
+    if train.classes != test.classes:
+        raise ValueError(
+            f"got other classes in {held_out} than in {root / 'train'} (only in one: "
+            f"{sorted(set(train.classes) ^ set(test.classes))[:5]}), expected the same folders; complete them"
+        )
+    size = config.image_size or (224 if config.model == "resnet50" else 32)
+    kind = CroppedImages if size > 64 else ShiftedImages
+    return kind(train, size=size), kind(test, size=size)
+
+
+def _contents(folder: Path) -> str:
+    if not folder.is_dir():
+        return "no such folder"
+    names = sorted(path.name for path in folder.iterdir())
+    return f"with {', '.join(names[:5])}{f' and {len(names) - 5} more' if names[5:] else ''}" if names else "empty"
+
+
+DATASETS: Mapping[str, Callable[[Config], tuple[Images, Images]]] = {
+    "digits": _digits,
+    "cifar10": _cifar10,
+    "imagefolder": _image_folder,
+}

@@ -1,0 +1,149 @@
+"""TranslationConfig: every choice of a translation run, one frozen dataclass, filled from the command line by tyro."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from train.job.outputs import TOKENIZER
+from train.run_config import RunConfig
+from train.tasks.translation.tokenization import SMALLEST_VOCABULARY
+from train.tasks.translation.transformer import SIZES
+
+# Assran et al., ICML 2019, arXiv 1811.10792, section 6.2, which trains as Ott et al., WMT 2018, arXiv 1806.00187.
+_WMT16 = {
+    "data_dir": "data/wmt16_en_de",
+    "train_prefix": "train.tok.clean.bpe.32000",
+    "validation_prefix": "newstest2013.tok.bpe.32000",
+    "test_prefix": "newstest2014.tok.bpe.32000",
+    "subword_joiner": "@@ ",
+    "bleu_tokenizer": "none",
+    "vocabulary_size": 32_768,
+    "max_tokens": 3500,
+    "max_length": 256,
+    "lr": 5e-4,
+    "warmup_steps": 4000,
+    "label_smoothing": 0.1,
+    "beam_size": 4,
+    "timeout_seconds": 1800.0,  # rank 0 learns the tokenizer from 4.5 million pairs, which the others wait for
+    "checkpoint_every": 1,
+    "log_every": 100,
+}
+
+
+@dataclass(frozen=True)
+class TranslationConfig(RunConfig):
+    """Train a Transformer to translate by gossip. The defaults learn number words by SGP in under two minutes."""
+
+    source: str = "en"
+    """Language translated from: the end of its files' names, or a code of num2words."""
+    target: str = "de"
+    """Language translated into."""
+    data_dir: str = ""
+    """Folder of <prefix>.<language> files, plain or .gz, one sentence per line; empty: number words, without files."""
+    train_prefix: str = ""
+    """Of the files to learn from; empty: train."""
+    validation_prefix: str = ""
+    """Of the files by which the best checkpoint is chosen; empty: val, valid, validation or dev."""
+    test_prefix: str = ""
+    """Of the files that the averaged model translates; empty: the one set that begins with test."""
+    subword_joiner: str = ""
+    """Taken out of every line; '@@ ' undoes the subwords of files that are cut into them already."""
+    num_numbers: int = 6000
+    """Number words: training pairs."""
+
+    tokenizer: str = ""
+    """tokenizer.json of an earlier run; empty: learnt by rank 0 from the training text."""
+    vocabulary_size: int = 400
+    """Tokens of the tokenizer that is learnt, for both languages; the 256 bytes are among them."""
+    max_length: int = 64
+    """The most tokens of a sentence: longer pairs are not learnt from, and cut in validation and test."""
+    max_tokens: int = 320
+    """Tokens per rank and micro-batch, padding included, of that language which has more."""
+
+    model: str = "tiny"
+    """tiny (2 layers, width 128), small (3, 256), base and big (Vaswani et al.)."""
+    dropout: float = 0.0
+    """Of embeddings and of every sublayer's output."""
+    epochs: int = 6
+    """Passes over the training pairs."""
+    lr: float = 2e-3
+    """Of Adam, at the end of the warm-up; it then falls with the square root of the step."""
+    warmup_steps: int = 60
+    """Optimizer steps of linear warm-up."""
+    validate_every: int = 2
+    """Epochs from one validation to the next; the last epoch is always validated."""
+    label_smoothing: float = 0.1
+    """Share of the target that is spread evenly over all tokens."""
+
+    beam_size: int = 4
+    """Hypotheses that a translation is chosen from; 1: the likeliest token each time."""
+    length_penalty: float = 0.6
+    """A hypothesis of l tokens is as good as its log-likelihood / l^length_penalty; 0: short ones win."""
+    num_validation: int = 0
+    """Validate on so many pairs from the beginning of the set; 0: all."""
+    num_test: int = 0
+    """Translate so many sentences from the beginning of the test set; 0: all."""
+    bleu_tokenizer: str = ""
+    """sacrebleu's: 13a, none (text that is cut into words already), intl, char, ...; empty: 13a for files, char for
+    number words."""
+
+    CHOICES: ClassVar[Mapping[str, Collection[object]]] = {**RunConfig.CHOICES, "model": SIZES}
+    POSITIVE: ClassVar[tuple[str, ...]] = (
+        *RunConfig.POSITIVE,
+        *("num_numbers", "vocabulary_size", "max_length", "max_tokens", "lr", "warmup_steps", "beam_size"),
+    )
+    NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
+        *RunConfig.NOT_NEGATIVE,
+        *("length_penalty", "num_validation", "num_test"),
+    )
+    BELOW_ONE: ClassVar[tuple[str, ...]] = (*RunConfig.BELOW_ONE, "dropout")
+    # The text and its tokens are in the identity of the task, by their hashes: files may move.
+    IDENTITY: ClassVar[tuple[str, ...]] = (
+        *RunConfig.IDENTITY,
+        *("source", "target", "model", "max_tokens", "max_length"),
+    )
+    SETTINGS: ClassVar[tuple[str, ...]] = (*RunConfig.SETTINGS, "lr", "warmup_steps", "dropout")
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "multi30k": {
+            "data_dir": "data/multi30k",
+            "vocabulary_size": 8000,
+            "model": "small",
+            "dropout": 0.1,
+            "max_tokens": 1000,
+            "epochs": 15,
+            "lr": 1e-3,
+            "warmup_steps": 400,
+        },
+        "wmt16-base": {**_WMT16, "model": "base", "dropout": 0.1, "epochs": 30},
+        # The "400k-token batch" on eight nodes; with --accumulation-steps 1 the one of 25k tokens.
+        "wmt16-big": {**_WMT16, "model": "big", "dropout": 0.3, "epochs": 70, "accumulation_steps": 16},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_length > self.max_tokens:
+            raise ValueError(
+                f"got max_length={self.max_length} and max_tokens={self.max_tokens}, expected room for the longest "
+                "sentence in a batch; raise --max-tokens or lower --max-length"
+            )
+        if self.vocabulary_size < SMALLEST_VOCABULARY:
+            raise ValueError(
+                f"got vocabulary_size={self.vocabulary_size}, expected at least {SMALLEST_VOCABULARY}: 256 bytes and "
+                "the marks of padding, start and end"
+            )
+        if self.source == self.target:
+            raise ValueError(f"got source and target {self.source!r}, expected two languages; change one")
+        if self.tokenizer and Path(self.tokenizer).resolve() == (self.run_dir / TOKENIZER).resolve():
+            raise ValueError(
+                f"got tokenizer={self.tokenizer!r} in the folder of this run, which clears what an earlier one left "
+                "there, expected it elsewhere; choose another --out-dir, or copy it"
+            )
+
+    @property
+    def subject(self) -> str:
+        """See `RunConfig`."""
+        data = Path(self.data_dir).resolve().name if self.data_dir else "numbers"
+        return f"{data}_{self.source}_{self.target}"

@@ -1,0 +1,101 @@
+"""CorpusFolder: text to learn from and to be judged by, found by the usual names; or number words, without a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.tasks.translation.number_words import number_words
+from train.tasks.translation.parallel_text import Corpus, TextFiles
+
+if TYPE_CHECKING:
+    from train.tasks.translation.config import TranslationConfig
+
+VALIDATION_PREFIXES = ("val", "valid", "validation", "dev")
+
+
+def load_corpus(config: TranslationConfig) -> Corpus:
+    """The corpus of `config`: files, or number words where it names no folder.
+
+    Raises:
+        ValueError: files are missing, or there is no saying which are meant.
+    """
+    if not config.data_dir:
+        return number_words(config.source, config.target, num_train=config.num_numbers)
+    folder = CorpusFolder(Path(config.data_dir), config.source, config.target, config.subword_joiner)
+    return Corpus(
+        folder.text(folder.choose("train", config.train_prefix, ("train",))),
+        folder.text(folder.choose("validation", config.validation_prefix, VALIDATION_PREFIXES)),
+        folder.text(folder.choose("test", config.test_prefix, tuple(p for p in folder.prefixes if p[:4] == "test"))),
+    )
+
+
+@dataclass(frozen=True)
+class CorpusFolder:
+    """A folder of files <prefix>.<language>, plain or .gz: train.en and train.de, or as Moses' scripts leave them.
+
+    Args:
+        folder: where the files are.
+        source: language translated from, the last part of a file's name.
+        target: language translated into.
+        joiner: see `TextFiles`.
+    """
+
+    folder: Path
+    source: str
+    target: str
+    joiner: str = ""
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Of which there are files in both languages; sorted."""
+        found = [
+            {path.name.removesuffix(".gz").removesuffix(f".{language}") for path in self._files(language)}
+            for language in (self.source, self.target)
+        ]
+        return tuple(sorted(found[0] & found[1]))
+
+    def choose(self, role: str, prefix: str, usual: tuple[str, ...]) -> str:
+        """The prefix of the files for `role`.
+
+        Args:
+            role: train, validation or test.
+            prefix: that was asked for; empty: any of the usual ones.
+            usual: what files for this role are called.
+
+        Raises:
+            ValueError: there are none, or several.
+        """
+        found = [name for name in self.prefixes if name in ((prefix,) if prefix else usual)]
+        if len(found) == 1:
+            return found[0]
+        suffixes = f".{self.source} and .{self.target}, plain or .gz"
+        if found:
+            raise ValueError(
+                f"got {len(found)} {role} sets in {self.folder} ({', '.join(found)}), expected one; say which with "
+                f"--{role}-prefix"
+            )
+        expected = prefix or {"train": "train", "test": "test*"}.get(role, " or ".join(usual))
+        raise ValueError(
+            f"got {self._contents()} in {self.folder}, expected the {role} set {expected} with {suffixes}; point "
+            f"--data-dir there, name it with --{role}-prefix, or choose other languages with --source and --target"
+        )
+
+    def text(self, prefix: str) -> TextFiles:
+        """The two files of `prefix`."""
+        source, target = (
+            next(path for path in self._files(language) if path.name.removesuffix(".gz") == f"{prefix}.{language}")
+            for language in (self.source, self.target)
+        )
+        return TextFiles(source, target, self.joiner)
+
+    def _files(self, language: str) -> list[Path]:
+        return sorted(path for end in (language, f"{language}.gz") for path in self.folder.glob(f"*.{end}"))
+
+    def _contents(self) -> str:
+        if not self.folder.is_dir():
+            return "no such folder"
+        names = sorted(path.name for path in self.folder.iterdir())
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return f"{', '.join(names[:8])}{more}" if names else "no file"
