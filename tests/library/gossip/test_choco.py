@@ -27,7 +27,8 @@ from gossip_modules.gossip.compressed import CompressedGossiper
 from tests.harness.problems import loss_of, net, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.library.gossip.test_compressed import STATIC, bound, rounds_of, vector_of
+from tests.library.gossip.contract import STATIC, bound, vector_of
+from tests.library.gossip.test_compressed import rounds_of
 
 LAYOUT = FlatLayout.of([(torch.float64, [Part((3, 4)), Part((5,))])])
 GRAPHS = ["ring", "star", "path"]

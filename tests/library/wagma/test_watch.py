@@ -22,7 +22,7 @@ from gossip_modules.wagma.watch import Fault, Place, Watch
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import run_processes, start_clock
 from tests.harness.ranks import HangUp, gossip_threads, run_ranks
-from tests.library.wagma.test_engine import Rank
+from tests.library.wagma.workers import Rank
 
 PATIENCE = 10.0
 TIMEOUT = 8.0  # far from what a closed connection takes

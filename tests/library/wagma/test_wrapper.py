@@ -21,7 +21,7 @@ from gossip_modules.wagma.wrapper import GroupAverageDataParallel
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.ranks import gossip_threads, run_ranks, solo_group
 from tests.harness.reference import Matrix, Oracle, flatten
-from tests.library.wagma.test_engine import be_on_time
+from tests.library.wagma.workers import be_on_time
 
 PATIENCE = 10.0
 NUM_STEPS = 7

@@ -21,7 +21,7 @@ from gossip_modules.wrappers.gossip import GossipDataParallel
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
-from tests.library.wrappers.test_gossip import irregular
+from tests.library.wrappers.wrapping import irregular
 
 
 @pytest.fixture(autouse=True)

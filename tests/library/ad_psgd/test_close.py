@@ -1,0 +1,416 @@
+"""AD-PSGD at its end: close(), errors of threads, and peers that die or do not answer."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossip_modules import (
+    BilatGossipDataParallel,
+    DynamicBipartiteCompleteGraph,
+    DynamicBipartiteExponentialGraph,
+    DynamicBipartiteLinearGraph,
+    GossipDataParallel,
+)
+from gossip_modules.flat.vector import FlatVector
+from tests.harness.problems import mlp, sgd, train_step
+from tests.harness.processes import Outcome, run_processes
+from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group
+from tests.harness.reference import flatten
+from tests.library.ad_psgd.pairs import PATIENCE, Gate, Meeting, X, engine_of, is_active, wrap
+
+# The end.
+
+
+def test_close_is_quick_idempotent_and_final() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(group.rank()), group)
+        wrapper(X)
+        for _ in range(2):
+            wrapper.close()
+        values = flatten(wrapper.module)
+        rounds = wrapper.comm_stats()["num_rounds"]
+        wrapper(X)
+        wrapper.eval()
+        wrapper.state_dict()
+        assert wrapper.comm_stats()["num_rounds"] == rounds
+        assert torch.equal(flatten(wrapper.module), values)
+
+    run_ranks(4, body)
+
+
+def test_a_passive_rank_that_closes_early_is_no_error_for_the_others() -> None:
+    has_begun = threading.Barrier(4)
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int]:
+        wrapper = wrap(mlp(group.rank()).double(), group)
+        start = flatten(wrapper.module)
+        wrapper(X.double())
+        has_begun.wait(PATIENCE)
+        deadline = time.monotonic() + PATIENCE
+        while is_active(wrapper) and len(engine_of(wrapper)._gone) < 2:
+            assert time.monotonic() < deadline
+            wrapper(X.double())
+            wrapper.flush()
+        t = engine_of(wrapper).t
+        for _ in range(5 * is_active(wrapper)):
+            wrapper(X.double())
+            wrapper.flush()
+            assert engine_of(wrapper)._asking is None  # nobody is left to ask
+        wrapper.close()
+        return start, flatten(wrapper.module), t
+
+    results = run_ranks(4, body)
+    starts, ends, _ = zip(*results, strict=True)
+    torch.testing.assert_close(sum(starts), sum(ends), rtol=0, atol=1e-13)
+
+
+def test_an_active_rank_that_closes_early_is_no_error_for_the_others() -> None:
+    meeting = Meeting(3)
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        wrapper = wrap(mlp(group.rank()).double(), group, graph=DynamicBipartiteCompleteGraph(3))
+        start = flatten(wrapper.module)
+        for _ in range(5):
+            wrapper(X.double())
+        meeting.wait()
+        if is_active(wrapper):
+            wrapper.close()
+        meeting.wait()
+        for _ in range(5):
+            wrapper(X.double())
+        wrapper.close()
+        return start, flatten(wrapper.module)
+
+    starts, ends = zip(*run_ranks(3, body), strict=True)
+    torch.testing.assert_close(sum(starts), sum(ends), rtol=0, atol=1e-13)
+
+
+def test_an_error_of_the_listener_is_raised_in_training() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(group.rank()), group)
+        if group.rank() == 0:
+
+            def fail(correction: FlatVector, *, alpha: float) -> None:
+                raise MemoryError("no room for a correction")
+
+            engine_of(wrapper).mailbox.deliver = fail  # type: ignore[method-assign]
+            wrapper(X)
+            for thread in engine_of(wrapper)._background._threads:
+                thread.join(PATIENCE)
+                assert not thread.is_alive()
+            for _ in range(2):
+                with pytest.raises(MemoryError, match="no room for a correction"):
+                    wrapper(X)
+            assert not wrapper._engine.is_in_flight
+            assert wrapper.state_dict()  # a last checkpoint
+            with pytest.raises(MemoryError, match="no room for a correction"):
+                wrapper.settle()
+        else:
+            deadline = time.monotonic() + PATIENCE
+            while wrapper.comm_stats()["num_rounds"] < 1:
+                assert time.monotonic() < deadline
+                wrapper(X)
+                wrapper.flush()
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+def test_an_error_of_the_listener_that_nobody_has_seen_is_raised_on_close() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(group.rank()), group)
+        if group.rank() == 0:
+            engine_of(wrapper)._background.fail(MemoryError("no room for a correction"))
+            with pytest.raises(MemoryError, match="no room"):
+                wrapper.close()
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+def test_an_interrupted_flush_loses_nothing() -> None:
+    may_answer = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        wrapper = wrap(mlp(group.rank()).double(), group)
+        start = flatten(wrapper.module)
+        if group.rank() == 0:
+            wrapper(X.double())
+            may_answer.set()
+        else:
+            assert may_answer.wait(PATIENCE)
+            wrapper(X.double())
+            asking = engine_of(wrapper)._asking
+            assert asking is not None
+
+            def interrupt() -> float:
+                del asking.result
+                raise KeyboardInterrupt
+
+            asking.result = interrupt  # type: ignore[assignment, method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                wrapper.flush()
+            assert wrapper._engine.is_in_flight
+        wrapper.settle()
+        wrapper.close()
+        return flatten(wrapper.module) - start
+
+    first, second = run_ranks(2, body)
+    assert first.abs().max() > 0
+    torch.testing.assert_close(first, -second, rtol=0, atol=1e-13)
+
+
+def test_a_passive_rank_that_closes_while_it_answers_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossip_modules.ad_psgd.exchange.GOODBYE_TIMEOUT", timedelta(milliseconds=100))
+    is_answering, is_over = threading.Event(), threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(group.rank()), group)
+        mailbox = engine_of(wrapper).mailbox
+        if group.rank() == 0:
+            snapshot = mailbox.snapshot
+
+            def late(out: FlatVector) -> None:
+                is_answering.set()
+                assert is_over.wait(PATIENCE)
+                snapshot(out)
+
+            mailbox.snapshot = late  # type: ignore[method-assign]
+            wrapper(X)
+            assert is_answering.wait(PATIENCE)
+            with pytest.warns(UserWarning, match="closed while a peer was being answered"):
+                engine_of(wrapper).close()
+            is_over.set()
+        else:
+            while not is_answering.is_set():
+                wrapper(X)
+                is_answering.wait(1e-3)
+            assert is_over.wait(PATIENCE)
+            wrapper.flush()
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+def test_a_wrapper_that_is_lost_leaves_its_peers() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(group.rank()), group)
+        wrapper(X)
+        wrapper.settle()
+        if group.rank() == 0:
+            with pytest.warns(ResourceWarning, match=r"a BilatGossipDataParallel was lost without close\(\)"):
+                del wrapper
+            return
+        deadline = time.monotonic() + PATIENCE
+        while not engine_of(wrapper)._gone:
+            assert time.monotonic() < deadline
+            wrapper(X)
+            wrapper.flush()
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+# Who dies or does not answer is named, by all.
+
+
+def hang_up(wrapper: BilatGossipDataParallel) -> None:
+    """What the others see at the end of a process: all connections of this rank close."""
+    transport = wrapper._transport
+    with pytest.raises(TimeoutError):
+        transport.exchange({}, {1 - transport.rank % 2: [X]}, tag=9).wait(timedelta(milliseconds=1))
+    engine_of(wrapper)._background.close(PATIENCE)
+    with pytest.raises(ConnectionError):
+        wrapper.close()
+
+
+def error_of(call: Callable[[], object]) -> tuple[BaseException, float]:
+    """What it raises in the end, called again and again, and after how many seconds."""
+    start = time.monotonic()
+    while time.monotonic() < start + PATIENCE:
+        try:
+            call()
+        except (ConnectionError, TimeoutError) as error:
+            return error, time.monotonic() - start
+        threading.Event().wait(1e-3)
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("graph", [DynamicBipartiteExponentialGraph, DynamicBipartiteLinearGraph])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("doing", ["training", "settling", "averaging"])
+def test_all_name_a_rank_that_has_died_at_once(
+    victim: int, graph: type[DynamicBipartiteExponentialGraph], doing: str
+) -> None:
+    """Also those who never talk to it, and no other, although all who know end too."""
+    meeting = Meeting(4)
+
+    def body(group: dist.ProcessGroup) -> float:
+        # A collective that is given up stays with its thread until this time is over.
+        wrapper = wrap(mlp(group.rank()), group, graph=graph(4), timeout=timedelta(seconds=10))
+        for _ in range(3):
+            wrapper(X)
+        wrapper.settle()
+        meeting.wait()
+        if group.rank() == victim:
+            hang_up(wrapper)
+            return 0.0
+        calls = {
+            "training": lambda: wrapper(X),
+            "settling": wrapper.settle,
+            "averaging": wrapper.consensus_distance,
+        }
+        error, seconds = error_of(calls[doing])
+        assert isinstance(error, ConnectionError)
+        assert re.match(rf"rank {group.rank()}: rank {victim} has died: ", str(error)), error
+        with pytest.raises(ConnectionError, match=f"rank {victim} has died"):
+            wrapper(X)
+        assert wrapper.state_dict()  # a last checkpoint
+        wrapper.close()
+        return seconds
+
+    assert max(run_ranks(4, body)) < 5.0  # of 10 to wait
+
+
+def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:
+    """Rank 0 has stopped in the middle of an exchange; the others hear of it from rank 1, or 3."""
+    gates: list[Gate] = []
+    meeting, is_over = Meeting(4), Meeting(4)
+    seconds = 1.0
+
+    def body(group: dist.ProcessGroup) -> float:
+        wrapper = wrap(mlp(group.rank()), group, timeout=timedelta(seconds=seconds))
+        wrapper(X)
+        wrapper.settle()
+        if group.rank() == 0:
+            wrapper(X)
+            gates.append(Gate(wrapper))
+        meeting.wait()
+        if group.rank() == 0:
+            is_over.wait()
+            gates[0].opened.set()
+            error, _ = error_of(lambda: wrapper(X))  # its own clock, or what the others say
+            assert re.search(r"^rank 0: (rank [13] has given this rank up|answering .* has not ended)", str(error)), (
+                error
+            )
+            wrapper.close()
+            return 0.0
+
+        def step() -> None:
+            wrapper(X)
+            wrapper.flush()
+
+        error, waited = error_of(step)
+        assert isinstance(error, TimeoutError)
+        assert re.search(
+            r"rank 0 has not ended after|rank 0 has not answered for \d\.\d s: rank \d says so", str(error)
+        ), error
+        is_over.wait()
+        wrapper.close()
+        return waited
+
+    assert max(run_ranks(4, body)) < seconds + 1.0
+
+
+def test_a_copy_does_not_outlive_the_threads() -> None:
+    """After a failure and a close no thread is left, and the wrapper can still be copied."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(group.rank()), group)
+        if group.rank() == 1:
+            hang_up(wrapper)
+            return
+        error_of(lambda: wrapper(X))
+        twin = copy.deepcopy(wrapper)
+        twin(X)
+        wrapper.close()
+
+    run_ranks(2, body)
+    assert_no_gossip_threads()
+
+
+def test_the_state_of_another_engine_is_refused() -> None:
+    other = GossipDataParallel(mlp(), process_group=solo_group())
+    wrapper = wrap(mlp(), solo_group())
+    with pytest.raises(ValueError, match="got the state of a LockstepEngine, expected that of a BilateralEngine"):
+        wrapper.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="got gossip state without a push-sum weight, expected that of a GossipData"):
+        other.load_state_dict(wrapper.state_dict())
+    wrapper.close()
+    other.close()
+
+
+# Processes: a peer that dies or hangs.
+
+NUM_RANKS = 4
+
+
+FIRST_STEPS = 10
+
+
+MISSED_NOBODY = "missed nobody"
+
+
+SECONDS = 2.0
+
+
+def lose_a_peer(rank: int, victim: int, how: int, seconds: float) -> str:
+    """Train; one rank gets a signal when all have met. Returns after so many seconds, unless somebody is missed."""
+    wrapper = BilatGossipDataParallel(mlp(), timeout=timedelta(seconds=SECONDS))
+    optimizer = sgd(wrapper)
+    for step in range(FIRST_STEPS):
+        train_step(wrapper, optimizer, rank, step)
+        wrapper.flush()
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), how)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        train_step(wrapper, optimizer, rank, 0)
+    wrapper.close()
+    return MISSED_NOBODY
+
+
+def outcomes_of(victim: int, how: signal.Signals) -> list[Outcome]:
+    """How the ranks ended; all of them did, by themselves (a stopped one is killed by the helper)."""
+    hung = (victim,) if how is signal.SIGSTOP else ()
+    body_seconds = SECONDS + 1.5 if (victim, how) != (1, signal.SIGSTOP) else 0.5
+    return run_processes(NUM_RANKS, lose_a_peer, victim, int(how), body_seconds, expect_result=False, hung=hung)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_is_named_by_all(victim: int) -> None:
+    outcomes = outcomes_of(victim, signal.SIGKILL)
+    for rank in {*range(NUM_RANKS)} - {victim}:
+        pattern = rf"^ConnectionError: rank {rank}: rank {victim} has died: "
+        assert re.search(pattern, outcomes[rank].error), outcomes[rank]
+        assert outcomes[rank].exit_code == 1
+
+
+@pytest.mark.e2e
+def test_a_passive_rank_that_stops_is_named_by_all() -> None:
+    outcomes = outcomes_of(0, signal.SIGSTOP)
+    for rank in (1, 2, 3):
+        pattern = rf"^TimeoutError: rank {rank}: .*rank 0 has not (ended after|answered for \d\.\d s: rank \d says so)"
+        assert re.search(pattern, outcomes[rank].error), outcomes[rank]
+        assert outcomes[rank].exit_code == 1
+
+
+@pytest.mark.e2e
+def test_an_active_rank_that_stops_between_exchanges_is_missed_by_nobody() -> None:
+    outcomes = outcomes_of(1, signal.SIGSTOP)
+    for rank in (0, 2, 3):
+        assert (outcomes[rank].result, outcomes[rank].exit_code) == (MISSED_NOBODY, 0), outcomes[rank]

@@ -1,0 +1,18 @@
+"""Fixtures of the tests in this folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.ranks import gossip_threads
+
+
+@pytest.fixture
+def workers() -> Iterator[contextlib.ExitStack]:
+    """Closes what is entered, and checks that no thread is left."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+    assert gossip_threads() == []

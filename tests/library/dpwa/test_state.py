@@ -1,0 +1,401 @@
+"""State, beginning and end of a worker of dpwa."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules.dpwa.averager import PairwiseAverager
+from gossip_modules.dpwa.config import PairwiseConfig
+from gossip_modules.dpwa.interpolation import ClockInterpolation, ConstantInterpolation
+from gossip_modules.dpwa.wire.curve_keys import CurveKeys
+from gossip_modules.dpwa.wrapper import PairwiseDataParallel
+from tests.harness.problems import batch, mlp
+from tests.harness.ranks import gossip_threads
+from tests.library.dpwa.workers import (
+    ANY_PORT,
+    REFUSED,
+    averager,
+    distance,
+    filled,
+    introduce,
+    make_keys,
+    num_descriptors,
+    silent_peer,
+    value_of,
+    wait_for,
+    wrap,
+)
+
+# State, beginning and end.
+
+
+def test_a_checkpoint_continues_clock_scores_and_choices(workers: contextlib.ExitStack) -> None:
+    worker = wrap(workers, "a", mlp(1), fetch_probability=0.5, peers={"a": ANY_PORT, "b": REFUSED, "c": REFUSED})
+    for _ in range(9):
+        worker(torch.ones(2, 3))
+        wait_for(lambda: worker._engine._fetcher.is_done)
+    worker.report_loss(0.5)
+    file = io.BytesIO()
+    torch.save(worker.state_dict(), file)
+    file.seek(0)
+    other = wrap(workers, "a", mlp(2), fetch_probability=0.5, peers={"a": ANY_PORT, "b": REFUSED, "c": REFUSED})
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert distance(worker, other) == 0
+    ours, theirs = worker._engine.state_dict(), other._engine.state_dict()
+    assert ours == theirs
+    assert (theirs["clock"], theirs["loss"], theirs["step"]) == (9.0, 0.5, 9)
+    assert theirs["peers"]["records"]["b"]["score"] < 1000
+    with pytest.warns(UserWarning, match="the state dict holds no gossip state"):
+        other.load_state_dict({f"module.{key}": value for key, value in mlp(3).state_dict().items()})
+    assert other._engine.clock == 0
+
+
+@pytest.mark.parametrize("make", [averager, wrap])
+def test_a_loaded_worker_serves_nothing_until_it_publishes(
+    workers: contextlib.ExitStack, make: Callable[..., PairwiseAverager | PairwiseDataParallel]
+) -> None:
+    a, b = filled(0.0), filled(8.0)
+    asker, worker = averager(workers, "a", a), make(workers, "b", b)
+    asker.add_peer("b", worker.address)
+    worker.load_state_dict(worker.state_dict())
+    asker.update_send()
+    assert not asker.update_wait()
+    assert value_of(a) == 0.0
+    assert asker.comm_stats()["num_failed_fetches"] == 0
+    if isinstance(worker, PairwiseAverager):
+        worker.update_send()
+    else:
+        worker(torch.ones(1, 50))
+    asker.update_send()
+    assert asker.update_wait()
+    assert value_of(a) == 4.0
+
+
+def test_a_state_without_gossip_withdraws_too(workers: contextlib.ExitStack) -> None:
+    asker, worker = averager(workers, "a", filled(0.0)), wrap(workers, "b", filled(8.0))
+    asker.add_peer("b", worker.address)
+    with pytest.warns(UserWarning, match="the state dict holds no gossip state"):
+        worker.load_state_dict({"module.weight": torch.ones(1, 50)})
+    asker.update_send()
+    assert not asker.update_wait()
+
+
+def test_what_was_under_way_is_not_merged_into_what_is_loaded(workers: contextlib.ExitStack) -> None:
+    a = filled(0.0)
+    worker = averager(workers, "a", a)
+    introduce(("a", worker), ("b", averager(workers, "b", filled(8.0))))
+    state = worker.state_dict()
+    worker.update_send()
+    a.load_state_dict({"weight": torch.full((1, 50), 100.0)})
+    worker.load_state_dict(state)
+    assert value_of(a) == 100.0
+    assert not worker._engine.is_in_flight
+
+
+def test_the_last_update_is_served_in_eval_mode(workers: contextlib.ExitStack) -> None:
+    a, b = filled(0.0), filled(1.0)
+    worker, asker = wrap(workers, "a", a), averager(workers, "b", b, interpolation=ConstantInterpolation(1.0))
+    asker.add_peer("a", worker.address)
+    worker(torch.ones(1, 50))
+    nn.init.constant_(next(a.parameters()), 5.0)
+    worker.eval()
+    nn.init.constant_(next(a.parameters()), 7.0)
+    worker.eval()  # it was in eval mode, so there is nothing new
+    asker.update_send()
+    assert asker.update_wait()
+    assert value_of(b) == 5.0
+    worker.load_state_dict(worker.state_dict())
+    worker.train()
+    worker.eval()
+    asker.update_send()
+    assert not asker.update_wait()
+
+
+def test_the_state_of_the_loop_level_form(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", mlp(1))
+    worker.update_send(2.0)
+    state = worker.state_dict()
+    other = averager(workers, "a", mlp(1))
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert state["clock"] == 1.0
+
+
+def test_closing_a_wrapper_ends_a_fetch(workers: contextlib.ExitStack) -> None:
+    with silent_peer() as address:
+        peers = {"a": ANY_PORT, "b": address}
+        worker = wrap(workers, "a", filled(1.0), peers=peers, timeout=timedelta(hours=1))
+        worker(torch.ones(1, 50))
+        worker.close()
+        assert gossip_threads() == []
+
+
+def test_a_timeout_may_be_very_long(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(1.0), peers={"b": REFUSED}, timeout=timedelta(days=200))
+    worker.update_send()
+    assert not worker.update_wait()
+    assert worker.comm_stats()["num_failed_fetches"] == 1
+
+
+def test_close_is_idempotent_and_ends_a_fetch(workers: contextlib.ExitStack) -> None:
+    with silent_peer() as address:
+        worker = averager(workers, "a", filled(1.0), peers={"b": address}, timeout=timedelta(hours=1))
+        worker.update_send()
+        assert {thread.name for thread in gossip_threads()} == {"gossip-serve-a", "gossip-fetch-a"}
+        worker.close()
+        worker.close()
+        assert gossip_threads() == []
+    with pytest.raises(RuntimeError, match="worker 'a' is closed, expected no more rounds"):
+        worker.update_send()
+
+
+def test_a_closed_wrapper_computes(workers: contextlib.ExitStack) -> None:
+    worker = wrap(workers, "a", filled(2.0))
+    worker(torch.ones(1, 50))
+    worker.close()
+    worker.close()
+    assert worker(torch.ones(1, 50)).item() == 100.0
+
+
+def test_a_copy_stays_local(workers: contextlib.ExitStack) -> None:
+    worker = wrap(workers, "a", filled(2.0))
+    worker(torch.ones(1, 50))
+    for other in (copy.deepcopy(worker), copy.deepcopy(copy.deepcopy(worker))):
+        other(torch.ones(1, 50))
+        other.report_loss(1.0)
+        other.eval()
+        assert len(gossip_threads()) == 2
+        assert other.comm_stats().keys() == worker.comm_stats().keys()
+        assert other.comm_stats()["clock"] == 1.0
+        address = partial(getattr, other, "address")
+        for call in (address, partial(other.add_peer, "b", REFUSED), partial(other.remove_peer, "b")):
+            with pytest.raises(RuntimeError, match=r"of a copy, expected it of the worker itself.*make a new worker"):
+                call()
+        with torch.no_grad():
+            next(other.parameters()).fill_(3.0)
+        worker.load_state_dict(other.state_dict())  # the best model so far, or a moving average
+        assert value_of(worker) == 3.0
+        assert worker.comm_stats()["clock"] == 1.0
+        other.load_state_dict(worker.state_dict())
+        other.close()
+
+
+def test_the_loop_level_form_is_not_copied(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(2.0))
+    with pytest.raises(TypeError, match=r"got worker 'a' to copy or pickle, expected its `module`"):
+        copy.deepcopy(worker)
+    assert value_of(copy.deepcopy(worker.module)) == 2.0
+
+
+def test_an_address_that_is_taken_is_an_error(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(0.0))
+    with pytest.raises(ConnectionError, match="worker 'b': cannot bind"):
+        averager(workers, "b", filled(0.0), address=worker.address)
+
+
+@pytest.mark.parametrize("side", ["_server", "_client"])
+def test_an_error_of_a_thread_is_raised_in_training(
+    workers: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    first = averager(workers, "a", filled(0.0))
+    introduce(("a", first), ("b", averager(workers, "b", filled(0.0))))
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    if side == "_client":
+        monkeypatch.setattr(first._engine._client, "_try", fail)
+        first.update_send()
+        with pytest.raises(RuntimeError, match="worker 'a': fetching from 'b' failed: ZeroDivisionError"):
+            first.update_wait()
+    else:
+        monkeypatch.setattr(first._engine._server, "_reply", fail)
+        second = averager(workers, "c", filled(0.0), peers={"a": first.address}, timeout=timedelta(seconds=1))
+        second.update_send()
+        assert not second.update_wait()
+        wait_for(lambda: first._engine._background._error is not None)
+        with pytest.raises(RuntimeError, match="worker 'a': serving peers failed: ZeroDivisionError"):
+            first.update_send()
+
+
+def test_a_model_that_changes_its_dtype_is_an_error(workers: contextlib.ExitStack) -> None:
+    worker = wrap(workers, "a", filled(0.0))
+    worker.half()
+    with pytest.raises(
+        ValueError, match=r"worker 'a': got a model of .* changed since it was wrapped.*before wrapping"
+    ):
+        worker(torch.ones(1, 50, dtype=torch.float16))
+
+
+def test_tensors_put_in_place_of_ours_are_taken_in(workers: contextlib.ExitStack) -> None:
+    a = filled(0.0)
+    first = averager(workers, "a", a)
+    introduce(("a", first), ("b", averager(workers, "b", filled(8.0))))
+    a.load_state_dict(filled(4.0).state_dict(), assign=True)
+    first.update_send()
+    assert first.update_wait()
+    assert value_of(a) == 6.0
+
+
+def test_workers_that_are_closed_leave_nothing_open(workers: contextlib.ExitStack) -> None:
+    def live(num_workers: int) -> None:
+        for _ in range(num_workers):
+            with silent_peer() as address:
+                worker = averager(workers, "a", filled(1.0), peers={"b": address, "c": REFUSED})
+                worker.update_send()
+                worker.close()
+
+    live(1)
+    before = num_descriptors(), threading.active_count()
+    live(20)
+    assert (num_descriptors(), threading.active_count()) == before
+
+
+def test_the_average_needs_a_process_group(workers: contextlib.ExitStack) -> None:
+    worker = wrap(workers, "a", filled(0.0))
+    worker.settle()
+    for collective in (worker.average_, worker.consensus_distance):
+        with pytest.raises(RuntimeError, match=r"torch.distributed is not initialised.*torchrun"):
+            collective()
+
+
+def test_with_a_process_group_the_average_is_exact(workers: contextlib.ExitStack) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        a = filled(3.0)
+        for worker in (wrap(workers, "a", a), averager(workers, "a", filled(3.0))):
+            assert worker.consensus_distance() == 0.0
+            worker.average_()
+            with worker.averaged():
+                assert value_of(a) == 3.0
+    finally:
+        dist.destroy_process_group()
+
+
+def test_from_the_configuration_of_dpwa(workers: contextlib.ExitStack, tmp_path: Path) -> None:
+    path = tmp_path / "dpwa.yaml"
+    node = "{name: a, host: 127.0.0.1, port: 0}"
+    path.write_text(f"- nodes: [{node}]\n- interpolation: clock\n- timeout_ms: 100\n", encoding="utf-8")
+    wrapped = PairwiseDataParallel.from_config(filled(0.0), "a", path, seed=3)
+    driven = PairwiseAverager(filled(0.0), PairwiseConfig.from_yaml("a", path, seed=3))
+    for worker in (wrapped, driven):
+        workers.callback(worker.close)
+        config = worker._engine.config
+        assert (config.interpolation, config.timeout, config.seed) == (ClockInterpolation(), timedelta(seconds=0.1), 3)
+
+
+def test_without_zeromq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"needs pyzmq; pip install 'gossip-modules\[pairwise\]'"):
+        PairwiseDataParallel(filled(0.0), name="a", peers={"a": ANY_PORT})
+
+
+def test_add_peer_refuses_mistakes(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(0.0))
+    with pytest.raises(ValueError, match="got the own name 'a'"):
+        worker.add_peer("a", REFUSED)
+    with pytest.raises(ValueError, match="got address 'here' of 'b'"):
+        worker.add_peer("b", "here")
+    with pytest.raises(ValueError, match=r"got public_key=.* of 'b', expected one exactly where"):
+        worker.add_peer("b", REFUSED, public_key="k" * 40)
+    for address in (ANY_PORT, "tcp://*:45000", "tcp://127.0.0.1:0"):
+        with pytest.raises(ValueError, match=r"got address .* of 'b', expected the host and port where that worker is"):
+            worker.add_peer("b", address)
+    with pytest.raises(ValueError, match="got address 'tcp://bad host:1' of 'b', expected 'tcp://host:port'"):
+        worker.add_peer("b", "tcp://bad host:1")
+
+
+@pytest.mark.parametrize("address", ["tcp://a;b:1", "tcp://[::1:1"])
+def test_an_address_that_zeromq_does_not_take_is_a_peer_that_fails(workers: contextlib.ExitStack, address: str) -> None:
+    a = filled(0.0)
+    worker, good = averager(workers, "a", a), averager(workers, "b", filled(8.0))
+    introduce(("a", worker), ("b", good))
+    worker.add_peer("bad", address)
+    worker._engine.scores.answered("bad")  # it is asked first
+    worker.update_send()
+    assert worker.update_wait()
+    assert value_of(a) == 4.0
+    assert worker.comm_stats()["num_failed_fetches"] == 1
+
+
+def test_keys_that_are_no_pair_are_refused_and_leave_nothing_open() -> None:
+    with pytest.raises(ValueError, match=r"with the secret key of another pair, expected one pair"):
+        averager(contextlib.ExitStack(), "a", filled(0.0), curve=CurveKeys(make_keys()[0], make_keys()[1]))
+    assert gossip_threads() == []
+
+
+@pytest.mark.parametrize("part", ["model_client.ModelClient", "model_fetcher.ModelFetcher"])
+def test_a_constructor_that_fails_closes_its_sockets(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(f"gossip_modules.{part}", fail)
+    curve = CurveKeys(*make_keys())
+    with pytest.raises(ZeroDivisionError):  # and no hang in the end of a context
+        PairwiseAverager(filled(0.0), PairwiseConfig("a", {"a": ANY_PORT}, curve=curve))
+
+
+def test_a_key_that_is_refused_is_not_kept(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(0.0), curve=CurveKeys(*make_keys()))
+    with pytest.raises(ValueError, match="got a key 'b' that is no Z85"):
+        worker.add_peer("b", REFUSED, public_key="~" * 40)
+    worker.add_peer("c", REFUSED, public_key=make_keys()[0])
+
+
+def test_a_revoked_key_is_not_answered_and_a_replaced_one_not_believed(workers: contextlib.ExitStack) -> None:
+    first_keys, second_keys = make_keys(), make_keys()
+    a, b = filled(0.0), filled(8.0)
+    first = averager(workers, "a", a, curve=CurveKeys(*first_keys))
+    second = averager(workers, "b", b, curve=CurveKeys(*second_keys), timeout=timedelta(seconds=2))
+    first.add_peer("b", second.address, public_key=second_keys[0])
+    second.add_peer("a", first.address, public_key=first_keys[0])
+    second.update_send()
+    assert second.update_wait()
+    first.remove_peer("b")
+    second.update_send()
+    assert not second.update_wait()  # on the connection that it had
+    assert first.comm_stats()["num_refused_connections"] > 0
+    first.add_peer("b", second.address, public_key=second_keys[0])
+    second.update_send()
+    assert second.update_wait()
+    second.add_peer("a", first.address, public_key=make_keys()[0])
+    second.update_send()
+    assert not second.update_wait()
+
+
+def test_a_peer_that_is_gone_fills_no_monitor(workers: contextlib.ExitStack) -> None:
+    worker = averager(workers, "a", filled(0.0), peers={"b": REFUSED}, timeout=timedelta(seconds=2))
+    worker._engine._client._probe("b")
+    probe = worker._engine._client._probes["b"]
+    assert probe.monitor.poll(2000)
+    assert probe.failure() == "the connection was refused"
+    assert not probe.monitor.poll(400)  # libzmq would try again every 100 ms
+    (context,) = worker._engine._contexts  # nor could it hold up the server, which has none
+    assert worker._engine._client._context is context
+
+
+def test_gradients_are_those_of_the_plain_module(workers: contextlib.ExitStack) -> None:
+    plain, wrapped = mlp(1), mlp(1)
+    worker = wrap(workers, "a", wrapped)
+    x, y = batch(0, 0)
+    gradients: list[list[Tensor | None]] = []
+    for model in (plain, worker):
+        nn.functional.mse_loss(model(x), y).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)

@@ -1,0 +1,128 @@
+"""What several tests of this folder share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import zmq
+from torch import nn
+
+from gossip_modules.dpwa.averager import PairwiseAverager
+from gossip_modules.dpwa.config import PairwiseConfig
+from gossip_modules.dpwa.wire.message import Message
+from gossip_modules.dpwa.wrapper import PairwiseDataParallel
+
+ANY_PORT = "tcp://127.0.0.1:*"
+
+
+TIMEOUT = timedelta(seconds=20)  # of rounds that do not wait for it
+
+
+REFUSED = "tcp://127.0.0.1:1"  # where nobody listens
+
+
+def averager(
+    workers: contextlib.ExitStack,
+    name: str,
+    module: nn.Module,
+    *,
+    address: str = ANY_PORT,
+    peers: Mapping[str, str] | None = None,
+    init_from_peers: bool = False,
+    **options: Any,
+) -> PairwiseAverager:
+    """A worker at a free port that knows nobody else yet."""
+    config = PairwiseConfig(name, {name: address, **(peers or {})}, **{"timeout": TIMEOUT, **options})
+    worker = PairwiseAverager(module, config, init_from_peers=init_from_peers)
+    workers.callback(worker.close)
+    return worker
+
+
+def wrap(workers: contextlib.ExitStack, name: str, module: nn.Module, **options: Any) -> PairwiseDataParallel:
+    """The same as a wrapper."""
+    options = {"peers": {name: ANY_PORT}, "timeout": TIMEOUT, "init_from_peers": False, **options}
+    worker = PairwiseDataParallel(module, name=name, **options)
+    workers.callback(worker.close)
+    return worker
+
+
+def introduce(*group: tuple[str, PairwiseAverager | PairwiseDataParallel]) -> None:
+    """Everybody knows everybody from now on."""
+    for name, worker in group:
+        for other_name, other in group:
+            if other_name != name:
+                worker.add_peer(other_name, other.address)
+
+
+def filled(value: float, numel: int = 50, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """One parameter with this value in every element."""
+    module = nn.Linear(numel, 1, bias=False, dtype=dtype)
+    nn.init.constant_(module.weight, value)
+    return module
+
+
+def value_of(module: nn.Module) -> float:
+    """The value that all elements have."""
+    parameter = next(module.parameters()).detach()
+    assert torch.equal(parameter, torch.full_like(parameter, parameter.flatten()[0].item()))
+    return parameter.flatten()[0].item()
+
+
+def distance(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return max((x.double() - y.double()).abs().max().item() for x, y in pairs if x.is_floating_point())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until something that a thread does has happened."""
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        threading.Event().wait(0.001)
+
+
+# Peers that are late, gone or back.
+
+
+@contextlib.contextmanager
+def silent_peer(answer: Callable[[Message], list[bytes]] | None = None) -> Iterator[str]:
+    """The address of a peer that never answers, or answers a request with these messages."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router, stop = context.socket(zmq.ROUTER), threading.Event()
+    router.linger = 0
+    router.bind(ANY_PORT)
+    address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def serve() -> None:
+        while not stop.is_set():
+            if answer is not None and router.poll(5):
+                client, request = router.recv_multipart()
+                for frame in answer(Message.parse(request)):
+                    router.send_multipart([client, frame])
+            stop.wait(0.001)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield address
+    finally:
+        stop.set()
+        thread.join()
+        router.close()
+        context.term()
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def make_keys() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()

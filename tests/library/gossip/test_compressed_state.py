@@ -1,0 +1,261 @@
+"""What compressed gossipers keep from round to round: checkpoints, copies, and ranks out of step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossip_modules import (
+    CompleteGraph,
+    MetropolisHastingsMixing,
+    PowerGossip,
+    PushPull,
+)
+from gossip_modules.flat.layout import FlatLayout, Part
+from tests.harness.problems import net
+from tests.harness.ranks import HangUp, run_ranks, solo_group
+from tests.library.gossip.contract import (
+    ANY_NAME,
+    GOSSIPERS,
+    MIXINGS,
+    bound,
+    cases,
+    restored,
+    ring,
+    train,
+    vector_of,
+    wrap,
+)
+
+
+@cases("star", "bipartite")
+def test_a_checkpoint_continues_bit_for_bit(name: str, graph: str) -> None:
+    """Also one that is taken before the first round, and one of a gossiper that has itself just been loaded."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        for num_rounds in (0, 3):
+            gossiper, s = bound(GOSSIPERS[name](), MIXINGS[graph], group), vector_of(group.rank())
+            for t in range(num_rounds):
+                gossiper.mix(s, t)
+            between, resumed = (bound(GOSSIPERS[name](), MIXINGS[graph], group) for _ in range(2))
+            between.load_state_dict(restored(gossiper.state_dict()))
+            resumed.load_state_dict(restored(between.state_dict()))
+            twin = s.clone()
+            for t in range(num_rounds, num_rounds + 3):
+                gossiper.mix(s, t)
+                resumed.mix(twin, t)
+                assert torch.equal(s.raw, twin.raw)
+
+    run_ranks(4, body)
+
+
+@ANY_NAME
+def test_a_loaded_state_is_a_copy(name: str) -> None:
+    """The one that it came from goes on before the other one has begun."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank())
+        for t in range(3):
+            gossiper.mix(s, t)
+        resumed, twin = bound(GOSSIPERS[name](), ring(2), group), s.clone()
+        resumed.load_state_dict(gossiper.state_dict())
+        for t in range(3, 6):
+            gossiper.mix(s, t)
+        for t in range(3, 6):
+            resumed.mix(twin, t)
+        assert torch.equal(s.raw, twin.raw)
+
+    run_ranks(2, body)
+
+
+@ANY_NAME
+def test_an_empty_state_starts_afresh(name: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        results = []
+        gossiper = bound(GOSSIPERS[name](), ring(2), group)
+        for _ in range(2):
+            s = vector_of(group.rank())
+            for t in range(3):
+                gossiper.mix(s, t)
+            results.append(s)
+            gossiper.load_state_dict({})
+        assert torch.equal(results[0].raw, results[1].raw)
+
+    run_ranks(2, body)
+
+
+@ANY_NAME
+def test_a_copy_goes_its_own_way(name: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank())
+        for t in range(3):
+            gossiper.mix(s, t)
+        other, twin = copy.deepcopy(gossiper), s.clone()
+        for t in range(3, 6):
+            gossiper.mix(s, t)
+        for t in range(3, 6):
+            other.mix(twin, t)
+        assert torch.equal(s.raw, twin.raw)
+
+    run_ranks(2, body)
+
+
+@ANY_NAME
+def test_a_state_of_another_algorithm_is_refused(name: str) -> None:
+    gossiper = GOSSIPERS[name]()
+    for other in GOSSIPERS.values():
+        if type(other()) is not type(gossiper):
+            donor, s = bound(other(), ring(1), solo_group()), vector_of(0)
+            donor.mix(s, 0)
+            kinds = type(donor).__name__, type(gossiper).__name__
+            message = rf"got state \[.*\] of {kinds[0]}, expected that of {kinds[1]}; load a checkpoint of the same"
+            with pytest.raises(ValueError, match=message):
+                gossiper.load_state_dict(donor.state_dict())
+            with pytest.raises(ValueError, match=r"got state \[.*\] of another algorithm, expected none for PushPull"):
+                PushPull().load_state_dict(donor.state_dict())
+
+
+@pytest.mark.parametrize("name", ["Choco TopK", "DeepSqueeze SignNorm", "PowerGossip"])
+def test_a_state_of_another_model_is_refused(name: str) -> None:
+    other = FlatLayout.of([(torch.float64, [Part((6, 6))])])
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank())
+        gossiper.mix(s, 0)
+        resumed = bound(GOSSIPERS[name](), ring(2), group)
+        resumed.load_state_dict(gossiper.state_dict())
+        with pytest.raises(
+            ValueError, match=r"got state of tensors .*, expected .*; load a checkpoint of the same model"
+        ):
+            resumed.mix(vector_of(group.rank(), other), 1)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", ["Choco TopK", "PowerGossip"])
+def test_a_state_of_other_neighbours_is_refused(name: str) -> None:
+    """What a rank remembers of its neighbours means nothing among others."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper, s = bound(GOSSIPERS[name](), ring(4), group), vector_of(group.rank())
+        gossiper.mix(s, 0)
+        resumed = bound(GOSSIPERS[name](), MetropolisHastingsMixing(CompleteGraph(4, peers_per_itr=3)), group)
+        resumed.load_state_dict(gossiper.state_dict())
+        with pytest.raises(ValueError, match=r"\w+\(.*\): got state of .*, expected .*; (load|resume)"):
+            resumed.mix(s, 1)
+
+    run_ranks(4, body)
+
+
+@ANY_NAME
+def test_other_tensors_restart_the_memory_with_a_warning(name: str) -> None:
+    other = FlatLayout.of([(torch.float64, [Part((6, 6))])])
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper = bound(GOSSIPERS[name](), ring(2), group)
+        s = vector_of(group.rank())
+        for t in range(3):
+            gossiper.mix(s, t)
+        fresh, x, y = bound(GOSSIPERS[name](), ring(2), group), *(vector_of(group.rank(), other) for _ in range(2))
+        for t in range(3):
+            gossiper.mix(x, t)
+            fresh.mix(y, t)
+        assert torch.equal(x.raw, y.raw)
+
+    with pytest.warns(UserWarning, match=r"\w+\(.*\): .* memory starts afresh"):
+        run_ranks(2, body)
+
+
+@ANY_NAME
+def test_ranks_out_of_step_are_named(name: str) -> None:
+    """One resumes an older checkpoint: an error on both ends, never silent corruption. [Note: out of step]"""
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank())
+        for t in range(3):
+            gossiper.mix(s, t)
+            if t == 0:
+                state = restored(gossiper.state_dict())
+        if group.rank() == 1:
+            gossiper.load_state_dict(state)
+        step = gossiper.num_phases
+        got, expected = (step, 3 * step) if group.rank() == 0 else (3 * step, step)
+        message = (
+            rf"rank {group.rank()}: round 3: rank {1 - group.rank()} sent its message number {got}, expected number "
+            rf"{expected}: the two remember different rounds; resume all ranks from the same checkpoint"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            gossiper.mix(s, 3)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", ["Choco TopK", "PowerGossip rank 2, twice"])
+def test_a_peer_that_ends_is_named(name: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper, s = bound(GOSSIPERS[name](), ring(3), group), vector_of(group.rank())
+        for t in range(3):
+            if t == 2 and group.rank() == 1:
+                raise HangUp
+            gossiper.mix(s, t)
+
+    with pytest.raises(
+        ConnectionError, match=r"rank [02]: round 2(, header)?: (receive from|send to) rank 1 failed after"
+    ):
+        run_ranks(3, body)
+
+
+@pytest.mark.parametrize("name", ["Choco TopK", "Moniqua", "PowerGossip rank 2, twice"])
+def test_another_run_of_the_same_number_is_seen(name: str) -> None:
+    """Two checkpoints of one step, of two runs: the digest of what was said before tells them apart."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        states = []
+        for run in range(2):
+            gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank() + 2 * run)
+            for t in range(3):
+                gossiper.mix(s, t)
+            states.append(gossiper.state_dict())
+        gossiper = bound(GOSSIPERS[name](), ring(2), group)
+        gossiper.load_state_dict(states[group.rank()])
+        message = rf"rank {group.rank()}: round 3: rank {1 - group.rank()} remembers another past of message number"
+        with pytest.raises(RuntimeError, match=message):
+            gossiper.mix(vector_of(group.rank()), 3)
+
+    run_ranks(2, body)
+
+
+def test_after_a_failed_round_only_a_checkpoint_goes_on() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper, s = bound(GOSSIPERS["Choco TopK"](), ring(2), group), vector_of(group.rank())
+        gossiper.mix(s, 0)
+        state = gossiper.state_dict() if group.rank() else {}
+        gossiper.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="the two remember different rounds"):
+            gossiper.mix(s, 1)
+        assert gossiper.state_dict() == {}
+        copy.deepcopy(gossiper)
+        with pytest.raises(RuntimeError, match=r"got a round after one that failed.* start again from a checkpoint"):
+            gossiper.mix(s, 2)
+
+    run_ranks(2, body)
+
+
+def test_a_wrapper_resumed_from_an_older_step_is_named() -> None:
+    """Round counters differ as well then, so headers must meet whatever the round."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(net(0), group, gossiper=PowerGossip(), init_sync=True)
+        states = []
+        for step in range(4):
+            states.append(copy.deepcopy(wrapper.state_dict()))
+            train(wrapper, group.rank(), [step])
+        if group.rank() == 1:
+            wrapper.load_state_dict(states[2])
+        with pytest.raises(RuntimeError, match=rf"rank {1 - group.rank()} sent its message number"):
+            train(wrapper, group.rank(), [4])
+
+    run_ranks(2, body)

@@ -1,0 +1,265 @@
+"""Predictions, advice, bad input and the command."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gossip_modules as gm
+from gossip_modules.simulate import (
+    ComputeModel,
+    Consensus,
+    Digits,
+    LinkModel,
+    Problem,
+    advise,
+    best,
+    simulate,
+)
+from gossip_modules.simulate.__main__ import main
+from gossip_modules.simulate.methods import METHODS
+from tests.library.simulate.simulations import CLUSTER, EVEN, LINKS, UNEVEN, prediction
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+# Predictions.
+
+
+@pytest.mark.parametrize("problem", [Consensus(), Digits()], ids=["consensus", "digits"])
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_runs_in_every_world(name: str, n: int, problem: Problem) -> None:
+    prediction = simulate(name, replace(CLUSTER, world_size=n), problem, max_steps=6)
+    assert math.isfinite(prediction.error)
+    assert prediction.seconds >= 0
+    assert 0 <= prediction.waiting_share <= 1
+    if n == 1:
+        assert prediction.rank_bytes == prediction.waiting_share == prediction.disagreement == 0
+
+
+def test_consensus_by_all_reduce_is_one_average() -> None:
+    prediction = simulate("allreduce", CLUSTER, Consensus(), target=1e-9)
+    assert prediction.num_steps == 1
+    assert prediction.seconds == prediction.step_seconds == CLUSTER.network.all_reduce_seconds(CLUSTER.model_bytes)
+
+
+def test_predictions_are_a_function_of_the_seed() -> None:
+    setting = replace(CLUSTER, compute=UNEVEN)
+    for name in ("dpwa", "adpsgd", "wagma", "matcha", "powergossip"):
+        once, again = (simulate(name, setting, Digits(seed=1), max_steps=12) for _ in range(2))
+        assert once == again
+    other = simulate("dpwa", replace(setting, compute=replace(UNEVEN, seed=4)), Digits(seed=1), max_steps=12)
+    assert other != simulate("dpwa", setting, Digits(seed=1), max_steps=12)
+
+
+def test_bytes_are_those_of_the_messages() -> None:
+    size = 4 * 11_175_000
+    rounds = {"sgp": 4 * size, "dpsgd:ring": 8 * size, "allreduce": 3 * 2 * 7 / 8 * size}
+    for name, expected in rounds.items():
+        assert simulate(name, CLUSTER, Digits(), target=1e-9, max_steps=3).rank_bytes == pytest.approx(expected)
+    coded = simulate("choco:ring:sign", CLUSTER, Digits(), target=1e-9, max_steps=1)
+    assert coded.rank_bytes == 2 * 2 * gm.SignNorm().num_bytes(11_175_000, torch.float32)
+
+
+def test_the_best_reaches_the_target_and_agrees() -> None:
+    predictions = [
+        prediction("sgp", error=0.39, seconds=9.0),
+        prediction("dpwa", error=0.39, seconds=1.0, disagreement=0.5),
+        prediction("choco", error=0.41, seconds=2.0),
+        prediction("allreduce", error=0.4, seconds=18.0),
+        prediction("moniqua", error=math.nan, seconds=1.0),
+    ]
+    advice = advise(predictions, CLUSTER)
+    assert advice.best is best(predictions) is predictions[0]
+    assert advice.sentences[0].startswith("Choose sgp: 9.0 s to the target, 2.00 times faster than allreduce")
+    assert "the wire bounds it" in advice.sentences[1] or "copies, codes" in advice.sentences[1]
+    assert advice.sentences[2].startswith("Not weighed: dpwa: the target was reached, but workers' models differ")
+
+
+def test_advice_says_what_to_change_where_nothing_works() -> None:
+    far = [prediction("sgp", error=0.5, seconds=9.0), prediction("moniqua", error=math.nan, seconds=1.0)]
+    advice = advise(far, CLUSTER)
+    assert advice.best is None
+    assert advice.sentences[0].startswith("No method reaches the target of 0.4: the nearest is sgp with 0.5 after 10")
+    assert "--max-steps" in advice.sentences[1]
+    apart = advise([prediction("dpwa", error=0.3, seconds=9.0, disagreement=0.5)], CLUSTER)
+    assert apart.best is None
+    assert apart.sentences[0].startswith("No method reaches the target with workers that agree: dpwa gets there")
+
+
+def test_advice_on_methods_that_diverge_is_a_lower_step_size() -> None:
+    advice = advise([prediction("choco", error=math.inf, seconds=9.0, disagreement=math.nan)], CLUSTER)
+    assert advice.best is None
+    assert "--step-size" in advice.sentences[1]
+    assert "--max-steps" not in advice.sentences[1]
+
+
+def test_advice_blames_no_wire_that_compute_hides() -> None:
+    # 44.7 MB take 0.12 s at 3 Gbit/s, less than any step.
+    slow = replace(CLUSTER, compute=replace(EVEN, straggle_share=0.02), links=LinkModel(rate_bit_s=3e9))
+    chosen = simulate("osgp", slow, Digits(), target=0.5)
+    assert chosen.is_overlapped
+    assert LINKS.wire_seconds(44.7e6) / 3 > chosen.waiting_share * chosen.step_seconds / 2, "enough to be suspected"
+    assert "waiting for slow workers" in advise([chosen], slow).sentences[1]
+    assert "the wire bounds it" in advise([simulate("osgp", CLUSTER, Digits(), target=0.5)], CLUSTER).sentences[1]
+    assert not simulate("sgp", slow, Digits(), max_steps=1).is_overlapped
+
+
+def test_advice_counts_the_compute_of_stragglers() -> None:
+    slow = replace(CLUSTER, compute=replace(EVEN, straggle_share=1.0, straggle_factor=3.0))
+    # 3 x 0.15 s, and 0.01 s around it.
+    assert "Its step has 0.460 s of compute" in advise([prediction("sgp", error=0.3, seconds=9.0)], slow).sentences[1]
+
+
+def test_advice_names_what_bounds_a_step() -> None:
+    fast = replace(CLUSTER, links=LinkModel(rate_bit_s=1e14, latency_s=0.0, memory_byte_s=1e13))
+    chosen = simulate("sgp", fast, Digits(), target=0.5)
+    assert "compute bounds it" in advise([chosen], fast).sentences[1]
+    assert "the only one" in advise([chosen], fast).sentences[0]
+    wire = advise([simulate("sgp", CLUSTER, Digits(), target=0.5)], CLUSTER)
+    assert "the wire bounds it" in wire.sentences[1]
+    uneven = replace(fast, compute=UNEVEN)
+    assert "waiting for slow workers" in advise([simulate("sgp", uneven, Digits(), target=0.5)], uneven).sentences[1]
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--world-size 0", "got '0', expected a whole number of at least 1, at most 4096"),
+        ("--world-size 5000", "got '5000', expected a whole number of at least 1, at most 4096"),
+        ("--world-size 2.5", "got '2.5', expected a whole number"),
+        ("--world-size 4 --rate-gbit nan", "rate-gbit: got 'nan', expected a number above 0"),
+        ("--world-size 4 --rate-gbit -1", "got '-1', expected a number above 0"),
+        ("--world-size 4 --rate-gbit inf", "got 'inf', expected a number above 0"),
+        ("--world-size 4 --compute-ms 0", "got '0', expected a number above 0"),
+        ("--world-size 4 --latency-ms x", "got 'x', expected a number of at least 0, at most .*; change it"),
+        ("--world-size 4 --straggle-share 1.5", "got '1.5', expected a number of at least 0, at most 1"),
+        ("--world-size 4 --straggle-factor 0.5", "got '0.5', expected a number of at least 1"),
+        ("--world-size 4 --rate-gbit 1e-320", r"got '1e-320', expected a number above 0 \(that is, 1e-12 or more\)"),
+        ("--world-size 4 --parameters 1e30", r"got '1e30', expected a whole number of at least 1, at most 1e\+15"),
+        ("--world-size 4 --step-spread 500", "got '500', expected a number of at least 0, at most 5"),
+        (f"--world-size 4 --seed {10**30}", "got '1000.*', expected a whole number of at least 0, at most"),
+        ("--world-size 4 --methods sgp:star", "got graph='star' of sgp, expected exponential, .*; e.g. dpsgd:ring"),
+        ("--world-size 4 --methods adam", "got method='adam', expected <method>.*allreduce.*; e.g. sgp"),
+        ("--world-size 4 --methods sgp sgp:npeer-exponential", "got methods sgp and sgp:npeer-exponential, which are"),
+        ("--world-size 4 --methods sgp:ring:sign", "got code='sign' of sgp, expected no code for it"),
+        ("--world-size 4 --methods dpwa:ring", "got graph='ring' of dpwa, expected no graph for it"),
+        ("--world-size 4 --methods choco:ring:zip", "got code='zip' of choco, expected sign, topk"),
+        ("--world-size 6 --methods dpsgd:hypercube", "got world_size=6, expected a power of two"),
+        (
+            "--world-size 6 --methods choco:bipartite-exponential",
+            "expected an undirected graph that never changes; take",
+        ),
+        ("--world-size 6 --methods moniqua:exponential", "got moniqua on .*, expected an undirected graph; take"),
+        (
+            "--world-size 6 --methods adpsgd:ring",
+            "got adpsgd on .*, expected a bipartite graph with one peer per round",
+        ),
+        ("--world-size 600 --methods matcha", "got matcha with 600 workers, expected at most 512"),
+        ("--world-size 4 --methods sgp --peers 4", "got peers_per_itr=4, expected 1 to 3"),
+        ("--world-size 4 --problem consensus --label-skew 0.5", "got label_skew=0.5 for consensus, expected it for"),
+        ("--world-size 4 --problem maze", "argument --problem: invalid choice: 'maze'"),
+        ("", "required: --world-size"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code: Any = None
+    try:
+        code = main(arguments.split())
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    with pytest.raises(ValueError, match=expected):  # a regex
+        raise ValueError(said.err)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: ComputeModel(seconds=0.0), "got seconds=0.0, expected a positive number; its unit is in its name"),
+        (lambda: ComputeModel(seconds=math.nan), "got seconds=nan, expected a positive number"),
+        (lambda: ComputeModel(seconds=1, step_spread=-1), "got step_spread=-1, expected a number of at least 0"),
+        (lambda: ComputeModel(seconds=1, straggle_share=2), "got straggle_share=2, expected a share from 0 to 1"),
+        (lambda: LinkModel(rate_bit_s=-1e9), "got rate_bit_s=-1000000000.0, expected a positive number"),
+        (lambda: LinkModel(rate_bit_s=1e9, slow_factor=0.5), "got slow_factor=0.5, expected a number of at least 1"),
+        (lambda: LinkModel(rate_bit_s=1e9, latency_s=math.inf), "got latency_s=inf, expected"),
+        (lambda: replace(CLUSTER, world_size=0), "got world_size=0, expected a whole number of at least 1"),
+        (lambda: replace(CLUSTER, num_parameters=-5), "got num_parameters=-5, expected a whole number"),
+        (lambda: replace(CLUSTER, step_size=math.nan), "got step_size=nan, expected above 0 and at most 2"),
+        (lambda: replace(CLUSTER, theta=0.0), "got theta=0.0, expected a positive number; leave it out"),
+        (lambda: Digits(learning_rate=math.nan), "got learning_rate=nan, expected a positive number"),
+        (lambda: Digits(label_skew=-1), "got label_skew=-1, expected a share"),
+        (lambda: Digits(batch_size=0), "got batch_size=0, expected at least 1"),
+        (lambda: simulate("sgp", CLUSTER, Digits(), target=math.nan), "got target=nan and max_steps=320, expected"),
+        (lambda: simulate("sgp", CLUSTER, Digits(), max_steps=0), "and max_steps=0, expected"),
+    ],
+)
+def test_numbers_out_of_range_are_named(make: Callable[[], Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        make()
+
+
+def test_the_command_prints_a_table_and_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--problem consensus --target 1e-6 --world-size 8 --methods sgp osgp choco:ring:topk"
+    assert main(arguments.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "8 workers, 25 M parameters, 250 ms of compute, 1 Gbit/s; distance from the mean to 1e-06"
+    )
+    assert " ".join(lines[2].split()) == "method graph steps s per step s to target MB per rank waiting disagreement"
+    assert lines[3].startswith(("sgp", "osgp"))
+    assert "choco:topk" in lines[5]
+    assert "not reached" in lines[5]
+    assert lines[7].startswith("Choose ")
+
+
+def test_of_all_methods_those_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--world-size", "8", "--peers", "2", "--max-steps", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "Left out: got adpsgd on DynamicBipartiteExponentialGraph(8, peers_per_itr=2), expected a bipartite" in said
+    assert "Left out: got choco on HypercubeGraph" in said
+    assert "sgp " in said
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)  # starting Python takes most of it, and many times as long on a busy machine
+def test_the_command_runs_without_warning() -> None:
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "gossip_modules.simulate",
+        "--world-size",
+        "12",
+        "--max-steps",
+        "20",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=150)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "No method reaches the target" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["", ".mixing", ".delays", ".clocks", ".codes", ".problems", ".methods"])
+def test_examples_run(name: str) -> None:
+    module = importlib.import_module(f"gossip_modules.simulate{name}")
+    assert doctest.testmod(module).failed == 0

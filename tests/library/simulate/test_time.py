@@ -1,0 +1,191 @@
+"""The simulator's clocks: an event loop and measurements agree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gossip_modules as gm
+from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.schedule import Action
+from gossip_modules.simulate import (
+    Choice,
+    ComputeModel,
+    Consensus,
+    Digits,
+    LinkModel,
+    Setting,
+    simulate,
+)
+from gossip_modules.simulate.clocks import BucketClock, Clock, OverlapClock, SyncClock, bucket_bytes
+from gossip_modules.simulate.delays import Message, Network
+from gossip_modules.simulate.groups import GroupMethod
+from gossip_modules.simulate.methods import make_method
+from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
+from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, graphs
+
+# Time.
+
+
+def exchange_of(network: Network, mixing: gm.MixingManager, i: int, t: int, message: Message) -> float:
+    """Of rank i in round t, by the definition, link by link."""
+    graph, wire = mixing.graph, network.links.wire_seconds(message.num_bytes)
+    peers = graph.in_peers(i, t)
+    if not peers:
+        return 0.0
+    loads = [len(peers) * network.slowness[i], *(len(graph.out_peers(j, t)) * network.slowness[j] for j in peers)]
+    return wire * float(max(loads)) + network.links.latency_s + len(peers) * message.decode_seconds
+
+
+def event_loop(
+    compute: ComputeModel, network: Network, mixing: gm.MixingManager, message: Message, steps: int, *, overlap: bool
+) -> list[list[float]]:
+    """Starts of all steps of all ranks: rank by rank, in plain Python."""
+    n = network.num_ranks
+    here, under_way = [0.0] * n, [0.0] * n
+    starts: list[list[float]] = []
+    for k in range(steps):
+        if k:
+            durations = compute.step_seconds(k - 1, num_ranks=n)
+            here = [starts[-1][i] + float(durations[i]) for i in range(n)]
+        if overlap:
+            copies = 2 * network.links.memory_seconds(message.num_bytes)
+            begin = [max(here[i], under_way[i]) + copies for i in range(n)]
+        else:
+            begin = here
+        done = [
+            max(begin[j] for j in (i, *mixing.graph.in_peers(i, k)))
+            + message.encode_seconds
+            + exchange_of(network, mixing, i, k, message)
+            for i in range(n)
+        ]
+        starts.append(begin if overlap else done)
+        under_way = done
+    return starts
+
+
+def clock_starts(clock: Clock, mixing: gm.MixingManager | None, steps: int, action: Action) -> list[list[float]]:
+    starts = []
+    for t in range(steps):
+        clock.advance(action, None if mixing is None else SimulatedMixing(mixing).round(t))
+        starts.append(clock.starts.tolist())
+    return starts
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("name", ["npeer-exponential 1", "ring 2", "undirected", "directed", "bipartite-complete 1"])
+@pytest.mark.parametrize("n", [4, 5, 6])
+def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -> None:
+    links = LinkModel(rate_bit_s=2e9, latency_s=0.003, slow_share=0.3, slow_factor=4, seed=n)
+    network, message = Network(links, n), Message(1.5e7, encode_seconds=0.01, decode_seconds=0.02)
+    mixing = mixing_for(graphs(n)[name], push_sum=True)
+    clock = (OverlapClock if overlap else SyncClock)(UNEVEN, network, message)
+    expected = event_loop(UNEVEN, network, mixing, message, 15, overlap=overlap)
+    got = clock_starts(clock, mixing, 15, Action.GOSSIP)
+    for k, (mine, theirs) in enumerate(zip(got, expected)):
+        assert mine == pytest.approx(theirs, rel=1e-12), f"step {k}"
+
+
+@pytest.mark.parametrize("n", [4, 5, 6])
+@pytest.mark.parametrize("megabytes", [0.5, 30, 60])
+def test_buckets_take_what_an_event_loop_says(n: int, megabytes: float) -> None:
+    network, size = Network(LinkModel(rate_bit_s=2e9, latency_s=0.003), n), megabytes * 1e6
+    got = clock_starts(BucketClock(UNEVEN, network, Message(size)), None, 10, Action.AVERAGE)
+    start = 0.0
+    for k in range(1, 10):
+        compute = UNEVEN.compute_seconds(k - 1, num_ranks=n).tolist()
+        free, reduced = 0.0, 0.0
+        for bucket in bucket_bytes(size):
+            reduced += bucket
+            ready = max(start + 0.02 + c / 3 + 2 / 3 * c * (reduced / size) for c in compute)
+            hop = 8 * bucket / n / (2e9 * 0.957) + 0.003
+            free = max(free, ready) + 2 * (n - 1) * hop
+        start = free
+        assert got[k] == pytest.approx([start] * n, rel=1e-12)
+
+
+def test_periodic_averages_wait_for_the_slowest_and_no_other_step_does() -> None:
+    n, size = 5, 1e7
+    network = Network(LINKS, n)
+    method = make_method(Choice.parse("localsgd"), Setting(n, int(size / 4), UNEVEN, LINKS, local_steps=4))
+    x, here = Consensus().start(n), [0.0] * n
+    for k in range(13):
+        method.forward(x)
+        if k % 4 == 0:
+            here = [max(here) + network.all_reduce_seconds(size)] * n
+        assert method.starts.tolist() == pytest.approx(here, rel=1e-12)
+        durations = UNEVEN.step_seconds(k, num_ranks=n).tolist()
+        here = [a + b for a, b in zip(here, durations)]
+
+
+@pytest.mark.parametrize("n", [4, 5, 6])
+def test_wait_avoiding_groups_take_what_an_event_loop_says(n: int) -> None:
+    links, message, period = LinkModel(rate_bit_s=4e9, latency_s=0.001), Message(1e7), 4
+    network = Network(links, n)
+    method = GroupMethod(UNEVEN, network, message, ButterflyGroups(n), sync_period=period)
+    x = Consensus().start(n)
+    here, late, done = [0.0] * n, [False] * n, 0.0
+    phase = links.wire_seconds(message.num_bytes) + links.latency_s
+    num_phases = int(math.log2(ButterflyGroups(n).group_size)) + (2 if n in (5, 6) else 0)
+    for version in range(16):
+        method.forward(x)
+        durations = UNEVEN.step_seconds(version, num_ranks=n).tolist()
+        if version % period == period - 1:
+            done = max([done, *here]) + network.all_reduce_seconds(message.num_bytes)
+            stepping, late = list(range(n)), [False] * n
+            starts = dict.fromkeys(stepping, done)
+        else:
+            begin = max(done, min(here[i] for i in range(n) if not late[i])) + math.ceil(math.log2(n)) * 0.001
+            merging = [i for i in range(n) if late[i] and here[i] <= begin]
+            on_time = [i for i in range(n) if not late[i] and here[i] <= begin]
+            starts = {i: max(here[i], done) for i in merging}
+            done = begin + num_phases * phase
+            starts.update(dict.fromkeys(on_time, done))
+            late = [i not in starts for i in range(n)]
+        assert method.is_stepping is not None
+        assert set(method.is_stepping.nonzero().flatten().tolist()) == set(starts)
+        for i, start in starts.items():
+            assert method.starts[i] == pytest.approx(start, rel=1e-12)
+            here[i] = start + durations[i]
+
+
+@pytest.mark.parametrize("name", ["adpsgd", "dpwa"])
+def test_asynchronous_ranks_never_wait(name: str) -> None:
+    """Each step starts when the one before has ended and the copies are made; faster ranks take more steps."""
+    setting = replace(CLUSTER, world_size=6, compute=replace(UNEVEN, step_spread=0.0, straggle_share=0.0))
+    method, x = make_method(Choice.parse(name), setting), Consensus().start(6)
+    copies = 2 * LINKS.memory_seconds(setting.model_bytes)
+    durations = setting.compute.step_seconds(0, num_ranks=6)
+    steps = torch.zeros(6)
+    for _ in range(80):
+        method.forward(x)
+        assert method.is_stepping is not None
+        steps += method.is_stepping
+    for rank in range(6):
+        expected = float(steps[rank]) * copies + (float(steps[rank]) - 1) * float(durations[rank])
+        assert method.starts[rank] == pytest.approx(expected, rel=1e-9)
+    order = torch.from_numpy(durations).argsort()
+    assert (steps[order].diff() <= 0).all()
+    assert steps[order[0]] > 1.3 * steps[order[-1]]
+
+
+MEASURED = {"allreduce": 0.791, "sgp": 0.5495, "dpsgd": 0.550, "osgp": 0.401}
+"""Seconds per step on the emulated cluster: 8 hosts, 1 Gbit/s, 44.7 MB, 150 ms of waited compute and 10 around it."""
+"""Seconds per step on the emulated cluster: 8 hosts, 1 Gbit/s, 44.7 MB, 150 ms of waited compute and 10 around it."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_steps_take_what_was_measured_within_15_percent(name: str) -> None:
+    prediction = simulate(name, CLUSTER, Digits(), target=1e-9, max_steps=40)
+    assert prediction.step_seconds == pytest.approx(MEASURED[name], rel=0.15)
+
+
+def test_an_all_reduce_and_an_exchange_take_what_was_measured() -> None:
+    network = CLUSTER.network
+    assert network.all_reduce_seconds(44.7e6) == pytest.approx(0.650, rel=0.15)
+    assert LINKS.wire_seconds(44.7e6) == pytest.approx(0.374, rel=0.01)
+    local = simulate("sgp", replace(CLUSTER, world_size=1), Digits(), target=1e-9, max_steps=10)
+    assert local.step_seconds == pytest.approx(0.160, rel=1e-9)

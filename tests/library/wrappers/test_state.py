@@ -1,0 +1,326 @@
+"""State dicts, checkpoints, and parameters that change after wrapping."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import (
+    NetworkXGraph,
+    RingGraph,
+    Schedule,
+)
+from gossip_modules.wrappers.base import GossipWrapper
+from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
+from tests.harness.ranks import run_ranks, solo_group
+from tests.harness.reference import flatten
+from tests.library.wrappers.wrapping import MODES, irregular, wrap
+
+# State.
+
+
+def test_state_dict_loads_into_the_bare_model() -> None:
+    wrapper = wrap(net(1), solo_group())
+    state = wrapper.state_dict()
+    assert all(key.startswith("module.") for key in state)
+    bare = net(2)
+    assert bare.load_state_dict({key.removeprefix("module."): x for key, x in state.items()}) is not None
+    assert torch.equal(flatten(bare), flatten(wrapper.module))
+    bare = net(3)
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    bare.load_state_dict(state)
+    assert torch.equal(flatten(bare), flatten(wrapper.module))
+
+
+@pytest.mark.parametrize("options", MODES[:2])
+def test_after_a_step_the_module_itself_holds_the_estimate(options: dict[str, Any]) -> None:
+    """Who saves or evaluates the inner module gets z, not the push-sum numerator."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        wrapper = wrap(net(group.rank()), group, graph=irregular(), **options)
+        optimizer = sgd(wrapper)
+        for step in range(5):
+            train_step(wrapper, optimizer, group.rank(), step)
+            if not wrapper.overlap:  # else state_dict() applies a round first
+                inner = {f"module.{key}": x.clone() for key, x in wrapper.module.state_dict().items()}
+                outer = wrapper.state_dict()
+                assert list(inner) == list(outer)
+                assert all(torch.equal(inner[key], outer[key]) for key in inner)
+        weight = wrapper.get_extra_state()["weight"]
+        inside = flatten(wrapper.module)
+        wrapper._debias.to_numerator()
+        torch.testing.assert_close(flatten(wrapper.module), inside * weight)
+        wrapper._debias.to_estimate()
+        wrapper.close()
+        return float(weight)
+
+    assert max(abs(weight - 1) for weight in run_ranks(3, body)) > 0.1
+
+
+def test_state_dict_of_a_model_around_the_wrapper() -> None:
+    outer = nn.Sequential(nn.Identity(), wrap(net(1), solo_group()))
+    other = nn.Sequential(nn.Identity(), wrap(net(2), solo_group()))
+    loss_of(outer, 0, 0)
+    state = outer.state_dict()
+    assert all(key.startswith("1.module.") for key in state)
+    other.load_state_dict(state)
+    assert other[1].get_extra_state() == outer[1].get_extra_state()
+    assert torch.equal(flatten(other), flatten(outer))
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("graph", [RingGraph(3), irregular()], ids=str)
+def test_resuming_from_a_file_is_bit_identical(
+    graph: NetworkXGraph, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    """Training goes on as if it had not stopped: parameters, push-sum weight and round counter are all restored."""
+
+    def save(wrapper: GossipWrapper, optimizer: torch.optim.Optimizer) -> io.BytesIO:
+        file = io.BytesIO()
+        torch.save({"model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        return file
+
+    def go_on(wrapper: GossipWrapper, optimizer: torch.optim.Optimizer, rank: int) -> tuple[Tensor, Tensor]:
+        for step in range(5, 10):
+            train_step(wrapper, optimizer, rank, step)
+        wrapper.flush()
+        return flatten(wrapper.module), wrapper.get_extra_state()["weight"]
+
+    def body(group: dist.ProcessGroup) -> None:
+        schedule = Schedule(gossip_every=2, average_every=3)
+        wrapper = wrap(net(group.rank()), group, graph=graph, schedule=schedule)
+        optimizer = make(wrapper)
+        for step in range(5):
+            train_step(wrapper, optimizer, group.rank(), step)
+        file = save(wrapper, optimizer)
+        resumed = wrap(net(99), group, graph=graph, schedule=schedule)
+        state = torch.load(file, weights_only=True)
+        resumed.load_state_dict(state["model"])
+        other = make(resumed)
+        other.load_state_dict(state["optimizer"])
+        assert resumed.get_extra_state() == wrapper.get_extra_state()
+        for got, want in zip(go_on(resumed, other, group.rank()), go_on(wrapper, optimizer, group.rank()), strict=True):
+            assert torch.equal(got, want)
+
+    run_ranks(3, body)
+
+
+def test_resuming_overlap_keeps_round_and_weight() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        options = {"graph": irregular(), "overlap": True, "max_staleness": 1}
+        wrapper = wrap(net(group.rank()), group, **options)
+        optimizer = sgd(wrapper)
+        for step in range(5):
+            train_step(wrapper, optimizer, group.rank(), step)
+        resumed = wrap(net(99), group, **options)
+        resumed.load_state_dict(wrapper.state_dict())
+        assert resumed.get_extra_state() == wrapper.get_extra_state()
+        assert resumed.get_extra_state()["weight"] != 1
+        assert torch.equal(flatten(resumed.module), flatten(wrapper.module))
+        wrapper.close()
+        resumed.close()
+
+    run_ranks(3, body)
+
+
+def test_loading_a_plain_checkpoint_warns_and_starts_anew() -> None:
+    wrapper = wrap(net(1), solo_group())
+    loss_of(wrapper, 0, 0)
+    plain = OrderedDict((f"module.{key}", x) for key, x in net(2).state_dict().items())
+    with pytest.warns(UserWarning, match="no gossip state: counting rounds from 0"):
+        wrapper.load_state_dict(plain)
+    assert wrapper.get_extra_state()["engine"]["t"] == 0
+    assert torch.equal(flatten(wrapper.module), flatten(net(2)))
+
+
+def test_load_state_dict_still_names_wrong_keys() -> None:
+    wrapper = wrap(net(1), solo_group())
+    state = wrapper.state_dict()
+    state["module.third.weight"] = state.pop("module.second.weight")
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Missing key.*module.second.weight.*Unexpected key.*module.third.weight"
+    ):
+        wrapper.load_state_dict(state)
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_load_state_dict_with_assign_keeps_gossiping(options: dict[str, Any]) -> None:
+    def body(group: dist.ProcessGroup) -> Tensor:
+        wrapper = wrap(net(group.rank()), group, **options)
+        loss_of(wrapper, group.rank(), 0)
+        state = OrderedDict((key, x.clone()) for key, x in wrapper.state_dict().items())
+        state._metadata = wrapper.state_dict()._metadata  # type: ignore[attr-defined]
+        wrapper.load_state_dict(state, assign=True)
+        for step in range(2):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.close()
+        return torch.cat([p.detach().flatten() for p in wrapper.parameters()])
+
+    first, second = run_ranks(2, body)
+    torch.testing.assert_close(first, second)  # two ranks agree after one round of any W = J
+
+
+@pytest.mark.parametrize("graph", [RingGraph(2), RingGraph(3), irregular()], ids=str)
+@pytest.mark.parametrize("options", MODES)
+def test_its_own_state_assigned_makes_parameters_that_are_noticed(
+    options: dict[str, Any], graph: NetworkXGraph
+) -> None:
+    """New Parameter objects over the same memory: they gossip, and autograd and the optimizer hooks know them."""
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        wrapper = wrap(mlp(group.rank()), group, graph=graph, **options)
+        loss_of(wrapper, group.rank(), 0)
+        before = list(wrapper.parameters())
+        wrapper.load_state_dict(wrapper.state_dict(), assign=True)
+        parameters = list(wrapper.parameters())
+        assert not any(p is q for p, q in zip(before, parameters, strict=True))
+        optimizer = sgd(wrapper)
+        for step in range(2):
+            train_step(wrapper, optimizer, group.rank(), step)
+        assert all(p is q for p, q in zip(parameters, wrapper.parameters(), strict=True))
+        assert {id(p) for p in parameters} == {id(p) for p in wrapper._buffer.parameters}
+        assert wrapper._debias.is_stepped_by(optimizer)
+        early = loss_of(wrapper, group.rank(), 2)
+        for step in range(wrapper.max_staleness + 1):
+            loss_of(wrapper, group.rank(), step)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            early.backward()
+        for step in range(60):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.close()
+        return flatten(wrapper.module)
+
+    results = run_ranks(graph.world_size, body)
+    for x in results:
+        torch.testing.assert_close(x, results[0], rtol=0, atol=1e-5)
+
+
+def notice(wrapper: GossipWrapper, how: str) -> None:
+    """Whatever makes a wrapper look at requires_grad again."""
+    if how == "train":
+        wrapper.train()
+    elif how == "eval":
+        wrapper.eval().train()
+    elif how == "flush":
+        wrapper.flush()
+    elif how == "double":
+        wrapper.double()
+    else:
+        assert how == "inner double"
+        wrapper.module.double()
+
+
+HOW_NOTICED = ["train", "eval", "flush", "double", "inner double"]
+
+
+@pytest.mark.parametrize("how", HOW_NOTICED)
+@pytest.mark.parametrize("options", MODES)
+def test_parameters_unfrozen_after_wrapping_gossip(options: dict[str, Any], how: str) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = mlp(group.rank())
+        first = model.get_submodule("0").requires_grad_(False)
+        wrapper = wrap(model, group, **options)
+        loss_of(wrapper, group.rank(), 0)  # with overlap: a round of the second layer alone is in flight
+        assert torch.equal(first.get_parameter("weight"), mlp(group.rank()).get_parameter("0.weight"))
+        first.requires_grad_(True)
+        notice(wrapper, how)
+        for step in range(4):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.average_()
+        wrapper.close()
+        return flatten(first), flatten(model)
+
+    (first, whole), (other_first, other_whole) = run_ranks(2, body)
+    mean = (flatten(mlp(0)) + flatten(mlp(1))) / 2
+    torch.testing.assert_close(first, other_first)
+    torch.testing.assert_close(whole, other_whole)
+    torch.testing.assert_close(whole, mean.to(whole))
+
+
+@pytest.mark.parametrize("how", HOW_NOTICED)
+@pytest.mark.parametrize("options", MODES)
+def test_parameters_frozen_after_wrapping_stay_local(options: dict[str, Any], how: str) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = mlp(group.rank())
+        first, last = model.get_submodule("0"), model.get_submodule("2")
+        wrapper = wrap(model, group, **options)
+        loss_of(wrapper, group.rank(), 0)  # with overlap: a round of both layers is in flight
+        first.requires_grad_(False)
+        notice(wrapper, how)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float(group.rank()))
+        for step in range(4):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.average_()
+        wrapper.close()
+        return nn.utils.parameters_to_vector(first.parameters()).detach(), flatten(last)
+
+    results = run_ranks(2, body)
+    for rank, (first, last) in enumerate(results):
+        assert torch.equal(first, torch.full_like(first, float(rank)))
+        torch.testing.assert_close(last, torch.full_like(last, 0.5))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("options", MODES)
+def test_a_cast_keeps_gossiping(options: dict[str, Any], inner: bool) -> None:
+    def body(group: dist.ProcessGroup) -> Tensor:
+        wrapper = wrap(mlp(group.rank()), group, **options)
+        loss_of(wrapper, group.rank(), 0)
+        (wrapper.module if inner else wrapper).double()
+        for step in range(4):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.close()
+        assert {p.dtype for p in wrapper.parameters()} == {torch.float64}
+        return flatten(wrapper.module)
+
+    first, second = run_ranks(2, body)
+    torch.testing.assert_close(first, second)
+
+
+class Tokens(nn.Module):
+    """Only what stands in the middle has a memory format, as in a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 4))
+        self.patches = nn.Conv2d(3, 4, 2)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.patches(x).mean((2, 3)) + self.token[:, 0])
+
+
+@pytest.mark.parametrize("change", ["channels_last", "assign"])
+@pytest.mark.parametrize("options", MODES)
+def test_a_change_in_the_middle_of_the_module_keeps_gossiping(options: dict[str, Any], change: str) -> None:
+    """The first and the last tensor stay where they are."""
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        wrapper = wrap(fill_(Tokens(), group.rank()), group, **options)
+        x = torch.ones(1, 3, 4, 4)
+        wrapper(x)
+        if change == "assign":
+            state = wrapper.state_dict()
+            for key in set(state) - {"module.patches.weight"}:
+                del state[key]
+            state["module.patches.weight"] = state["module.patches.weight"].clone()
+            wrapper.load_state_dict(state, strict=False, assign=True)
+        else:
+            wrapper.to(memory_format=torch.channels_last)
+        for _ in range(4):
+            wrapper(x)
+        wrapper.close()
+        return flatten(wrapper.module)
+
+    first, second = run_ranks(2, body)
+    torch.testing.assert_close(first, second)
