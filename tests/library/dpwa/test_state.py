@@ -337,12 +337,12 @@ def test_keys_that_are_no_pair_are_refused_and_leave_nothing_open() -> None:
     assert gossip_threads() == []
 
 
-@pytest.mark.parametrize("part", ["model_client.ModelClient", "model_fetcher.ModelFetcher"])
+@pytest.mark.parametrize("part", ["client.ModelClient", "fetcher.ModelFetcher"])
 def test_a_constructor_that_fails_closes_its_sockets(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(f"gossip_modules.{part}", fail)
+    monkeypatch.setattr(f"gossip_modules.dpwa.wire.{part}", fail)
     curve = CurveKeys(*make_keys())
     with pytest.raises(ZeroDivisionError):  # and no hang in the end of a context
         PairwiseAverager(filled(0.0), PairwiseConfig("a", {"a": ANY_PORT}, curve=curve))
