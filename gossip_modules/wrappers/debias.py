@@ -6,7 +6,6 @@ import sys
 import threading
 import weakref
 from enum import Enum
-from types import FrameType
 from typing import Any
 
 import torch
@@ -90,15 +89,17 @@ class _Watched:
     """The Debias objects that are needed, told of every optimizer step in the process by one pair of global hooks.
 
     The hooks are there while there are such objects. torch walks over its hooks during a step, and must not find them
-    changed: where one runs in any thread as the last object goes, they stay, without effect, until the next comes or
-    goes. The lock is reentrant, since an object may be collected, and leave, wherever its holder allocates; nobody
-    waits for anything else while holding it.
+    changed: where the last object goes within a step, or while another thread lives that has taken one since the hooks
+    came, they stay, without effect, until the next object comes or goes. (Whether that thread is within a step now
+    cannot be asked: reading the frames of a thread that runs is not safe.) The lock is reentrant, since an object may
+    be collected, and leave, wherever its holder allocates; nobody waits for anything else while holding it.
     """
 
     def __init__(self) -> None:
         self._members: weakref.WeakSet[Debias] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._handles: tuple[RemovableHandle, ...] = ()
+        self._steppers: set[int] = set()  # threads that have taken a step since the hooks came
 
     def add(self, debias: Debias) -> None:
         """Tell `debias` of steps as long as it lives and is not discarded."""
@@ -120,10 +121,23 @@ class _Watched:
     def _unhook_if_idle(self) -> None:
         """Also called by the garbage collector, when an object has died, in any thread."""
         with self._lock:
-            if not any(True for _ in self._members) and not _is_stepping():
+            if not any(True for _ in self._members) and not self._may_be_stepping():
                 handles, self._handles = self._handles, ()
+                self._steppers.clear()
                 for handle in handles:
                     handle.remove()
+
+    def _may_be_stepping(self) -> bool:
+        """Whether an optimizer is inside its step in this thread, or may be in another one."""
+        own = threading.get_ident()
+        if any(ident != own and ident in self._steppers for ident in sys._current_frames()):
+            return True
+        frame = sys._getframe()
+        while (above := frame.f_back) is not None:
+            if above.f_code is _STEP:
+                return True
+            frame = above
+        return False
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Debias]:
         with self._lock:
@@ -131,23 +145,13 @@ class _Watched:
         return [debias for debias in members if debias.is_stepped_by(optimizer)]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._steppers.add(threading.get_ident())
         for debias in self._stepped_by(optimizer):
             debias.to_numerator()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for debias in self._stepped_by(optimizer):
             debias.to_estimate()
-
-
-def _is_stepping() -> bool:
-    """Whether an optimizer is inside its step in any thread."""
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame.f_code is _STEP:
-                return True
-            frame = frame.f_back
-    return False
 
 
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__  # what torch puts around every step, to call the hooks

@@ -147,12 +147,39 @@ def test_the_hooks_are_there_as_long_as_a_wrapper_needs_them() -> None:
             copied.close()
             copy.deepcopy(wrapper)  # of a wrapper that is closed
             done.wait()
-            # Whoever was last took them away.
-            assert num_hooks() == 0
             optimizer.step()
             done.wait()
 
     run_ranks(3, body)
+    weighted()[1].stop()  # they stayed as long as other threads lived that might have been within a step
+    assert num_hooks() == 0
+
+
+def test_hooks_stay_while_another_thread_may_be_within_a_step() -> None:
+    _, debias = weighted()
+    in_step, is_dropped = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def wait_within(*_: object) -> None:
+        in_step.set()
+        assert is_dropped.wait(20)
+
+    def step() -> None:
+        try:
+            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
+        except Exception as error:  # noqa: BLE001 (raised below, in the main thread)
+            errors.append(error)
+
+    with torch_optimizer.register_optimizer_step_pre_hook(wait_within):
+        thread = threading.Thread(target=step)
+        thread.start()
+        assert in_step.wait(20)
+        debias.stop()
+        assert num_hooks() == 2
+        is_dropped.set()
+        thread.join()
+    assert not errors, errors[0]
+    weighted()[1].stop()
     assert num_hooks() == 0
 
 
@@ -168,8 +195,9 @@ def test_hooks_go_when_the_last_object_is_collected() -> None:
     del debias, module
     gc.collect()
     assert num_hooks() == 0
-    _, again = weighted()
+    module, again = weighted()
     assert num_hooks() == 2
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
     again.stop()
     again.stop()
     assert num_hooks() == 0
