@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 from visualization.command import run_command
+from visualization.logs.tables import read_columns
 from visualization.style import PAGE, add_legend, line_style, new_figure, save, styled
-from visualization.tables import read_columns
 
 COLUMNS = ("title", "accuracy_percent", "sent_megabytes")
 

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from visualization.command import run_command
+from visualization.logs.tables import read_columns
 from visualization.style import COLORS, MUTED, PAGE, add_legend, line_style, new_figure, save, styled
-from visualization.tables import read_columns
 
 PARTS = ("compute", "encode", "wire", "mix", "wait", "rest")
 HIDDEN = ("encode", "wire", "mix")

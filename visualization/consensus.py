@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 
 from visualization.command import run_command
+from visualization.logs.tables import read_columns
 from visualization.style import MUTED, PAGE, add_legend, line_style, new_figure, save, styled
-from visualization.tables import read_columns
 
 THRESHOLDS = (1e-2, 1e-4)
 """Errors, relative to the start, that a run is judged by."""

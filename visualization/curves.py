@@ -15,10 +15,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from visualization.command import run_command
-from visualization.panels import BLEU_STEPS, CAPTION, CONSENSUS, ERROR_EPOCHS, ERROR_TIME, LOSS_EPOCHS, NLL_STEPS
-from visualization.runs import Run, find_runs, read_run
+from visualization.logs.runs import Run, find_runs, read_run
+from visualization.logs.tables import Problem
+from visualization.panels.panel import BLEU_STEPS, CAPTION, CONSENSUS, ERROR_EPOCHS, ERROR_TIME, LOSS_EPOCHS, NLL_STEPS
 from visualization.style import PAGE, add_legend, new_figure, save, styled
-from visualization.tables import Problem
 
 PANELS = (ERROR_EPOCHS, ERROR_TIME, NLL_STEPS, BLEU_STEPS, LOSS_EPOCHS, CONSENSUS)
 

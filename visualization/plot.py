@@ -20,10 +20,10 @@ from typing import Annotated
 
 import tyro
 
-from visualization import scaling
 from visualization.command import run_command
-from visualization.panels import CAPTION, PANELS, Panel
-from visualization.runs import Run, read_runs
+from visualization.logs.runs import Run, read_runs
+from visualization.panels import scaling
+from visualization.panels.panel import CAPTION, PANELS, Panel
 from visualization.style import Format, add_legend, new_figure, save, styled
 
 FIGURES = (*(panel.name for panel in PANELS), scaling.NAME)

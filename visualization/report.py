@@ -25,9 +25,9 @@ from matplotlib.figure import Figure
 from visualization.command import run_command
 from visualization.curves import PANELS, draw_runs
 from visualization.graphs import rounds_of_run
-from visualization.runs import Run, read_run
+from visualization.logs.runs import Run, read_run
+from visualization.logs.tables import Problem
 from visualization.style import styled
-from visualization.tables import Problem
 from visualization.topology import draw_rounds
 
 TEMPLATE = Template("""<!DOCTYPE html>

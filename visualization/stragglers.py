@@ -1,4 +1,4 @@
-"""Accuracy against seconds in each setting, and the rate that fast ranks keep, of benchmarks/stragglers.py.
+"""Accuracy against seconds in each setting, and the rate that fast ranks keep, of benchmarks/stragglers.
 
 python -m visualization.stragglers runs/stragglers/stragglers.csv runs/stragglers/curves.csv
 """
@@ -14,13 +14,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from visualization.command import run_command
+from visualization.logs.tables import read_columns
 from visualization.style import COLORS, PAGE, legend_columns, line_style, new_figure, save, styled
-from visualization.tables import read_columns
 
 ROW_COLUMNS = ("setting", "method", "title", "seed", "steps_per_second")
 CURVE_COLUMNS = ("setting", "method", "title", "seed", "seconds", "accuracy_percent")
 UNDISTURBED, BOUND = "undisturbed", "none"
-SOURCE = "benchmarks/stragglers.py"
+SOURCE = "benchmarks/stragglers"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\")
 
 

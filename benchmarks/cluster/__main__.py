@@ -24,13 +24,13 @@ from typing import Any
 
 import tyro
 
-from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import METHODS, require_methods
-from benchmarks.cluster.namespaces import or_exit
-from benchmarks.cluster.network import MAX_HOSTS, MIN_HOSTS, Links, Network
+from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, Links, Network
+from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.cluster.processes import Fleet, TrialError
 from benchmarks.cluster.table import failed_row, frame, markdown, rows_of
 from benchmarks.cluster.trials import NUM_WARM_STEPS, Trial
+from benchmarks.cluster.workload.delays import Delays
 from visualization.cluster import draw
 
 

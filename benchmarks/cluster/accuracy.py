@@ -31,13 +31,13 @@ from typing import Any
 import pandas as pd
 import tyro
 
-from benchmarks.cluster.delays import Delays
-from benchmarks.cluster.images import decode
 from benchmarks.cluster.methods import METHODS, require_methods
-from benchmarks.cluster.namespaces import or_exit
-from benchmarks.cluster.network import MAX_HOSTS, MIN_HOSTS, Links, Network
+from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, Links, Network
+from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.cluster.processes import Fleet, TrialError
-from benchmarks.cluster.training import SPLITS, Images, SmallNetwork, Training
+from benchmarks.cluster.workload.delays import Delays
+from benchmarks.cluster.workload.images import decode
+from benchmarks.cluster.workload.training import SPLITS, Images, SmallNetwork, Training
 
 EVALUATE_EVERY = 40
 """Steps; a multiple of all periods, so that methods that average now and then have just done so."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cluster.delays import Delays
+from benchmarks.cluster.workload.delays import Delays
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,7 +13,7 @@ from torch import nn
 
 import gossip_modules as gm
 from benchmarks.cluster import peers
-from benchmarks.cluster.place import Place
+from benchmarks.cluster.network.place import Place
 from benchmarks.contenders import Contender, HandWrittenBlocking, HandWrittenOverlapped, Local, Wrapped
 
 SYNC_PERIOD = 10

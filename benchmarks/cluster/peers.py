@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.cluster.place import Place
+from benchmarks.cluster.network.place import Place
 from benchmarks.contenders import DDP, Contender, DecentDP, Loss, OptimizerFactory
 
 Make: TypeAlias = Callable[[nn.Module, Place], Contender]

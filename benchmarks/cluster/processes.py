@@ -11,11 +11,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import namespaces
 from benchmarks.cluster import rank as rank_module
 from benchmarks.cluster.job import Job
 from benchmarks.cluster.methods import METHODS
-from benchmarks.cluster.network import Network
+from benchmarks.cluster.network import namespaces
+from benchmarks.cluster.network.links import Network
 
 START_SECONDS = 300.0
 """For all ranks to be ready: the first ones wait for the imports of the server that they are forks of."""

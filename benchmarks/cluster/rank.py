@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.job import Job
-from benchmarks.cluster.network import DATA
-from benchmarks.cluster.place import Place
-from benchmarks.cluster.training import Training, train
+from benchmarks.cluster.network.links import DATA
+from benchmarks.cluster.network.place import Place
 from benchmarks.cluster.trials import Trial, measure
+from benchmarks.cluster.workload.training import Training, train
 
 STORE_PORT = 29_500
 START_TIMEOUT = timedelta(minutes=5)

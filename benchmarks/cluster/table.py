@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.cluster.methods import BOUND, METHODS
-from benchmarks.cluster.network import LINE_SHARE
+from benchmarks.cluster.network.links import LINE_SHARE
 
 MAX_ERROR = 160
 """Letters of an error in the table."""

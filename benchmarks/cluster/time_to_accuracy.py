@@ -25,7 +25,7 @@ import tyro
 from benchmarks.cluster import accuracy
 from benchmarks.cluster.methods import METHODS, OTHERS, OURS
 from benchmarks.cluster.table import COLUMNS, medians
-from visualization.tables import read_columns
+from visualization.logs.tables import read_columns
 
 DELAYS = ["spread", "straggle_chance", "slow_factor", "slow_host"]
 CELL = ["hosts", "rate_gbit", "num_parameters", "planned_ms", *DELAYS, "slow_link_share"]

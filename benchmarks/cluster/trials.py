@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.cluster.job import Job
 from benchmarks.cluster.methods import METHODS, Method
-from benchmarks.cluster.place import Counters, Place, forget_peak_memory, peak_memory_bytes
-from benchmarks.cluster.split import Split
-from benchmarks.cluster.waited_model import WaitedModel
+from benchmarks.cluster.network.place import Counters, Place, forget_peak_memory, peak_memory_bytes
+from benchmarks.cluster.workload.split import Split
+from benchmarks.cluster.workload.waited_model import WaitedModel
 from benchmarks.contenders import Contender
 
 NUM_WARM_STEPS = 3

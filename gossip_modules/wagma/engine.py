@@ -39,7 +39,7 @@ class WaitAvoidingEngine(Engine):
     waits at each global average for the slowest. Here a rank goes to the global average at its next safe point once
     somebody is there. A rank that is slow all the time (see `Pace`) skips versions that others have passed, and where
     its next step would end after the others have come to the global average, it waits for them instead; no longer than
-    two such steps, in case they have stopped training. What this gains is measured in benchmarks/stragglers.py.
+    two such steps, in case they have stopped training. What this gains is measured in benchmarks/stragglers.
 
     [Note: overlapped groups] With `overlap` a rank that is on time does not wait: at its next safe point, when x has
     taken another step, x <- x + (average - y), the law with what this rank contributed as s. One that is late merges

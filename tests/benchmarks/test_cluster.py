@@ -23,19 +23,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from benchmarks.cluster import namespaces
 from benchmarks.cluster.__main__ import Cluster, main
-from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import METHODS
-from benchmarks.cluster.namespaces import ClusterUnavailableError
-from benchmarks.cluster.network import Links, Network
-from benchmarks.cluster.place import Place, bytes_sent
+from benchmarks.cluster.network import namespaces
+from benchmarks.cluster.network.links import Links, Network
+from benchmarks.cluster.network.namespaces import ClusterUnavailableError
+from benchmarks.cluster.network.place import Place, bytes_sent
 from benchmarks.cluster.processes import Processes, TrialError
 from benchmarks.cluster.rank import STORE_PORT, last_line
-from benchmarks.cluster.split import Split
 from benchmarks.cluster.table import failed_row, frame, markdown, medians, rows_of
 from benchmarks.cluster.trials import Trial
-from benchmarks.cluster.waited_model import WaitedModel, resnet_shapes
+from benchmarks.cluster.workload.delays import Delays
+from benchmarks.cluster.workload.split import Split
+from benchmarks.cluster.workload.waited_model import WaitedModel, resnet_shapes
 from benchmarks.contenders import Local
 from tests.harness.misbehaving_rank import misbehave
 from visualization.cluster import draw
@@ -148,8 +148,8 @@ def test_gradients_come_layer_by_layer_and_their_deadlines_ascend(monkeypatch: p
         slept.append(seconds)
         now[0] += seconds + 0.001  # every sleep is a millisecond too long
 
-    monkeypatch.setattr("benchmarks.cluster.waited_model.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("benchmarks.cluster.waited_model.time.sleep", sleep)
+    monkeypatch.setattr("benchmarks.cluster.workload.waited_model.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("benchmarks.cluster.workload.waited_model.time.sleep", sleep)
     model = WaitedModel(1e4, compute_seconds=3.0, gradient=0.5)
     model.factor = 2.0
     order: list[int] = []
@@ -169,7 +169,7 @@ def test_gradients_come_layer_by_layer_and_their_deadlines_ascend(monkeypatch: p
 
 def test_a_late_step_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("benchmarks.cluster.waited_model.time.sleep", slept.append)
+    monkeypatch.setattr("benchmarks.cluster.workload.waited_model.time.sleep", slept.append)
     model = WaitedModel(1e4, compute_seconds=0.0)
     model(torch.zeros(())).backward()
     assert set(slept) == {0.0}
@@ -178,7 +178,7 @@ def test_a_late_step_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_split_counts_a_call_within_a_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
     contender = Local(WaitedModel(1e4, compute_seconds=0.0))
     now = [0.0]
-    monkeypatch.setattr("benchmarks.cluster.split.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("benchmarks.cluster.workload.split.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(contender.optimizer, "step", lambda: now.__setitem__(0, now[0] + 2.0))
     split = Split(contender)
     contender.step(lambda model: model(torch.zeros(())))
@@ -297,7 +297,7 @@ def test_what_is_missing_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(f"benchmarks.cluster.namespaces.{name}", stand_in)
+    monkeypatch.setattr(f"benchmarks.cluster.network.namespaces.{name}", stand_in)
     monkeypatch.setattr(sys, "argv", ["cluster", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
         main()
@@ -440,7 +440,7 @@ def test_one_command_from_namespaces_to_pictures(tmp_path: Path) -> None:
 
 HOLD = """
 import time
-from benchmarks.cluster.network import Links, Network
+from benchmarks.cluster.network.links import Links, Network
 network = Network(2, Links(1e8))
 print("built", flush=True)
 time.sleep(300)

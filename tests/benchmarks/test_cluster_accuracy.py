@@ -23,17 +23,17 @@ from torch import Tensor, nn
 
 from benchmarks.cluster.accuracy import COLUMNS as accuracy_columns
 from benchmarks.cluster.accuracy import EVALUATE_EVERY, Accuracy, curve
-from benchmarks.cluster.delays import Delays
-from benchmarks.cluster.images import decode
 from benchmarks.cluster.job import Job
 from benchmarks.cluster.methods import METHODS, Method, require_methods
+from benchmarks.cluster.network.place import Place
 from benchmarks.cluster.peers import PERIOD
-from benchmarks.cluster.place import Place
 from benchmarks.cluster.processes import Fleet, Processes, TrialError
 from benchmarks.cluster.table import failed_row, frame, rows_of
 from benchmarks.cluster.time_to_accuracy import Options, markdown, paces, seconds_per_step, steps_to, times
-from benchmarks.cluster.training import SIZE, Images, SmallNetwork, Training, train
 from benchmarks.cluster.trials import Trial
+from benchmarks.cluster.workload.delays import Delays
+from benchmarks.cluster.workload.images import decode
+from benchmarks.cluster.workload.training import SIZE, Images, SmallNetwork, Training, train
 from benchmarks.contenders import Contender, Loss, Wrapped
 from tests.benchmarks.test_cluster import ROOT, answer, cannot_make_namespaces
 
@@ -373,7 +373,7 @@ class Slow(nn.Module):
 def test_compute_is_waited_on_top_of_rounds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode(folder, tmp_path / "arrays")
     slow = Method("slow", lambda model, place: Wrapped(model, place.optimizer, wrap=Slow))
-    monkeypatch.setattr("benchmarks.cluster.training.METHODS", {"slow": slow})
+    monkeypatch.setattr("benchmarks.cluster.workload.training.METHODS", {"slow": slow})
     delays = Delays(straggle_chance=1.0, slow_factor=2.0)
     training = replace(training_of("slow", tmp_path / "arrays"), compute_seconds=0.1, delays=delays)
     place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60), 0, 0.1)

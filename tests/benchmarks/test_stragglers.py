@@ -14,12 +14,12 @@ import tyro
 from matplotlib.figure import Figure
 from PIL import Image
 
-from benchmarks import straggler_elastic, straggler_pauses, straggler_training
-from benchmarks.straggler_methods import SYNC_PERIOD, Place, learning_rate
-from benchmarks.straggler_pauses import Pauses
-from benchmarks.straggler_processes import run_group
-from benchmarks.straggler_training import Run, markdown, rates, row_of, seconds_to, train
-from benchmarks.stragglers import Command, Elastic, PausesCommand, Train, main
+from benchmarks.stragglers import elastic, pauses, training
+from benchmarks.stragglers.__main__ import Command, Elastic, PausesCommand, Train, main
+from benchmarks.stragglers.methods import SYNC_PERIOD, Place, learning_rate
+from benchmarks.stragglers.pauses import Pauses
+from benchmarks.stragglers.processes import run_group
+from benchmarks.stragglers.training import Run, markdown, rates, row_of, seconds_to, train
 from gossip_modules import Progress
 from tests.harness.ranks import run_ranks, thread_group
 from visualization.stragglers import draw, kept_percent
@@ -109,7 +109,7 @@ def test_all_methods_take_equally_many_steps(method: str) -> None:
     for record in records:
         torch.testing.assert_close(record["final"], records[0]["final"])
         assert record["marks"].shape[1:] == record["final"].shape
-    row = row_of(run, records, straggler_training.curve(records, run), target_percent=0.0)
+    row = row_of(run, records, training.curve(records, run), target_percent=0.0)
     assert row["num_steps"] == sum(steps)
     assert row["seconds_to_target"] == 0.0
 
@@ -165,19 +165,19 @@ def test_turns_end_at_a_global_average() -> None:
 def test_pauses_are_compared_within_a_cycle() -> None:
     # The machine is twice as slow in the second cycle; one rank is ahead of the other.
     times = [{"none": [30.0, 60.0], "adpsgd": [33.0, 66.0]}, {"none": [50.0, 100.0], "adpsgd": [55.0, 110.0]}]
-    assert "| AD-PSGD | 66.0 | 33.0-99.0 | 1.10 | <= 1.15 |" in straggler_pauses.markdown(times)
+    assert "| AD-PSGD | 66.0 | 33.0-99.0 | 1.10 | <= 1.15 |" in pauses.markdown(times)
 
 
 def test_rounds_until_a_worker_is_contacted() -> None:
     stamps = torch.arange(0, 10, 0.5, dtype=torch.float64)
     others = ["back", *["x"] * 7, "back", "x", "back", *["x"] * 9]  # before it died, and from 4.0 on
     first = {"stamps": stamps, "merged_with": others}
-    assert straggler_elastic.rounds_to_contact("back", 2.2, [first]) == 4  # at 2.5, 3.0, 3.5 and 4.0
+    assert elastic.rounds_to_contact("back", 2.2, [first]) == 4  # at 2.5, 3.0, 3.5 and 4.0
     second = {"stamps": stamps, "merged_with": ["x"] * 10 + ["back"] * 10}
-    assert straggler_elastic.rounds_to_contact("back", 2.2, [first, second]) == 6  # of the one that was later
+    assert elastic.rounds_to_contact("back", 2.2, [first, second]) == 6  # of the one that was later
     never = {**first, "merged_with": ["x"] * 20}
-    assert straggler_elastic.rounds_to_contact("back", 2.2, [first, never]) == math.inf
-    assert straggler_elastic.longest_pause({"stamps": torch.tensor([0.0, 9.0, 9.5, 10.25])}) == 0.75
+    assert elastic.rounds_to_contact("back", 2.2, [first, never]) == math.inf
+    assert elastic.longest_pause({"stamps": torch.tensor([0.0, 9.0, 9.5, 10.25])}) == 0.75
 
 
 def test_the_elastic_table_tells_workers_apart() -> None:
@@ -188,7 +188,7 @@ def test_the_elastic_table_tells_workers_apart() -> None:
         {**row, "has_deaths": True, "is_restarted": True, "rounds_to_contact": 4.0, "accuracy_percent": 97.0},
         {**row, "has_deaths": True, "is_restarted": True, "rounds_to_contact": 7.0},
     ]
-    assert straggler_elastic.markdown(pd.DataFrame(rows)).splitlines()[2:] == [
+    assert elastic.markdown(pd.DataFrame(rows)).splitlines()[2:] == [
         "| undisturbed run | 98.00 | 98.00 | 0.100 |  |",
         "| survivors | 98.00 | 98.00 | 0.250 |  |",
         "| restarted | 97.50 | 97.00 | 0.100 | 7 |",

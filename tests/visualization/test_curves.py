@@ -17,7 +17,7 @@ from PIL import Image
 from tests.harness.finished_runs import TEXT_METRICS, write_run
 from visualization import style
 from visualization.curves import draw, draw_run, main
-from visualization.panels import zoom
+from visualization.panels.panel import zoom
 
 
 def lines_of(axis: Axes) -> list[list[tuple[float, float]]]:

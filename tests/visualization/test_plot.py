@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tests.harness.finished_runs import TEXT_METRICS, rank_table, write_run
-from visualization.panels import ACCURACY_BYTES, ERROR_EPOCHS, unit_of
+from visualization.logs.runs import Run
+from visualization.panels.panel import ACCURACY_BYTES, ERROR_EPOCHS, unit_of
+from visualization.panels.scaling import scaling_points, seconds_per_step, why_not
 from visualization.plot import FIGURES, Plot, main
 from visualization.report import Report
-from visualization.runs import Run
-from visualization.scaling import scaling_points, seconds_per_step, why_not
 from visualization.spectra import Spectra
 from visualization.style import add_legend
 from visualization.topology import Topology

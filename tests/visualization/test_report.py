@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.harness.finished_runs import write_run
+from visualization.logs.runs import read_run
 from visualization.report import Report, main, make_report
-from visualization.runs import read_run
 
 VOID = {"meta", "img"}
 

@@ -17,8 +17,8 @@ from train.run.log import EpochRow, RunLog
 from train.run.meters import Meters
 from train.run.report import RankResult, write_report
 from train.tasks.images.config import Config
-from visualization.runs import COLUMNS, find_runs, read_run, read_runs
-from visualization.tables import read_columns, read_numbers
+from visualization.logs.runs import COLUMNS, find_runs, read_run, read_runs
+from visualization.logs.tables import read_columns, read_numbers
 
 
 def test_a_run_is_all_its_ranks(tmp_path: Path) -> None:

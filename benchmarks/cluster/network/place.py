@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.cluster.network import DATA
+from benchmarks.cluster.network.links import DATA
 
 
 @dataclass(frozen=True)

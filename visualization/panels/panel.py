@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from visualization.runs import Run
+from visualization.logs.runs import Run
 from visualization.style import as_label, line_style
 
 SETTLED = 0.2

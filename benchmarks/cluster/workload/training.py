@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.cluster.job import Job
 from benchmarks.cluster.methods import METHODS
-from benchmarks.cluster.place import Place
+from benchmarks.cluster.network.place import Place
 
 SPLITS = ("train", "test")
 SIZE = 16

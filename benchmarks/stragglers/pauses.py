@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.contenders import Contender, DecentDP, Wrapped
-from benchmarks.straggler_methods import BOUND, METHODS, SYNC_PERIOD, Place
+from benchmarks.stragglers.methods import BOUND, METHODS, SYNC_PERIOD, Place
 
 DECENT = "decent-dp"
 HAS_DECENT = importlib.util.find_spec("decent_dp") is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.straggler_methods import (
+from benchmarks.stragglers.methods import (
     BASELINE,
     BOUND,
     METHODS,

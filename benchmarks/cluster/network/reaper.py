@@ -1,6 +1,6 @@
 """Teardown that a SIGKILL cannot prevent: a small process of its own that waits for the end of its parent.
 
-    python -m benchmarks.cluster.reaper PREFIX < pipe
+    python -m benchmarks.cluster.network.reaper PREFIX < pipe
 
 The pipe's other end is the parent's alone, so it closes with the parent, however that ends. Then the namespaces whose
 names begin with PREFIX, and the processes in them, are removed.
@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.cluster import namespaces
+from benchmarks.cluster.network import namespaces
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Reaper:
@@ -28,7 +28,7 @@ class Reaper:
 
     def __init__(self, prefix: str) -> None:
         reader, self._writer = os.pipe()  # not inherited: only this process holds the writer
-        command = [sys.executable, "-m", "benchmarks.cluster.reaper", prefix]
+        command = [sys.executable, "-m", "benchmarks.cluster.network.reaper", prefix]
         # A session of its own: Ctrl-C and a signal to the parent's process group pass it by.
         self._process = subprocess.Popen(
             command, stdin=reader, stdout=subprocess.DEVNULL, cwd=ROOT, start_new_session=True

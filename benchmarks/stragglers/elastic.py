@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.straggler_methods import (
+from benchmarks.stragglers.methods import (
     NUM_CLASSES,
     accuracy_percent,
     digits,
@@ -23,7 +23,7 @@ from benchmarks.straggler_methods import (
     read,
     write,
 )
-from benchmarks.straggler_processes import Processes, free_addresses
+from benchmarks.stragglers.processes import Processes, free_addresses
 from gossip_modules import PairwiseDataParallel
 from train.tasks.images.models import small_cnn
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.straggler_methods import Place
+from benchmarks.stragglers.methods import Place
 from gossip_modules import Progress
 
 HOST = "127.0.0.1"

@@ -1,8 +1,8 @@
 """Speed and accuracy where some ranks are slow, pause or die, on real processes of one machine.
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/stragglers.py train    # 8 ranks, three settings; 13 minutes
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/stragglers.py pauses   # 4 ranks that pause at random; 4 minutes
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/stragglers.py elastic  # dpwa, two workers are killed; 2 minutes
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stragglers train    # 8 ranks, three settings; 13 minutes
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stragglers pauses   # 4 ranks that pause at random; 4 minutes
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stragglers elastic  # dpwa, two workers are killed; 2 minutes
 
 A machine with fewer cores than ranks would only measure its cores. So a step is a small computation, forward and
 backward of a CNN of 28 thousand parameters on digits (some 3 ms), and a sleep of --step-seconds between the two, an
@@ -16,7 +16,7 @@ are at the same round. Models are kept in memory at fixed times, and averaged an
 a rank is its own steps per second while all train, from the last rank's fifth step to the first rank's end. The slow
 rank is not among the ranks of the rate; where two random ranks are late in each step, all are.
 
-`pauses`: see benchmarks/straggler_pauses.py. `elastic`: workers end by the clock; of two that are killed one comes
+`pauses`: see benchmarks/stragglers/pauses.py. `elastic`: workers end by the clock; of two that are killed one comes
 back after the other, so that nobody finds it who has only just begun himself.
 
 CSV files, tables and the picture go to --out-dir.
@@ -24,7 +24,6 @@ CSV files, tables and the picture go to --out-dir.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,14 +31,12 @@ from typing import Annotated, Any
 import pandas as pd
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
-
-from benchmarks import straggler_elastic, straggler_pauses, straggler_training
-from benchmarks.straggler_elastic import Death
-from benchmarks.straggler_methods import BOUND, METHODS
-from benchmarks.straggler_pauses import DECENT, HAS_DECENT, Pauses
-from benchmarks.straggler_processes import run_group
-from benchmarks.straggler_training import SETTINGS, Run
+from benchmarks.stragglers import elastic, pauses, training
+from benchmarks.stragglers.elastic import Death
+from benchmarks.stragglers.methods import BOUND, METHODS
+from benchmarks.stragglers.pauses import DECENT, HAS_DECENT, Pauses
+from benchmarks.stragglers.processes import run_group
+from benchmarks.stragglers.training import SETTINGS, Run
 from visualization.stragglers import draw
 
 OUT_DIR = Path("runs/stragglers")
@@ -97,15 +94,15 @@ class Train:
                     try:
                         records = run_group(
                             run.num_ranks,
-                            straggler_training.train,
+                            training.train,
                             run,
                             timeout=60 + 2 * run.num_rounds * (run.step_seconds * run.slow_factor + run.extra_seconds),
                         )
                     except RuntimeError as error:
                         failed.append(f"{method}, {setting}, seed {seed}: {error}")
                         continue
-                    curve = straggler_training.curve(records, run)
-                    row = straggler_training.row_of(run, records, curve, target_percent=self.target_percent)
+                    curve = training.curve(records, run)
+                    row = training.row_of(run, records, curve, target_percent=self.target_percent)
                     rows.append(row)
                     print(
                         f"   {row['steps_per_second']:.2f} steps/s of fast ranks, {row['train_seconds']:.1f} s, "
@@ -117,7 +114,7 @@ class Train:
                     pd.DataFrame(rows).to_csv(self.out_dir / "stragglers.csv", index=False)
                     pd.DataFrame(points).to_csv(self.out_dir / "curves.csv", index=False)
         if rows:
-            text = straggler_training.markdown(pd.DataFrame(rows), target_percent=self.target_percent)
+            text = training.markdown(pd.DataFrame(rows), target_percent=self.target_percent)
             (self.out_dir / "stragglers.md").write_text(text + "\n")
             picture = draw(
                 self.out_dir / "stragglers.csv", self.out_dir / "curves.csv", self.out_dir / "stragglers.png"
@@ -156,13 +153,13 @@ class PausesCommand:
     def main(self) -> None:
         """Measure, print the table."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        pauses = Pauses(
+        plan = Pauses(
             self.methods, self.num_cycles, self.num_steps, self.batch_size, self.pause_seconds, self.probability
         )
         turns = (self.num_cycles + 1) * len(self.methods) * self.num_steps
         print(f"== {self.num_ranks} ranks, {turns} steps each", flush=True)
         limit = 60 + 2 * turns * (self.pause_seconds + 0.1)
-        times = run_group(self.num_ranks, straggler_pauses.measure, pauses, timeout=limit)
+        times = run_group(self.num_ranks, pauses.measure, plan, timeout=limit)
         lines = [
             {"rank": rank, "method": method, "cycle": cycle, "ms_per_step": value}
             for rank, own in enumerate(times)
@@ -170,7 +167,7 @@ class PausesCommand:
             for cycle, value in enumerate(values)
         ]
         pd.DataFrame(lines).to_csv(self.out_dir / "pauses.csv", index=False)
-        text = straggler_pauses.markdown(times)
+        text = pauses.markdown(times)
         (self.out_dir / "pauses.md").write_text(text + "\n")
         print(f"\n{text}\n\nin {self.out_dir}")
 
@@ -198,12 +195,12 @@ class Elastic:
         for seed in self.seeds:
             for now in ((), deaths):
                 print(f"== seed {seed}, {len(now)} deaths", flush=True)
-                records = straggler_elastic.run(
+                records = elastic.run(
                     self.num_workers, now, seconds=self.seconds, step_seconds=self.step_seconds, seed=seed
                 )
-                rows += straggler_elastic.rows_of(seed, records, {death.name for death in now})
+                rows += elastic.rows_of(seed, records, {death.name for death in now})
                 pd.DataFrame(rows).to_csv(self.out_dir / "elastic.csv", index=False)
-        text = straggler_elastic.markdown(pd.DataFrame(rows))
+        text = elastic.markdown(pd.DataFrame(rows))
         (self.out_dir / "elastic.md").write_text(text + "\n")
         print(f"\n{text}\n\nin {self.out_dir}")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from benchmarks.cluster import namespaces
-from benchmarks.cluster.reaper import Reaper
+from benchmarks.cluster.network import namespaces
+from benchmarks.cluster.network.reaper import Reaper
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from visualization.tables import Problem, read_numbers
+from visualization.logs.tables import Problem, read_numbers
 
 SUMMARY = "summary.json"
 INDEX = ("epoch", "step", "time_seconds")

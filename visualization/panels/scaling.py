@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from visualization.runs import Run
+from visualization.logs.runs import Run
 from visualization.style import line_style
 
 NAME = "scaling"

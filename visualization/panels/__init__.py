@@ -1,0 +1,1 @@
+"""Plots of one quantity against another, a line per run."""
