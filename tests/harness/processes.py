@@ -48,7 +48,7 @@ def run_processes(
     *args: Any,
     expect_result: bool = True,
     hung: Sequence[int] = (),
-    backend: str = "gloo",
+    backend: str | None = "gloo",
     timeout: float = 45.0,
 ) -> list[Outcome]:
     """`body(rank, *args)` in `world_size` processes with torch.distributed initialised; how each ended, in rank order.
@@ -61,7 +61,7 @@ def run_processes(
         args: plain values.
         expect_result: raise an AssertionError when any process ends without a result.
         hung: ranks that do not end by themselves; they are killed when all others have ended.
-        backend: of the default group; with "nccl" rank i has GPU i.
+        backend: of the default group; with "nccl" rank i has GPU i. None: the body makes and ends the group itself.
         timeout: seconds for everything; a process that has not ended then is killed.
     """
     context = multiprocessing.get_context("forkserver")
@@ -102,7 +102,7 @@ def _main(
     rank: int,
     world_size: int,
     folder: str,
-    backend: str,
+    backend: str | None,
     writer: Connection,
     body: Callable[..., Any],
     args: tuple[Any, ...],
@@ -110,9 +110,10 @@ def _main(
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    # A file, not a TCP server in rank 0: no rank is needed by all others.
-    store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    if backend is not None:
+        # A file, not a TCP server in rank 0: no rank is needed by all others.
+        store = dist.FileStore(str(Path(folder) / "store"), world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
     start_clock()
     try:
         result = body(rank, *args)
@@ -120,7 +121,8 @@ def _main(
         _send(writer, Outcome(None, f"{type(error).__name__}: {error}", time.monotonic() - _clock))
         raise  # and end as a script would: whether that hangs is part of the tests
     _send(writer, Outcome(result, "", time.monotonic() - _clock))
-    dist.destroy_process_group()
+    if backend is not None:
+        dist.destroy_process_group()
 
 
 def _send(writer: Connection, outcome: Outcome) -> None:
