@@ -36,10 +36,13 @@ from tests.harness.ranks import run_ranks
 from tests.harness.ranks_at_work import LENGTH, LONG, Board, Rank
 from tests.harness.workloads import WORKLOADS, Workload
 
-_OF_THREADS = ("background", "bilateral", "gossip_thread", "listener", "mailbox", "presence", "watched_transport")
-_OF_ROUNDS = ("group_average", "overlap_engine", "wait_avoiding")
-_OF_DPWA = ("model_", "pairwise", "peer_", "snapshot_pool", "plain_server", "curve_server")
-ASYNCHRONOUS = tuple(Path(gossip_modules.__file__).with_name(name) for name in (*_OF_THREADS, *_OF_ROUNDS, *_OF_DPWA))
+_OF_THREADS = ("background", "gossip_thread", "overlap", "shared_model")
+_LIBRARY = Path(gossip_modules.__file__).parent
+ASYNCHRONOUS = (
+    *(_LIBRARY / "engine" / f"{name}.py" for name in _OF_THREADS),
+    _LIBRARY / "transport" / "listener.py",
+    *(_LIBRARY / package for package in ("ad_psgd", "wagma", "dpwa")),
+)
 PATIENCE = 20.0  # seconds without progress that count as a deadlock
 EPISODE = 3.0  # seconds
 HOT = 0.1  # of all lines, for each thread

@@ -30,6 +30,10 @@ def test_nothing_is_found(engine: str) -> None:
     assert_no_gossip_threads()  # a finding may leave some behind
 
 
+def test_delays_fall_into_files_that_exist() -> None:
+    assert [path for path in ASYNCHRONOUS if not path.exists()] == []
+
+
 EPISODES = sorted({(race.engine, race.seed, race.length) for race in RACES})
 
 
