@@ -1,4 +1,4 @@
-"""Words: what ranks that avoid waiting tell each other beside their models, a few numbers at a time."""
+"""Control messages of WAGMA-SGD: a few integers that ranks send each other beside their models."""
 
 from __future__ import annotations
 
@@ -15,153 +15,167 @@ import torch
 
 from ..transport.process_group import FOREVER, PROBE_TAG, Pending, ProcessGroupTransport
 
-GOODBYE_TIMEOUT = timedelta(seconds=2)
-_LAST_WORDS_TIMEOUT = timedelta(seconds=0.5)
+CLOSE_TIMEOUT = timedelta(seconds=2)
+_CLOSE_TIMEOUT_AFTER_FAILURE = timedelta(seconds=0.5)
 _GRACE = timedelta(seconds=5)
 _AT_ONCE = timedelta(milliseconds=1)
-_WORD_TAG = 0  # on a channel of their own
+_TAG = 0  # control messages have a channel of their own
 
 
-class Kind(IntEnum):
-    """What a word is about."""
+class ControlKind(IntEnum):
+    """The kind of a control message; the number is what is sent."""
 
-    ARRIVED = 0  # somebody has arrived at a version
-    SETTLING = 1  # its sender settles
-    BEGINNING = 2  # its sender is about to train
-    GOODBYE = 3  # its sender has closed and will say no more
-    ASKING = 4  # its sender wants to know where the receiver is
-    STANDING = 5  # where its sender is; answers ASKING
-    FAILED = 6  # its sender has failed, by the fault of a rank, and will say no more
+    ARRIVED = 0  # some rank has arrived at a round
+    SETTLING = 1  # the sender is in `settle()`
+    BEGINNING = 2  # the sender waits for all ranks before its first step
+    SHUTDOWN = 3  # the sender has closed and sends nothing after this
+    STATUS_REQUEST = 4  # the sender asks what the receiver is doing
+    STATUS = 5  # what the sender is doing; the answer to STATUS_REQUEST
+    FAILED = 6  # the sender has failed because of a rank, and sends nothing after this
 
 
-class Word(NamedTuple):
-    """One message: five integers on the wire.
+class ControlMessage(NamedTuple):
+    """One control message: five integers on the wire.
 
     Attributes:
-        kind: what it is about.
-        version: that somebody arrived at; the newest that a rank in a meeting knows of; the round of a rank that says
-            where it stands; (FAILED) the rank at fault, or -1.
-        meeting: how many times the sender has begun or, if it settles, settled before.
-        stage: (SETTLING, BEGINNING) of the dissemination; (STANDING) a `Place`; (FAILED) a `Fault`.
-        oldest: (BEGINNING) version that its sender knows of; (STANDING) the rank that its sender waits for, or -1.
+        kind: what the message is about.
+        round: (ARRIVED) the round at which some rank has arrived; (SETTLING, BEGINNING) the newest round that the
+            sender knows of; (STATUS) the round of the sender; (FAILED) the rank at fault, or -1.
+        barrier_id: (SETTLING, BEGINNING) the number of barriers of this kind that the sender has passed before;
+            (ARRIVED) the number of times that the sender has begun.
+        stage: (SETTLING, BEGINNING) the stage of the barrier; (STATUS) an `Activity`; (FAILED) a `FailureReason`.
+        oldest: (BEGINNING) the oldest round that the sender knows of; (STATUS) the rank that the sender waits for, or
+            -1.
     """
 
-    kind: Kind
-    version: int = 0
-    meeting: int = 0
+    kind: ControlKind
+    round: int = 0
+    barrier_id: int = 0
     stage: int = 0
     oldest: int = 0
 
 
-class Words:
-    """Words between a rank and its dissemination neighbours, the ranks 1, 2, 4, ... places on, modulo the world.
+_LAST = (ControlKind.SHUTDOWN, ControlKind.FAILED)
 
-    What each rank passes on once to all of its out-neighbours reaches everybody in ceil(log2 n) hops, from any rank, in
-    any world; it still does when several begin at once, which is not so in a tree that drops what it knows.
 
-    [Note: one thread per neighbour] `listen` is the body of a thread that waits for one neighbour, in either direction:
-    a receive from one rank ends at once when that rank's connection closes, a receive from any rank does not. So the
-    neighbours of a dead rank know of it at once. They include all ranks with which it shares a group. Such a thread
-    posts answers and never waits for them: who waits in there may wait for one who waits for him.
+class ControlChannel:
+    """Control messages between a rank and its neighbours: the ranks at distances 1, 2, 4, ... modulo the world size.
 
-    [Note: parting] The last word to a neighbour is GOODBYE or FAILED. Who hears one answers with its own GOODBYE, by
-    the listening thread, so that both threads end within milliseconds though only one of the two ranks has closed.
+    A message that every rank forwards once to all its out-neighbours reaches all ranks in ceil(log2 n) hops, from any
+    rank and for any world size. This also holds when several ranks start one at the same time.
+
+    [Note: one listening thread per neighbour] `listen` is the body of a thread that receives from one neighbour,
+    whether that is an in- or an out-neighbour. A Gloo receive from a given rank fails at once when the connection to
+    that rank closes; a receive from any rank does not. So the neighbours of a rank that died learn of it immediately.
+    They include all ranks with which it shares a group. A listening thread posts its answers and never waits for a
+    send: a thread that waited here could wait for a rank which itself waits for this one, and both would be stuck.
+
+    [Note: shutdown] The last message to a neighbour is SHUTDOWN or FAILED. A rank that receives one answers with its
+    own SHUTDOWN, from the listening thread. So both listening threads end within milliseconds although only one of the
+    two ranks has closed.
+
+    Two locks. `_sending` belongs to `send`, which waits while it holds it: listening threads never take it. `_posting`
+    guards everything below it in `__init__` and is never held while waiting, so any thread may take it, also a thread
+    that holds `WaitAvoidingWorker.state`.
 
     Args:
-        transport: over Gloo; words take a channel of their own. All ranks must make this object at the same point.
+        transport: a transport over Gloo; the channel makes its own connections from it. Construction is collective: all
+            ranks must construct this object at the same point.
 
     Attributes:
-        neighbours: ranks with a listening thread.
-        gone: neighbours who have said goodbye, and when (`time.monotonic()`).
+        neighbours: the ranks from which a thread of this rank listens.
+        closed_peers: neighbours that have shut down, with the time at which this rank learnt it (`time.monotonic()`).
     """
 
     def __init__(self, transport: ProcessGroupTransport) -> None:
         self.transport = copy.deepcopy(transport)
-        self.transport.timeout = transport.timeout + _GRACE  # `Watch` ends waits before Gloo, which would hang up
+        # The failure detector ends waits before this: a wait that Gloo ends closes all connections of this rank.
+        self.transport.timeout = transport.timeout + _GRACE
         n, rank = transport.world_size, transport.rank
         distances = [1 << i for i in range((n - 1).bit_length())]
         self.out_peers = tuple((rank + distance) % n for distance in distances)
         self.in_peers = tuple((rank - distance) % n for distance in distances)
         self.neighbours = tuple(sorted({*self.out_peers, *self.in_peers}))
-        self.gone: dict[int, float] = {}
-        self._saying = threading.Lock()  # held while waiting: never by a listening thread
-        self._posting = threading.Lock()  # never held while waiting
-        self._said: list[Pending] = []
-        self._notes: dict[tuple[int, Kind], Pending] = {}  # the last question and the last answer to each neighbour
-        self._goodbyes: list[Pending] = []
-        self._parted: set[int] = set()  # neighbours who have had this rank's last word
+        self.closed_peers: dict[int, float] = {}
+        self._sending = threading.Lock()
+        self._sent: list[Pending] = []  # under `_sending`
+        self._posting = threading.Lock()
+        self._posted: dict[tuple[int, ControlKind], Pending] = {}  # the last request and the last answer to each peer
+        self._last_messages: list[Pending] = []
+        self._has_last_message: set[int] = set()  # neighbours to which the last message has been posted
 
-    def say(self, word: Word, *, peers: Sequence[int] | None = None) -> None:
-        """Tell `peers`, or all out-neighbours. Returns when the words before this one have been heard.
+    def send(self, message: ControlMessage, *, peers: Sequence[int] | None = None) -> None:
+        """Send to `peers`, or to all out-neighbours. Returns when the previous messages of `send` have been received.
 
         Raises:
-            TimeoutError, ConnectionError: one of them was not heard; names the rank.
+            TimeoutError, ConnectionError: a previous message was not received; names the rank.
         """
-        with self._saying:
-            said, self._said = self._said, []
-            for pending in said:
+        with self._sending:
+            sent, self._sent = self._sent, []
+            for pending in sent:
                 pending.wait()
             with self._posting:
-                listening = [peer for peer in (self.out_peers if peers is None else peers) if peer not in self._parted]
-                self._said.append(self._post(word, listening))
+                receivers = self.out_peers if peers is None else peers
+                self._sent.append(self._post(message, [i for i in receivers if i not in self._has_last_message]))
 
-    def note(self, word: Word, peer: int) -> None:
-        """Tell one neighbour, without waiting; from any thread. One that is gone is not told.
+    def post(self, message: ControlMessage, peer: int) -> None:
+        """Send to one neighbour without waiting; from any thread. Does nothing after the last message to it.
 
-        Of each kind one is on the way: the next question comes after the answer, and the next answer after a question.
+        At most one message of each kind is in transfer: the next request follows the answer to the one before, and an
+        answer follows a request.
         """
-        with self._posting, contextlib.suppress(ConnectionError):  # its listening thread says that it is gone
-            if peer not in self._parted:
-                self._notes[peer, word.kind] = self._post(word, [peer])
+        with self._posting, contextlib.suppress(ConnectionError):  # the listening thread reports that it is gone
+            if peer not in self._has_last_message:
+                self._posted[peer, message.kind] = self._post(message, [peer])
 
-    def part(self, word: Word, peers: Iterable[int] | None = None) -> None:
-        """The last word to `peers`, or to all neighbours who have not had it. Does not wait. From any thread."""
+    def post_last(self, message: ControlMessage, peers: Iterable[int] | None = None) -> None:
+        """Post the last message to `peers`, or to all neighbours; skips those that have it. From any thread."""
         with self._posting:
             for peer in self.neighbours if peers is None else peers:
-                if peer not in self._parted:
-                    self._parted.add(peer)
+                if peer not in self._has_last_message:
+                    self._has_last_message.add(peer)
                     with contextlib.suppress(ConnectionError):  # it is gone
-                        self._goodbyes.append(self._post(word, [peer]))
+                        self._last_messages.append(self._post(message, [peer]))
 
-    def wait_until_parted(self, *, is_failed: bool = False) -> None:
-        """Return when the last words have been heard; after two seconds at most, or half a second after a failure."""
+    def wait_until_last_sent(self, *, is_failed: bool = False) -> None:
+        """Wait until the last messages have been received; at most two seconds, half a second after a failure."""
         with self._posting:
-            goodbyes, self._goodbyes = self._goodbyes, []
-        deadline = time.monotonic() + (_LAST_WORDS_TIMEOUT if is_failed else GOODBYE_TIMEOUT).total_seconds()
-        for pending in goodbyes:
+            last_messages, self._last_messages = self._last_messages, []
+        deadline = time.monotonic() + (_CLOSE_TIMEOUT_AFTER_FAILURE if is_failed else CLOSE_TIMEOUT).total_seconds()
+        for pending in last_messages:
             left = max(timedelta(seconds=deadline - time.monotonic()), _AT_ONCE)
-            with contextlib.suppress(ConnectionError, TimeoutError):  # gone, or it will find out
+            with contextlib.suppress(ConnectionError, TimeoutError):  # it is gone, or will find out by itself
                 pending.wait(left)
 
-    def listen(self, peer: int, hear: Callable[[int, Word], None]) -> None:
-        """Call `hear` with the rank and every word of that neighbour, until its last one.
+    def listen(self, peer: int, handle: Callable[[int, ControlMessage], None]) -> None:
+        """Call `handle(peer, message)` for every message of that neighbour, up to and including its last one.
 
         Raises:
-            ConnectionError: its connection has closed before.
+            ConnectionError: the connection closed before the last message.
         """
-        message = torch.empty(len(Word._fields), dtype=torch.int64)
+        buffer = torch.empty(len(ControlMessage._fields), dtype=torch.int64)
         is_over = False
         while not is_over:
-            receiving = self.transport.exchange({}, {peer: (message,)}, tag=_WORD_TAG, what="listening")
+            receiving = self.transport.exchange({}, {peer: (buffer,)}, tag=_TAG, what="listening")
             receiving.wait(FOREVER)
-            kind, *numbers = message.tolist()
-            word = Word(Kind(kind), *numbers)
-            if is_over := word.kind in (Kind.GOODBYE, Kind.FAILED):
-                self.part(Word(Kind.GOODBYE), [peer])  # [Note: parting]
-                self.gone[peer] = time.monotonic()
-            hear(peer, word)
+            kind, *numbers = buffer.tolist()
+            message = ControlMessage(ControlKind(kind), *numbers)
+            if is_over := message.kind in _LAST:
+                self.post_last(ControlMessage(ControlKind.SHUTDOWN), [peer])  # [Note: shutdown]
+                self.closed_peers[peer] = time.monotonic()
+            handle(peer, message)
 
-    def hang_up(self) -> None:
-        """Close this rank's connections over the group, so that all waits on them end.
+    def close_connections(self) -> None:
+        """Close all connections of this rank over the group, which ends every wait on them.
 
-        Gloo has no call for it, but a wait that times out closes all connections of its rank.
+        Gloo has no call for this, but a wait that times out closes all connections of its rank.
         """
         for peer in self.neighbours:
             with contextlib.suppress(RuntimeError):
                 nothing = torch.empty(1, dtype=torch.uint8)
                 self.transport.group.recv([nothing], peer, PROBE_TAG).wait(_AT_ONCE)
 
-    def _post(self, word: Word, peers: Sequence[int]) -> Pending:
-        message = torch.tensor(word)
-        what = f"telling {word.kind.name} at version {word.version}"
-        return self.transport.exchange(dict.fromkeys(peers, (message,)), {}, tag=_WORD_TAG, what=what)
+    def _post(self, message: ControlMessage, peers: Sequence[int]) -> Pending:
+        tensor = torch.tensor(message)
+        what = f"sending {message.kind.name} of round {message.round}"
+        return self.transport.exchange(dict.fromkeys(peers, (tensor,)), {}, tag=_TAG, what=what)

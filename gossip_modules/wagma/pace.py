@@ -1,4 +1,4 @@
-"""Pace: how far the others get while a rank takes one training step of its own."""
+"""RelativePace: how many rounds the other ranks pass while a rank takes one training step."""
 
 from __future__ import annotations
 
@@ -6,45 +6,56 @@ import time
 from collections import deque
 
 _NUM_STEPS = 3  # remembered
-_SLOW = 2  # versions per own step
+_SLOW = 2  # rounds per own step
 
 
-class Pace:
-    """The least number of versions, and seconds, that passed during one of the last three steps of a rank.
+class RelativePace:
+    """The least number of rounds, and of seconds, that passed during one of the last three steps of a rank.
 
-    The least of three, so that a single hiccup does not count: only a rank that is slow all the time is `is_slow`.
+    The least of three, so that a single slow step does not count: only a rank that is slow all the time is `is_slow`.
+    Used by the training thread only.
     """
 
     def __init__(self) -> None:
-        self._versions: deque[int] = deque(maxlen=_NUM_STEPS)
+        self._rounds: deque[int] = deque(maxlen=_NUM_STEPS)
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
-        self._departure: tuple[int, float] | None = None
+        self._start: tuple[int, float] | None = None
 
-    def depart(self, front: int) -> None:
-        """A step begins, when the ranks that are ahead are at version `front`."""
-        self._departure = front, time.perf_counter()
+    def start_step(self, newest: int) -> None:
+        """Note that a step begins, when the ranks that are ahead are at round `newest`."""
+        self._start = newest, time.perf_counter()
 
-    def arrive(self, front: int, *, is_halted: bool) -> None:
-        """It ends. `is_halted`: those ahead are waiting, so that a faster pace of theirs would not have shown."""
-        if self._departure is None:
+    def finish_step(self, newest: int, *, is_halted: bool) -> None:
+        """Note that the step has ended.
+
+        Args:
+            newest: the round of the ranks that are ahead.
+            is_halted: whether those ranks are waiting, so that they may be faster than this step shows.
+        """
+        if self._start is None:
             return
-        versions = front - self._departure[0]
-        if is_halted and versions <= min(self._versions, default=versions):
-            return  # a lower bound that says nothing new
-        self._versions.append(versions)
-        self._seconds.append(time.perf_counter() - self._departure[1])
+        rounds = newest - self._start[0]
+        if is_halted and rounds <= min(self._rounds, default=rounds):
+            return  # a lower bound, and not above what is known
+        self._rounds.append(rounds)
+        self._seconds.append(time.perf_counter() - self._start[1])
 
     @property
-    def versions(self) -> int:
-        """Per own step; 1 until three steps are known."""
-        return min(self._versions) if len(self._versions) == _NUM_STEPS else 1
+    def rounds(self) -> int:
+        """The rounds per own step; 1 until three steps are known."""
+        return min(self._rounds) if len(self._rounds) == _NUM_STEPS else 1
 
     @property
     def seconds(self) -> float:
-        """Per own step; 0 until a step is known."""
+        """The seconds per own step; 0 until a step is known."""
         return min(self._seconds, default=0.0)
 
     @property
     def is_slow(self) -> bool:
         """Whether the others take at least two steps for each of this rank's."""
-        return self.versions >= _SLOW
+        return self.rounds >= _SLOW
+
+    def would_be_late_for(self, due: int, *, newest: int) -> bool:
+        """Whether ranks that are at round `newest` will be at round `due` before this rank's next step ends."""
+        # The pace in whole rounds is up to one too low, and the others need one more to come from the last to `due`.
+        return self.is_slow and newest + self.rounds + 1 >= due

@@ -1,4 +1,4 @@
-"""The background half of WAGMA-SGD: runs the group average of each version, when somebody has arrived there."""
+"""WaitAvoidingWorker: the thread that runs the group average of each round once some rank has arrived there."""
 
 from __future__ import annotations
 
@@ -10,43 +10,64 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from ..engine.background import Background
 from ..engine.engine import EngineStats
-from ..engine.shared_model import Mailbox
 from ..flat.nonfinite import check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
 from ..transport.process_group import ProcessGroupTransport
-from .control import Kind, Word, Words
+from .control import ControlChannel, ControlKind, ControlMessage
+from .failure_detector import FailureDetector
 from .group_average import GroupAverage
-from .watch import Watch
+from .group_result import GroupResult
+from .peer_status import Activity
+from .published_model import PublishedModel
 
 _CLOSE_SECONDS = 2.0
+_FOR_DETECTOR = (ControlKind.STATUS_REQUEST, ControlKind.STATUS, ControlKind.FAILED)
 
 
 class WaitAvoidingWorker:
-    """A worker thread, listening threads, a watch, and what they share with training behind one lock, `state`.
+    """The threads of a rank, and what they share with training behind one lock, `state`.
 
-    The worker runs versions strictly in order and each once, whoever arrived there first and however many did. It
-    copies y, what training has published last, under the lock and averages it with what the other workers of its
-    group copied. Then it waits for the next version: for its own training to arrive there, or for the word that
-    somebody has, which it passes on. At a version that is averaged globally it passes on the word and waits for
-    training to say that it is done.
+    The worker thread of a rank runs:
 
-    [Note: daemons at exit] A thread that wakes inside C++ code while the interpreter ends would abort the process. So
-    at exit this rank hangs up, which brings its threads home.
+        for round t = 0, 1, 2, ...:
+            wait until training has arrived at t, or a neighbour says that some rank has
+            send ARRIVED(t) to the out-neighbours, which wakes their workers
+            if t is averaged globally: wait until training has done that; continue
+            y <- what training has published last         (under `state`)
+            average <- mean of y over the group           (without any lock)
+            result <- average; num_done <- t + 1          (under `state`)
 
-    All attributes and methods are for who holds `state`, if not said otherwise.
+    so each round runs once and in order, whichever rank arrived there first.
+
+    [Note: locks of WAGMA] `state` is a condition over the lock of `published`, so one lock guards y, the result and all
+    counters. It is reentrant, and nobody holds it while waiting for a peer: the worker averages without it, training
+    waits in `Condition.wait`, which releases it, and `ControlChannel.send` is called without it. A thread that holds it
+    may take the channel's `_posting`, which in turn is never held while waiting or while taking another lock. So
+    neither two threads of a rank nor two ranks can wait for each other's locks.
+
+    [Note: daemons at exit] A daemon thread that wakes inside C++ code while the interpreter ends would abort the
+    process. So at exit this rank closes its connections, which ends every wait of its threads, and joins them.
+
+    Attributes and methods are for threads that hold `state`, except where the docstring says otherwise.
 
     Args:
-        average: of the groups, over Gloo, with messages in CPU memory; `average.transport` carries nothing else.
-        x: the parameters; published at version -1.
-        sync_period: versions from one global average to the next; 0 = never.
-        stats: mutated: one round per version, with the versions since the publication of what was contributed.
-        on_nonfinite: "raise" at the rank whose y is not finite, before others get it; "skip" takes y itself in the
-            place of an average that is not finite; "spread".
+        average: the group average, over Gloo, with messages in CPU memory; `average.transport` carries nothing else.
+        x: the parameters; published as those of round -1.
+        sync_period: the number of rounds from one global average to the next; 0 = never.
+        stats: mutated: one round per group average, with the number of rounds since y was published.
+        on_nonfinite: "raise" an error on the rank whose y is not finite, before other ranks get it; "skip": take y
+            itself in the place of an average that is not finite; "spread": do not check.
+
+    Attributes:
+        num_started, num_done: the number of rounds whose average has begun, and is complete.
+        newest_arrival: the newest round at which some rank has arrived.
+        published: y, the model that this rank contributes.
+        is_held: whether no round may start, until `release`.
+        barrier_messages: what neighbours have sent to the barriers of this rank, by (kind, barrier_id, stage).
     """
 
     def __init__(
@@ -59,121 +80,80 @@ class WaitAvoidingWorker:
         on_nonfinite: str = "raise",
     ) -> None:
         transport = average.transport
-        assert isinstance(transport, ProcessGroupTransport), "words take a channel of a process group"
+        assert isinstance(transport, ProcessGroupTransport), "control messages need a process group"
         self.transport = transport
         self.on_nonfinite = check_policy(on_nonfinite)
-        self.words = Words(transport)
-        self.mailbox = Mailbox(x)
-        self.state = threading.Condition(self.mailbox.lock)
-        self.meetings: dict[tuple[Kind, int, int], Word] = {}  # (kind, meeting, stage): what was said there
+        self.channel = ControlChannel(transport)
+        self.published = PublishedModel(x)
+        self.state = threading.Condition(self.published.shared.lock)
+        self.result = GroupResult(self.published.shared, x)  # after round num_done - 1
+        self.barrier_messages: dict[tuple[ControlKind, int, int], ControlMessage] = {}
         self.num_beginnings = 0
-        self.result = self.mailbox.host_vector()  # the group average of version num_done - 1
-        self._accumulator = self.mailbox.host_vector()
-        self._correction: FlatVector | None = None  # made when it is first needed, with its bounds
-        self._bounds: list[tuple[Tensor, Tensor]]
-        self._first_buffers = [segment.numel for segment in x.layout.where(is_buffer=False).segments]
         self._average, self._sync_period, self._stats = average, sync_period, stats
         self._background = Background()
-        self.watch = Watch(self.words, self.state, self._background, timeout=transport.timeout)
-        self.watch.partner = lambda: average.partner
+        self.detector = FailureDetector(self.channel, self.state, self._background, timeout=transport.timeout)
+        self.detector.partner = lambda: average.partner
         self._is_closing = False
         self._worker_ended = threading.Event()
-        self._is_on_gpu = x.raw.is_cuda
-        if self._is_on_gpu:
-            self._arrived, self._taken = x.like(), torch.cuda.Event()
-        self.set_version(0)
-        for peer in self.words.neighbours:
+        self.set_round(0)
+        for peer in self.channel.neighbours:
             self._start(f"gossip-listener-{transport.rank}-{peer}", functools.partial(self._listen, peer))
         self._start(f"gossip-worker-{transport.rank}", self._work)
-        self._start(f"gossip-watch-{transport.rank}", self.watch.run)
+        self._start(f"gossip-watch-{transport.rank}", self.detector.run)
         atexit.register(self._exit)
 
-    def set_version(self, t: int) -> None:
-        """Training is at version t and no worker is at work; nor will this one be before `release()`."""
+    def set_round(self, t: int) -> None:
+        """Put training at round t while no round runs; none starts before `release()`."""
         self._next = self.num_started = self.num_done = t
-        self.newest_arrival = self.published_at = t - 1
+        self.newest_arrival = self.published.t = t - 1
         self.is_held = True
 
     def begin(self) -> int:
-        """From now on words of arrival count that are of this beginning, and no others; returns which it is."""
+        """Count a beginning: ARRIVED messages of earlier ones are ignored from now on. Returns its number."""
         self.num_beginnings += 1
         self.newest_arrival = self.num_done - 1
         return self.num_beginnings
 
     def release(self) -> None:
-        """All ranks are known to be at one version, and this one's model to be what peers should get."""
+        """Let rounds start: all ranks are in one round, and the published model is the one that peers should get."""
         self.is_held = False
         self.state.notify_all()
 
     def next_global(self, t: int) -> int | None:
-        """The first version from t on that is averaged globally; None = none is."""
+        """The first round from t on that is averaged globally; None = none is."""
         return (t // self._sync_period + 1) * self._sync_period - 1 if self._sync_period else None
 
-    def publish(self, x: FlatVector, *, version: int) -> None:
-        """y <- x, which is of that version."""
-        self.mailbox.publish(x)
-        self.published_at = version
-
-    def arrive_at(self, version: int) -> None:
-        """Somebody is at that version."""
-        self.newest_arrival = max(self.newest_arrival, version)
+    def arrive_at(self, t: int) -> None:
+        """Note that some rank has arrived at round t, which starts the rounds up to there."""
+        self.newest_arrival = max(self.newest_arrival, t)
         self.state.notify_all()
 
-    def finish_global(self, version: int) -> None:
-        """Training has averaged that version over all ranks."""
-        self.num_started = self.num_done = version + 1
+    def finish_global(self, t: int) -> None:
+        """Note that training has averaged round t over all ranks."""
+        self.num_started = self.num_done = t + 1
         self.state.notify_all()
 
-    def merge_to(self, x: FlatVector, *, weight: float) -> None:
-        """x <- (1 - weight) x + weight * the newest result."""
-        result = self.result
-        if self._is_on_gpu:
-            self._arrived.raw.copy_(result.raw, non_blocking=True)
-            self._taken.record(torch.cuda.current_stream(x.raw.device))
-            result = self._arrived
-        if weight == 1.0:
-            x.raw.copy_(result.raw)
-        else:
-            x.combine_(1 - weight, [result], [weight])
+    def wait_for(self, is_over: Callable[[], bool], what: str, *, t: int) -> None:
+        """Release the lock until `is_over()`. Called by the training thread.
 
-    def correct(self, x: FlatVector) -> None:
-        """x <- x + (the newest result - y), where y is what this rank contributed: steps taken since then are kept.
+        Args:
+            is_over: called with the lock.
+            what: what is waited for, for errors.
+            t: the round of training, for errors.
 
-        [Note: statistics] That sum can leave the range of what ranks have: a variance that decayed since y was
-        published would become negative. So buffers stay between the result and what they are now.
+        Raises:
+            TimeoutError, ConnectionError: a peer is late or gone; names it, see `FailureDetector`.
         """
-        if self._correction is None:
-            self._correction = self.mailbox.host_vector()
-            self._bounds = [(torch.empty_like(part), torch.empty_like(part)) for part in self._buffers(x)]
-        elif self._is_on_gpu:
-            self._taken.synchronize()  # the last correction has left
-        correction = self._correction
-        self.mailbox.snapshot(correction)
-        for c, result in zip(correction.segments, self.result.segments, strict=True):
-            torch.sub(result, c, out=c)
-        for (average, _), part in zip(self._bounds, self._buffers(self.result), strict=True):
-            average.copy_(part, non_blocking=True)
-        if self._is_on_gpu:
-            self._arrived.raw.copy_(correction.raw, non_blocking=True)
-            self._taken.record(torch.cuda.current_stream(x.raw.device))
-            correction = self._arrived
-        for (average, low), part in zip(self._bounds, self._buffers(x), strict=True):
-            torch.minimum(part, average, out=low)
-            torch.maximum(part, average, out=average)
-        x.add_segments_(correction, alpha=1.0)
-        for (high, low), part in zip(self._bounds, self._buffers(x), strict=True):
-            torch.clamp(part, low, high, out=part)
-
-    def _buffers(self, x: FlatVector) -> list[Tensor]:
-        return [part[first:] for part, first in zip(x.segments, self._first_buffers, strict=True)]
-
-    def wait_for(self, is_over: Callable[[], bool], what: str) -> None:
-        """Let go of the lock until `is_over()`. Raises an error that names who is at fault, see `Watch`."""
-        with self.watch.waiting(what, self.watch.partner):
-            self.wait(is_over)
+        detector = self.detector
+        detector.round, detector.activity = t, Activity.GROUP
+        try:
+            with detector.waiting(what, detector.partner):
+                self.wait(is_over)
+        finally:
+            detector.activity = Activity.TRAINING
 
     def wait(self, is_over: Callable[[], bool], *, seconds: float | None = None) -> bool:
-        """Let go of the lock until `is_over()`, for so long at most; returns whether it is."""
+        """Release the lock until `is_over()`, at most for `seconds`; returns whether it is over."""
 
         def is_over_or_failed() -> bool:
             if is_over():
@@ -188,35 +168,35 @@ class WaitAvoidingWorker:
         return is_in_time
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended a thread, if any did."""
+        """Raise the error that ended a thread, if any did. With or without the lock."""
         self._background.raise_if_failed()
 
     def close(self, *, error: BaseException | None = None) -> None:
-        """End the threads when versions that somebody has arrived at are done; within seconds, whatever peers do.
+        """End the threads once rounds at which some rank has arrived are done; within seconds, whatever peers do.
 
-        Without the lock. Idempotent. Raises the error that ended a thread, if nobody has seen it. A listener of a
-        neighbour that is stopped stays behind, as a daemon.
+        Call it without the lock, from the training thread or at exit. Idempotent. Raises the error that ended a thread,
+        if it has not been raised before. The listening thread of a neighbour that is stopped stays behind, as a daemon.
 
         Args:
-            error: of this rank's own code, for which it leaves at once: others fail, and name this rank.
+            error: an error of this rank's own code, because of which it leaves at once: the others fail, and name it.
         """
         if self._is_closing:
             return
         if error is not None:
-            self.watch.leave(error)
+            self.detector.leave(error)
         with self.state:
             self._is_closing = True
             self.state.notify_all()
         if self._worker_ended.wait(_CLOSE_SECONDS):
-            self.words.wait_until_parted()
+            self.channel.wait_until_last_sent()
         else:
-            self.words.part(Word(Kind.GOODBYE))
-        self.watch.end()
-        if not self._background.close() and self.watch.has_failed:
-            self.words.hang_up()
+            self.channel.post_last(ControlMessage(ControlKind.SHUTDOWN))
+        self.detector.end()
+        if not self._background.close() and self.detector.has_failed:
+            self.channel.close_connections()
             self._background.close()
         atexit.unregister(self._exit)
-        self.words.transport.close()
+        self.channel.transport.close()
         if error is None:
             self._background.raise_if_unseen()
 
@@ -224,7 +204,7 @@ class WaitAvoidingWorker:
         """[Note: daemons at exit]"""
         with contextlib.suppress(Exception):
             self.close(error=SystemExit("the program ended"))
-        self.words.hang_up()
+        self.channel.close_connections()
         self._background.close()
 
     def _start(self, name: str, body: Callable[[], None]) -> None:
@@ -232,76 +212,76 @@ class WaitAvoidingWorker:
             try:
                 body()
             except BaseException as error:  # noqa: BLE001 (raised in the training thread, which is woken for it)
-                self.watch.leave(error)
+                self.detector.leave(error)
 
         self._background.start(name, run)
 
     def _listen(self, peer: int) -> None:
+        """The body of a listening thread. Takes `state` without waiting for anything inside."""
         try:
-            self.words.listen(peer, self._hear)
+            self.channel.listen(peer, self._handle)
         except ConnectionError as error:
             if not self._is_closing:
-                self.watch.lose(peer, error)
+                self.detector.lose(peer, error)
 
-    def _hear(self, sender: int, word: Word) -> None:
-        if word.kind in (Kind.ASKING, Kind.STANDING, Kind.FAILED):
-            self.watch.hear(sender, word)
+    def _handle(self, sender: int, message: ControlMessage) -> None:
+        """Handle a control message. Called by the listening thread of that neighbour."""
+        if message.kind in _FOR_DETECTOR:
+            self.detector.handle(sender, message)
             return
         with self.state:
-            if word.kind is Kind.ARRIVED:
-                if word.meeting == self.num_beginnings:  # else of before something was loaded
-                    self.arrive_at(word.version)
+            if message.kind is ControlKind.ARRIVED:
+                if message.barrier_id == self.num_beginnings:  # else it is from before something was loaded
+                    self.arrive_at(message.round)
                 return
-            if word.kind is not Kind.GOODBYE:
-                self.meetings[word.kind, word.meeting, word.stage] = word
+            if message.kind is not ControlKind.SHUTDOWN:
+                self.barrier_messages[message.kind, message.barrier_id, message.stage] = message
             self.state.notify_all()
 
     def _work(self) -> None:
+        """The body of the worker thread."""
         try:
-            while (word := self._next_word()) is not None:
-                with self.watch.waiting(f"telling others of round {word.version}", self.watch.partner):
-                    self.words.say(word)
-                version = word.version
-                if version != self.next_global(version):
-                    self._run(version)
+            while (message := self._next_message()) is not None:
+                with self.detector.waiting(f"telling others of round {message.round}", self.detector.partner):
+                    self.channel.send(message)
+                t = message.round
+                if t != self.next_global(t):
+                    self._run(t)
         except (ConnectionError, TimeoutError):
-            assert self.watch.has_failed, "waiting() makes it the failure"
+            assert self.detector.has_failed, "waiting() makes it the failure"
         finally:
-            if not self.watch.has_failed:
-                self.words.part(Word(Kind.GOODBYE))
+            if not self.detector.has_failed:
+                self.channel.post_last(ControlMessage(ControlKind.SHUTDOWN))
             self._worker_ended.set()
 
-    def _next_word(self) -> Word | None:
-        """Wait for the next version to run; the word of it. None = closing, nothing is left to do."""
+    def _next_message(self) -> ControlMessage | None:
+        """Wait for the next round to run; its ARRIVED message. None = this rank closes, and no round is left to run."""
 
         def is_runnable() -> bool:
             return not self.is_held and self.newest_arrival >= self._next <= self.num_done
 
         with self.state:
-            self.state.wait_for(lambda: self._is_closing or self.watch.has_failed or is_runnable())
-            if self.watch.has_failed or not is_runnable():
+            self.state.wait_for(lambda: self._is_closing or self.detector.has_failed or is_runnable())
+            if self.detector.has_failed or not is_runnable():
                 return None
             self._next += 1
-            return Word(Kind.ARRIVED, self._next - 1, self.num_beginnings)
+            return ControlMessage(ControlKind.ARRIVED, self._next - 1, self.num_beginnings)
 
-    def _run(self, version: int) -> None:
+    def _run(self, t: int) -> None:
+        """Average round t over the group. Called by the worker thread; holds no lock while peers are waited for."""
         with self.state:
-            if self._is_on_gpu:
-                self._taken.synchronize()  # the accumulator was a result, which may be on its way to the GPU
-            self.mailbox.snapshot(self._accumulator)
-            self.num_started = version + 1
-            self._stats.record(version - self.published_at)
-        what = f"the group average in round {version}"
-        waiting = self.watch.waiting(what, self.watch.partner)
-        if self.on_nonfinite == "raise" and not is_finite(self._accumulator):
-            refuse(self.transport.names[self.transport.rank], f"round {version}")
-        with waiting, torch.no_grad(), record_function("gossip.round", f"t={version}"):
-            self._average.mix(self._accumulator, version)
-        is_skipped = self.on_nonfinite == "skip" and not is_finite(self._accumulator)
+            self.result.take_snapshot()
+            self.num_started = t + 1
+            self._stats.record(t - self.published.t)
+        average = self.result.accumulator  # only this thread exchanges it with the result
+        if self.on_nonfinite == "raise" and not is_finite(average):
+            refuse(self.transport.names[self.transport.rank], f"round {t}")
+        waiting = self.detector.waiting(f"the group average in round {t}", self.detector.partner)
+        with waiting, torch.no_grad(), record_function("gossip.round", f"t={t}"):
+            self._average.mix(average, t)
+        is_skipped = self.on_nonfinite == "skip" and not is_finite(average)
         with self.state:
-            if is_skipped:
-                self.mailbox.snapshot(self._accumulator)
-                self._stats.num_skipped += 1
-            self.result, self._accumulator = self._accumulator, self.result
-            self.num_done = version + 1
+            self.result.finish(is_skipped=is_skipped)
+            self._stats.num_skipped += is_skipped
+            self.num_done = t + 1
             self.state.notify_all()

@@ -168,7 +168,7 @@ class GroupAverageDataParallel(GossipWrapper):
     def _bytes_sent(self) -> int:
         num_bytes = self._transport.num_bytes_sent
         if isinstance(self._engine, WaitAvoidingEngine):
-            num_bytes += self._engine.worker.words.transport.num_bytes_sent
+            num_bytes += self._engine.worker.channel.transport.num_bytes_sent
         return num_bytes
 
     @torch.no_grad()
@@ -199,7 +199,7 @@ class GroupAverageDataParallel(GossipWrapper):
             return super().consensus_distance()
         except (ConnectionError, TimeoutError) as error:
             if isinstance(self._engine, WaitAvoidingEngine):
-                self._engine.worker.watch.explain(error)
+                self._engine.worker.detector.explain(error)
             raise
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class GroupAverageDataParallel(GossipWrapper):
             self._exit()
             if error is not None:
                 engine.close(error=error)
-            elif not engine.is_settled and not engine.worker.watch.has_failed:
+            elif not engine.is_settled and not engine.worker.detector.has_failed:
                 try:
                     self._settle(is_patient=is_patient)
                 except BaseException as failure:
@@ -232,7 +232,7 @@ class _WatchedAverage(GlobalAverage):
 
     def mix(self, x: Any, t: int) -> Any:
         """See `Mixer`."""
-        with self._engine.together("the average over all ranks"):
+        with self._engine.worker.detector.together("the average over all ranks", t=self._engine.t):
             return super().mix(x, t)
 
 

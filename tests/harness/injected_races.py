@@ -23,7 +23,7 @@ from gossip_modules.engine.overlap import OverlapEngine, _Filling, _Flight
 from gossip_modules.engine.shared_model import Mailbox
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.wagma.group_average import GroupAverage
-from gossip_modules.wagma.worker import WaitAvoidingWorker
+from gossip_modules.wagma.group_result import GroupResult
 from tests.harness.ranks_at_work import LENGTH, LONG
 
 Inject = Callable[[pytest.MonkeyPatch], None]
@@ -230,15 +230,17 @@ def flush_without_waiting(patch: pytest.MonkeyPatch) -> None:
 
 def merge_without_the_lock(patch: pytest.MonkeyPatch) -> None:
     """The worker puts the next result in the place of the one that is merged."""
+    seen: dict[GroupResult, int] = {}
 
-    def merge_to(worker: WaitAvoidingWorker, x: FlatVector, *, weight: float) -> None:
+    def merge_to(result: GroupResult, x: FlatVector, *, weight: float) -> None:
+        slowness = seen.setdefault(result, len(seen))  # some ranks are slower than others
         for half in range(2):
-            part, result = halves(x)[half], halves(worker.result)[half]
-            part.mul_(1 - weight).add_(result, alpha=weight)
-            with let_go_of(worker.mailbox.lock):
-                linger(10 * worker.transport.rank)  # some are slower than others
+            part, average = halves(x)[half], halves(result.vector)[half]
+            part.mul_(1 - weight).add_(average, alpha=weight)
+            with let_go_of(result._shared.lock):
+                linger(10 * slowness)
 
-    patch.setattr(WaitAvoidingWorker, "merge_to", merge_to)
+    patch.setattr(GroupResult, "merge_to", merge_to)
 
 
 def publish_without_the_lock(patch: pytest.MonkeyPatch) -> None:

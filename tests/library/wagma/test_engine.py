@@ -64,7 +64,7 @@ def test_a_late_rank_merges_as_in_the_paper() -> None:
         else:
             turn.wait(PATIENCE)
             with rank.worker.state:
-                rank.worker.wait_for(lambda: rank.worker.num_done == 2, "version 1")
+                rank.worker.wait_for(lambda: rank.worker.num_done == 2, "round 1", t=rank.engine.t)
             # Version 1 is the newest average, whose sum holds this rank's model of the start.
             assert rank.round(3.0) == pytest.approx((20 + 1 + 3) / 3, abs=1e-6)
             assert rank.engine.t == 1
@@ -73,10 +73,10 @@ def test_a_late_rank_merges_as_in_the_paper() -> None:
             assert rank.engine.t == 2
             turn.wait(PATIENCE)
             with rank.worker.state:
-                rank.worker.wait_for(lambda: rank.worker.num_started == 3, "version 2")
+                rank.worker.wait_for(lambda: rank.worker.num_started == 3, "round 2", t=rank.engine.t)
             assert rank.round(5.0) == pytest.approx((40 + 7 + 5) / 3, abs=1e-6)
-            assert rank.engine.stats.max_staleness == 2  # version 1 of the model of the start, which is version -1
-            assert rank.engine.stats.total_staleness == 1 + 2 + 1  # 7 was published as version 1
+            assert rank.engine.stats.max_staleness == 2  # round 1 of the model of the start, which is round -1
+            assert rank.engine.stats.total_staleness == 1 + 2 + 1  # 7 was published as round 1
         rank.end()
         assert rank.engine.t == 3
 
@@ -119,7 +119,7 @@ def test_an_overlapped_late_rank_waits_for_nothing() -> None:
         def gated(x: Any, t: int) -> Any:
             if t == 2 and group.rank() == 1:
                 is_running.set()
-            assert t < 2 or may_run.wait(PATIENCE), "nobody let version 2 run"
+            assert t < 2 or may_run.wait(PATIENCE), "nobody let round 2 run"
             return average(x, t)
 
         rank.worker._average.mix = gated  # type: ignore[method-assign]
@@ -137,7 +137,7 @@ def test_an_overlapped_late_rank_waits_for_nothing() -> None:
             assert (rank.worker.num_started, rank.worker.num_done) == (3, 2)
             assert rank.round(3.0) == pytest.approx((15.5 + 1 + 3) / 3, abs=1e-6)
             assert rank.round(7.0) == 7.0  # nothing new to merge
-            assert rank.round(9.0) == 9.0  # version 2 is running, with the model of the start
+            assert rank.round(9.0) == 9.0  # round 2 is running, with the model of the start
             assert rank.engine.t == 3
             assert not rank.engine.is_in_flight
             may_run.set()
@@ -150,7 +150,7 @@ def test_closing_with_a_group_average_under_way_says_that_it_is_lost(
     impatient_close: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_over = threading.Event()
-    monkeypatch.setattr(WaitAvoidingWorker, "_run", lambda worker, version: is_over.wait(PATIENCE))
+    monkeypatch.setattr(WaitAvoidingWorker, "_run", lambda worker, t: is_over.wait(PATIENCE))
 
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group, overlap=True)
@@ -167,7 +167,7 @@ def test_closing_with_a_group_average_under_way_says_that_it_is_lost(
     run_ranks(2, body)
 
 
-def test_a_rank_that_comes_while_its_version_runs_waits_for_it() -> None:
+def test_a_rank_that_comes_while_its_round_runs_waits_for_it() -> None:
     entered, come, ready = threading.Event(), threading.Event(), threading.Event()
 
     def body(group: dist.ProcessGroup) -> None:
@@ -268,7 +268,7 @@ def test_publications_are_never_torn() -> None:
                 rank.x.fill_(1e6 * (step % 5))
                 with rank.worker.state:  # a late rank's half of a round, as often as it goes
                     pass
-                rank.worker.publish(rank.vector, version=rank.worker.num_started)
+                rank.worker.published.publish(rank.vector, t=rank.worker.num_started)
                 step += 1
             assert step > 0
         rank.end()
@@ -287,10 +287,10 @@ def test_a_rank_in_training_joins_a_global_average_that_others_are_at() -> None:
             assert values[3] == (30 + 100) / 2
         else:
             with rank.worker.state:
-                rank.worker.wait_for(lambda: rank.worker.newest_arrival == 3, "the global average")
-            assert rank.round(100.0) == (30 + 100) / 2  # not version 0: one step for four of the other
+                rank.worker.wait_for(lambda: rank.worker.newest_arrival == 3, "the global average", t=rank.engine.t)
+            assert rank.round(100.0) == (30 + 100) / 2  # not round 0: one step for four of the other
         assert rank.engine.t == 4
-        assert rank.worker.published_at == 3
+        assert rank.worker.published.t == 3
         turn.wait(PATIENCE)
         rank.end()
 
@@ -313,8 +313,8 @@ def test_a_slow_rank_waits_for_a_global_average_that_is_near(comes: bool) -> Non
         else:
             pace = rank.engine._pace
             for _ in range(3):  # its steps take as long as five of the others
-                pace.depart(0)
-                pace.arrive(5, is_halted=False)
+                pace.start_step(0)
+                pace.finish_step(5, is_halted=False)
             pace._seconds.extend([PATIENCE if comes else 0.01] * 3)
             turn.wait(PATIENCE)
             rank.round()
@@ -344,7 +344,7 @@ def test_a_slow_rank_skips_what_others_have_passed() -> None:
         rank.end()
         return seen
 
-    # Late three times, it comes to versions 0, 1 and 2 in person; from then on it is known to be slow.
+    # Late three times, it comes to rounds 0, 1 and 2 in person; from then on it is known to be slow.
     assert run_ranks(2, body)[1] == [1, 2, 3, 12]
 
 

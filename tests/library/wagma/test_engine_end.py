@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from gossip_modules import FlatVector
 from gossip_modules.transport.process_group import Pending
-from gossip_modules.wagma.control import Kind, Word, Words
-from gossip_modules.wagma.pace import Pace
+from gossip_modules.wagma.control import ControlChannel, ControlKind, ControlMessage
+from gossip_modules.wagma.pace import RelativePace
 from gossip_modules.wagma.worker import WaitAvoidingWorker
 from tests.harness.ranks import gossip_threads, run_ranks
 from tests.library.wagma.workers import PATIENCE, Rank, be_on_time
@@ -47,7 +47,7 @@ def test_a_resumed_rank_contributes_what_it_had_published(monkeypatch: pytest.Mo
         else:
             turn.wait(PATIENCE)
             assert rank.round(6.0) == pytest.approx((4 + 20 + 6) / 3, abs=1e-6)
-            assert rank.engine.stats.max_staleness == 2  # published at 0, for version 2
+            assert rank.engine.stats.max_staleness == 2  # published at 0, for round 2
         rank.end()
 
     run_ranks(2, before)
@@ -82,7 +82,7 @@ def test_a_fast_rank_waits_until_the_others_have_loaded(settles: bool) -> None:
         rank.x.fill_(99.0)
         if group.rank() == 1:
             with rank.worker.state:
-                assert rank.worker.state.wait_for(lambda: bool(rank.worker.meetings), PATIENCE)
+                assert rank.worker.state.wait_for(lambda: bool(rank.worker.barrier_messages), PATIENCE)
             assert rank.worker.num_started == 1
         rank.engine.load_state_dict(state)
         if settles:
@@ -95,14 +95,14 @@ def test_a_fast_rank_waits_until_the_others_have_loaded(settles: bool) -> None:
     assert run_ranks(2, body) in ([4.0, pytest.approx(13 / 3)], [pytest.approx(11 / 3), 4.0], [4.0, 4.0])
 
 
-def test_words_of_before_a_load_start_nothing() -> None:
+def test_arrivals_of_before_a_load_start_nothing() -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group)
         rank.engine.reset()
         rank.engine.publish_loaded(rank.vector)
-        rank.worker._hear(1 - group.rank(), Word(Kind.ARRIVED, 7, rank.worker.num_beginnings))
+        rank.worker._handle(1 - group.rank(), ControlMessage(ControlKind.ARRIVED, 7, rank.worker.num_beginnings))
         rank.engine.begin()
-        rank.worker._hear(1 - group.rank(), Word(Kind.ARRIVED, 7, rank.worker.num_beginnings - 1))
+        rank.worker._handle(1 - group.rank(), ControlMessage(ControlKind.ARRIVED, 7, rank.worker.num_beginnings - 1))
         assert rank.worker.newest_arrival == -1
         rank.end()
         assert rank.engine.t == 0
@@ -112,17 +112,17 @@ def test_words_of_before_a_load_start_nothing() -> None:
 
 def test_settle_ends_in_one_round_though_others_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits for its last word does not join the global average of those who have heard theirs."""
-    post = Words._post
+    post = ControlChannel._post
     workers: dict[int, WaitAvoidingWorker] = {}
 
-    def late(words: Words, word: Word, peers: Sequence[int]) -> Pending:
-        if (word.kind, word.meeting, word.stage, words.transport.rank) == (Kind.SETTLING, 1, 1, 3):
+    def late(channel: ControlChannel, message: ControlMessage, peers: Sequence[int]) -> Pending:
+        if (message.kind, message.barrier_id, message.stage, channel.transport.rank) == (ControlKind.SETTLING, 1, 1, 3):
             worker = workers[1]
             with worker.state:
                 assert worker.state.wait_for(lambda: worker.newest_arrival >= 2, PATIENCE)
-        return post(words, word, peers)
+        return post(channel, message, peers)
 
-    monkeypatch.setattr(Words, "_post", late)
+    monkeypatch.setattr(ControlChannel, "_post", late)
 
     def body(group: dist.ProcessGroup) -> int:
         rank = Rank(group, period=3)
@@ -144,7 +144,7 @@ def test_a_peer_that_has_closed_is_named() -> None:
         rank.engine.settle(rank.vector)
         if group.rank() == 0:
             with rank.worker.state:
-                assert rank.worker.state.wait_for(lambda: bool(rank.worker.words.gone), PATIENCE)
+                assert rank.worker.state.wait_for(lambda: bool(rank.worker.channel.closed_peers), PATIENCE)
             for go_on in (rank.round, lambda: rank.engine.settle(rank.vector)):
                 with pytest.raises(ConnectionError, match=r"^rank 0: in round 0, ranks \[1\] have closed; call settle"):
                     go_on()
@@ -161,7 +161,7 @@ def test_an_interrupted_flush_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         rank.round()
         wait_for = rank.worker.wait_for
 
-        def interrupt(is_over: Any, what: str) -> None:
+        def interrupt(is_over: Any, what: str, *, t: int) -> None:
             rank.worker.wait_for = wait_for  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
@@ -179,7 +179,7 @@ def test_after_a_failure_the_state_can_be_saved() -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group, overlap=True)
         rank.engine.settle(rank.vector)
-        rank.engine._awaited = 0  # as if started
+        rank.engine._round_in_flight = 0  # as if started
         rank.worker._background.fail(ConnectionError("lost"))
         with pytest.raises(ConnectionError, match="lost"):
             rank.engine.flush(rank.vector)
@@ -222,9 +222,9 @@ def test_a_hung_peer_is_named(impatient_close: None, monkeypatch: pytest.MonkeyP
 
             average.start = held_start  # type: ignore[method-assign]
             barrier.wait(PATIENCE)
-            watch = rank.worker.watch  # the others give it up; it has settled, so that is no error of its own yet
+            detector = rank.worker.detector  # the others give it up; it has settled, so that is no error of its own yet
             with rank.worker.state:
-                rank.worker.state.wait_for(lambda: watch.has_failed or watch._aside is not None, PATIENCE)
+                rank.worker.state.wait_for(lambda: detector.has_failed or detector._deferred is not None, PATIENCE)
             with contextlib.suppress(ConnectionError, TimeoutError):
                 rank.engine.close()
             return
@@ -291,17 +291,17 @@ def test_an_error_that_nobody_has_seen_is_raised_on_close() -> None:
 
 
 def test_pace_is_the_least_of_three_steps() -> None:
-    pace = Pace()
-    pace.arrive(7, is_halted=False)  # the first round of all: no step before it
+    pace = RelativePace()
+    pace.finish_step(7, is_halted=False)  # the first round of all: no step before it
     for front, expected in ((5, 1), (4, 1), (6, 4), (1, 1), (5, 1), (5, 1), (5, 5)):
-        pace.depart(10)
-        pace.arrive(10 + front, is_halted=False)
-        assert pace.versions == expected
+        pace.start_step(10)
+        pace.finish_step(10 + front, is_halted=False)
+        assert pace.rounds == expected
         assert pace.is_slow == (expected > 1)
-    pace.depart(0)
-    pace.arrive(2, is_halted=True)  # cut short: says nothing
-    assert pace.versions == 5
-    pace.depart(0)
-    pace.arrive(9, is_halted=True)  # at least nine
-    assert list(pace._versions) == [5, 5, 9]
+    pace.start_step(0)
+    pace.finish_step(2, is_halted=True)  # cut short: says nothing
+    assert pace.rounds == 5
+    pace.start_step(0)
+    pace.finish_step(9, is_halted=True)  # at least nine
+    assert list(pace._rounds) == [5, 5, 9]
     assert pace.seconds >= 0

@@ -62,13 +62,13 @@ class Rank:
 
 
 def be_on_time(monkeypatch: pytest.MonkeyPatch, *, before: int = 1 << 31) -> None:
-    """Until version `before`, no worker starts a version before its own training is there."""
+    """Until round `before`, no worker starts a round before its own training is there."""
     run = WaitAvoidingWorker._run
 
-    def patient_run(worker: WaitAvoidingWorker, version: int) -> None:
+    def patient_run(worker: WaitAvoidingWorker, t: int) -> None:
         with worker.state:
-            is_there = worker.state.wait_for(lambda: version >= before or worker.published_at >= version, PATIENCE)
-            assert is_there, f"training never came to version {version}"
-        run(worker, version)
+            is_there = worker.state.wait_for(lambda: t >= before or worker.published.t >= t, PATIENCE)
+            assert is_there, f"training never came to round {t}"
+        run(worker, t)
 
     monkeypatch.setattr(WaitAvoidingWorker, "_run", patient_run)

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import GroupAverageDataParallel
-from gossip_modules.wagma.control import Kind, Word
+from gossip_modules.wagma.control import ControlKind, ControlMessage
 from gossip_modules.wagma.engine import WaitAvoidingEngine
-from gossip_modules.wagma.watch import Fault, Place, Watch
+from gossip_modules.wagma.failure_detector import FailureDetector
+from gossip_modules.wagma.failure_reason import FailureReason
+from gossip_modules.wagma.peer_status import Activity
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import run_processes, start_clock
 from tests.harness.ranks import HangUp, gossip_threads, run_ranks
@@ -29,9 +31,9 @@ TIMEOUT = 8.0  # far from what a closed connection takes
 
 
 def die(rank: Rank) -> NoReturn:
-    """Close all connections without a goodbye, as the end of a process does."""
-    rank.worker.watch.has_failed = True  # its threads say nothing while one connection after the other closes
-    rank.worker.words.hang_up()
+    """Close all connections without a last message, as the end of a process does."""
+    rank.worker.detector.has_failed = True  # its threads say nothing while one connection after the other closes
+    rank.worker.channel.close_connections()
     with contextlib.suppress(ConnectionError):
         rank.engine.close()
     raise HangUp
@@ -76,13 +78,13 @@ def test_a_dead_rank_is_named_by_all_at_once(n: int, action: str, victim: int) -
 def test_a_rank_that_answers_nothing_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its process is stopped: its connections stay open."""
     n, stopped, timeout = 4, 2, 2.0
-    hear = Watch.hear
+    handle = FailureDetector.handle
     over = threading.Event()
     errors: dict[int, tuple[str, float]] = {}
 
-    def deaf(watch: Watch, sender: int, word: Word) -> None:
-        if watch._rank != stopped or over.is_set():
-            hear(watch, sender, word)
+    def deaf(detector: FailureDetector, sender: int, message: ControlMessage) -> None:
+        if detector._rank != stopped or over.is_set():
+            handle(detector, sender, message)
 
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group, period=2, timeout=timedelta(seconds=timeout))
@@ -100,7 +102,7 @@ def test_a_rank_that_answers_nothing_is_named_within_the_timeout(monkeypatch: py
         rank.engine.close()
 
     together, all_know = threading.Barrier(n), threading.Barrier(n)
-    monkeypatch.setattr(Watch, "hear", deaf)
+    monkeypatch.setattr(FailureDetector, "handle", deaf)
     run_ranks(n, body)
     for rank, (message, seconds) in errors.items():
         assert re.search(rf"^rank {rank}: .*rank {stopped} does not answer", message), message
@@ -118,9 +120,9 @@ def test_a_failure_after_settle_is_none_until_training_goes_on() -> None:
             dead.set()
             die(rank)
         assert dead.wait(PATIENCE)
-        watch = rank.worker.watch
+        detector = rank.worker.detector
         with rank.worker.state:
-            assert rank.worker.state.wait_for(lambda: watch._aside is not None, PATIENCE)
+            assert rank.worker.state.wait_for(lambda: detector._deferred is not None, PATIENCE)
         rank.worker.raise_if_failed()
         if group.rank() == 0:
             with pytest.raises(ConnectionError, match=r"rank 1 died"):
@@ -137,7 +139,7 @@ def test_a_rank_that_was_stopped_says_so_itself() -> None:
             message = (
                 r"^rank 0: .* the others have gone on without rank 0, .*\(timeout 20 s\); .* did not run for 0\.\d s"
             )
-            rank.worker.watch.hear(1, Word(Kind.FAILED, 0, stage=Fault.SILENT))
+            rank.worker.detector.handle(1, ControlMessage(ControlKind.FAILED, 0, stage=FailureReason.SILENT))
             with pytest.raises(TimeoutError, match=message):
                 rank.round()
         with pytest.raises((TimeoutError, ConnectionError)):
@@ -147,9 +149,9 @@ def test_a_rank_that_was_stopped_says_so_itself() -> None:
     run_ranks(2, body)
 
 
-def test_every_place_and_fault_has_words() -> None:
-    assert len({place.phrase for place in Place}) == len(Place)
-    assert all(re.search(r"\b7\b", fault.sentence(7)) for fault in Fault)
+def test_every_activity_and_reason_has_words() -> None:
+    assert len({activity.phrase for activity in Activity}) == len(Activity)
+    assert all(re.search(r"\b7\b", reason.sentence(7)) for reason in FailureReason)
 
 
 def lose_a_rank(rank: int, victim: int, how: str) -> None:
