@@ -1,1 +1,6 @@
-"""dpwa: each worker pulls the model of a random peer that is alive."""
+"""dpwa: pairwise averaging; each worker pulls the model of a random peer that is alive.
+
+The algorithm stands in `engine.PairwiseEngine`: its docstring shows one round, `flush` is the merge. `interpolation`
+has the factor of the merge, `wire.peer_scores` the choice of the peer, `network` the sockets and threads of a worker,
+and `wire` the protocol.
+"""

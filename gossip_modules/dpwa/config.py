@@ -1,4 +1,4 @@
-"""What a worker of pairwise averaging is told: in the constructor, or in dpwa's YAML file."""
+"""PairwiseConfig: the options of a worker of pairwise averaging, from the constructor or from dpwa's YAML file."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ _EXAMPLE = "a list like [{nodes: [{name: w0, host: 10.0.0.1, port: 45000}, ...]}
 
 @dataclass(frozen=True)
 class PairwiseConfig:
-    """Who a worker is, whom it may ask, and how it merges.
+    """Who a worker is, which peers it may ask, and how it merges their models.
 
     Args:
-        name: of this worker.
-        peers: "tcp://host:port" of every worker by name. The own entry is where to bind.
-        interpolation: how far to go towards a peer.
-        divergence_threshold: a loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
-        fetch_probability: of asking a peer at all in a round.
-        timeout: of one round, for all peers that are tried in it.
-        seed: of the choice of peers; with the name, so equal seeds give each worker choices of its own.
-        curve: keys; None = no encryption, and whoever reaches the address reads the model.
+        name: the name of this worker.
+        peers: the address "tcp://host:port" of every worker by name. This worker binds the address under its own name.
+        interpolation: how far a merge goes towards a peer.
+        divergence_threshold: the loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
+        fetch_probability: the probability of asking a peer in a round.
+        timeout: the time that one round may take, for all peers that are tried in it together.
+        seed: the seed of the choice of peers. The name is part of it, so workers with one seed make different choices.
+        curve: the keys for encryption; None = no encryption: everybody who reaches the address can read the model.
         on_nonfinite: what happens when the own model holds infinities or NaN, which is found when a fetch ends: "raise"
-            an error; "skip": merge nothing into it, unless the peer's model replaces it whole (f = 1), count that in
-            `num_skipped` and warn once; "spread": merge all the same. A peer's model that is not finite is refused in
-            any case.
-        max_distance: a peer's model is refused whose root mean square distance from the own one is larger, in units of
-            the own root mean square, or of 1 if that is smaller. The default is far beyond what training reaches.
-        average_timeout: of averages over all ranks, which wait for all of them; None = `timeout`, but 10 s at least,
-            as workers come to an average at times of their own.
+            an error; "skip": merge nothing into it, unless the peer's model replaces it completely (f = 1), count that
+            in `num_skipped` and warn once; "spread": merge it anyway. A peer's model that is not finite is always
+            refused.
+        max_distance: the largest root mean square distance of a peer's model from the own one, in units of the own root
+            mean square, or of 1 if that is smaller; models further away are refused. The default is far beyond what
+            training reaches.
+        average_timeout: the timeout of averages over all ranks, which wait for all of them; None = `timeout`, but at
+            least 10 s, as workers do not come to an average at the same time.
 
     Raises:
         ValueError: an argument out of range, or no own entry.
@@ -104,8 +105,18 @@ class PairwiseConfig:
         return {peer: address for peer, address in self.peers.items() if peer != self.name}
 
     @property
+    def peer_seed(self) -> str:
+        """The seed of the choice of peers."""
+        return f"{self.seed}/{self.name}/peers"
+
+    @property
+    def coin_seed(self) -> str:
+        """The seed of the draws that decide whether a round fetches."""
+        return f"{self.seed}/{self.name}/coin"
+
+    @property
     def time_to_average(self) -> timedelta:
-        """How long an average over all ranks waits for them."""
+        """The time for which an average over all ranks waits for them."""
         return max(self.timeout, MIN_AVERAGE_TIMEOUT) if self.average_timeout is None else self.average_timeout
 
     @property
@@ -129,10 +140,10 @@ class PairwiseConfig:
     ) -> PairwiseConfig:
         """The configuration of worker `name` in a file of dpwa.
 
-        A list of mappings with one key each, in any order: `nodes` (a list of name, host and port), and, where the
-        defaults will not do, `fetch_probability` (1), `timeout_ms` (2500), `interpolation` (constant, clock or loss),
+        The file is a list of mappings with one key each, in any order: `nodes` (a list of name, host and port), and
+        optionally `fetch_probability` (default 1), `timeout_ms` (2500), `interpolation` (constant, clock or loss),
         `divergence_threshold` (0) and the arguments of the interpolation under its name, like `constant: {value: 0.5}`
-        or `clock: 0` for none.
+        or, where it has none, `clock: 0`.
 
         Raises:
             ImportError: PyYAML is missing.
@@ -141,17 +152,9 @@ class PairwiseConfig:
         """
         entries = _read(Path(path))
         try:
-            nodes = _nodes(entries.get("nodes"))
-            method = entries.get("interpolation", "constant")
-            if method not in list(_METHODS):
-                raise ValueError(f"got interpolation: {method!r}, expected one of {list(_METHODS)}")
             return cls(
                 name,
-                nodes,
-                interpolation=_interpolation(method, entries.get(method, 0)),
-                divergence_threshold=_number(entries, "divergence_threshold", 0.0),
-                fetch_probability=_number(entries, "fetch_probability", 1.0),
-                timeout=timedelta(milliseconds=_number(entries, "timeout_ms", 2500.0)),
+                **_arguments(entries),
                 seed=seed,
                 curve=curve,
                 on_nonfinite=on_nonfinite,
@@ -163,7 +166,7 @@ class PairwiseConfig:
 
 
 def check_address(address: str, *, peer: str, is_own: bool = False) -> None:
-    """Raise ValueError where this is no "tcp://host:port"; only one to bind may leave host or port open (*, port 0)."""
+    """Raise ValueError unless this is "tcp://host:port"; only an address to bind may leave host or port open (*, 0)."""
     host, _, port = address.removeprefix("tcp://").rpartition(":") if isinstance(address, str) else ("", "", "")
     is_port = port == "*" or (port.isascii() and port.isdigit() and int(port) < 1 << 16)
     is_blank = any(character.isspace() for character in host)
@@ -199,6 +202,21 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: got the key {key!r} {what}, expected each of {list(_KEYS)} once at most")
         entries[key] = value
     return entries
+
+
+def _arguments(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `PairwiseConfig` that a file gives."""
+    peers = _nodes(entries.get("nodes"))
+    method = entries.get("interpolation", "constant")
+    if method not in list(_METHODS):
+        raise ValueError(f"got interpolation: {method!r}, expected one of {list(_METHODS)}")
+    return {
+        "peers": peers,
+        "interpolation": _interpolation(method, entries.get(method, 0)),
+        "divergence_threshold": _number(entries, "divergence_threshold", 0.0),
+        "fetch_probability": _number(entries, "fetch_probability", 1.0),
+        "timeout": timedelta(milliseconds=_number(entries, "timeout_ms", 2500.0)),
+    }
 
 
 def _nodes(nodes: Any) -> dict[str, str]:

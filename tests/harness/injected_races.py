@@ -312,7 +312,7 @@ def merge_while_the_next_arrives(patch: pytest.MonkeyPatch) -> None:
     def flush(engine: PairwiseEngine, x: FlatVector) -> bool:
         if engine._await() is None:
             return False
-        for to, part in zip(halves(x), halves(engine._fetcher.arrived), strict=True):
+        for to, part in zip(halves(x), halves(engine.network.fetcher.arrived), strict=True):
             to.copy_(part)
             linger(10)
         engine.stats.record(0)

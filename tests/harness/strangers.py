@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 
-from gossip_modules.dpwa.wire.message import HEADER_BYTES, Kind, Message, ModelShape
+from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageKind, ModelShape
 
 TIMEOUT = 20.0
 PING = b"\x04\x07\x04PING\0\x0a"
@@ -26,7 +26,7 @@ def zmtp_handshake(stranger: socket.socket) -> None:
     read(stranger, read(stranger, 66)[65])
 
 
-def ask(stranger: socket.socket, shape: ModelShape, kind: Kind = Kind.FETCH) -> None:
+def ask(stranger: socket.socket, shape: ModelShape, kind: MessageKind = MessageKind.FETCH) -> None:
     """Send a request."""
     stranger.sendall(bytes([0, HEADER_BYTES]) + Message(kind, 5, shape).pack())
 

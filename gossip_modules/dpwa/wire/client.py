@@ -20,7 +20,7 @@ from ..interpolation import Standing
 from .connection import PeerConnection
 from .curve_keys import CurveKeys
 from .distance_bound import DistanceBound
-from .message import HEADER_BYTES, MIN_LIMIT_BYTES, Kind, Message, MessageError, ModelShape, RefusedModelError
+from .message import HEADER_BYTES, MIN_LIMIT_BYTES, Message, MessageError, MessageKind, ModelShape, RefusedModelError
 from .peer_scores import PeerScores
 
 MAX_POLL_MILLISECONDS = 1 << 30  # ZeroMQ counts in 32 bits
@@ -183,16 +183,16 @@ class ModelClient:
     def _try(self, peer: str, inbox: FlatVector, deadline: float, timeout: float) -> Standing | None:
         """The standing of the peer whose model is in the inbox; None where it has none for us."""
         connection = self._connect(self._connections, peer)
-        request = self._send(connection, Kind.FETCH)
+        request = self._send(connection, MessageKind.FETCH)
         reply_deadline = min(deadline, time.monotonic() + REPLY_FRACTION * timeout)
         while True:
             reply = Message.parse(self._receive(connection, reply_deadline))
             if reply.request == request:
                 break
-        if reply.kind in (Kind.EMPTY, Kind.BUSY):
+        if reply.kind in (MessageKind.EMPTY, MessageKind.BUSY):
             return None
         reply.check(self._shape)
-        if reply.kind is not Kind.MODEL:
+        if reply.kind is not MessageKind.MODEL:
             raise MessageError(f"got kind {reply.kind.name}, expected a model; the peer is broken")
         with torch.profiler.record_function("gossip.receive"):
             payload = self._receive(connection, deadline)
@@ -202,7 +202,7 @@ class ModelClient:
         self.bound.check(inbox)
         return reply.standing
 
-    def _send(self, connection: PeerConnection, kind: Kind) -> int:
+    def _send(self, connection: PeerConnection, kind: MessageKind) -> int:
         self._num_requests += 1
         try:
             connection.socket.send(Message(kind, self._num_requests, self._shape).pack(), zmq.NOBLOCK)
@@ -234,7 +234,7 @@ class ModelClient:
         if peer in self._probes:
             self._probes.pop(peer).close()
         with contextlib.suppress(PeerLostError):  # removed meanwhile
-            self._send(self._connect(self._probes, peer), Kind.PROBE)
+            self._send(self._connect(self._probes, peer), MessageKind.PROBE)
 
     def _forget_removed(self) -> None:
         with self._lock:
@@ -249,7 +249,7 @@ class ModelClient:
                 answer = connection.answer()
                 if answer is None:
                     continue
-                if Message.parse(answer.bytes).kind is Kind.ALIVE:
+                if Message.parse(answer.bytes).kind is MessageKind.ALIVE:
                     self.scores.answered(peer)
             except MessageError:
                 pass  # it is broken, which is no sign of life

@@ -13,7 +13,7 @@ from zmq.utils.z85 import encode as encode_z85
 
 from ...flat.layout import FlatLayout
 from .curve_keys import CurveKeys
-from .message import HEADER_BYTES, MIN_LIMIT_BYTES, Kind, Message, MessageError, ModelShape
+from .message import HEADER_BYTES, MIN_LIMIT_BYTES, Message, MessageError, MessageKind, ModelShape
 from .server import ModelServer
 
 QUEUE_LENGTH = 64  # messages waiting to be read, or to be sent to one peer
@@ -127,7 +127,7 @@ class CurveServer(ModelServer):
             if len(frames) != 2:
                 raise MessageError(f"got {len(frames) - 1} frames, expected one")
             request = Message.parse(frames[1].bytes)
-            if request.kind not in (Kind.FETCH, Kind.PROBE):
+            if request.kind not in (MessageKind.FETCH, MessageKind.PROBE):
                 raise MessageError(f"got kind {request.kind.name}, expected a request")
         except MessageError:
             self.stats.num_garbage_messages += 1

@@ -36,7 +36,7 @@ class RefusedModelError(ValueError):
     """A message whose model must not be merged."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is: two requests and the answers to them."""
 
     FETCH = 1
@@ -88,7 +88,7 @@ class Message(NamedTuple):
     standing: of the worker that sends the message.
     """
 
-    kind: Kind
+    kind: MessageKind
     request: int
     shape: ModelShape
     standing: Standing = Standing()
@@ -115,10 +115,12 @@ class Message(NamedTuple):
             raise MessageError(f"got a header that begins with {magic!r}, expected {MAGIC!r}; a stranger sent it")
         if version != VERSION:
             raise MessageError(f"got version {version}, expected {VERSION}; install the same release on all workers")
-        if kind not in Kind._value2member_map_ or flags & ~_HAS_LOSS:
-            raise MessageError(f"got kind {kind} with flags {flags:#x}, expected kinds 1 to {max(Kind)} and flag 0x1")
+        if kind not in MessageKind._value2member_map_ or flags & ~_HAS_LOSS:
+            raise MessageError(
+                f"got kind {kind} with flags {flags:#x}, expected kinds 1 to {max(MessageKind)} and flag 0x1"
+            )
         shape = ModelShape(digest, dtypes, num_tensors, num_bytes)
-        return cls(Kind(kind), request, shape, Standing(clock, loss if flags & _HAS_LOSS else None))
+        return cls(MessageKind(kind), request, shape, Standing(clock, loss if flags & _HAS_LOSS else None))
 
     def check(self, own: ModelShape) -> None:
         """Refuse a model that cannot be merged into one of shape `own`, before its bytes are looked at.
@@ -126,7 +128,7 @@ class Message(NamedTuple):
         Raises:
             RefusedModelError: another shape, or a clock or loss that is no finite number; says which.
         """
-        if self.kind is Kind.OTHER_MODEL or self.shape != own:
+        if self.kind is MessageKind.OTHER_MODEL or self.shape != own:
             why = "names, shapes or dtypes differ" if str(self.shape) == str(own) else "sizes differ"
             raise RefusedModelError(
                 f"got a model of {self.shape}, expected {own}: {why}; wrap the same model on all workers"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...flat.layout import FlatLayout
 from ...flat.vector import FlatVector
 from ..interpolation import Standing
-from .message import Kind, Message, ModelShape
+from .message import Message, MessageKind, ModelShape
 from .snapshot_pool import Reading, Snapshot, SnapshotPool
 
 MAX_REPLIES = 4  # snapshots that are being sent at once
@@ -117,7 +117,7 @@ class ModelServer(ABC):
         self._pool.write(snapshot, x)
         with self._lock:
             self._num_published += 1
-            self._next = Published(Message(Kind.MODEL, 0, self.shape, standing), snapshot, self._num_published)
+            self._next = Published(Message(MessageKind.MODEL, 0, self.shape, standing), snapshot, self._num_published)
         return True
 
     def withdraw(self) -> None:
@@ -152,15 +152,15 @@ class ModelServer(ABC):
         with self._lock:
             self._promote()
             latest, chosen = self._latest, None
-            if request.kind is Kind.PROBE:
-                kind = Kind.ALIVE
+            if request.kind is MessageKind.PROBE:
+                kind = MessageKind.ALIVE
             elif latest is None:
-                kind = Kind.EMPTY
+                kind = MessageKind.EMPTY
             elif request.shape != self.shape:
-                kind = Kind.OTHER_MODEL
+                kind = MessageKind.OTHER_MODEL
             else:
                 chosen = self._choose(latest)
-                kind = Kind.BUSY if chosen is None else Kind.MODEL
+                kind = MessageKind.BUSY if chosen is None else MessageKind.MODEL
             about = chosen or latest
             message = Message(kind, 0, self.shape) if about is None else about.message
             header = message._replace(kind=kind, request=request.request).pack()

@@ -118,7 +118,7 @@ def test_clients_that_read_nothing_but_ping_leave_merges_as_they_are(workers: co
         strangers = []
         for _ in range(4):
             worker.update_send()
-            address, shape = worker.address, worker._engine._server.shape
+            address, shape = worker.address, worker._engine.network.server.shape
             strangers.append(stack.enter_context(ask_and_never_read(address, shape)))
         for _ in range(10):
             for stranger in strangers:

@@ -13,7 +13,7 @@ import pytest
 from gossip_modules.dpwa.averager import PairwiseAverager
 from gossip_modules.dpwa.interpolation import Standing
 from gossip_modules.dpwa.wire.curve_keys import CurveKeys
-from gossip_modules.dpwa.wire.message import Kind, Message
+from gossip_modules.dpwa.wire.message import Message, MessageKind
 from tests.library.dpwa.workers import REFUSED, averager, filled, introduce, make_keys, silent_peer, value_of
 
 
@@ -35,10 +35,10 @@ def test_a_silent_peer_leaves_time_for_another_in_the_same_round(workers: contex
         first = averager(workers, "a", filled(0.0), timeout=timedelta(seconds=1.0))
         introduce(("a", first), ("b", averager(workers, "b", filled(8.0))))
         first.add_peer("silent", address)
-        first._engine.scores.answered("silent")  # it is asked first
+        first._engine.network.scores.answered("silent")  # it is asked first
         first.update_send()
         assert first.update_wait()
-        assert first._engine.scores.scores == {"b": 1000, "silent": 900}
+        assert first._engine.network.scores.scores == {"b": 1000, "silent": 900}
 
 
 def test_nobody_there_is_no_error(workers: contextlib.ExitStack) -> None:
@@ -72,13 +72,13 @@ def test_a_peer_that_starts_late_is_found_and_begins_with_a_live_model(workers: 
     for _ in range(15):
         first.update_send()
         first.update_wait()
-    assert first._engine.scores.scores["late"] < 1000
+    assert first._engine.network.scores.scores["late"] < 1000
     module = filled(0.0)
     late = averager(workers, "late", module, address=address, peers={"a": first.address}, init_from_peers=True)
     assert value_of(module) == 3.0
     assert late.comm_stats()["clock"] > 0
     assert rounds_until(first, lambda: late.comm_stats()["num_models_sent"] > 0) <= 10
-    assert first._engine.scores.scores["late"] == 1000
+    assert first._engine.network.scores.scores["late"] == 1000
 
 
 def test_killed_and_restarted_peers_are_fetched_from_again_within_ten_rounds(workers: contextlib.ExitStack) -> None:
@@ -157,7 +157,7 @@ def test_a_peer_whose_model_is_not_finite_is_refused_and_another_one_asked(worke
     a = filled(0.0)
     first, good = averager(workers, "a", a), averager(workers, "b", filled(8.0))
     introduce(("a", first), ("b", good), ("bad", averager(workers, "bad", filled(float("inf")))))
-    first._engine.scores.answered("bad")  # it is asked first
+    first._engine.network.scores.answered("bad")  # it is asked first
     first.update_send()
     assert first.update_wait()
     assert value_of(a) == 4.0
@@ -168,13 +168,13 @@ def test_a_peer_whose_model_is_not_finite_is_refused_and_another_one_asked(worke
 LIES: dict[str, Callable[[Message], list[bytes]]] = {
     "no header": lambda request: [b"x"],
     "another kind": lambda request: [request.pack()],
-    "too short": lambda request: [request._replace(kind=Kind.MODEL).pack(), b"12"],
+    "too short": lambda request: [request._replace(kind=MessageKind.MODEL).pack(), b"12"],
     "infinite loss": lambda request: [
-        request._replace(kind=Kind.MODEL, standing=Standing(1.0, float("inf"))).pack(),
+        request._replace(kind=MessageKind.MODEL, standing=Standing(1.0, float("inf"))).pack(),
         bytes(request.shape.num_bytes),
     ],
     "negative clock": lambda request: [
-        request._replace(kind=Kind.MODEL, standing=Standing(-1.0)).pack(),
+        request._replace(kind=MessageKind.MODEL, standing=Standing(-1.0)).pack(),
         bytes(request.shape.num_bytes),
     ],
 }
@@ -195,7 +195,7 @@ def test_lies_are_refused(workers: contextlib.ExitStack, lie: str) -> None:
 
 def test_a_model_longer_than_ours_is_refused_before_it_is_read(workers: contextlib.ExitStack) -> None:
     def lie(request: Message) -> list[bytes]:
-        return [request._replace(kind=Kind.MODEL).pack(), bytes(50_000_000)]
+        return [request._replace(kind=MessageKind.MODEL).pack(), bytes(50_000_000)]
 
     with silent_peer(lie) as address:
         worker = averager(workers, "a", filled(1.0), peers={"liar": address})
@@ -208,8 +208,8 @@ def test_a_model_longer_than_ours_is_refused_before_it_is_read(workers: contextl
 
 def test_answers_to_an_older_request_are_not_taken(workers: contextlib.ExitStack) -> None:
     def late(request: Message) -> list[bytes]:
-        old = request._replace(kind=Kind.EMPTY, request=request.request + 1000)
-        return [old.pack(), request._replace(kind=Kind.MODEL).pack(), bytes(request.shape.num_bytes)]
+        old = request._replace(kind=MessageKind.EMPTY, request=request.request + 1000)
+        return [old.pack(), request._replace(kind=MessageKind.MODEL).pack(), bytes(request.shape.num_bytes)]
 
     with silent_peer(late) as address:
         a = filled(1.0)

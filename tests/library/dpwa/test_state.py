@@ -46,7 +46,7 @@ def test_a_checkpoint_continues_clock_scores_and_choices(workers: contextlib.Exi
     worker = wrap(workers, "a", mlp(1), fetch_probability=0.5, peers={"a": ANY_PORT, "b": REFUSED, "c": REFUSED})
     for _ in range(9):
         worker(torch.ones(2, 3))
-        wait_for(lambda: worker._engine._fetcher.is_done)
+        wait_for(lambda: worker._engine.network.fetcher.is_done)
     worker.report_loss(0.5)
     file = io.BytesIO()
     torch.save(worker.state_dict(), file)
@@ -206,7 +206,7 @@ def test_an_address_that_is_taken_is_an_error(workers: contextlib.ExitStack) -> 
         averager(workers, "b", filled(0.0), address=worker.address)
 
 
-@pytest.mark.parametrize("side", ["_server", "_client"])
+@pytest.mark.parametrize("side", ["server", "client"])
 def test_an_error_of_a_thread_is_raised_in_training(
     workers: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
@@ -216,17 +216,17 @@ def test_an_error_of_a_thread_is_raised_in_training(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    if side == "_client":
-        monkeypatch.setattr(first._engine._client, "_try", fail)
+    if side == "client":
+        monkeypatch.setattr(first._engine.network.client, "_try", fail)
         first.update_send()
         with pytest.raises(RuntimeError, match="worker 'a': fetching from 'b' failed: ZeroDivisionError"):
             first.update_wait()
     else:
-        monkeypatch.setattr(first._engine._server, "_reply", fail)
+        monkeypatch.setattr(first._engine.network.server, "_reply", fail)
         second = averager(workers, "c", filled(0.0), peers={"a": first.address}, timeout=timedelta(seconds=1))
         second.update_send()
         assert not second.update_wait()
-        wait_for(lambda: first._engine._background._error is not None)
+        wait_for(lambda: first._engine.network._background._error is not None)
         with pytest.raises(RuntimeError, match="worker 'a': serving peers failed: ZeroDivisionError"):
             first.update_send()
 
@@ -324,7 +324,7 @@ def test_an_address_that_zeromq_does_not_take_is_a_peer_that_fails(workers: cont
     worker, good = averager(workers, "a", a), averager(workers, "b", filled(8.0))
     introduce(("a", worker), ("b", good))
     worker.add_peer("bad", address)
-    worker._engine.scores.answered("bad")  # it is asked first
+    worker._engine.network.scores.answered("bad")  # it is asked first
     worker.update_send()
     assert worker.update_wait()
     assert value_of(a) == 4.0
@@ -337,12 +337,12 @@ def test_keys_that_are_no_pair_are_refused_and_leave_nothing_open() -> None:
     assert gossip_threads() == []
 
 
-@pytest.mark.parametrize("part", ["client.ModelClient", "fetcher.ModelFetcher"])
+@pytest.mark.parametrize("part", ["ModelClient", "ModelFetcher"])
 def test_a_constructor_that_fails_closes_its_sockets(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(f"gossip_modules.dpwa.wire.{part}", fail)
+    monkeypatch.setattr(f"gossip_modules.dpwa.network.{part}", fail)
     curve = CurveKeys(*make_keys())
     with pytest.raises(ZeroDivisionError):  # and no hang in the end of a context
         PairwiseAverager(filled(0.0), PairwiseConfig("a", {"a": ANY_PORT}, curve=curve))
@@ -378,13 +378,13 @@ def test_a_revoked_key_is_not_answered_and_a_replaced_one_not_believed(workers: 
 
 def test_a_peer_that_is_gone_fills_no_monitor(workers: contextlib.ExitStack) -> None:
     worker = averager(workers, "a", filled(0.0), peers={"b": REFUSED}, timeout=timedelta(seconds=2))
-    worker._engine._client._probe("b")
-    probe = worker._engine._client._probes["b"]
+    worker._engine.network.client._probe("b")
+    probe = worker._engine.network.client._probes["b"]
     assert probe.monitor.poll(2000)
     assert probe.failure() == "the connection was refused"
     assert not probe.monitor.poll(400)  # libzmq would try again every 100 ms
-    (context,) = worker._engine._contexts  # nor could it hold up the server, which has none
-    assert worker._engine._client._context is context
+    (context,) = worker._engine.network._contexts  # nor could it hold up the server, which has none
+    assert worker._engine.network.client._context is context
 
 
 def test_gradients_are_those_of_the_plain_module(workers: contextlib.ExitStack) -> None:

@@ -15,9 +15,9 @@ from gossip_modules.dpwa.interpolation import Standing
 from gossip_modules.dpwa.wire.message import (
     HEADER_BYTES,
     MAGIC,
-    Kind,
     Message,
     MessageError,
+    MessageKind,
     ModelShape,
     RefusedModelError,
 )
@@ -31,18 +31,20 @@ def shape_of(module: nn.Module) -> ModelShape:
 
 
 SHAPE = shape_of(nn.Linear(3, 2))
-MESSAGE = Message(Kind.MODEL, 7, SHAPE, Standing(12.5, 0.25))
+MESSAGE = Message(MessageKind.MODEL, 7, SHAPE, Standing(12.5, 0.25))
 
 
 @settings(derandomize=True, deadline=None)
 @given(
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(MessageKind),
     request=st.integers(0, 2**64 - 1),
     clock=st.floats(allow_nan=False),
     loss=st.none() | st.floats(allow_nan=False),
     num_bytes=st.integers(0, 2**64 - 1),
 )
-def test_what_is_packed_is_parsed(kind: Kind, request: int, clock: float, loss: float | None, num_bytes: int) -> None:
+def test_what_is_packed_is_parsed(
+    kind: MessageKind, request: int, clock: float, loss: float | None, num_bytes: int
+) -> None:
     message = Message(kind, request, SHAPE._replace(num_bytes=num_bytes), Standing(clock, loss))
     data = message.pack()
     assert len(data) == HEADER_BYTES == 64
@@ -51,7 +53,7 @@ def test_what_is_packed_is_parsed(kind: Kind, request: int, clock: float, loss: 
 
 def test_layout_of_the_header() -> None:
     data = MESSAGE.pack()
-    assert data[:8] == MAGIC + bytes([1, Kind.MODEL]) + (1).to_bytes(2, "little")
+    assert data[:8] == MAGIC + bytes([1, MessageKind.MODEL]) + (1).to_bytes(2, "little")
     assert data[8:16] == (7).to_bytes(8, "little")
     assert data[16:32] == SHAPE.digest
     assert data[56:] == SHAPE.num_bytes.to_bytes(8, "little")
@@ -119,7 +121,7 @@ def test_what_is_no_message_says_why(data: bytes, error: str) -> None:
         (MESSAGE._replace(shape=shape_of(nn.Linear(400, 2))), "got a model of 2 tensors of float32, .* sizes differ"),
         (MESSAGE._replace(shape=shape_of(nn.Linear(2, 2))), "names, shapes or dtypes differ; wrap the same model"),
         (MESSAGE._replace(shape=shape_of(nn.Linear(3, 2).double())), "of float64, .*expected 2 tensors of float32"),
-        (MESSAGE._replace(kind=Kind.OTHER_MODEL), "wrap the same model on all workers"),
+        (MESSAGE._replace(kind=MessageKind.OTHER_MODEL), "wrap the same model on all workers"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(message: Message, error: str) -> None:

@@ -23,7 +23,7 @@ from gossip_modules.dpwa.wire import plain_server
 from gossip_modules.dpwa.wire.client import Fetched
 from gossip_modules.dpwa.wire.connection import PeerConnection
 from gossip_modules.dpwa.wire.curve_keys import CurveKeys
-from gossip_modules.dpwa.wire.message import HEADER_BYTES, Kind, Message, MessageError
+from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageError, MessageKind
 from gossip_modules.dpwa.wire.plain_server import PlainServer
 from gossip_modules.dpwa.wire.server import MAX_REPLIES
 from tests.harness.ranks import gossip_threads
@@ -87,7 +87,7 @@ def test_garbage_is_counted_and_hung_up_on() -> None:
     x = vector_of(1.0)
     with serving(x) as server:
         server.publish(x, Standing())
-        reply = Message(Kind.MODEL, 0, shape_of(x)).pack()  # which is no request
+        reply = Message(MessageKind.MODEL, 0, shape_of(x)).pack()  # which is no request
         garbage = [b"x", b"x" * HEADER_BYTES, reply]
         frames = [bytes([0, len(text)]) + text for text in garbage]
         frames.append(bytes([1, len(reply)]) + reply)  # the first of several
@@ -100,9 +100,9 @@ def test_garbage_is_counted_and_hung_up_on() -> None:
         assert server.stats.num_garbage_messages == len(frames)
         with connect(server.address) as stranger:
             zmtp_handshake(stranger)
-            ask(stranger, shape_of(x), Kind.PROBE)
+            ask(stranger, shape_of(x), MessageKind.PROBE)
             answer = Message.parse(read(stranger, 2 + HEADER_BYTES)[2:])
-        assert (answer.kind, answer.request) == (Kind.ALIVE, 5)
+        assert (answer.kind, answer.request) == (MessageKind.ALIVE, 5)
 
 
 @pytest.mark.parametrize(
