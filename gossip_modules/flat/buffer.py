@@ -61,6 +61,11 @@ class FlatBuffer:
         include_buffers: whether floating-point buffers travel too.
         num_slices: the vector is padded to this many equal, aligned slices.
 
+    Attributes:
+        vector: what the tensors are views of.
+        parameters: the trained parameters that view it, in their order there.
+        parameter_segments: the part of each segment that is parameters.
+
     Raises:
         ValueError: nothing to train, tensors on several devices, on the meta device, uninitialised or sharded, or
             distinct parameters that overlap in memory.
@@ -83,13 +88,9 @@ class FlatBuffer:
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
         self._choice = _Choice(module)
         self.vector: FlatVector
+        self.parameters: list[Tensor] = []
         self.parameter_segments: tuple[Tensor, ...] = ()
         self.attach()
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The trained parameters that view the vector, in their order there."""
-        return [slot.tensor for slot in self._slots if slot.is_parameter]
 
     @property
     def buffer_segments(self) -> list[Tensor]:
@@ -106,12 +107,16 @@ class FlatBuffer:
         """Names, shapes, dtypes and strides in order: equal on two ranks if and only if their vectors match."""
         return [slot.signature() for slot in self._slots]
 
+    def is_current(self) -> bool:
+        """Whether it is both complete and attached, as at nearly every step."""
+        return self._choice.is_current() and self.is_attached()
+
     def is_attached(self) -> bool:
         """Whether the module's tensors are still ours and view the vector: one look per tensor, under 0.2 us each."""
-        return all(
-            table.get(attribute) is tensor and tensor.data_ptr() == pointer
-            for table, attribute, tensor, pointer in self._places
-        )
+        for table, attribute, tensor, pointer in self._places:
+            if table.get(attribute) is not tensor or tensor.data_ptr() != pointer:
+                return False
+        return True
 
     def pull(self) -> None:
         """The vector <- the values of tensors that the module holds in place of ours, where shapes are equal."""
@@ -189,6 +194,7 @@ class FlatBuffer:
                     views.append(view)
                     offset += _real_numel(slot.tensor)
         self._slots, self._views, self.vector = slots, views, vector
+        self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
         self.parameter_segments = tuple(
             segment[: sum(_real_numel(slot.tensor) for slot in group if slot.is_parameter)]
@@ -242,14 +248,17 @@ class _Choice:
 
     def is_current(self) -> bool:
         """Whether the module still is as it was."""
-        return (
-            all(len(table) == size for table, size in self._tables)
-            and all(table.get(name) is child for table, name, child in self._children)
-            and all(
-                ((parameter := table.get(name)) is not None and parameter.requires_grad) is is_trained
-                for table, name, is_trained in self._parameters
-            )
-        )
+        for table, size in self._tables:
+            if len(table) != size:
+                return False
+        for children, name, child in self._children:
+            if children.get(name) is not child:
+                return False
+        for parameters, name, is_trained in self._parameters:
+            parameter = parameters.get(name)
+            if (parameter is not None and parameter.requires_grad) is not is_trained:
+                return False
+        return True
 
 
 def _in_order(slots: Iterable[_Slot]) -> list[_Slot]:

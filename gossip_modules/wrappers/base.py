@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
@@ -23,12 +22,13 @@ from ..transport.agreement import broadcast_tensors, check_agreement
 from ..transport.connect import connect
 from ..transport.process_group import ProcessGroupTransport
 from .averaging import AveragingMixin
-from .composition import check_inside, check_optimizers, check_outside
+from .composition import check_inside
 from .state import MetadataState
+from .step import TrainingStep
 from .unsynced_steps import UnsyncedSteps
 
 
-class GossipWrapper(MetadataState, AveragingMixin):
+class GossipWrapper(TrainingStep, MetadataState, AveragingMixin):
     """A module whose parameters are mixed with those of other ranks before its training forwards.
 
     [Note: One forward is one round] At a training forward (the wrapped module in train mode, grad enabled, something to
@@ -49,7 +49,8 @@ class GossipWrapper(MetadataState, AveragingMixin):
     an inplace operation" instead of computing wrong gradients. For two forwards per step put all but the last in
     `no_sync()`.
 
-    A subclass makes the engine, which says when rounds run: its constructor sets `_engine` and `_averager`.
+    A subclass makes the engine, which says when rounds run: its constructor sets `_engine` and `_averager`. What a
+    training forward does is in `TrainingStep`.
 
     Args:
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
@@ -120,16 +121,6 @@ class GossipWrapper(MetadataState, AveragingMixin):
         """
         weakref.finalize(self, _close_lost, self._engine, type(self).__name__).atexit = False  # at exit they just end
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, after this step's gossip round if it is a training forward."""
-        self._before_forward()
-        with record_function(f"{type(self).__name__}.forward"):
-            return self._compute(*args, **kwargs)
-
-    def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward without its round."""
-        return self.module(*args, **kwargs)
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forwards inside belong to the same optimizer step as the first forward outside: one round for all.
@@ -156,44 +147,6 @@ class GossipWrapper(MetadataState, AveragingMixin):
         if not self._buffer.is_attached():
             self._take_in()
         self._land()
-
-    @torch.no_grad()
-    def _take_in(self) -> None:
-        """Attach tensors that were put in place of ours; what is in flight is applied to their values."""
-        check_outside(self)
-        if self._engine.is_in_flight:
-            self._buffer.pull()
-            self._land()
-            self._buffer.push()
-        self._buffer.reattach()
-
-    def _choose(self) -> None:
-        """Make what is trained now what travels, on all ranks at this point: see [Note: What travels]."""
-        if self._buffer.is_complete() or not self._buffer.is_trained():
-            return
-        if self._engine.is_asynchronous and self._buffer.has_all():
-            self._buffer.keep()
-            return
-        if not self._buffer.is_attached():
-            self._take_in()
-        self._land()
-        self._buffer.attach()
-
-    def _land(self) -> None:
-        """Apply what is in flight."""
-        try:
-            if self._engine.is_in_flight and not self._is_held:
-                self._to_numerator()
-                with torch.no_grad():
-                    self._engine.flush(self._gossiped)
-                self._written()
-        finally:  # who catches the error of a peer goes on with a model
-            self._to_estimate()
-
-    @property
-    def _is_held(self) -> bool:
-        """Whether the parameters are the average that `averaged()` lends, so that corrections must wait outside."""
-        return self._is_averaged and self._engine.is_asynchronous
 
     def close(self) -> None:
         """See `AveragingMixin`. Forwards after it are local."""
@@ -293,81 +246,6 @@ class GossipWrapper(MetadataState, AveragingMixin):
         if self._engine.is_asynchronous:  # its threads answer for one model; a copy is a snapshot that stays local
             state.update(_engine=IdleEngine(self._engine), _is_closed=True)
         return state
-
-    # The round itself.
-
-    @torch._disable_dynamo  # torch.compiler.disable, except that it loads torch._dynamo (seconds) when first called
-    def _before_forward(self) -> None:
-        """[Note: One forward is one round]"""
-        self._trains = torch.is_grad_enabled() and (self.module.training or self.gossip_in_eval_mode)
-        if self._trains and not self._is_checked:
-            check_outside(self)
-            check_optimizers(self, self._buffer.parameters[0])
-            self._is_checked = True
-        # A model that is frozen for a while, like a GAN's critic, is not trained.
-        self._trains = self._trains and (self._buffer.is_complete() or self._buffer.is_trained())
-        if self._is_closed:
-            return
-        if not self._trains:
-            self._evaluate()
-            return
-        if torch._C._current_graph_task_id() != -1:  # inside a backward: the recomputation of a checkpoint
-            if not self._has_trained:
-                raise RuntimeError(
-                    "got a training forward inside a backward and none before it, expected rounds to run in the "
-                    "forward; checkpoint parts of the module, or pass use_reentrant=False"
-                )
-            return
-        self._has_trained = True
-        self._unsynced_steps.note_round()
-        if self._is_step_start:
-            self._begin_step()
-        self._is_step_start = self._sync
-
-    def _evaluate(self) -> None:
-        """A forward that is none of training, perhaps in an eval mode that the wrapper was not told of."""
-        if self.module.training:
-            return
-        if self._sync:
-            self._is_step_start = True  # as after eval()
-        if torch.is_grad_enabled():
-            self._unsynced_steps.check(self._buffer.parameters, name=type(self).__name__)
-
-    def _begin_step(self) -> None:
-        """The first training forward of an optimizer step."""
-        if not self._is_held:
-            self._step_start()
-
-    def _step_start(self) -> None:
-        self._choose()
-        if not self._buffer.is_attached():
-            self._take_in()
-        self._share_buffers()
-        with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
-            try:
-                self._to_numerator()
-                if self._engine.round(self._gossiped):
-                    self._written()
-            finally:
-                self._to_estimate()
-
-    @property
-    def _gossiped(self) -> FlatVector:
-        """What this rank mixes."""
-        return self._buffer.vector
-
-    def _written(self) -> None:
-        """[Note: Safe point]"""
-        torch.autograd.graph.increment_version(self._buffer.parameters)
-
-    def _share_buffers(self) -> None:
-        """Bring buffers up to date before they travel."""
-
-    def _to_numerator(self) -> None:
-        """Storage <- what is sent and stepped, where that differs from what the module computes with."""
-
-    def _to_estimate(self) -> None:
-        """Storage <- what the module computes with."""
 
     # What AveragingMixin needs.
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from ..engine.engine import LockstepEngine
 from ..flat.nonfinite import check_policy
-from ..flat.vector import FlatVector
 from ..gossip.gossiper import Gossiper
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
@@ -65,6 +64,8 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
         FloatingPointError: (forward, `flush()`) see `on_nonfinite`.
     """
 
+    _debias: Debias
+
     def __init__(
         self,
         module: nn.Module,
@@ -113,7 +114,6 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
             "on_nonfinite)": repr(options),
         }
         self._agree(hello, description, init_sync=init_sync)
-        self._node: Node | None = None
         links: dict[str, Any] = {"module_device": device, "comm_device": comm_device, "timeout": timeout}
         if nprocs_per_node > 1:
             self._node = Node(
@@ -133,18 +133,6 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
     def _engine_options(self) -> str:
         """What the ranks' engines must agree on."""
         return ""
-
-    @torch._disable_dynamo  # see `GossipWrapper`
-    def _before_forward(self) -> None:
-        self._debias.to_estimate()  # [Note: a step that raises]; else it does nothing
-        super()._before_forward()
-
-    def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        # The node's replica averages gradients and shares buffers, so all its processes must call it: in training only,
-        # and not after close().
-        if self._node is not None and self._trains and not self._is_closed:
-            return self._node.replica(*args, **kwargs)
-        return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -215,28 +203,3 @@ class LockstepWrapper(GossipWrapper, UnevenInputs):
                 f"got Join over a process group of {self._transport.world_size} of {dist.get_world_size()} ranks, "
                 "expected all; Join counts the ranks of the default group"
             )
-
-    def _begin_step(self) -> None:
-        self._notify()
-        super()._begin_step()
-
-    # What the base asks.
-
-    @property
-    def _gossiped(self) -> FlatVector:
-        return self._buffer.vector if self._node is None else self._node.slice(self._buffer.vector)
-
-    def _written(self) -> None:
-        if self._node is not None:
-            self._node.gather(self._buffer.vector)
-        super()._written()
-
-    def _share_buffers(self) -> None:
-        if self._node is not None:
-            self._node.share_buffers(self._buffer.buffer_segments)
-
-    def _to_numerator(self) -> None:
-        self._debias.to_numerator()
-
-    def _to_estimate(self) -> None:
-        self._debias.to_estimate()

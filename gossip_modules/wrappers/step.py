@@ -1,0 +1,183 @@
+"""What a wrapper does in a forward: a gossip round at the first training forward of each optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from ..engine.engine import Engine
+from ..flat.buffer import FlatBuffer
+from ..flat.vector import FlatVector
+from .composition import check_optimizers, check_outside
+from .debias import Debias
+from .join import UnevenInputs
+from .node import Node
+from .unsynced_steps import UnsyncedSteps
+
+
+class TrainingStep(nn.Module):
+    """The forward of a gossip wrapper, from the call to the engine's round, in the order in which it happens.
+
+    `GossipWrapper` explains when rounds run and what travels. A wrapper sets the attributes below in its constructor;
+    `_debias` and `_node` stay None where there are none.
+    """
+
+    module: nn.Module
+    gossip_in_eval_mode: bool
+    _buffer: FlatBuffer
+    _engine: Engine
+    _debias: Debias | None = None
+    _node: Node | None = None
+    _unsynced_steps: UnsyncedSteps
+    _sync: bool  # False inside no_sync()
+    _is_step_start: bool
+    _is_closed: bool
+    _is_averaged: bool  # inside averaged()
+    _is_checked: bool  # what is around the wrapper
+    _has_trained: bool
+    _trains: bool  # in this forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, after this step's gossip round if it is a training forward."""
+        self._before_forward()
+        with record_function(f"{type(self).__name__}.forward"):
+            # The node's replica averages gradients and shares buffers, so all its processes must call it: in training
+            # only, and not after close().
+            if self._node is not None and self._trains and not self._is_closed:
+                return self._node.replica(*args, **kwargs)
+            return self.module(*args, **kwargs)
+
+    @torch._disable_dynamo  # torch.compiler.disable, except that it loads torch._dynamo (seconds) when first called
+    def _before_forward(self) -> None:
+        """[Note: One forward is one round]"""
+        self._to_estimate()  # [Note: a step that raises]; else it does nothing
+        self._trains = torch.is_grad_enabled() and (self.module.training or self.gossip_in_eval_mode)
+        if self._trains and not self._is_checked:
+            check_outside(self)
+            check_optimizers(self, self._buffer.parameters[0])
+            self._is_checked = True
+        # A model that is frozen for a while, like a GAN's critic, is not trained.
+        self._trains = self._trains and (self._buffer.is_current() or self._buffer.is_trained())
+        if self._is_closed:
+            return
+        if not self._trains:
+            self._evaluate()
+            return
+        if torch._C._current_graph_task_id() != -1:  # inside a backward: the recomputation of a checkpoint
+            self._check_has_trained()
+            return
+        self._has_trained = True
+        self._unsynced_steps.note_round()
+        if self._is_step_start:
+            self._begin_step()
+        self._is_step_start = self._sync
+
+    def _begin_step(self) -> None:
+        """The first training forward of an optimizer step."""
+        if isinstance(self, UnevenInputs) and self._join_config.enable:
+            self._notify()
+        if not self._is_held:
+            self._step_start()
+
+    def _step_start(self) -> None:
+        """The round of a step."""
+        if not self._buffer.is_current():
+            self._choose()
+            if not self._buffer.is_attached():
+                self._take_in()
+        self._share_buffers()
+        with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
+            try:
+                self._to_numerator()
+                if self._engine.round(self._gossiped):
+                    self._written()
+            finally:
+                self._to_estimate()
+
+    # The parts of a step, which `flush` and `averaged` use as well.
+
+    @property
+    def _gossiped(self) -> FlatVector:
+        """What this process mixes: the vector, or its slice of it."""
+        return self._buffer.vector if self._node is None else self._node.slice(self._buffer.vector)
+
+    def _share_buffers(self) -> None:
+        """Every process of a node takes the buffers of the first one, before they travel."""
+        if self._node is not None:
+            self._node.share_buffers(self._buffer.buffer_segments)
+
+    def _to_numerator(self) -> None:
+        """Storage <- x, what is sent and stepped, where weights move; see `Debias`."""
+        if self._debias is not None and self._debias.is_needed:
+            self._debias.to_numerator()
+
+    def _to_estimate(self) -> None:
+        """Storage <- z = x / w, what the module computes with, where weights move; see `Debias`."""
+        if self._debias is not None and self._debias.is_needed:
+            self._debias.to_estimate()
+
+    def _written(self) -> None:
+        """Parameters were changed in place: [Note: Safe point]."""
+        if self._node is not None:
+            self._node.gather(self._buffer.vector)
+        torch.autograd.graph.increment_version(self._buffer.parameters)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether the parameters are the average that `averaged()` lends, so that corrections must wait outside."""
+        return self._is_averaged and self._engine.is_asynchronous
+
+    # What happens only when something has changed, or outside training.
+
+    def _evaluate(self) -> None:
+        """A forward that is none of training, perhaps in an eval mode that the wrapper was not told of."""
+        if self.module.training:
+            return
+        if self._sync:
+            self._is_step_start = True  # as after eval()
+        if torch.is_grad_enabled():
+            self._unsynced_steps.check(self._buffer.parameters, name=type(self).__name__)
+
+    def _check_has_trained(self) -> None:
+        """Raise RuntimeError if the first training forward of all is the recomputation of a checkpoint."""
+        if not self._has_trained:
+            raise RuntimeError(
+                "got a training forward inside a backward and none before it, expected rounds to run in the "
+                "forward; checkpoint parts of the module, or pass use_reentrant=False"
+            )
+
+    def _choose(self) -> None:
+        """Make what is trained now what travels, on all ranks at this point: see [Note: What travels]."""
+        if self._buffer.is_complete() or not self._buffer.is_trained():
+            return
+        if self._engine.is_asynchronous and self._buffer.has_all():
+            self._buffer.keep()
+            return
+        if not self._buffer.is_attached():
+            self._take_in()
+        self._land()
+        self._buffer.attach()
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        """Attach tensors that were put in place of ours; what is in flight is applied to their values."""
+        check_outside(self)
+        if self._engine.is_in_flight:
+            self._buffer.pull()
+            self._land()
+            self._buffer.push()
+        self._buffer.reattach()
+
+    def _land(self) -> None:
+        """Apply what is in flight."""
+        try:
+            if self._engine.is_in_flight and not self._is_held:
+                self._to_numerator()
+                with torch.no_grad():
+                    self._engine.flush(self._gossiped)
+                self._written()
+        finally:  # who catches the error of a peer goes on with a model
+            self._to_estimate()
