@@ -126,19 +126,19 @@ class Cast(Compressor):
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
         largest = torch.finfo(self.dtype).max
         narrow = message.view(self.dtype)
-        for start, stop, _ in pieces(x, 1):
+        for start, stop, _ in chunks(x, 1):
             narrow[start:stop] = saturated(x[start:stop], largest)
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
         narrow = message.view(self.dtype)
-        for start, stop, _ in pieces(target, 1):
+        for start, stop, _ in chunks(target, 1):
             target[start:stop] += narrow[start:stop].to(wide(target)).mul_(alpha)
 
     def __repr__(self) -> str:
         return f"Cast({self.dtype})"
 
 
-def pieces(x: Tensor, block_size: int) -> Iterator[tuple[int, int, slice]]:
+def chunks(x: Tensor, block_size: int) -> Iterator[tuple[int, int, slice]]:
     """Cut x into (start, stop, blocks) of whole blocks, or parts of one: few enough entries for temporaries.
 
     All blocks of a piece are of equal size; starts are multiples of 8 if block_size is. The message does not depend

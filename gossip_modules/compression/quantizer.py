@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .bit_packing import pack, packed_size, unpack
-from .compressor import Compressor, checked_seed, pieces, random_words, saturated, wide
+from .compressor import Compressor, checked_seed, chunks, random_words, saturated, wide
 
 _LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # what is multiplied by a scale rounds, but not to infinity
 
@@ -50,14 +50,14 @@ class SignNorm(Compressor):
         sums[:-1] /= block_size
         sums[-1] /= x.numel() - (scales.numel() - 1) * block_size
         scales.copy_(_as_scales(sums))
-        for start, stop, _ in pieces(x, block_size):
+        for start, stop, _ in chunks(x, block_size):
             pack((x[start:stop] < 0).view(torch.uint8), 1, bits[start // 8 : packed_size(stop, 1)])
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
         block_size = self.block_size or target.numel()
         scales, bits = _scales_and_codes(message, target.numel(), block_size)
         scales = scales.to(wide(target)) * alpha
-        for start, stop, blocks in pieces(target, block_size):
+        for start, stop, blocks in chunks(target, block_size):
             codes = unpack(bits[start // 8 : packed_size(stop, 1)], 1, stop - start, signed=True)
             _add_scaled(codes.mul_(2).add_(1), scales[blocks], target[start:stop])
 
@@ -114,7 +114,7 @@ class QSGD(Compressor):
         norms, packed = _scales_and_codes(message, x.numel(), self.bucket_size)
         norms.copy_(_as_scales(_norms(x, self.bucket_size, 2)))
         generator = torch.Generator(x.device).manual_seed(random_words(self.seed, t, 1)[0])
-        for start, stop, buckets in pieces(x, self.bucket_size):
+        for start, stop, buckets in chunks(x, self.bucket_size):
             levels = x[start:stop].view(buckets.stop - buckets.start, -1) / norms[buckets, None]
             levels.mul_(self.num_levels).add_(torch.empty_like(levels).uniform_(generator=generator))
             # Sums may round up to s + 1. 0 / 0 is level 0; so is what is not finite, since its norm says it.
@@ -125,7 +125,7 @@ class QSGD(Compressor):
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
         norms, packed = _scales_and_codes(message, target.numel(), self.bucket_size)
         scales = norms.to(wide(target)) * (alpha * self._step)
-        for start, stop, buckets in pieces(target, self.bucket_size):
+        for start, stop, buckets in chunks(target, self.bucket_size):
             begin, end = (packed_size(i, self.bits) for i in (start, stop))
             levels = unpack(packed[begin:end], self.bits, stop - start, signed=True)
             _add_scaled(levels, scales[buckets], target[start:stop])
@@ -146,7 +146,7 @@ def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
     float64 entries beyond float32, which no scale can tell, count as its largest number, so their squares are finite.
     """
     sums = torch.zeros(-(-x.numel() // block_size), dtype=torch.float64, device=x.device)
-    for start, stop, blocks in pieces(x, block_size):
+    for start, stop, blocks in chunks(x, block_size):
         piece = x[start:stop] if x.dtype == torch.float32 else saturated(x[start:stop], _LARGEST)
         rows = piece.view(blocks.stop - blocks.start, -1)
         sums[blocks] += torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float64).pow_(p)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .bit_packing import indices_size, pack_indices, unpack_indices
-from .compressor import Compressor, checked_seed, pieces, random_words
+from .compressor import Compressor, checked_seed, chunks, random_words
 
 _SAMPLE_SIZE = 1 << 16
 
@@ -156,7 +156,7 @@ def _indices_of_largest(x: Tensor, k: int) -> Tensor:
 def _indices_not_below(x: Tensor, threshold: Tensor) -> Tensor:
     """The indices, ascending, where not |x| < threshold."""
     found = []
-    for start, stop, _ in pieces(x, 1):
+    for start, stop, _ in chunks(x, 1):
         is_below = x[start:stop].abs() < threshold
         found.append(is_below.logical_not_().nonzero().squeeze(1).add_(start))
     return torch.cat(found)

@@ -1,4 +1,4 @@
-"""Compressed gossip where a rank says the same to all its peers."""
+"""The base of compressed gossip in which a rank sends one message to all its peers: CHOCO, DeepSqueeze, Moniqua."""
 
 from __future__ import annotations
 
@@ -12,95 +12,101 @@ from torch import Tensor
 from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingWeights
-from .compressed import CompressedGossiper, Memory, copy_memory
-from .message import Envelope
+from .compressed import CompressedGossiper, State, copy_state
+from .message import MessageBuffer
 
 
 class BroadcastGossiper(CompressedGossiper):
-    """Compressed gossip where a rank says the same to all its peers; an algorithm writes `say` and `hear`.
+    """Compressed gossip in which a rank sends one message to all its peers.
 
-    Both are called for each section in code, with what `remember` allocated for it. Beside that, memory holds one
-    message of this rank and one of each peer.
+    A round, for each run of compressed tensors x with its state:
+
+        compress(x, state, message)            before the exchange
+        send message to all peers, receive theirs
+        apply(x, state, messages)              x = x + step_size (W - I) s'
+
+    An algorithm writes `init_state`, `message_like`, `compress` and `apply`. Beside the state, a rank keeps one message
+    of its own and one of each peer.
     """
 
     def __init__(self, *, step_size: float) -> None:
         super().__init__(step_size=step_size)
         self.num_messages = 0
-        self._memory: list[Memory] = []
-        self._inbox: dict[int, Envelope] = {}
+        self._states: list[State] = []
+        self._inbox: dict[int, MessageBuffer] = {}
 
     @abstractmethod
-    def remember(self, x: Tensor) -> Memory:
-        """New memory for a section of values like x, by name."""
+    def init_state(self, x: Tensor) -> State:
+        """The state before the first round, for a run of values like x: tensors by name."""
 
     @abstractmethod
     def message_like(self, x: Tensor) -> Tensor:
-        """A message for a section of values like x: uint8 [num_bytes]."""
+        """A new message for a run of values like x: uint8 [num_bytes]."""
 
     @abstractmethod
-    def say(self, x: Tensor, memory: Memory, message: Tensor) -> None:
-        """message <- the code of x, which is not changed; `memory` is updated."""
+    def compress(self, x: Tensor, state: State, message: Tensor) -> None:
+        """Write the message for x. `state` is updated, x is not changed."""
 
     @abstractmethod
-    def hear(self, target: Tensor, memory: Memory, messages: Sequence[tuple[Tensor, float]]) -> None:
+    def apply(self, target: Tensor, state: State, messages: Sequence[tuple[Tensor, float]]) -> None:
         """target <- target + step_size (W - I) s'.
 
         Args:
-            target: where the correction is added, like x.
-            memory: updated.
-            messages: every message with its weight in the row of W - I, this rank's own first.
+            target: the tensor that the correction is added to, like x. It may be zero instead of x: do not read it.
+            state: the state of this run of tensors; updated.
+            messages: each message with its weight in the row of W - I; the message of this rank comes first.
         """
 
-    def number_of(self, peer: int) -> int:
+    def message_number(self, peer: int) -> int:
         """See `CompressedGossiper`."""
         return self.num_messages
 
-    def letters_of(self, peer: int) -> tuple[Envelope, Envelope]:
-        """See `CompressedGossiper`: the outgoing one is the same for all."""
+    def buffers_for(self, peer: int) -> tuple[MessageBuffer, MessageBuffer]:
+        """See `CompressedGossiper`; the outgoing message is the same for all peers."""
         if peer not in self._inbox:
-            self._inbox[peer] = Envelope(self._own.sizes, self._device)
+            self._inbox[peer] = MessageBuffer(self._own.sizes, self._device)
         return self._own, self._inbox[peer]
 
-    def num_coded_bytes(self) -> int:
+    def num_compressed_bytes(self) -> int:
         """See `CompressedGossiper`."""
-        return sum(piece.numel() for piece in self._own.pieces[len(self._exact) :])
+        return sum(field.numel() for field in self._own.fields[len(self._exact_runs) :])
 
-    def write(self, s: FlatVector) -> None:
+    def write_messages(self, s: FlatVector) -> None:
         """See `CompressedGossiper`."""
         self.copy_exact(s, self._own)
-        messages = self._own.pieces[len(self._exact) :]
-        for x, memory, message in zip(self.coded(s), self._memory, messages, strict=True):
-            self.say(x, memory, message)
+        messages = self._own.fields[len(self._exact_runs) :]
+        for x, state, message in zip(self.values_to_compress(s), self._states, messages, strict=True):
+            self.compress(x, state, message)
 
-    def read(self, s: FlatVector, weights: MixingWeights) -> None:
+    def apply_messages(self, s: FlatVector, weights: MixingWeights) -> None:
         """See `CompressedGossiper`."""
         self.num_messages += 1
         self.add_exact(s, weights)
-        letters = [(self._own, weights.own - 1), *((self._inbox[j], weight) for j, weight in weights.inp.items())]
+        buffers = [(self._own, weights.own - 1), *((self._inbox[j], weight) for j, weight in weights.inp.items())]
         targets = self.targets(s)
-        for index, (target, memory) in enumerate(zip(targets, self._memory, strict=True), start=len(self._exact)):
-            self.hear(target, memory, [(letter.pieces[index], weight) for letter, weight in letters])
-        self.apply_targets(s, targets)
+        for index, (target, state) in enumerate(zip(targets, self._states, strict=True), start=len(self._exact_runs)):
+            self.apply(target, state, [(buffer.fields[index], weight) for buffer, weight in buffers])
+        self.add_targets(s, targets)
 
-    def make_memory(self, coded: Sequence[Tensor]) -> None:
+    def allocate_state(self, values: Sequence[Tensor]) -> None:
         """See `CompressedGossiper`."""
         self.num_messages = 0
-        self._memory = [self.remember(x) for x in coded]
-        sizes = [*self.exact_sizes, *((torch.uint8, self.message_like(x).numel()) for x in coded)]
-        self._own, self._inbox = Envelope(sizes, self._device), {}
+        self._states = [self.init_state(x) for x in values]
+        sizes = [*self.exact_sizes, *((torch.uint8, self.message_like(x).numel()) for x in values)]
+        self._own, self._inbox = MessageBuffer(sizes, self._device), {}
 
-    def memory(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """See `CompressedGossiper`."""
-        return {"num_messages": self.num_messages, "sections": self._memory}
+        return {"num_messages": self.num_messages, "sections": self._states}
 
-    def set_memory(self, memory: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """See `CompressedGossiper`."""
-        copy_memory(self, self._memory, memory["sections"])
-        self.num_messages = memory["num_messages"]
+        copy_state(self, self._states, state["sections"])
+        self.num_messages = state["num_messages"]
 
 
 def checked_compressor(compressor: Compressor) -> Compressor:
-    """The compressor, or ValueError."""
+    """The compressor; raises ValueError if it is something else."""
     if not isinstance(compressor, Compressor):
         raise ValueError(f"got compressor={compressor!r}, expected a Compressor; pass e.g. SignNorm() or TopK(0.01)")
     return compressor

@@ -1,4 +1,4 @@
-"""The matrices of a section in few batches, so that products over all of them are few operations."""
+"""The matrices of a run of tensors in few batches, so that products over all of them are few operations."""
 
 from __future__ import annotations
 
@@ -15,43 +15,50 @@ from ..flat.layout import Part
 
 
 class Batch(NamedTuple):
-    """Matrices of one shape side by side: a section from element `first` on as [num_matrices, rows, columns]."""
+    """Neighbouring matrices of one shape: a run from element `first` on as [num_matrices, rows, columns].
 
-    section: int
+    Attributes:
+        run: the index of the run of tensors that holds the matrices.
+        first: the element of the run at which the first matrix begins.
+        num_matrices, rows, columns: the shape of the batch.
+        rank: the number of columns of the factors.
+    """
+
+    run: int
     first: int
     num_matrices: int
     rows: int
     columns: int
     rank: int
 
-    def of(self, sections: Sequence[Tensor]) -> Tensor:
-        """The matrices; shares memory."""
+    def of(self, runs: Sequence[Tensor]) -> Tensor:
+        """The matrices, [num_matrices, rows, columns]; shares memory with the run."""
         numel = self.num_matrices * self.rows * self.columns
-        return sections[self.section][self.first : self.first + numel].view(self.num_matrices, self.rows, self.columns)
+        return runs[self.run][self.first : self.first + numel].view(self.num_matrices, self.rows, self.columns)
 
     def factor_shape(self, side: int) -> tuple[int, int, int]:
-        """Of the factor that a product gives: side 0 the left one, M A, side 1 the right one, M^T A."""
+        """The shape of a factor: on side 0 the left one, P = X Q, on side 1 the right one, Q = X^T P."""
         return self.num_matrices, self.columns if side else self.rows, self.rank
 
 
-def batches_of(section: int, parts: Sequence[Part], *, rank: int) -> Iterator[Batch]:
+def batches_of(run: int, parts: Sequence[Part], *, rank: int) -> Iterator[Batch]:
     """Neighbouring matrices of one shape as one batch; neighbouring vectors as one nearly square matrix.
 
     Args:
-        section: its number.
-        parts: its tensors.
-        rank: of the factors, capped by the shape.
+        run: the index of the run of tensors.
+        parts: the tensors of the run.
+        rank: the number of columns of the factors, at most; a matrix with a shorter side has fewer.
     """
 
     def batch(num_matrices: int, rows: int, columns: int) -> Batch:
-        return Batch(section, first, num_matrices, rows, columns, min(rank, rows, columns))
+        return Batch(run, first, num_matrices, rows, columns, min(rank, rows, columns))
 
     first = 0
     for shape, group in groupby(parts, key=lambda p: (p.shape[0], prod(p.shape[1:])) if p.is_matrix else None):
-        run = list(group)
-        numel = sum(part.numel for part in run)
+        members = list(group)
+        numel = sum(part.numel for part in members)
         if shape is not None:
-            yield batch(len(run), *shape)
+            yield batch(len(members), *shape)
         else:
             rows = isqrt(numel)
             yield batch(1, rows, numel // rows)
@@ -69,12 +76,12 @@ def side_by_side(factors: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Matrix products in the dtype of their arguments: no autocast, no TF32.
+    """Compute matrix products in the dtype of their arguments: without autocast and without TF32.
 
-    TF32 is a setting of the process: products that training starts meanwhile are more precise than asked for.
+    TF32 is a setting of the whole process, so products that training computes meanwhile are more precise than asked.
     """
     matmul = torch.backends.cuda.matmul
-    # torch 2.9 has a new name for it, and forbids the old one to those who have used the new.
+    # Since torch 2.9 the setting has a new name, and a process that has used the new name may not use the old one.
     name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
     before = getattr(matmul, name)
     is_changed = device.type == "cuda" and before != exact

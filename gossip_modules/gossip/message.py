@@ -1,4 +1,4 @@
-"""A compressed message: its header, its pieces, and which part of a vector is which."""
+"""What a compressed message is made of: its header, its buffer, and the runs of tensors that it describes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from torch import Tensor
 from ..flat.layout import FlatLayout, Part, align
 from ..flat.vector import FlatVector
 
-_ALIGNMENT = 8  # bytes; any dtype may be viewed there
-_WORD = 1 << 32  # header words are unsigned 32-bit numbers
+_ALIGNMENT = 8  # bytes; a tensor of any dtype may start there
+WORD = 1 << 32  # the numbers in a header are unsigned and have 32 bits
 
 
-class Envelope:
-    """One message: pieces of any dtype in one uint8 run, each aligned to 8 bytes.
+class MessageBuffer:
+    """The memory of one message: fields of any dtype in one uint8 tensor, each aligned to 8 bytes.
 
     Args:
-        sizes: dtype and number of elements of each piece.
-        device: where it lives.
+        sizes: the dtype and the number of elements of each field.
+        device: the device of the memory.
+
+    Attributes:
+        raw: the whole message, uint8 [number of bytes]; zero at first.
+        fields: a view of each field.
     """
 
     def __init__(self, sizes: Sequence[tuple[torch.dtype, int]], device: torch.device) -> None:
@@ -30,34 +34,40 @@ class Envelope:
             stop = align(stop + numel * dtype.itemsize, _ALIGNMENT)
         self.sizes = tuple(sizes)
         self.raw = torch.zeros(stop, dtype=torch.uint8, device=device)
-        self.pieces = tuple(
+        self.fields = tuple(
             self.raw[start : start + numel * dtype.itemsize].view(dtype)
             for start, (dtype, numel) in zip(starts, sizes, strict=True)
         )
 
 
 class Header:
-    """What goes before a message, 8 bytes: its number among those of its sender, and a checksum; both modulo 2**32.
+    """The 8 bytes that are sent ahead of a message: its number and a checksum, both modulo 2**32.
 
     Args:
-        number: of the message.
-        checksum: whose meaning is the algorithm's.
-        device: where it lives.
+        number: the number of the message among those of its sender.
+        checksum: a number that the receiver computes as well and compares.
+        device: the device of the 8 bytes.
     """
 
     def __init__(self, number: int = 0, checksum: int = 0, *, device: torch.device) -> None:
-        words = torch.tensor([number % _WORD, checksum % _WORD], dtype=torch.int64)
-        # The bits of unsigned words as int32, since torch has few operations on unsigned numbers.
-        self.raw = torch.where(words < _WORD // 2, words, words - _WORD).to(device, torch.int32)
+        words = torch.tensor([number % WORD, checksum % WORD], dtype=torch.int64)
+        # Stored as int32 with the same bits, since torch has few operations on unsigned numbers.
+        self.raw = torch.where(words < WORD // 2, words, words - WORD).to(device, torch.int32)
 
     def read(self) -> tuple[int, int]:
-        """Number and checksum. Waits for the device."""
+        """The number and the checksum. Waits for the device."""
         number, checksum = self.raw.tolist()
-        return number % _WORD, checksum % _WORD
+        return number % WORD, checksum % WORD
 
 
-class Section(NamedTuple):
-    """Elements [first, last) of segment `segment`, and the tensors they are."""
+class TensorRun(NamedTuple):
+    """Neighbouring tensors of one segment of a flat vector.
+
+    Attributes:
+        segment: the index of the segment.
+        first, last: the run is the elements [first, last) of that segment.
+        parts: the tensors, in order.
+    """
 
     segment: int
     first: int
@@ -65,16 +75,16 @@ class Section(NamedTuple):
     parts: tuple[Part, ...]
 
     def of(self, vector: FlatVector) -> Tensor:
-        """These elements of a vector; shares memory."""
+        """These elements of a vector; shares its memory."""
         return vector.segments[self.segment][self.first : self.last]
 
 
-def sections(layout: FlatLayout, predicate: Callable[[Part], bool]) -> list[Section]:
-    """The parts of a layout for which `predicate` holds, in as few sections as possible."""
+def tensor_runs(layout: FlatLayout, predicate: Callable[[Part], bool]) -> list[TensorRun]:
+    """The tensors of a layout for which `predicate` is true, in as few runs as possible."""
     return list(_joined(layout, predicate))
 
 
-def _joined(layout: FlatLayout, predicate: Callable[[Part], bool]) -> Iterator[Section]:
+def _joined(layout: FlatLayout, predicate: Callable[[Part], bool]) -> Iterator[TensorRun]:
     for index, segment in enumerate(layout.segments):
         run: list[Part] = []
         start = 0
@@ -83,7 +93,7 @@ def _joined(layout: FlatLayout, predicate: Callable[[Part], bool]) -> Iterator[S
                 start = start if run else first
                 run.append(part)
             elif run and part.numel:
-                yield Section(index, start, first, tuple(run))
+                yield TensorRun(index, start, first, tuple(run))
                 run = []
         if run:
-            yield Section(index, start, start + sum(part.numel for part in run), tuple(run))
+            yield TensorRun(index, start, start + sum(part.numel for part in run), tuple(run))

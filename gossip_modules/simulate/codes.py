@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ..compression.compressor import Cast, Compressor, pieces, random_words
+from ..compression.compressor import Cast, Compressor, chunks, random_words
 from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import RandomK, TopK
 from .delays import LinkModel, Message
@@ -95,7 +95,7 @@ def _qsgd(compressor: QSGD, x: Tensor, t: int) -> Tensor:
     # What level 1 means, in norms: the highest level is all that a vector of one entry has.
     step = float(_decompressed(compressor, torch.ones(1, dtype=torch.float64), t)) / compressor.num_levels
     generator = torch.Generator().manual_seed(random_words(compressor.seed, t, 1)[0])
-    for start, stop, buckets in pieces(x[0], compressor.bucket_size):
+    for start, stop, buckets in chunks(x[0], compressor.bucket_size):
         rows = x[:, start:stop].reshape(len(x), buckets.stop - buckets.start, -1)
         norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64).float()
         dither = torch.empty(rows.shape[1:], dtype=x.dtype).uniform_(generator=generator)

@@ -21,6 +21,7 @@ from tests.library.gossip.contract import (
     ANY_NAME,
     GOSSIPERS,
     MIXINGS,
+    PARTS,
     bound,
     cases,
     restored,
@@ -50,6 +51,43 @@ def test_a_checkpoint_continues_bit_for_bit(name: str, graph: str) -> None:
                 assert torch.equal(s.raw, twin.raw)
 
     run_ranks(4, body)
+
+
+_TENSORS = {
+    "Choco": ("sections", {"public", "drift"}),
+    "DeepSqueeze": ("sections", {"error"}),
+    "Moniqua": ("sections", set()),
+    "PowerGossip": ("factors", {"left", "right"}),
+}
+_VALUES = {"public": 0.25, "drift": 2.0}
+_COUNTS = {"Choco": {"num_messages", "mixing"}, "PowerGossip": {"links", "iterations"}}
+
+
+@ANY_NAME
+def test_the_keys_of_a_state_never_change(name: str) -> None:
+    """Checkpoints hold them: a renamed key would make every earlier checkpoint unreadable."""
+    gossiper, s = bound(GOSSIPERS[name](), ring(1), solo_group()), vector_of(0)
+    gossiper.mix(s, 0)
+    state, algorithm = gossiper.state_dict(), name.split()[0]
+    list_key, names = _TENSORS[algorithm]
+    counts = _COUNTS.get(algorithm, {"num_messages"})
+    assert set(state) == {"algorithm", "peers", "digests", list_key, *counts}
+    assert state["algorithm"] == algorithm
+    assert [set(tensors) for tensors in state[list_key]] == [names] * len(state[list_key])
+    assert state[list_key]
+
+
+def test_a_state_written_by_hand_with_these_keys_is_loaded() -> None:
+    """CHOCO in a world of one: x <- x + step_size drift, and nothing is exchanged."""
+    gossiper, s = bound(GOSSIPERS["Choco SignNorm"](), ring(1), solo_group()), vector_of(0)
+    num_compressed = sum(part.numel for part in PARTS)
+    tensors = {name: torch.full((num_compressed,), value, dtype=torch.float64) for name, value in _VALUES.items()}
+    state = {"algorithm": "Choco", "peers": [], "digests": [], "num_messages": 5, "sections": [tensors]}
+    gossiper.load_state_dict({"mixing": repr(gossiper.mixing), **state})
+    gossiper.mix(s, 5)
+    expected = vector_of(0).segments[0][:num_compressed] + 0.3 * _VALUES["drift"]
+    torch.testing.assert_close(s.segments[0][:num_compressed], expected, rtol=0, atol=1e-12)
+    assert gossiper.state_dict()["num_messages"] == 6
 
 
 @ANY_NAME
@@ -151,7 +189,7 @@ def test_a_state_of_other_neighbours_is_refused(name: str) -> None:
 
 
 @ANY_NAME
-def test_other_tensors_restart_the_memory_with_a_warning(name: str) -> None:
+def test_other_tensors_restart_the_state_with_a_warning(name: str) -> None:
     other = FlatLayout.of([(torch.float64, [Part((6, 6))])])
 
     def body(group: dist.ProcessGroup) -> None:
@@ -165,7 +203,7 @@ def test_other_tensors_restart_the_memory_with_a_warning(name: str) -> None:
             fresh.mix(y, t)
         assert torch.equal(x.raw, y.raw)
 
-    with pytest.warns(UserWarning, match=r"\w+\(.*\): .* memory starts afresh"):
+    with pytest.warns(UserWarning, match=r"\w+\(.*\): .* state starts from zero"):
         run_ranks(2, body)
 
 
@@ -185,7 +223,8 @@ def test_ranks_out_of_step_are_named(name: str) -> None:
         got, expected = (step, 3 * step) if group.rank() == 0 else (3 * step, step)
         message = (
             rf"rank {group.rank()}: round 3: rank {1 - group.rank()} sent its message number {got}, expected number "
-            rf"{expected}: the two remember different rounds; resume all ranks from the same checkpoint"
+            rf"{expected}: the two ranks have gossiped in a different number of rounds; resume all ranks from the same "
+            "checkpoint"
         )
         with pytest.raises(RuntimeError, match=message):
             gossiper.mix(s, 3)
@@ -221,7 +260,7 @@ def test_another_run_of_the_same_number_is_seen(name: str) -> None:
             states.append(gossiper.state_dict())
         gossiper = bound(GOSSIPERS[name](), ring(2), group)
         gossiper.load_state_dict(states[group.rank()])
-        message = rf"rank {group.rank()}: round 3: rank {1 - group.rank()} remembers another past of message number"
+        message = rf"rank {group.rank()}: round 3: rank {1 - group.rank()} sent digest \d+ before message number"
         with pytest.raises(RuntimeError, match=message):
             gossiper.mix(vector_of(group.rank()), 3)
 
@@ -234,7 +273,7 @@ def test_after_a_failed_round_only_a_checkpoint_goes_on() -> None:
         gossiper.mix(s, 0)
         state = gossiper.state_dict() if group.rank() else {}
         gossiper.load_state_dict(state)
-        with pytest.raises(RuntimeError, match="the two remember different rounds"):
+        with pytest.raises(RuntimeError, match="the two ranks have gossiped in a different number of rounds"):
             gossiper.mix(s, 1)
         assert gossiper.state_dict() == {}
         copy.deepcopy(gossiper)

@@ -1,4 +1,4 @@
-"""Messages of several dtypes in one run of bytes, and which part of a vector is which."""
+"""Messages of several dtypes in one buffer, and which part of a vector is which."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import torch
 
 from gossip_modules import FlatVector
 from gossip_modules.flat.layout import FlatLayout, Part
-from gossip_modules.gossip.message import Envelope, Header, sections
+from gossip_modules.gossip.message import Header, MessageBuffer, tensor_runs
 from tests.harness.ranks import CPU
 
 SIZES = [(torch.bfloat16, 3), (torch.float64, 2), (torch.uint8, 5), (torch.float32, 0), (torch.float32, 7)]
 
 
-def test_pieces_are_aligned_and_apart() -> None:
-    envelope = Envelope(SIZES, CPU)
-    stop = envelope.raw.data_ptr()
-    for piece, (dtype, numel) in zip(envelope.pieces, SIZES, strict=True):
-        assert (piece.dtype, piece.numel()) == (dtype, numel)
+def test_fields_are_aligned_and_apart() -> None:
+    buffer = MessageBuffer(SIZES, CPU)
+    stop = buffer.raw.data_ptr()
+    for field, (dtype, numel) in zip(buffer.fields, SIZES, strict=True):
+        assert (field.dtype, field.numel()) == (dtype, numel)
         if numel:
-            assert piece.data_ptr() % 8 == 0
-            assert piece.data_ptr() >= stop
-            stop = piece.data_ptr() + numel * dtype.itemsize
-    assert stop <= envelope.raw.data_ptr() + envelope.raw.numel()
-    # Every piece rounded up to 8 bytes, no more.
-    assert envelope.raw.numel() == 8 + 16 + 8 + 0 + 32
+            assert field.data_ptr() % 8 == 0
+            assert field.data_ptr() >= stop
+            stop = field.data_ptr() + numel * dtype.itemsize
+    assert stop <= buffer.raw.data_ptr() + buffer.raw.numel()
+    # Every field is rounded up to 8 bytes, no more.
+    assert buffer.raw.numel() == 8 + 16 + 8 + 0 + 32
 
 
-def test_pieces_do_not_touch_each_other() -> None:
-    envelope = Envelope(SIZES, CPU)
-    for value, piece in enumerate(envelope.pieces):
-        piece.fill_(value)
-    assert [set(piece.tolist()) for piece in envelope.pieces] == [{0.0}, {1.0}, {2}, set(), {4.0}]
-    assert Envelope([], CPU).raw.numel() == 0
+def test_fields_do_not_touch_each_other() -> None:
+    buffer = MessageBuffer(SIZES, CPU)
+    for value, field in enumerate(buffer.fields):
+        field.fill_(value)
+    assert [set(field.tolist()) for field in buffer.fields] == [{0.0}, {1.0}, {2}, set(), {4.0}]
+    assert MessageBuffer([], CPU).raw.numel() == 0
 
 
 @pytest.mark.parametrize("word", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 5, -1, -(2**63)])
@@ -58,18 +58,18 @@ LAYOUT = FlatLayout.of(
 )
 
 
-def test_sections_are_the_parts_in_as_few_runs_as_possible() -> None:
-    matrices = sections(LAYOUT, lambda part: part.is_matrix)
+def test_runs_are_the_parts_in_as_few_runs_as_possible() -> None:
+    matrices = tensor_runs(LAYOUT, lambda part: part.is_matrix)
     assert [(s.segment, s.first, s.last) for s in matrices] == [(0, 0, 32)]
     assert [part.shape for part in matrices[0].parts] == [(2, 3), (2, 3), (4, 5)]
-    rest = sections(LAYOUT, lambda part: not part.is_matrix)
+    rest = tensor_runs(LAYOUT, lambda part: not part.is_matrix)
     assert [(s.segment, s.first, s.last) for s in rest] == [(0, 32, 43), (1, 0, 2), (2, 0, 6), (3, 0, 4)]
-    buffers = sections(LAYOUT, lambda part: part.is_buffer)
+    buffers = tensor_runs(LAYOUT, lambda part: part.is_buffer)
     assert [(s.segment, s.first, s.last) for s in buffers] == [(0, 40, 43), (3, 0, 4)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_sections_of_a_predicate_and_of_its_opposite_partition_a_layout(seed: int) -> None:
+def test_runs_of_a_predicate_and_of_its_opposite_partition_a_layout(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int) -> int:
@@ -77,12 +77,12 @@ def test_sections_of_a_predicate_and_of_its_opposite_partition_a_layout(seed: in
 
     parts = [Part((draw(4), draw(3)) if draw(2) else (draw(5),), bool(draw(2))) for _ in range(8)]
     layout = FlatLayout.of([(torch.float32, parts), (torch.float64, parts[::-1])])
-    found = [*sections(layout, lambda part: part.is_buffer), *sections(layout, lambda part: not part.is_buffer)]
+    found = [*tensor_runs(layout, lambda part: part.is_buffer), *tensor_runs(layout, lambda part: not part.is_buffer)]
     vector = FlatVector.zeros(layout, CPU)
-    for section in found:
-        assert section.of(vector).numel() == sum(part.numel for part in section.parts) > 0
-        assert len({part.is_buffer for part in section.parts}) == 1
-        section.of(vector).add_(1)
+    for run in found:
+        assert run.of(vector).numel() == sum(part.numel for part in run.parts) > 0
+        assert len({part.is_buffer for part in run.parts}) == 1
+        run.of(vector).add_(1)
     assert all(bool((segment == 1).all()) for segment in vector.segments)
     for one, other in itertools.combinations(found, 2):
         is_joined = one.segment == other.segment and (one.last == other.first or other.last == one.first)

@@ -140,10 +140,10 @@ def test_training_equals_the_dense_one() -> None:
     class Begun(PowerGossip):
         """Begins with the factors of the test."""
 
-        def make_memory(self, like: Any) -> None:
-            super().make_memory(like)
-            for memory, chosen in zip(self.memory()["factors"], factors, strict=True):
-                for link, peer in zip(memory["right"], self.memory()["links"], strict=True):
+        def allocate_state(self, values: Any) -> None:
+            super().allocate_state(values)
+            for state, chosen in zip(self.state()["factors"], factors, strict=True):
+                for link, peer in zip(state["right"], self.state()["links"], strict=True):
                     link.copy_(chosen[min(self.transport.rank, peer), max(self.transport.rank, peer)])
 
     def mix(stacks: list[Tensor]) -> None:
@@ -257,13 +257,13 @@ def test_both_ends_hold_the_same_bits(graph: str, warm_start: bool, num_iteratio
 
 @pytest.mark.parametrize("check_every", [1, 4])
 def test_ends_that_differ_are_an_error_in_time(check_every: int) -> None:
-    """Memory that is wrong in every round: the next checksum sees it."""
+    """A state that is wrong in every round: the next checksum sees it."""
 
     def body(group: dist.ProcessGroup) -> None:
         gossiper, s = bound(PowerGossip(check_every=check_every), ring(2), group), vector_of(group.rank())
         message = (
-            rf"rank {group.rank()}: round \d: rank {1 - group.rank()} remembers another past of message number \d+ "
-            r"\(digest \d+\), expected that of this rank \(digest \d+\); resume all ranks from the same checkpoint"
+            rf"rank {group.rank()}: round \d: rank {1 - group.rank()} sent digest \d+ before message number \d+, "
+            r"expected \d+: the two ranks have exchanged other messages or hold different states; resume all ranks"
         )
         for t in range(2):
             gossiper.mix(s, t)

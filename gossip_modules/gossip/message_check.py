@@ -1,0 +1,88 @@
+"""The check that two ranks have sent each other the same messages before either uses a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..transport.process_group import Pending, Transport
+from .message import WORD, Header, MessageBuffer
+
+_HEADER_TAG = -1  # no round has this tag: headers must reach each other even if the two ranks are in different rounds
+
+
+class MessageCheck:
+    """For each peer, a digest of all messages that the two ranks have exchanged, and the headers that compare it.
+
+    [Note: out of step] A header of 8 bytes is sent ahead of every message. It holds the number of the message and the
+    digest of all earlier messages in both directions. If a peer was resumed from another checkpoint, one of the two
+    differs, and both ranks raise an error. Without the header they would decode messages against different states and
+    damage the models silently.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[int, int] = {}
+        self._headers: dict[int, tuple[Header, Header]] = {}
+        self._pending: Pending | None = None
+
+    def post(self, transport: Transport, expected: Mapping[int, tuple[int, int]], *, t: int) -> None:
+        """Send a header to each peer and post the receive of its header, without waiting.
+
+        Args:
+            transport: the transport that the messages use as well.
+            expected: for each peer, the number of the next message and a checksum of the state that both ends share.
+            t: the round, for error messages.
+        """
+        device = transport.device
+        self._headers = {
+            peer: (Header(number, self._digests.get(peer, 0) + checksum, device=device), Header(device=device))
+            for peer, (number, checksum) in expected.items()
+        }
+        sends = {peer: (mine.raw,) for peer, (mine, _) in self._headers.items()}
+        recvs = {peer: (theirs.raw,) for peer, (_, theirs) in self._headers.items()}
+        self._pending = transport.exchange(sends, recvs, tag=_HEADER_TAG, what=f"round {t}, header")
+
+    def wait(self, transport: Transport, *, t: int) -> None:
+        """Wait for the headers and compare them; see [Note: out of step].
+
+        Raises:
+            RuntimeError: a peer sent another message than this rank expects.
+            TimeoutError, ConnectionError: naming the peer and the round.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None, "a header is posted with every message"
+        pending.wait()
+        for peer, (mine, theirs) in self._headers.items():
+            _require_equal(transport, peer, mine.read(), theirs.read(), t=t)
+
+    def add(self, peer: int, messages: Iterable[MessageBuffer]) -> None:
+        """Include messages to and from a peer in its digest."""
+        total = sum(int(message.raw.view(torch.int64).sum()) for message in messages)
+        self._digests[peer] = (31 * self._digests.get(peer, 0) + total) % WORD
+
+    def state_dict(self) -> dict[str, Any]:
+        """The digests, for a checkpoint."""
+        return {"peers": list(self._digests), "digests": list(self._digests.values())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the digests out of a state that holds them beside other things; an empty state has none."""
+        self._digests = dict(zip(state.get("peers", ()), state.get("digests", ()), strict=True))
+
+
+def _require_equal(transport: Transport, peer: int, mine: tuple[int, int], theirs: tuple[int, int], *, t: int) -> None:
+    names = transport.names
+    who = f"rank {names[transport.rank]}: round {t}"
+    remedy = "resume all ranks from the same checkpoint, or all without one"
+    if mine[0] != theirs[0]:
+        raise RuntimeError(
+            f"{who}: rank {names[peer]} sent its message number {theirs[0]}, expected number {mine[0]}: the two ranks "
+            f"have gossiped in a different number of rounds; {remedy}"
+        )
+    if mine[1] != theirs[1]:
+        raise RuntimeError(
+            f"{who}: rank {names[peer]} sent digest {theirs[1]} before message number {mine[0]}, expected {mine[1]}: "
+            f"the two ranks have exchanged other messages or hold different states; {remedy}, and check the machines "
+            "if this comes back"
+        )
