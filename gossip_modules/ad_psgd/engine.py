@@ -1,4 +1,4 @@
-"""The engine of AD-PSGD: pairs average in the background, training adds the corrections when it comes by."""
+"""BilateralEngine: AD-PSGD; pairs of ranks average in background threads, training adds the corrections to x."""
 
 from __future__ import annotations
 
@@ -20,23 +20,37 @@ from ..transport.listener import GOODBYE_TIMEOUT
 from ..transport.process_group import ProcessGroupTransport
 from .exchange import BilateralAverage
 
-_SECONDS_TO_NAME = 0.5  # beyond the timeout, for an error that says who is missing
+_SECONDS_TO_NAME = 0.5  # beyond the timeout, for an error that names who is missing
 
 
 class BilateralEngine(Engine):
-    """Active ranks ask a passive peer once per training step at most; passive ranks answer whenever they are asked.
+    """AD-PSGD (Lian, Zhang, Zhang, Liu, ICML 2018, arXiv 1710.06952, Algorithm 1). Once per step, on rank i:
 
-    At the safe point: x <- x + mail, y <- x, and an active rank whose last exchange is complete starts the next one.
-    Nothing there waits. See [Note: bilateral exchange]. A thread of every rank listens to its peers, so that training
-    hears of a dead one at its next step: [Note: who died].
+        training thread, before the forward:
+            x <- x + c;  c <- 0                       # the corrections of exchanges since the last step
+            if no exchange of mine is under way:
+                y <- x
+                if i is active: start one with the passive peer j of round t;  t <- t + 1
+        exchange thread of the active i and listening thread of the passive j, at any time:
+            y_i, y_j <- y_i + w (y_j - y_i), y_j + w (y_i - y_j)            # w = 1/2: both get the average
+            c_i <- c_i + w (y_j - y_i);  c_j <- c_j + w (y_i - y_j)         # with y as of before
 
-    `t` counts the exchanges that an active rank has started; its peers are those of the graph in its own round t.
+    The exchange is `BilateralAverage._exchange`; x, y and c meet in `shared`. Active ranks ask at most once per step,
+    passive ranks answer whenever they are asked; see [Note: bilateral exchange]. Nothing waits at the safe point. The
+    listening thread of every rank also learns of dead peers, so training raises at its next step: [Note: who died].
+
+    All methods belong to the training thread, except `_on_failure`, which the thread that met the failure calls. It
+    shares `shared` with the thread that exchanges, under `shared.lock`, and waits for that thread without any lock.
 
     Args:
-        mixing: weights over a bipartite graph with one peer per round.
-        transport: over Gloo, with messages in CPU memory.
+        mixing: the weights over a bipartite graph with one peer per round.
+        transport: a transport over Gloo, with messages in CPU memory.
         x: the parameters.
         on_nonfinite: see `BilateralAverage`.
+
+    Attributes:
+        shared: y, and the correction that training has not applied yet.
+        t: the number of exchanges that an active rank has started; the peer is that of the graph in its own round t.
     """
 
     is_asynchronous = True
@@ -52,11 +66,11 @@ class BilateralEngine(Engine):
         super().__init__()
         self.mixing = mixing
         self.transport = transport
-        self.mailbox = Mailbox(x)
+        self.shared = Mailbox(x)
         self._step = 0  # training steps seen so far
         self._published_at = 0  # step
         self._bilateral = BilateralAverage(
-            self.mailbox, transport, clock=lambda: self._published_at, on_nonfinite=on_nonfinite
+            self.shared, transport, clock=lambda: self._published_at, on_nonfinite=on_nonfinite
         )
         self._failed = self._bilateral.presence.failed
         self._background = Background()
@@ -65,7 +79,7 @@ class BilateralEngine(Engine):
         self._asker: GossipThread | None = None
         self._helper: GossipThread | None = None  # of `join_in`
         self._peers = self._reachable()
-        self._gone: set[int] = set()  # those of them who have said so
+        self._closed_peers: set[int] = set()  # those of them that have replied so
         name = f"gossip-{transport.rank}"
         if not self._peers:
             return
@@ -74,7 +88,7 @@ class BilateralEngine(Engine):
             self._asker = GossipThread(name)
 
     def _reachable(self) -> set[int]:
-        """All that this rank ever exchanges with, in some round."""
+        """All ranks with which this one exchanges in some round."""
         graph, rank = self.mixing.graph, self.transport.rank
         if graph.is_passive(rank):
             return {i for i in range(graph.world_size) if not graph.is_passive(i) and rank in graph.phone_book(i)}
@@ -83,7 +97,7 @@ class BilateralEngine(Engine):
     @property
     def is_in_flight(self) -> bool:
         """See `Engine`."""
-        return self._asking is not None or self.mailbox.has_mail or self._bilateral.is_serving
+        return self._asking is not None or self.shared.has_mail or self._bilateral.is_serving
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`. Never waits.
@@ -94,11 +108,11 @@ class BilateralEngine(Engine):
         self.raise_if_failed()
         if self._asking is not None and self._asking.done():
             self._take_answer()
-        with torch.profiler.record_function("gossip.apply"), self.mailbox.lock:
+        with torch.profiler.record_function("gossip.apply"), self.shared.lock:
             is_written = self._collect(x)
             self._step += 1
-            if self._asking is None:  # else nobody but that exchange sees y before the next one
-                self.mailbox.publish(x)
+            if self._asking is None:  # else only that exchange, which has its snapshot, reads y before the next one
+                self.shared.publish(x)
                 self._published_at = self._step
         if self._asker is not None and self._asking is None:
             self._ask()
@@ -122,29 +136,29 @@ class BilateralEngine(Engine):
         return self._collect(x)
 
     def withdraw(self) -> None:
-        """Answer peers no more until the next round. With a `flush()` after it, nothing of the old y is on its way."""
+        """Reply "not yet" to peers until the next round. After a `flush()`, no exchange with the old y is under way."""
         self.raise_if_failed()
-        self.mailbox.withdraw()
+        self.shared.withdraw()
 
     def raise_if_failed(self) -> None:
-        """Raise the first failure of this rank, if it has one: a peer is dead or late, or a thread met an error."""
+        """Raise the first failure of this rank, if there is one: a peer is dead or late, or a thread met an error."""
         if not self.is_closed:
             self._bilateral.check_time()
             if self._failed.done():
-                self._asking = None  # nobody waits for it any more; what it delivers is mail
+                self._asking = None  # not waited for any more; what it still delivers is applied by a later `flush`
             self._background.raise_if_failed()
 
     def join_in(self, collective: Callable[[], None], what: str) -> None:
-        """Run what all ranks run together; not longer than the timeout, and not when a peer has died.
+        """Run a collective that all ranks call; at most for the timeout, and not after a peer has died.
 
-        A thread of its own waits in there, so that this one hears of a death that others have seen.
+        The collective blocks a thread of its own, so that this one can raise a failure that other ranks report.
 
         Args:
-            collective: blocks until all ranks are there.
-            what: names it in errors.
+            collective: what to run; it blocks until all ranks have called it.
+            what: its name, for errors.
 
         Raises:
-            TimeoutError, ConnectionError: a peer is late or gone; names who died first.
+            TimeoutError, ConnectionError: a peer is late or gone; names the rank that died first.
         """
         if self.is_closed or not self._peers:
             collective()
@@ -165,15 +179,15 @@ class BilateralEngine(Engine):
             after = f"after {seconds:.1f} s (timeout {limit:g} s)"
             raise TimeoutError(f"rank {name}: {what}: not all ranks have come {after}")
         if (error := running.exception()) is not None:
-            # Connections may have closed because of a rank that others have seen die.
+            # Connections may have closed because of a rank whose death other ranks report.
             wait([self._failed], _SECONDS_TO_NAME if isinstance(error, ConnectionError) else 0.0)
             self.raise_if_failed()
             raise error
 
     def close(self) -> None:
-        """See `Engine`. Says goodbye and waits for those of the peers, for two seconds at most.
+        """See `Engine`. Sends SHUTDOWN to the peers and waits for theirs, at most for two seconds.
 
-        What is delivered until then is mail, for a last `flush()`.
+        Corrections that are delivered until then are applied by a last `flush()`.
         """
         if self.is_closed:
             return
@@ -188,7 +202,7 @@ class BilateralEngine(Engine):
                     warnings.warn("closed while a peer had not answered: its correction is lost", stacklevel=2)
         if not self._bilateral.stop_answering() and not self._failed.done():
             warnings.warn("closed while a peer was being answered: its correction is lost", stacklevel=2)
-        self._bilateral.say_goodbye(sorted(self._peers))
+        self._bilateral.shut_down(sorted(self._peers))
         for thread in (self._asker, self._helper):
             if thread is not None:
                 thread.close()
@@ -198,15 +212,15 @@ class BilateralEngine(Engine):
             asking.result()
 
     def _ask(self) -> None:
-        """Start the exchange of round t, with the first peer from there on that is still here."""
+        """Start the exchange of round t, or of the first round after it whose peer has not closed."""
         graph, rank = self.mixing.graph, self.transport.rank
         for _ in range(max(graph.period, len(graph.phone_book(rank)))):
             t, self.t = self.t, self.t + 1
             peer = next(iter(graph.out_peers(rank, t)), None)
-            if peer is not None and peer not in self._gone:
+            if peer is not None and peer not in self._closed_peers:
                 break
         else:
-            return  # all have said goodbye
+            return  # all peers have closed
         assert self._asker is not None
         assert peer is not None
         weight = self.mixing.weights(rank, t).inp[peer]
@@ -214,13 +228,13 @@ class BilateralEngine(Engine):
         def exchange() -> float:
             with torch.no_grad(), torch.profiler.record_function("gossip.round", f"t={t}"):
                 if not self._bilateral.ask(peer, t, weight):
-                    self._gone.add(peer)
+                    self._closed_peers.add(peer)
             return weight
 
         self._asking = self._asker.submit(exchange)
 
     def _take_answer(self) -> None:
-        """Wait for the answer; it is lost when this rank fails meanwhile."""
+        """Wait for the exchange that this rank has asked for; its result is lost if this rank fails meanwhile."""
         asking = self._asking
         assert asking is not None
         try:
@@ -235,16 +249,17 @@ class BilateralEngine(Engine):
         self._asking = None
 
     def _collect(self, x: FlatVector) -> bool:
-        with self.mailbox.lock:
+        """x <- x + c, and count the exchanges that c is made of. Returns whether there was any."""
+        with self.shared.lock:
             self.stats.num_skipped = self._bilateral.num_skipped
-            if not self.mailbox.collect(x):
+            if not self.shared.collect(x):
                 return False
             while self._bilateral.delivered:
                 self.stats.record(self._step - self._bilateral.delivered.popleft())
             return True
 
     def _wait_for(self, future: Future[float], seconds: float) -> None:
-        """Until it is done, or this rank has failed."""
+        """Wait until the future is done, or this rank has failed; at most for `seconds`."""
         either: list[Future[Any]] = [future, self._failed]
         wait(either, seconds, FIRST_COMPLETED)
 

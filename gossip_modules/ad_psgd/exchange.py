@@ -1,4 +1,4 @@
-"""Pairwise averaging at any time: an active rank asks, a passive rank answers, both get opposite corrections."""
+"""BilateralAverage: the pairwise averaging of AD-PSGD; an active rank asks, a passive rank answers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from ..transport.listener import GOODBYE_TIMEOUT
 from ..transport.process_group import Pending, ProcessGroupTransport
 from .presence import Presence
 
-_HERE, _GONE, _LATER = 0, 1, 2  # what a passive rank replies
+_READY, _CLOSED, _NOT_YET = 0, 1, 2  # the replies of a passive rank
 _CONTROL_TAG, _MODEL_TAG = 0, 1
 _GRACE = timedelta(seconds=1)
 
 
 class _UnderWay(NamedTuple):
-    """An exchange: with whom, what it is for errors, and when it began."""
+    """An exchange.
+
+    peer: the other rank.
+    what: what this rank does, for errors.
+    start: when it began (`time.monotonic()`).
+    """
 
     peer: int
     what: str
@@ -32,41 +37,54 @@ class _UnderWay(NamedTuple):
 
 
 class BilateralAverage:
-    """y_i <- y_i + w (y_j - y_i) and y_j <- y_j + w (y_i - y_j) between two ranks, while both of them train.
+    """One exchange between an active rank i and a passive rank j, while both of them train:
 
-    [Note: bilateral exchange] The active rank sends a header; the passive one, whose listener waits for headers from
-    anybody, replies, and then both send a snapshot of y and receive that of the other. Corrections are
-    w (received - sent), exact opposites in floating point, and are added to whatever y and the parameters have become
-    meanwhile: the sum over ranks is kept although nobody holds a lock across the network. Since active ranks only
-    ask and passive ranks only answer, no ring of ranks can wait for each other. A passive rank whose y is not what it
-    trains, before its first step or since it has loaded or saved a checkpoint, replies that it has nothing to say yet.
+        i -> j: a request with the round t and the weight w        j -> i: "ready"
+        both:   s <- y                                             # a snapshot, under the lock
+                send s, receive r                                  # without the lock
+                y <- y + w (r - s)                                 # under the lock; training adds the same to x later
 
-    [Note: late peers] A whole exchange has the transport's timeout. The training thread looks at the clock
-    (`check_time`), tells the other ranks who is late, and raises. Only one second later Gloo's own wait ends, which
-    closes all connections of this rank; so who loses them for that knows the reason by then.
+    so that y_i <- y_i + w (y_j - y_i) and y_j <- y_j + w (y_i - y_j).
+
+    [Note: bilateral exchange] The two corrections w (r - s) are exact opposites in floating point, and each is added to
+    what y and the parameters have become meanwhile. So the sum over ranks is kept although no rank holds a lock while
+    it waits for the network. Active ranks only ask and passive ranks only answer, so no ring of ranks can wait for each
+    other. A passive rank replies "not yet" while y is not the model that it trains: before its first step, and after it
+    has loaded or saved a checkpoint.
+
+    [Note: late peers] A whole exchange has the transport's timeout. The training thread checks it (`check_time`), tells
+    the other ranks who is late, and raises. Only one second later Gloo ends its own wait, which closes all connections
+    of this rank. So ranks that lose their connection because of this have received the reason before.
+
+    [Note: threads of an exchange] A rank has one thread that exchanges: on an active rank the one that calls `ask`, on
+    a passive rank its listening thread, which runs `answer`. That thread alone uses `_sent`, `_received` and writes
+    `_under_way`. The lock of `shared` is for y and the pending correction; the condition `_serving` for the three
+    attributes behind it, so that the training thread can wait for the end of an exchange. A thread that holds
+    `_serving` takes no other lock. `shared.lock` is held only while vectors are copied or added.
 
     Args:
-        mailbox: of this rank.
+        shared: y of this rank, and the correction that training has not applied yet.
         transport: a Gloo transport that carries nothing else but collectives of the same ranks.
-        clock: the step of training, for `delivered`.
-        on_nonfinite: about a correction that is not finite: "raise" at both ends, "skip" at both ends, or "spread".
+        clock: returns the step of training, for `delivered`.
+        on_nonfinite: what happens with a correction that is not finite: "raise" an error at both ranks, "skip" it at
+            both ranks, or "spread": do not check.
 
     Attributes:
-        num_skipped: exchanges without a correction for that.
-        delivered: of each exchange in the mail, the step at which y was read; the engine takes them out.
+        num_skipped: the number of exchanges whose correction was skipped.
+        delivered: the step at which y was read, for each exchange in the pending correction; the engine takes them out.
         is_serving: whether an exchange that a peer asked for is under way.
-        presence: who is still there, and the first failure.
+        presence: which peers are still there, and the first failure.
     """
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        shared: Mailbox,
         transport: ProcessGroupTransport,
         *,
         clock: Callable[[], int],
         on_nonfinite: str = "raise",
     ) -> None:
-        self.mailbox = mailbox
+        self.shared = shared
         self.on_nonfinite = check_policy(on_nonfinite)
         self.num_skipped = 0
         self.transport = transport
@@ -74,24 +92,24 @@ class BilateralAverage:
         self.delivered: deque[int] = deque()
         self.presence = Presence(transport, tag=_CONTROL_TAG)
         self.is_serving = False
-        self._sent, self._received = mailbox.host_vector(), mailbox.host_vector()
-        self._under_way: _UnderWay | None = None  # written by the thread that exchanges, of which a rank has one
-        self._serving = threading.Condition()  # of the three below
+        self._sent, self._received = shared.host_vector(), shared.host_vector()
+        self._under_way: _UnderWay | None = None  # [Note: threads of an exchange]
+        self._serving = threading.Condition()  # guards the next three
         self._is_occupied = False
         self._num_served = 0
         self._is_closing = False
         self.presence.failed.add_done_callback(lambda _: self._wake())
 
     def ask(self, peer: int, t: int, weight: float) -> bool:
-        """One exchange with a passive rank, unless it has nothing to say yet; False when it answers no more.
+        """Exchange with a passive rank, unless it replies "not yet". Returns False when it has closed.
 
         Args:
             peer: a passive rank.
             t: the round of this rank, for error messages.
-            weight: w, the same at both ends: it travels.
+            weight: w, which is sent with the request, so that both ranks use the same.
 
         Raises:
-            TimeoutError, ConnectionError: naming the peer and the round, or the rank that has died before.
+            TimeoutError, ConnectionError: the exchange failed; names the peer and the round, or the rank that died.
         """
         reply = torch.empty(1, dtype=torch.int64)
         what = f"asking in round {t}"
@@ -100,18 +118,18 @@ class BilateralAverage:
             if pending is None:
                 return False
             self._wait(pending)
-            if reply.item() == _HERE:
+            if reply.item() == _READY:
                 self._exchange(peer, weight, f"averaging in round {t}")
-        return reply.item() != _GONE
+        return reply.item() != _CLOSED
 
     def answer(self, active_ranks: Collection[int]) -> None:
-        """Answer each of these ranks until it has said goodbye or died; the body of a thread.
+        """Answer each of these ranks until it has shut down or died; the body of the listening thread.
 
-        An active rank has the same thread, for passive ranks, who ask nothing: it hears who leaves or dies. A failure
-        is in `presence.failed` at once. From then on this rank replies that it is gone.
+        An active rank runs the same thread for passive ranks, which ask nothing: it learns which of them shut down or
+        die. A failure is in `presence.failed` immediately; from then on this rank replies that it has closed.
 
         Raises:
-            TimeoutError, ConnectionError: (at the end) that failure; names who is late or dead.
+            TimeoutError, ConnectionError: (at the end) that failure; names the rank that is late or dead.
         """
         for source, t, bits in self.presence.requests(active_ranks):
             try:
@@ -122,21 +140,23 @@ class BilateralAverage:
             self.presence.failed.result()
 
     def check_time(self) -> None:
-        """Fail if the exchange that is under way has taken longer than the timeout; see [Note: late peers]."""
+        """Fail if the exchange under way has taken longer than the timeout. Called by the training thread."""
         if (under_way := self._under_way) is not None and self._seconds_left(under_way) <= 0:
             self._fail_late(under_way)
 
     @property
     def seconds_left(self) -> float:
-        """Of the exchange that is under way, until it is late; the timeout if there is none."""
+        """The seconds until the exchange under way is late; the timeout if there is none."""
         under_way = self._under_way
         return self.transport.timeout.total_seconds() if under_way is None else self._seconds_left(under_way)
 
     def wait_until_served(self) -> None:
-        """Return when the exchange that is under way is delivered, or this rank has failed.
+        """Wait until the exchange under way is delivered, or this rank has failed. Called by the training thread.
+
+        Never call it with the lock of `shared`: the listening thread needs it to deliver.
 
         Raises:
-            TimeoutError: naming the peer.
+            TimeoutError: the exchange has taken longer than the timeout; names the peer.
         """
         with self._serving:
             num_served = self._num_served
@@ -151,15 +171,18 @@ class BilateralAverage:
                 return
         raise self._fail_late(under_way)
 
-    def say_goodbye(self, passive_ranks: Iterable[int]) -> None:
-        """Tell these ranks that this one asks and answers no more; waits for nobody."""
-        self.presence.say_goodbye(passive_ranks)
+    def shut_down(self, peers: Iterable[int]) -> None:
+        """Tell these ranks that this one neither asks nor answers any more. Does not wait."""
+        self.presence.shut_down(peers)
 
     def stop_answering(self, seconds: float = GOODBYE_TIMEOUT.total_seconds()) -> bool:
-        """Reply to those who ask from now on that this rank is gone, once the exchange under way is delivered.
+        """Wait for the exchange under way, and from then on reply that this rank has closed.
+
+        Args:
+            seconds: the longest wait.
 
         Returns:
-            Whether it is delivered; False = it has taken longer than that, and is left to end by itself.
+            Whether that exchange is delivered; False = it has taken longer, and ends by itself.
         """
         with self._serving:
             self._serving.wait_for(lambda: not self._is_occupied or self.presence.failed.done(), seconds)
@@ -169,19 +192,19 @@ class BilateralAverage:
     def _answer(self, source: int, t: int, weight: float) -> None:
         what = f"answering round {t} of rank {self.transport.names[source]}"
         with self._exchanging(source, what), self._occupied():
-            with self.mailbox.lock:  # before or after a withdrawal, not across it
-                is_gone = self._is_closing or self.presence.failed.done()
-                status = _GONE if is_gone else _HERE if self.mailbox.is_open else _LATER
-                self.is_serving = status == _HERE
+            with self.shared.lock:  # so that `withdraw` comes before the reply, or waits until `is_serving` is set
+                is_closed = self._is_closing or self.presence.failed.done()
+                status = _CLOSED if is_closed else _READY if self.shared.is_open else _NOT_YET
+                self.is_serving = status == _READY
             reply = torch.tensor([status])
             self._wait(self.transport.exchange({source: [reply]}, {}, tag=_CONTROL_TAG, what=what))
-            if status == _HERE:
+            if status == _READY:
                 with torch.profiler.record_function("gossip.round", f"t={t}"):
                     self._exchange(source, weight, what)
 
     @contextlib.contextmanager
     def _occupied(self) -> Iterator[None]:
-        """Others may wait for the end of this exchange."""
+        """A context in which the training thread can wait for the end of this exchange."""
         with self._serving:
             self._is_occupied = True
         try:
@@ -194,7 +217,7 @@ class BilateralAverage:
 
     @contextlib.contextmanager
     def _exchanging(self, peer: int, what: str) -> Iterator[None]:
-        """Errors of the network are raised as what is behind them."""
+        """A context for an exchange. An error of the network becomes the failure that caused it."""
         under_way = self._under_way = _UnderWay(peer, what, time.monotonic())
         try:
             yield
@@ -224,22 +247,23 @@ class BilateralAverage:
             self._serving.notify_all()
 
     def _exchange(self, peer: int, weight: float, what: str) -> None:
+        """y_i <- y_i + w (y_j - y_i), and training does the same to x. In the thread that exchanges, without a lock."""
         step = self.clock()
-        self.mailbox.snapshot(self._sent)
+        self.shared.snapshot(self._sent)
         sends, recvs = {peer: [self._sent.raw]}, {peer: [self._received.raw]}
         self._wait(self.transport.exchange(sends, recvs, tag=_MODEL_TAG, what=what))
-        for buffers in self.mailbox.buffers_of(self._sent):
-            buffers.zero_()  # the mailbox takes those received as they are
-        self._received.add_segments_(self._sent, alpha=-1.0)
+        for buffers in self.shared.buffers_of(self._sent):
+            buffers.zero_()  # [Note: buffers in the mail]: those received are averaged, not their difference
+        self._received.add_segments_(self._sent, alpha=-1.0)  # y_j - y_i
         if self.on_nonfinite != "spread" and not is_finite(self._received):
             if self.on_nonfinite == "raise":
                 names = self.transport.names
                 senders = [names[peer]] if is_finite(self._sent) else ()
                 refuse(names[self.transport.rank], what, senders=senders)
-            self.num_skipped += 1  # by both of us: their difference is what is not finite
+            self.num_skipped += 1  # at both ranks: the difference that is not finite is the same at both
             return
-        with self.mailbox.lock:
-            self.mailbox.deliver(self._received, alpha=weight)
+        with self.shared.lock:
+            self.shared.deliver(self._received, alpha=weight)  # y_i <- y_i + w (y_j - y_i)
             self.delivered.append(step)
 
 

@@ -1,4 +1,4 @@
-"""Presence: which peers of a rank are still there, who has died, and how all ranks come to know."""
+"""Presence: which peers of a rank are still there, and which rank failed first, as all ranks learn it."""
 
 from __future__ import annotations
 
@@ -12,44 +12,49 @@ from torch import Tensor
 from ..transport.listener import ConnectionLost, Listener
 from ..transport.process_group import Pending, ProcessGroupTransport
 
-_REQUEST, _GOODBYE, _DIED, _LATE = range(4)  # what a message says
-_SECONDS_OF_GRACE = 1.0  # for the thread that knows why a connection is closed
+_REQUEST, _SHUTDOWN, _DIED, _LATE = range(4)  # the kinds of messages
+_SECONDS_OF_GRACE = 1.0  # until the message that says why a connection is closed has been handled
 
 
 class Presence:
-    """Requests from peers, goodbyes between them, and the first failure, which all ranks hear of.
+    """Requests from peers, shutdown messages between them, and the first failure, which is passed on to all ranks.
 
-    [Note: goodbyes] Each rank says goodbye to each peer once, after its last request, and listens until the peer has
-    said so too. Who hears a goodbye says it in return. So all threads end when one of the two ranks closes, however
-    long the other trains on. A connection that closes without a goodbye is that of a rank that has died.
+    [Note: shutdown messages] Each rank sends SHUTDOWN to each peer once, after its last request, and listens until the
+    peer has sent it too. A rank that receives it sends it in return. So the threads of both ranks end when one of them
+    closes, however long the other goes on training. A connection that closes before SHUTDOWN is that of a dead rank.
 
-    [Note: who died] The rank that has lost a peer tells its other peers who that is before it raises an error itself;
-    they pass it on. The peers of all ranks are a connected graph, so all name the rank that died first, and not one
-    that ended because of it. A peer that does not answer in time is reported in the same way, and before Gloo closes
-    this rank's connections for it.
+    [Note: who died] The rank that has lost a peer tells its other peers which one before it raises an error itself;
+    they pass it on. The graph of all peers is connected, so all ranks name the rank that died first, and not one that
+    ended because of it. A peer that does not answer in time is reported in the same way, before Gloo closes this rank's
+    connections because of it.
+
+    [Note: locks of presence] `_sending` orders requests and shutdown messages; it is held while a message is posted,
+    never while one is waited for. `_failing` makes the first failure the only one; the thread that holds it may take
+    `_sending`, never the other way round. So any thread may call any method, except `requests`, which belongs to the
+    listening thread.
 
     Args:
-        transport: over Gloo; `tag` is for the messages of this object alone.
-        tag: of all of its messages.
+        transport: a transport over Gloo.
+        tag: the tag of all messages of this object, which nothing else uses.
 
     Attributes:
-        failed: done, with the error, when this rank has met or heard of the first failure.
+        failed: done, with the error, once this rank has met the first failure or received the news of it.
     """
 
     def __init__(self, transport: ProcessGroupTransport, *, tag: int) -> None:
         self.transport = transport
         self.failed: Future[None] = Future()
         self._tag = tag
-        self._sending = threading.Lock()  # so that no request follows a goodbye; nobody waits with it
-        self._told: set[int] = set()  # who has had our goodbye
-        self._posted: list[Pending] = []  # goodbyes and news; nobody waits for them, but they must not be freed
+        self._sending = threading.Lock()  # [Note: locks of presence]
+        self._shut_down: set[int] = set()  # peers to which SHUTDOWN has been posted
+        self._posted: list[Pending] = []  # not waited for, but not to be freed before they are sent
         self._failing = threading.Lock()
         self._listener: Listener | None = None
 
     def requests(self, peers: Collection[int]) -> Iterator[tuple[int, int, int]]:
-        """(sender, first, second) of each request, until all peers have said goodbye or died; for one thread.
+        """Yield (sender, first, second) of each request, until all peers have shut down or died.
 
-        It goes on after a failure, which is in `failed`, until then.
+        Belongs to the listening thread. After a failure, which is in `failed`, it goes on until then.
         """
         listener = self._listener = Listener(self.transport, peers, num_integers=3, tag=self._tag)
         while listener.present:
@@ -57,49 +62,49 @@ class Presence:
                 for sender, (kind, first, second) in listener.messages():
                     if kind == _REQUEST:
                         yield sender, first, second
-                    elif kind == _GOODBYE:
+                    elif kind == _SHUTDOWN:
                         listener.dismiss(sender)
-                        self.say_goodbye([sender])
+                        self.shut_down([sender])
                     else:
-                        self._hear(kind, first, second, sender)
+                        self._handle_news(kind, first, second, sender)
                 return
             except ConnectionLost as lost:
                 self.fail(ConnectionError(str(lost)), news=None if lost.is_closed_here else (_DIED, lost.peer, 0))
 
     def request(self, peer: int, first: int, second: int, *, reply: Tensor, what: str) -> Pending | None:
-        """Post a request and a receive of its reply; None after a goodbye.
+        """Post a request and a receive of its reply; None if this rank has shut down towards that peer.
 
         Raises:
             ConnectionError: the peer is gone.
         """
         message = torch.tensor([_REQUEST, first, second])
         with self._sending:
-            if peer in self._told:
+            if peer in self._shut_down:
                 return None
             return self.transport.exchange({peer: [message]}, {peer: [reply]}, tag=self._tag, what=what)
 
-    def say_goodbye(self, peers: Iterable[int]) -> None:
-        """This rank asks these peers no more; returns at once, and does nothing where it has said so."""
+    def shut_down(self, peers: Iterable[int]) -> None:
+        """Send SHUTDOWN to these peers, except where it has been sent before: no request follows. Does not wait."""
         for peer in peers:
             with self._sending:
-                if peer not in self._told:
-                    self._told.add(peer)
-                    self._post(peer, _GOODBYE, 0, 0)
+                if peer not in self._shut_down:
+                    self._shut_down.add(peer)
+                    self._post(peer, _SHUTDOWN, 0, 0)
 
     def fail(self, error: BaseException, *, news: tuple[int, int, int] | None = None) -> None:
-        """Keep the error, and tell peers the news if there are any, unless there was a failure before."""
+        """Make the error the failure of this rank and send the news to its peers, unless it has failed before."""
         with self._failing:
             if self.failed.done():
                 return
             if news is not None:
                 for peer in sorted(self._listener.present if self._listener is not None else ()):
                     with self._sending:
-                        if peer not in self._told:
+                        if peer not in self._shut_down:
                             self._post(peer, *news)
             self.failed.set_exception(error)
 
     def fail_late(self, peer: int, what: str, seconds: float) -> TimeoutError:
-        """This rank has waited for that peer in vain; returns the error that says so."""
+        """Fail because that peer has not answered in time; returns the error that says so."""
         limit = self.transport.timeout.total_seconds()
         ended = f"the exchange with rank {self.transport.names[peer]} has not ended after {seconds:.1f} s"
         error = TimeoutError(f"{self._me}: {what}: {ended} (timeout {limit:g} s)")
@@ -107,7 +112,7 @@ class Presence:
         return error
 
     def cause_of(self, error: ConnectionError) -> BaseException:
-        """The failure behind a connection that is closed: its other end may have ended because of another rank."""
+        """The failure that closed a connection: its other end may have ended because of another rank."""
         if self._listener is not None:
             self._wait_for_cause()
         self.fail(error)
@@ -118,8 +123,8 @@ class Presence:
     def _wait_for_cause(self) -> None:
         wait([self.failed], _SECONDS_OF_GRACE)
 
-    def _hear(self, kind: int, about: int, milliseconds: int, sender: int) -> None:
-        """[Note: who died]"""
+    def _handle_news(self, kind: int, about: int, milliseconds: int, sender: int) -> None:
+        """Fail because of what a peer has reported about a rank: [Note: who died]."""
         names = self.transport.names
         source, rank = f"rank {names[sender]}", f"rank {names[about]}"
         error: ConnectionError | TimeoutError
@@ -135,10 +140,10 @@ class Presence:
         self.fail(error, news=(kind, about, milliseconds))
 
     def _post(self, peer: int, kind: int, first: int, second: int) -> None:
-        """With `_sending`. To a peer who is gone there is nothing to say."""
+        """Post without waiting, with `_sending`. A peer whose connection is closed needs no message."""
         message = torch.tensor([kind, first, second])
         try:
-            self._posted.append(self.transport.exchange({peer: [message]}, {}, tag=self._tag, what="goodbye"))
+            self._posted.append(self.transport.exchange({peer: [message]}, {}, tag=self._tag, what="shutdown"))
         except ConnectionError:
             return
 

@@ -1,4 +1,4 @@
-"""WatchedTransport: collectives that somebody watches, so that a death elsewhere ends them at once."""
+"""WatchedTransport: collectives that end at once when any rank has died."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor
 from ..transport.process_group import ProcessGroupTransport
 
 JoinIn: TypeAlias = Callable[[Callable[[], None], str], None]
-"""Runs a blocking function in another thread, and raises when it knows that waiting is in vain; see `all_reduce`."""
+"""Runs a blocking function, given its name, in another thread; raises once a rank has failed. See `join_in`."""
 
 
 class WatchedTransport(ProcessGroupTransport):
-    """As the transport that it is made from, over the same group; an all-reduce runs in the thread of a watcher.
+    """A transport over the group of another one whose all-reduces run in a thread of the engine.
 
-    A copy is watched by nobody: its wrapper has no threads.
+    That thread blocks in the collective while the training thread waits for its result or for a failure, whichever
+    comes first. A copy of the wrapper has no such thread, and uses the other transport.
 
     Args:
-        transport: whose group, device and timeout it has; each counts the bytes that it sends itself.
-        join_in: given what blocks and its name.
+        transport: the transport whose group, device and timeout this one has; each counts the bytes that it sends.
+        join_in: runs the collective, as `BilateralEngine.join_in`.
     """
 
     def __init__(self, transport: ProcessGroupTransport, join_in: JoinIn) -> None:

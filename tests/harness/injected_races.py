@@ -104,14 +104,14 @@ def read_early(patch: pytest.MonkeyPatch) -> None:
 
     def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str) -> None:
         step = bilateral.clock()
-        bilateral.mailbox.snapshot(bilateral._sent)
+        bilateral.shared.snapshot(bilateral._sent)
         sends, recvs = {peer: [bilateral._sent.raw]}, {peer: [bilateral._received.raw]}
         pending = bilateral.transport.exchange(sends, recvs, tag=1, what=what)
         received = bilateral._received.clone()
         pending.wait()
         received.add_segments_(bilateral._sent, alpha=-1.0)
-        with bilateral.mailbox.lock:
-            bilateral.mailbox.deliver(received, alpha=weight)
+        with bilateral.shared.lock:
+            bilateral.shared.deliver(received, alpha=weight)
             bilateral.delivered.append(step)
 
     patch.setattr(BilateralAverage, "_exchange", exchange)
@@ -156,12 +156,12 @@ def send_uncopied(patch: pytest.MonkeyPatch) -> None:
 
     def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str) -> None:
         step = bilateral.clock()
-        bilateral.mailbox.snapshot(bilateral._sent)
-        sends, recvs = {peer: halves(bilateral.mailbox._public)}, {peer: halves(bilateral._received)}
+        bilateral.shared.snapshot(bilateral._sent)
+        sends, recvs = {peer: halves(bilateral.shared._public)}, {peer: halves(bilateral._received)}
         bilateral.transport.exchange(sends, recvs, tag=1, what=what, fill=linger).wait()
         bilateral._received.add_segments_(bilateral._sent, alpha=-1.0)
-        with bilateral.mailbox.lock:
-            bilateral.mailbox.deliver(bilateral._received, alpha=weight)
+        with bilateral.shared.lock:
+            bilateral.shared.deliver(bilateral._received, alpha=weight)
             bilateral.delivered.append(step)
 
     patch.setattr(BilateralAverage, "_exchange", exchange)
@@ -172,7 +172,7 @@ def wait_with_the_lock(patch: pytest.MonkeyPatch) -> None:
     wait_until_served = BilateralAverage.wait_until_served
 
     def wait_with_the_lock(bilateral: BilateralAverage) -> None:
-        with bilateral.mailbox.lock:
+        with bilateral.shared.lock:
             wait_until_served(bilateral)
 
     patch.setattr(BilateralAverage, "wait_until_served", wait_with_the_lock)

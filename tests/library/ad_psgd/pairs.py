@@ -80,9 +80,9 @@ class Gate:
 
     def __init__(self, wrapper: BilatGossipDataParallel) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
-        self._mailbox = engine_of(wrapper).mailbox
-        self._snapshot = self._mailbox.snapshot
-        self._mailbox.snapshot = self._wait  # type: ignore[method-assign]
+        self._shared = engine_of(wrapper).shared
+        self._snapshot = self._shared.snapshot
+        self._shared.snapshot = self._wait  # type: ignore[method-assign]
 
     def _wait(self, out: FlatVector) -> None:
         self.entered.set()

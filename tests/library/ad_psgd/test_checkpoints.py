@@ -162,13 +162,13 @@ def test_training_goes_on_while_no_answer_comes_and_staleness_says_so() -> None:
                 assert asked.wait(PATIENCE)
                 wrapper(X)  # no lock is held over the network
         else:
-            snapshot = engine_of(wrapper).mailbox.snapshot
+            snapshot = engine_of(wrapper).shared.snapshot
 
             def tell(out: FlatVector) -> None:
                 snapshot(out)
                 asked.set()
 
-            engine_of(wrapper).mailbox.snapshot = tell  # type: ignore[method-assign]
+            engine_of(wrapper).shared.snapshot = tell  # type: ignore[method-assign]
             assert ready.wait(PATIENCE)
             before = flatten(wrapper.module)
             wrapper(X)

@@ -59,7 +59,7 @@ def test_a_passive_rank_that_closes_early_is_no_error_for_the_others() -> None:
         wrapper(X.double())
         has_begun.wait(PATIENCE)
         deadline = time.monotonic() + PATIENCE
-        while is_active(wrapper) and len(engine_of(wrapper)._gone) < 2:
+        while is_active(wrapper) and len(engine_of(wrapper)._closed_peers) < 2:
             assert time.monotonic() < deadline
             wrapper(X.double())
             wrapper.flush()
@@ -105,7 +105,7 @@ def test_an_error_of_the_listener_is_raised_in_training() -> None:
             def fail(correction: FlatVector, *, alpha: float) -> None:
                 raise MemoryError("no room for a correction")
 
-            engine_of(wrapper).mailbox.deliver = fail  # type: ignore[method-assign]
+            engine_of(wrapper).shared.deliver = fail  # type: ignore[method-assign]
             wrapper(X)
             for thread in engine_of(wrapper)._background._threads:
                 thread.join(PATIENCE)
@@ -178,7 +178,7 @@ def test_a_passive_rank_that_closes_while_it_answers_says_what_is_lost(monkeypat
 
     def body(group: dist.ProcessGroup) -> None:
         wrapper = wrap(mlp(group.rank()), group)
-        mailbox = engine_of(wrapper).mailbox
+        mailbox = engine_of(wrapper).shared
         if group.rank() == 0:
             snapshot = mailbox.snapshot
 
@@ -214,7 +214,7 @@ def test_a_wrapper_that_is_lost_leaves_its_peers() -> None:
                 del wrapper
             return
         deadline = time.monotonic() + PATIENCE
-        while not engine_of(wrapper)._gone:
+        while not engine_of(wrapper)._closed_peers:
             assert time.monotonic() < deadline
             wrapper(X)
             wrapper.flush()

@@ -34,14 +34,14 @@ class Rank:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.x = FlatVector.over(torch.full((4,), start, dtype=dtype))
-        self.mailbox = Mailbox(self.x)
-        self.mailbox.publish(self.x)
+        self.shared = Mailbox(self.x)
+        self.shared.publish(self.x)
         transport = connect(group, module_device=CPU, timeout=timeout)
-        self.bilateral = BilateralAverage(self.mailbox, transport, clock=lambda: STEP)
+        self.bilateral = BilateralAverage(self.shared, transport, clock=lambda: STEP)
 
     def value(self) -> float:
         """x with its mail."""
-        self.mailbox.collect(self.x)
+        self.shared.collect(self.x)
         assert len(self.x.segments[0].unique()) == 1
         return float(self.x.segments[0][0])
 
@@ -55,7 +55,7 @@ def test_both_ends_move_by_opposite_corrections(weight: float, dtype: torch.dtyp
             me.bilateral.answer([1])
         else:
             assert me.bilateral.ask(0, 3, weight)
-            me.bilateral.say_goodbye([0])
+            me.bilateral.shut_down([0])
         assert list(me.bilateral.delivered) == [STEP]
         assert not me.bilateral.is_serving
         return me.value()
@@ -70,7 +70,7 @@ def test_the_weight_of_the_active_rank_travels_exactly() -> None:
             me.bilateral.answer([1])
         else:
             me.bilateral.ask(0, 0, 1 / 3)
-            me.bilateral.say_goodbye([0])
+            me.bilateral.shut_down([0])
         return me.value()
 
     assert run_ranks(2, body) == [1 / 3, 1 - 1 / 3]
@@ -81,19 +81,19 @@ def test_corrections_are_added_to_what_the_model_has_become() -> None:
 
     def body(group: dist.ProcessGroup) -> float:
         me = Rank(group, start=8.0 * group.rank())
-        deliver = me.mailbox.deliver
+        deliver = me.shared.deliver
 
         def train_then_deliver(correction: FlatVector, *, alpha: float) -> None:
             me.x.segments[0].add_(100.0)
-            me.mailbox.publish(me.x)
+            me.shared.publish(me.x)
             deliver(correction, alpha=alpha)
 
-        me.mailbox.deliver = train_then_deliver  # type: ignore[method-assign]
+        me.shared.deliver = train_then_deliver  # type: ignore[method-assign]
         if group.rank() == 0:
             me.bilateral.answer([1])
         else:
             me.bilateral.ask(0, 0, 0.5)
-            me.bilateral.say_goodbye([0])
+            me.bilateral.shut_down([0])
         return me.value()
 
     assert run_ranks(2, body) == [104.0, 104.0]
@@ -108,7 +108,7 @@ def test_a_listener_answers_several_ranks_until_all_have_said_goodbye() -> None:
             me.bilateral.answer([1, 2, 3])
         else:
             assert all(me.bilateral.ask(0, t, 0.5) for t in range(num_exchanges * group.rank()))
-            me.bilateral.say_goodbye([0])
+            me.bilateral.shut_down([0])
         return me.value(), len(me.bilateral.delivered)
 
     results = run_ranks(4, body)
@@ -125,9 +125,9 @@ def test_a_rank_that_closes_says_so_and_keeps_its_model() -> None:
         else:
             for _ in range(2):
                 assert not me.bilateral.ask(0, 0, 0.5)
-            me.bilateral.say_goodbye([0])
+            me.bilateral.shut_down([0])
             assert not me.bilateral.ask(0, 0, 0.5)  # nor is anything sent
-        assert not me.mailbox.has_mail
+        assert not me.shared.has_mail
         return me.value()
 
     assert run_ranks(2, body) == [0.0, 8.0]
@@ -140,24 +140,24 @@ def test_a_rank_that_has_withdrawn_its_model_is_still_there() -> None:
     def body(group: dist.ProcessGroup) -> float:
         me = Rank(group, start=8.0 * group.rank())
         if group.rank() == 0:
-            me.mailbox.withdraw()
+            me.shared.withdraw()
             listener = threading.Thread(target=me.bilateral.answer, args=([1],), daemon=True)
             listener.start()
             withdrawn.set()
             assert asked.wait(PATIENCE)
-            assert not me.mailbox.has_mail
-            me.mailbox.publish(me.x)
+            assert not me.shared.has_mail
+            me.shared.publish(me.x)
             withdrawn.set()
             listener.join(PATIENCE)
         else:
             assert withdrawn.wait(PATIENCE)
             withdrawn.clear()
             assert me.bilateral.ask(0, 0, 0.5)
-            assert not me.mailbox.has_mail
+            assert not me.shared.has_mail
             asked.set()
             assert withdrawn.wait(PATIENCE)
             assert me.bilateral.ask(0, 1, 0.5)
-            me.bilateral.say_goodbye([0])
+            me.bilateral.shut_down([0])
         return me.value()
 
     assert run_ranks(2, body) == [4.0, 4.0]
@@ -184,7 +184,7 @@ def test_a_passive_rank_that_died_is_named() -> None:
             raise HangUp
         with pytest.raises(ConnectionError, match=r"^rank 1: asking in round 7: (receive from|send to) rank 0 failed"):
             me.bilateral.ask(0, 7, 0.5)
-        me.bilateral.say_goodbye([0])  # for nobody
+        me.bilateral.shut_down([0])  # for nobody
 
     run_ranks(2, body)
 
@@ -213,16 +213,16 @@ def test_an_answer_that_does_not_end_is_named() -> None:
         me = Rank(group, start=0.0, timeout=SOON if group.rank() == 0 else TIMEOUT)
         if group.rank() == 1:
             me.bilateral.ask(0, 0, 0.5)
-            me.bilateral.say_goodbye([0])
+            me.bilateral.shut_down([0])
             return
-        snapshot = me.mailbox.snapshot
+        snapshot = me.shared.snapshot
 
         def stuck(out: FlatVector) -> None:
             is_serving.set()
             assert is_over.wait(PATIENCE)
             snapshot(out)
 
-        me.mailbox.snapshot = stuck  # type: ignore[method-assign]
+        me.shared.snapshot = stuck  # type: ignore[method-assign]
 
         def answer() -> None:
             with pytest.raises(TimeoutError, match="rank 0: answering round 0 of rank 1"):
@@ -237,7 +237,7 @@ def test_an_answer_that_does_not_end_is_named() -> None:
         is_over.set()
         listener.join(PATIENCE)
         me.bilateral.wait_until_served()
-        assert me.mailbox.has_mail
+        assert me.shared.has_mail
 
     run_ranks(2, body)
 
@@ -250,22 +250,22 @@ def test_training_waits_for_the_answer_under_way() -> None:
         me = Rank(group, start=8.0 * group.rank())
         if group.rank() == 1:
             me.bilateral.ask(0, 0, 0.5)
-            me.bilateral.say_goodbye([0])
+            me.bilateral.shut_down([0])
             return me.value()
-        deliver = me.mailbox.deliver
+        deliver = me.shared.deliver
 
         def late(deliver: Callable[..., None], correction: FlatVector, *, alpha: float) -> None:
             is_serving.set()
             deliver(correction, alpha=alpha)
 
-        me.mailbox.deliver = partial(late, deliver)  # type: ignore[method-assign]
+        me.shared.deliver = partial(late, deliver)  # type: ignore[method-assign]
         listener = threading.Thread(target=me.bilateral.answer, args=([1],), daemon=True)
         listener.start()
         assert is_serving.wait(PATIENCE)
         me.bilateral.wait_until_served()
         value = me.value()
         listener.join(PATIENCE)
-        assert not me.mailbox.has_mail
+        assert not me.shared.has_mail
         return value
 
     assert run_ranks(2, body) == [4.0, 4.0]

@@ -130,7 +130,7 @@ def test_no_model_is_torn(n: int) -> None:
     def body(group: dist.ProcessGroup) -> tuple[float, int]:
         wrapper = wrap(Constant(float(group.rank())), group)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=1.0)
-        deliver, num_received = engine_of(wrapper).mailbox.deliver, 0
+        deliver, num_received = engine_of(wrapper).shared.deliver, 0
 
         def check(correction: FlatVector, *, alpha: float) -> None:
             nonlocal num_received
@@ -139,7 +139,7 @@ def test_no_model_is_torn(n: int) -> None:
             num_received += 1
             deliver(correction, alpha=alpha)
 
-        engine_of(wrapper).mailbox.deliver = check  # type: ignore[method-assign]
+        engine_of(wrapper).shared.deliver = check  # type: ignore[method-assign]
 
         def step() -> None:
             wrapper(torch.ones(())).backward()
@@ -348,7 +348,7 @@ def test_variances_that_decay_while_an_exchange_is_under_way_stay_variances(num_
         for _ in range(3):
             wrapper(data)  # and publishes, at the second one
             wrapper.settle()
-        deliver, num_delivered = engine_of(wrapper).mailbox.deliver, 0
+        deliver, num_delivered = engine_of(wrapper).shared.deliver, 0
         wrapper(data)
         meeting.wait()
 
@@ -358,7 +358,7 @@ def test_variances_that_decay_while_an_exchange_is_under_way_stay_variances(num_
             deliver(correction, alpha=alpha)
             num_delivered += 1
 
-        engine_of(wrapper).mailbox.deliver = decay_then_deliver  # type: ignore[method-assign]
+        engine_of(wrapper).shared.deliver = decay_then_deliver  # type: ignore[method-assign]
         meeting.wait()
         for _ in range(num_exchanges * is_active(wrapper)):
             wrapper(data)
