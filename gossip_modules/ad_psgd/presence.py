@@ -29,9 +29,9 @@ class Presence:
     connections because of it.
 
     [Note: locks of presence] `_sending` orders requests and shutdown messages; it is held while a message is posted,
-    never while one is waited for. `_failing` makes the first failure the only one; the thread that holds it may take
-    `_sending`, never the other way round. So any thread may call any method, except `requests`, which belongs to the
-    listening thread.
+    never while one is waited for. `_failing` makes the first failure the only one; the thread that holds it takes
+    `_sending`, and the callbacks of `failed` run with it held, never the other way round. So any thread may call any
+    method, except `requests`, which belongs to the listening thread.
 
     Args:
         transport: a transport over Gloo.

@@ -18,7 +18,7 @@ class WatchedTransport(ProcessGroupTransport):
     """A transport over the group of another one whose all-reduces run in a thread of the engine.
 
     That thread blocks in the collective while the training thread waits for its result or for a failure, whichever
-    comes first. A copy of the wrapper has no such thread, and uses the other transport.
+    comes first. A copy is a plain `ProcessGroupTransport`: its wrapper has no threads.
 
     Args:
         transport: the transport whose group, device and timeout this one has; each counts the bytes that it sends.
