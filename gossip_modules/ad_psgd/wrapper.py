@@ -32,7 +32,8 @@ class BilatGossipDataParallel(GossipWrapper):
     Ranks take steps at their own pace; `Progress` counts those of all. Ranks should `close()` at about the same time.
 
     Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv
-    1710.06952, Algorithm 1 and the bipartite protocol of its section 3.
+    1710.06952, Algorithm 1 and the bipartite protocol of its section 3. `BilateralEngine` in ad_psgd/engine.py shows a
+    step as pseudo-code, `BilateralAverage` in ad_psgd/exchange.py an exchange.
 
     Args:
         module: mutated: its trained tensors become views of one flat vector.

@@ -1,4 +1,4 @@
-"""The exact average for workers that need no process group otherwise."""
+"""AverageOnDemand: the exact average over all workers of dpwa, which use no process group otherwise."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _calls = itertools.count()  # of averages by this process; all ranks make them i
 
 
 class AverageOnDemand(GlobalAverage):
-    """The exact average over all workers, whose process group is made when it is first asked for, by all of them.
+    """The exact average over all workers. Its process group is made by all of them at the first average.
 
-    [Note: Roll call] Before each average every rank says in the store of the job that it has come, and waits for what
-    the others say. So a rank that has died or that does not average is named, before anything is sent.
+    [Note: Roll call] Before each average every rank sets a key in the store of the job and waits for the keys of all
+    others. So the error names a rank that has died or does not average, before anything is sent.
 
     Args:
-        device: of the parameters.
-        timeout: of the wait for the other ranks, and of the average.
+        device: the device of the parameters.
+        timeout: the timeout of the wait for the other ranks, and of the average.
     """
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
@@ -35,11 +35,11 @@ class AverageOnDemand(GlobalAverage):
 
     @property
     def num_bytes_sent(self) -> int:
-        """By averages so far."""
+        """The bytes that averages have sent so far."""
         return self.transport.num_bytes_sent if self._is_connected else 0
 
     def close(self) -> None:
-        """Give back the process group, if there is one; idempotent. No averages after it."""
+        """Release the process group, if there is one; idempotent. No averages after it."""
         if self._is_connected:
             self._connection.close()
 
@@ -48,7 +48,7 @@ class AverageOnDemand(GlobalAverage):
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
-            TimeoutError: a rank has not come in time; names it.
+            TimeoutError: a rank has not come to this average in time; names it.
         """
         if not dist.is_initialized():
             raise RuntimeError(
@@ -64,10 +64,10 @@ class AverageOnDemand(GlobalAverage):
 
 
 def call_the_roll(store: dist.Store, rank: int, world_size: int, *, call: int, timeout: timedelta) -> None:
-    """Return when all ranks have come to this average, the `call`-th of each.
+    """Wait until all ranks have come to this average, the `call`-th of each.
 
     Raises:
-        TimeoutError: some have not; names them.
+        TimeoutError: some ranks have not come; names them.
     """
     store = dist.PrefixStore(f"gossip_average/{call}", store)
     start = time.monotonic()

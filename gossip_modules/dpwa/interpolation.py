@@ -1,4 +1,4 @@
-"""How far a worker goes towards the model of a peer: x <- x + f (x_peer - x)."""
+"""Interpolation: the factor f of a merge, x <- x + f (x_peer - x)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 
 class Standing(NamedTuple):
-    """What a worker tells of itself beside its model.
+    """The numbers that a worker sends with its model.
 
-    clock: how many times it has published, interpolated whenever it merged; finite and >= 0.
-    loss: of its training, as last reported; None before the first report.
+    clock: the number of its publications, interpolated at every merge; finite and >= 0.
+    loss: the training loss that was reported last; None before the first report.
     """
 
     clock: float = 0.0
@@ -22,13 +22,13 @@ class Standing(NamedTuple):
 class Interpolation(ABC):
     """The factor f of a merge, from the standing of the two workers: 0 keeps the own model, 1 takes the peer's.
 
-    Whatever losses and clocks are, f is a number in [0, 1].
+    f is a number in [0, 1] for all losses and clocks.
     """
 
     needs_loss: bool = False
     """Whether the own loss must have been reported."""
     needs_peer_loss: bool = False
-    """Whether that of the peer must."""
+    """Whether the peer's loss must have been reported."""
 
     @abstractmethod
     def factor(self, own: Standing, peer: Standing) -> float:

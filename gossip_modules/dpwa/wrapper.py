@@ -41,6 +41,7 @@ class PairwiseDataParallel(GossipWrapper):
     read the model, and whoever takes over the address of a peer can have his own merged.
 
     Jin, Yuan, Iandola, Keutzer, "How to scale distributed deep learning?", 2016, arXiv 1611.04581 (pull-gossip SGD).
+    `PairwiseEngine` in dpwa/engine.py shows a round as pseudo-code.
 
     Args:
         module: mutated: its trained tensors become views of one flat vector, which keeps their values. On its device,

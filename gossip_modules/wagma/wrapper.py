@@ -58,7 +58,7 @@ class GroupAverageDataParallel(GossipWrapper):
     and within the timeout where it only stops answering.
 
     Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging",
-    IEEE TPDS 2021, arXiv 2005.00124, Algorithm 2.
+    IEEE TPDS 2021, arXiv 2005.00124, Algorithm 2. `WaitAvoidingEngine` in wagma/engine.py shows a round as pseudo-code.
 
     Args:
         module: mutated: its trained tensors become views of one flat vector.

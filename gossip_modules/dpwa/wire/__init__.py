@@ -1,1 +1,1 @@
-"""What workers of dpwa send each other: requests, models and keys over sockets."""
+"""The protocol of dpwa over ZeroMQ: requests, models and keys, a server and a client."""

@@ -1,4 +1,4 @@
-"""The asking side of a worker: one fetch of one live peer's model."""
+"""ModelClient: fetches the model of one live peer at a time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ REPLY_FRACTION = 0.25  # of a round's timeout, until a peer has begun to answer
 
 
 class PeerLostError(ConnectionError):
-    """A peer did not answer, or broke off."""
+    """A peer did not answer in time, or closed the connection."""
 
 
 class Fetched(NamedTuple):
-    """Whose model is in the inbox, and how far it was."""
+    """Whose model is in the inbox.
+
+    peer: the name of the peer.
+    standing: its clock and loss when it published the model.
+    """
 
     peer: str
     standing: Standing
@@ -40,13 +44,14 @@ class Fetched(NamedTuple):
 
 @dataclass
 class ClientStats:
-    """What was fetched. Written by the fetching thread only.
+    """Counts of what was fetched. Written by the fetching thread only.
 
-    num_fetches: requests, that is rounds and the tries of other peers in them.
-    num_failed_fetches: refused, timed out or broken off.
-    num_refused_models: with another shape, with infinities or NaN in the model, its loss or its clock, too far from
-        ours, or malformed.
-    refusals: why, the last one of each peer; the training thread takes them out.
+    bytes_sent, bytes_received: the bytes of all messages.
+    num_fetches: the number of requests; a round that asks several peers counts each.
+    num_failed_fetches: the number of requests that were refused, timed out or broken off.
+    num_refused_models: the number of models that were refused: of another shape, with infinities or NaN in the model,
+        its loss or its clock, too far from the own model, or malformed.
+    refusals: the reason of the last refusal of each peer; the training thread takes them out.
     """
 
     bytes_sent: int = 0
@@ -58,22 +63,24 @@ class ClientStats:
 
 
 class ModelClient:
-    """Fetches models, one at a time; of several peers that fail within a round the next one is asked.
+    """Fetches models, one at a time; when a peer fails within a round, another one is asked.
 
-    ZeroMQ's monitor says at once when a connection is refused or closed. A peer that is there but silent is given up
-    after a quarter of the timeout; once it has begun to answer it may use up the round. Frames longer than a model of
-    ours are refused before memory is taken for them (ZMQ_MAXMSGSIZE), and the header is judged before the
-    model is read. A message of several frames is given up at its first one; but libzmq hands on whole messages only and
-    does not bound their frames, so a peer that lies can make it hold what it sends in one message within the timeout.
+    ZeroMQ's monitor reports at once that a connection was refused or closed. A peer that is connected but silent is
+    given up after a quarter of the timeout; once it has begun to answer it may use the rest of the round. Frames longer
+    than the own model are refused before memory is taken for them (ZMQ_MAXMSGSIZE), and the header is checked before
+    the model is read. A message of several frames is given up at its first one. libzmq, however, hands on whole
+    messages only and does not bound their number of frames, so a malicious peer can make it hold what it sends in one
+    message within the timeout.
 
-    All methods but `add`, `remove` and `stop` belong to the fetching thread, `close` included.
+    `add`, `remove` and `stop` may be called from any thread, everything else, `close` included, from the fetching
+    thread. `_lock` guards the addresses and keys of peers, and is never held while a socket is used.
 
     Args:
-        context: of the sockets.
-        peers: addresses by name.
-        scores: of the same peers.
-        shape: of its model.
-        curve: keys.
+        context: the context of the sockets.
+        peers: the addresses of the peers by name.
+        scores: the scores of the same peers.
+        shape: the shape of this worker's model.
+        curve: the keys; None = no encryption.
         bound: which models are refused.
     """
 
@@ -100,7 +107,7 @@ class ModelClient:
         self._connections: dict[str, PeerConnection] = {}
         self._probes: dict[str, PeerConnection] = {}
         self._num_requests = 0
-        self._bell, self._clapper = socket.socketpair()
+        self._wakeup, self._wakeup_sender = socket.socketpair()
 
     def add(self, peer: str, address: str, public_key: str | None) -> None:
         """Ask this peer too from the next round on."""
@@ -119,14 +126,14 @@ class ModelClient:
 
     @property
     def num_peers(self) -> int:
-        """How many peers may be asked."""
+        """The number of peers that may be asked."""
         with self._lock:
             return len(self._peers)
 
     def stop(self) -> None:
-        """End a fetch that is under way, and all further ones; idempotent."""
+        """Give up the fetch that is under way, and all further ones; idempotent."""
         with contextlib.suppress(OSError):  # it has ended
-            self._clapper.send(b"!")
+            self._wakeup_sender.send(b"!")
 
     def close(self) -> None:
         """Close all connections; idempotent."""
@@ -134,8 +141,8 @@ class ModelClient:
             connection.close()
         self._connections.clear()
         self._probes.clear()
-        self._bell.close()
-        self._clapper.close()
+        self._wakeup.close()
+        self._wakeup_sender.close()
 
     def fetch(self, inbox: FlatVector, timeout: float) -> Fetched | None:
         """inbox <- the model of a peer.
@@ -145,7 +152,7 @@ class ModelClient:
             timeout: in seconds, for all tries together.
 
         Returns:
-            None where no peer has a model for us now, or none is left to ask.
+            None where no peer has a model to send now, or none is left to ask.
         """
         deadline = time.monotonic() + timeout
         self._forget_removed()
@@ -175,13 +182,13 @@ class ModelClient:
         return None
 
     def _give_up(self, peer: str) -> None:
-        """What it still sends must not be taken for the answer to a later request."""
+        """Lower the score and close the connection: what it still sends would be taken for a later answer."""
         self.scores.failed(peer)
         if peer in self._connections:
             self._connections.pop(peer).close()
 
     def _try(self, peer: str, inbox: FlatVector, deadline: float, timeout: float) -> Standing | None:
-        """The standing of the peer whose model is in the inbox; None where it has none for us."""
+        """inbox <- the model of this peer; returns its standing, None where it has no model to send."""
         connection = self._connect(self._connections, peer)
         request = self._send(connection, MessageKind.FETCH)
         reply_deadline = min(deadline, time.monotonic() + REPLY_FRACTION * timeout)
@@ -212,14 +219,14 @@ class ModelClient:
         return self._num_requests
 
     def _receive(self, connection: PeerConnection, deadline: float) -> Any:
-        """The next message, as a buffer; raises where there is none in time."""
+        """The next message, as a buffer. Raises PeerLostError where none comes in time."""
         poller = zmq.Poller()
-        for waited_for in (connection.socket, connection.monitor, self._bell):
+        for waited_for in (connection.socket, connection.monitor, self._wakeup):
             poller.register(waited_for, zmq.POLLIN)
         while True:
             left = max(deadline - time.monotonic(), 0.0)
             ready = dict(poller.poll(min(math.ceil(1000 * left), MAX_POLL_MILLISECONDS)))
-            if self._bell.fileno() in ready:
+            if self._wakeup.fileno() in ready:
                 raise _Stopped
             if connection.socket in ready and (frame := connection.answer()) is not None:
                 self.stats.bytes_received += len(frame.buffer)
@@ -230,7 +237,7 @@ class ModelClient:
                 raise PeerLostError("it did not answer in time")
 
     def _probe(self, peer: str) -> None:
-        """Ask for a sign of life that a later round reads."""
+        """Send a probe, whose answer a later round reads."""
         if peer in self._probes:
             self._probes.pop(peer).close()
         with contextlib.suppress(PeerLostError):  # removed meanwhile
@@ -252,11 +259,11 @@ class ModelClient:
                 if Message.parse(answer.bytes).kind is MessageKind.ALIVE:
                     self.scores.answered(peer)
             except MessageError:
-                pass  # it is broken, which is no sign of life
+                pass  # a broken answer does not count
             self._probes.pop(peer).close()
 
     def _connect(self, connections: dict[str, PeerConnection], peer: str) -> PeerConnection:
-        """The connection to this peer; a new one if there is none, or the old one has failed or is to elsewhere."""
+        """The connection to this peer; a new one if there is none, or the old one failed or has another address."""
         with self._lock:
             address, key = self._peers.get(peer), self._keys.get(peer)
         if address is None:
@@ -276,4 +283,4 @@ class ModelClient:
 
 
 class _Stopped(Exception):
-    """The worker closes."""
+    """The worker closes while a fetch is under way."""

@@ -1,4 +1,4 @@
-"""A connection to one peer, which says at once when it is refused or closed."""
+"""PeerConnection: a connection to one peer that reports at once when it is refused or closed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _FAILURES = {
     zmq.EVENT_CLOSED: "the connection was refused",
     zmq.EVENT_DISCONNECTED: "the connection was closed",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed; does the peer use keys and we do not, or other keys?",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the peer does not know our key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed; does only one of the two use keys, or other keys?",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the peer does not know the key of this worker",
 }
 
 
 class PeerConnection:
-    """A socket to one peer, and the monitor that says what becomes of it. Belongs to one thread.
+    """A socket to one peer, and the monitor that reports its failures. Belongs to one thread.
 
-    One attempt: once it has failed it stays so, and its owner makes a new one.
+    It does not reconnect: once it has failed, its owner makes a new one.
 
     Args:
-        context: of the socket.
-        address: "tcp://host:port".
-        max_bytes: of a message; longer ones are refused before memory is taken for them, and close the connection.
-        keys: ours, and the public key that the peer must have; None = no encryption.
+        context: the context of the socket.
+        address: the address of the peer, "tcp://host:port".
+        max_bytes: the longest message; longer ones are refused before memory is taken for them, and close the
+            connection.
+        keys: the keys of this worker, and the public key that the peer must have; None = no encryption.
 
     Raises:
-        zmq.ZMQError: `address` is none.
+        zmq.ZMQError: `address` is not of this form.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PeerConnection:
         self.server_key = None if keys is None else keys[1]
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
-        # Its own attempts would fill the monitor while nobody reads, until libzmq stalls on it.
+        # Attempts to reconnect would fill the monitor while it is not read, until libzmq blocks on it.
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_OVERHEAD_BYTES * (keys is not None))
         self.socket.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
@@ -66,7 +67,7 @@ class PeerConnection:
             raise
 
     def failure(self) -> str | None:
-        """Why the connection is or was interrupted, None while it is not; never waits."""
+        """Why the connection has failed, None while it has not; never waits."""
         with contextlib.suppress(zmq.Again):
             event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
             return _FAILURES[zmq.Event(event)]
@@ -76,7 +77,7 @@ class PeerConnection:
         """The next message, None while there is none; never waits.
 
         Raises:
-            MessageError: it has a second frame, so it is none of ours; the rest is left to `close()`.
+            MessageError: it has a second frame, so it is not of this protocol; the rest is dropped by `close()`.
         """
         with contextlib.suppress(zmq.Again):
             frame = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -86,7 +87,7 @@ class PeerConnection:
         return None
 
     def close(self) -> None:
-        """Idempotent; drops what is on its way."""
+        """Close the socket and its monitor, and drop what is in transfer; idempotent."""
         if not self.socket.closed:
             self.socket.disable_monitor()
         self.monitor.close()

@@ -1,4 +1,4 @@
-"""Serving with keys: only their holders get a model, and all traffic is encrypted."""
+"""CurveServer: serves the holders of authorised keys only, and encrypts all traffic."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _FAILED_HANDSHAKES = (
 
 
 class CurveServer(ModelServer):
-    """Serves the holders of authorised keys, over ZeroMQ's ROUTER and CURVE; a stranger ends in the handshake.
+    """Serves the holders of authorised keys, over ZeroMQ's ROUTER and CURVE; others are refused in the handshake.
 
     Messages longer than 1 KiB are refused before memory is taken for them (ZMQ_MAXMSGSIZE), queues are bounded, and a
     client that has vanished is dropped when it misses heartbeats. The number of frames of one message is not bounded,
     but only holders of keys can send any.
 
     Args:
-        context: shared with nobody who authenticates differently.
+        context: the context of the sockets, not shared with sockets that authenticate in another way.
         address: where to bind, like "tcp://0.0.0.0:45000"; port `*` takes a free one.
-        name: of this worker, for errors.
-        shape: of its model.
-        layout: of its model.
+        name: the name of this worker, for errors.
+        shape: the shape of its model.
+        layout: the layout of its model.
         is_pinned: whether the model is on a GPU.
-        curve: keys.
+        curve: the keys.
 
     Raises:
-        ValueError: `address` is none.
-        ConnectionError: it cannot be bound.
+        ValueError: `address` is not of this form.
+        ConnectionError: the address cannot be bound.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CurveServer(ModelServer):
     ) -> None:
         super().__init__(shape=shape, layout=layout, is_pinned=is_pinned)
         self._authorized: set[str] = set()
-        self._bell, self._clapper = socket.socketpair()
+        self._wakeup, self._wakeup_sender = socket.socketpair()
         self._zap = context.socket(zmq.REP)
         self._router = context.socket(zmq.ROUTER)
         self._monitor = self._router.get_monitor_socket(_FAILED_HANDSHAKES)
@@ -88,12 +88,12 @@ class CurveServer(ModelServer):
     def serve(self) -> None:
         """See `ModelServer`."""
         poller = zmq.Poller()
-        for waited_for in (self._router, self._monitor, self._zap, self._bell):
+        for waited_for in (self._router, self._monitor, self._zap, self._wakeup):
             poller.register(waited_for, zmq.POLLIN)
         try:
             while True:
                 ready = dict(poller.poll())
-                if self._bell.fileno() in ready:
+                if self._wakeup.fileno() in ready:
                     return
                 if self._zap in ready:
                     self._authenticate()
@@ -107,7 +107,7 @@ class CurveServer(ModelServer):
     def stop(self) -> None:
         """See `ModelServer`."""
         with contextlib.suppress(OSError):  # it has ended
-            self._clapper.send(b"!")
+            self._wakeup_sender.send(b"!")
 
     def close(self) -> None:
         """See `ModelServer`."""
@@ -115,8 +115,8 @@ class CurveServer(ModelServer):
             self._router.disable_monitor()
         for opened in (self._monitor, self._router, self._zap):
             opened.close()
-        self._bell.close()
-        self._clapper.close()
+        self._wakeup.close()
+        self._wakeup_sender.close()
 
     def _answer(self) -> None:
         frames = self._router.recv_multipart(copy=False)
@@ -157,7 +157,7 @@ class CurveServer(ModelServer):
             return None
 
     def _authenticate(self) -> None:
-        """Answer libzmq's question who may connect: holders of authorised keys (ZeroMQ RFC 27, ZAP)."""
+        """Answer libzmq's request whether a client may connect: if its key is authorised (ZeroMQ RFC 27, ZAP)."""
         version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
         key = encode_z85(credentials[0]) if mechanism == b"CURVE" else b""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Which models may be merged: finite ones, no further from one's own than training goes."""
+"""DistanceBound: refuses models that are not finite or that are too far from the own one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DEFAULT_MAX_DISTANCE = 1e6
 
 
 class DistanceBound:
-    """Refuses a model y that is not finite, or where rms(y - x) > max_distance * max(rms(x), 1), x being one's own.
+    """Refuses a model y that is not finite, or where rms(y - x) > max_distance * max(rms(x), 1) with the own model x.
 
-    rms is the root mean square over all d elements. Parameters of honest workers are of the order of 1, at the
-    beginning as at the end, and so are their differences; 10^6 leaves room for statistics of inputs that were not
-    normalised. Where the own model is not known, before its first publication, the bound is on rms(y), and
-    DEFAULT_MAX_DISTANCE at least: a worker that starts from another's model may be far from it.
+    rms is the root mean square over all d elements. Parameters of honest workers are of the order of 1 throughout
+    training, and so are their differences; 10^6 leaves room for statistics of inputs that were not normalised. Before
+    the first publication, when the own model is not known, the bound is on rms(y), and at least DEFAULT_MAX_DISTANCE: a
+    worker that starts from another's model may be far from it.
 
-    One pass over both models finds that all is well; what is not, and how far, takes further ones. Belongs to the
-    fetching thread; the training thread reads `is_own_finite` once a fetch is over.
+    One pass over both models is enough to accept a model; the reason of a refusal takes further passes. Belongs to the
+    fetching thread; the training thread reads `is_own_finite` when a fetch is over.
 
     Args:
-        max_distance: in units of max(rms(x), 1), > 0.
-        own: the model that this worker published last, in host memory and not written inside.
+        max_distance: the bound, in units of max(rms(x), 1); > 0.
+        own: makes a context with the model that this worker published last, which is not written inside the context.
     """
 
     def __init__(self, max_distance: float, own: Callable[[], AbstractContextManager[FlatVector | None]]) -> None:
@@ -37,7 +37,7 @@ class DistanceBound:
         self._own = own
 
     def check(self, y: FlatVector) -> None:
-        """Look at a peer's model, and at one's own beside it.
+        """Check a peer's model, and the own one.
 
         Args:
             y: in host memory.
@@ -65,7 +65,7 @@ class DistanceBound:
                 )
 
     def check_own(self) -> None:
-        """Look at one's own model alone, where no other has come."""
+        """Check the own model alone, where no other has come."""
         with self._own() as x:
             self.is_own_finite = x is None or is_finite(x)
 

@@ -1,4 +1,4 @@
-"""The thread that fetches models under the batch, and where they arrive."""
+"""ModelFetcher: fetches models in a thread of its own while training computes a batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ GRACE_SECONDS = 5.0  # beyond the timeout of a round, for the copy and check of 
 class ModelFetcher:
     """One fetch at a time, in a thread of its own: `start`, and then `wait` or `is_done`.
 
-    For parameters on a GPU a model arrives in pinned memory and goes on to the GPU on a side stream, before the fetch
-    counts as done.
+    For parameters on a GPU a model arrives in pinned memory and is copied to the GPU on a side stream before the fetch
+    counts as done. The memory of the model belongs to the fetching thread from `start` until the future is done, and to
+    the training thread otherwise, so there is no lock.
 
     Args:
-        client: used by the fetching thread only, which closes it.
-        x: of the layout and on the device where training wants models.
-        name: of this worker, for errors.
-        timeout: of a fetch, in seconds.
+        client: the client; used and closed by the fetching thread only.
+        x: the parameters, whose layout and device fetched models have.
+        name: the name of this worker, for errors.
+        timeout: the timeout of a fetch, in seconds.
     """
 
     def __init__(self, client: ModelClient, x: FlatVector, *, name: str, timeout: float) -> None:
@@ -44,12 +45,12 @@ class ModelFetcher:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a fetch was started that was not waited for."""
+        """Whether a fetch has been started and not been waited for."""
         return self._future is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` returns at once."""
         return self._future is None or self._future.done()
 
     @property
@@ -58,7 +59,7 @@ class ModelFetcher:
         return self._arrived
 
     def start(self) -> None:
-        """Start a fetch. What training does with the last one's model must be queued by now."""
+        """Start a fetch. On a GPU, everything that reads the last model must have been queued before."""
         assert self._future is None, "one fetch at a time"
         if self._arrived is not self._inbox:
             self._read.record(torch.cuda.current_stream(self._arrived.raw.device))
@@ -66,11 +67,11 @@ class ModelFetcher:
         self._jobs.put(self._future)
 
     def wait(self) -> Fetched | None:
-        """Whose model has arrived, None where none has; nothing is under way afterwards.
+        """Wait for the fetch; whose model has arrived, None where none has. No fetch is under way afterwards.
 
         Raises:
-            TimeoutError: it takes much longer than it may; names the peer.
-            RuntimeError: it failed for other reasons than the network's; names the peer.
+            TimeoutError: the fetch takes much longer than its timeout; names the peer.
+            RuntimeError: the fetch failed, though not because of the network; names the peer.
         """
         if self._future is None:
             return None
@@ -86,7 +87,7 @@ class ModelFetcher:
             self._future = None
 
     def stop(self) -> None:
-        """End `work()`; a fetch that is under way is given up."""
+        """Let `work()` end; a fetch that is under way is given up."""
         self._future = None
         self._jobs.put(None)
         self.client.stop()

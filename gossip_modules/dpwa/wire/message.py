@@ -1,4 +1,4 @@
-"""What workers say to each other: a header of 64 bytes, and after it the bytes of a model."""
+"""Message: the header of 64 bytes that workers send each other, alone or before the bytes of a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES = (
 
 
 class MessageError(ValueError):
-    """Bytes that are no message."""
+    """Bytes that are not a message of this protocol."""
 
 
 class RefusedModelError(ValueError):
@@ -37,22 +37,24 @@ class RefusedModelError(ValueError):
 
 
 class MessageKind(IntEnum):
-    """What a message is: two requests and the answers to them."""
+    """The kind of a message: one of two requests, or of the answers to them."""
 
     FETCH = 1
     PROBE = 2
     MODEL = 3  # a payload follows
     ALIVE = 4  # the answer to a probe
     EMPTY = 5  # nothing is published yet
-    BUSY = 6  # as many models are on their way as may be
+    BUSY = 6  # as many models are being sent as allowed
     OTHER_MODEL = 7  # the shapes differ, so no model follows
 
 
 class ModelShape(NamedTuple):
-    """What two models must agree on before one is merged into the other.
+    """What two models must have in common before one is merged into the other.
 
-    digest: 16 bytes, of the name, shape, dtype and strides of every tensor, of the layout and of the byte order.
-    dtypes: bit k stands for a segment of the k-th dtype of a fixed table.
+    digest: a hash of 16 bytes of the name, shape, dtype and strides of every tensor, the layout and the byte order.
+    dtypes: a bit mask; bit k says that there is a segment of the k-th dtype of a fixed table.
+    num_tensors: the number of tensors.
+    num_bytes: the number of bytes of the flat vector.
     """
 
     digest: bytes
@@ -65,7 +67,7 @@ class ModelShape(NamedTuple):
         """The shape of a vector of this layout over the tensors of this signature (`FlatBuffer.signature`).
 
         Raises:
-            ValueError: a dtype that the wire does not know.
+            ValueError: a dtype that the protocol does not know.
         """
         unknown = [segment.dtype for segment in layout.segments if segment.dtype not in _DTYPES]
         if unknown:
@@ -82,10 +84,12 @@ class ModelShape(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A header. Requests carry the shape of the asker's model, replies that of the model which is served.
+    """A header.
 
-    request: the number that the asker gave; a reply repeats it.
-    standing: of the worker that sends the message.
+    kind: the kind of the message.
+    request: the number of the request; a reply repeats it.
+    shape: the shape of the sender's model.
+    standing: the clock and loss of the sender.
     """
 
     kind: MessageKind
@@ -103,10 +107,10 @@ class Message(NamedTuple):
 
     @classmethod
     def parse(cls, data: bytes) -> Message:
-        """The message that these bytes are. Reads numbers only; takes no memory that depends on them.
+        """The message in these bytes. Allocates no memory whose size depends on them.
 
         Raises:
-            MessageError: they are none, or one of another version.
+            MessageError: they are not a message, or one of another version.
         """
         if len(data) != HEADER_BYTES:
             raise MessageError(f"got a header of {len(data)} bytes, expected {HEADER_BYTES}; a stranger sent it")
@@ -126,7 +130,7 @@ class Message(NamedTuple):
         """Refuse a model that cannot be merged into one of shape `own`, before its bytes are looked at.
 
         Raises:
-            RefusedModelError: another shape, or a clock or loss that is no finite number; says which.
+            RefusedModelError: the shape differs, or the clock or loss is not a finite number; says which.
         """
         if self.kind is MessageKind.OTHER_MODEL or self.shape != own:
             why = "names, shapes or dtypes differ" if str(self.shape) == str(own) else "sizes differ"

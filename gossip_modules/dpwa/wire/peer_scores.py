@@ -1,4 +1,4 @@
-"""With whom to speak next: flow-control scores of the peers, and who is tried again after it failed."""
+"""PeerScores: which peer is asked next, by dpwa's flow control, and when one that failed is tried again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 MIN_SCORE, START_SCORE, MAX_SCORE = 10, 1000, 1000
 REWARD, PENALTY = 10, 100
 STARVED_SCORE = 500  # below this a peer is rarely drawn again
-PROBE_EVERY = 4  # rounds without a word from a peer that failed or starves, until it is asked for a sign of life
+PROBE_EVERY = 4  # rounds without an answer of a peer that failed or has a low score, until it is sent a probe
 
 
 @dataclass
@@ -23,22 +23,22 @@ class _Record:
 
 
 class PeerScores:
-    """Who is asked for its model: the highest of score + a uniform integer in [10, 1000] wins.
+    """Chooses the peer that is asked for its model: the one with the highest score + uniform integer in [10, 1000].
 
     A score starts at 1000, gains 10 with each completed request, loses 100 with each that failed, and stays within
-    [10, 1000]: dpwa's flow control, which avoids slow and dead peers within a few rounds.
+    [10, 1000]. This is dpwa's flow control, which avoids slow and dead peers within a few rounds.
 
-    [Note: Recovery] A peer at the bottom is never drawn again by that rule, alive or not. So one whose last contact
-    failed, or whose score is below 500, is sent a probe every 4th round: 64 bytes that nobody waits for. If it answers
-    it is fetched from in the next round, whatever its score, and if that succeeds its score is 1000 again. So a peer
-    that has come back is fetched from within ten rounds, and one that stays away costs no round anything. One that
-    answers probes but no fetches is tried once in that time.
+    [Note: Recovery] By that rule alone a peer with the lowest score would never be drawn again, alive or not. So a peer
+    whose last request failed, or whose score is below 500, is sent a probe every 4th round: 64 bytes whose answer is
+    not waited for. If the peer answers, the next round fetches from it, whatever its score, and if that succeeds its
+    score is 1000 again. So a peer that has come back is fetched from within ten rounds, and one that stays away delays
+    no round. A peer that answers probes but no fetches is tried once in that time.
 
-    Safe to use from several threads.
+    Any thread may call any method: `_lock` guards all state, and is not held while anything is waited for.
 
     Args:
-        peers: their names.
-        seed: any; equal seeds and equal calls give equal choices. Make it differ between workers.
+        peers: the names of the peers.
+        seed: the seed of the draws; equal seeds and equal calls give equal choices. Use another one for each worker.
     """
 
     def __init__(self, peers: Iterable[str], *, seed: str) -> None:
@@ -53,12 +53,12 @@ class PeerScores:
             return {peer: record.score for peer, record in self._records.items()}
 
     def add(self, peer: str) -> None:
-        """A new peer, at the start score; one that is known starts anew."""
+        """Add a peer with the start score; a known peer gets the start score again."""
         with self._lock:
             self._records[peer] = _Record(last_contact=self._round)
 
     def remove(self, peer: str) -> None:
-        """Never choose this peer again; one that is not known is no error, as it may just have been removed."""
+        """Never choose this peer again. An unknown peer is no error, as it may just have been removed."""
         with self._lock:
             self._records.pop(peer, None)
 
@@ -66,7 +66,7 @@ class PeerScores:
         """Count a round.
 
         Returns:
-            Who is to be sent a probe now: each will hear nothing more from us for a few rounds if it stays silent.
+            The peers that are to be sent a probe now; each gets the next one a few rounds later.
         """
         with self._lock:
             self._round += 1
@@ -80,7 +80,7 @@ class PeerScores:
             return due
 
     def choose(self, excluded: Collection[str] = ()) -> str | None:
-        """Whom to fetch from, None if nobody is left: first those that answered a probe, then the highest draw."""
+        """The peer to fetch from: one that answered a probe, or else the highest draw. None if no peer is left."""
         with self._lock:
             records = {peer: record for peer, record in self._records.items() if peer not in excluded}
             if not records:
@@ -95,27 +95,27 @@ class PeerScores:
             return max(draws, key=lambda peer: draws[peer])
 
     def answered(self, peer: str) -> None:
-        """A probe was answered: the peer lives."""
+        """Note that the peer answered a probe."""
         with self._lock:
             if (record := self._records.get(peer)) is not None:
                 record.has_answered = True
 
     def succeeded(self, peer: str) -> None:
-        """A request was completed, be it with an empty reply."""
+        """Note that a request was completed, possibly with an empty reply."""
         with self._lock:
             if (record := self._records.get(peer)) is not None:
                 score = START_SCORE if record.has_answered else min(record.score + REWARD, MAX_SCORE)
                 self._records[peer] = _Record(score, last_contact=self._round)
 
     def failed(self, peer: str) -> None:
-        """A request was refused, timed out or broke off."""
+        """Note that a request was refused, timed out or was broken off."""
         with self._lock:
             if (record := self._records.get(peer)) is not None:
                 score = max(record.score - PENALTY, MIN_SCORE)
                 self._records[peer] = _Record(score, has_failed=True, last_contact=self._round)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scores, what is known of recoveries, the round, and the state of the generator: plain values."""
+        """The scores, the state of recoveries, the round, and the state of the generator, as plain values."""
         with self._lock:
             version, words, gauss = self._generator.getstate()
             return {
@@ -125,14 +125,14 @@ class PeerScores:
             }
 
     def reset(self, *, seed: str) -> None:
-        """Start anew with the peers that are known."""
+        """Set all scores to the start, for the peers that are known."""
         with self._lock:
             self._generator = random.Random(seed)
             self._records = {peer: _Record() for peer in self._records}
             self._round = 0
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave; peers that it does not name start anew."""
+        """Restore what `state_dict()` returned; peers that are not in it get the start score."""
         version, words, gauss = state["generator"]
         with self._lock:
             self._generator.setstate((version, tuple(words), gauss))

@@ -1,4 +1,4 @@
-"""The serving side of a worker: answers its peers with the model it has published last."""
+"""ModelServer: answers peers with the model that this worker has published last."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from ..interpolation import Standing
 from .message import Message, MessageKind, ModelShape
 from .snapshot_pool import Reading, Snapshot, SnapshotPool
 
-MAX_REPLIES = 4  # snapshots that are being sent at once
+MAX_REPLIES = 4  # snapshots that are sent at once
 
 
 @dataclass
 class ServerStats:
-    """What was served. Written by the serving thread only.
+    """Counts of what was served. Written by the serving thread only.
 
-    num_garbage_messages: what strangers said that is no request of ours.
-    num_refused_connections: no ZeroMQ, no key, or a key that is not authorised; handshakes that took too long;
-        connections that were closed for others, as there were too many; and requests with a key that is not authorised
-        any more.
-    num_unread_replies: replies that were broken off since the asker did not read them.
+    bytes_sent: the bytes of all messages.
+    num_models_sent: the number of models among them.
+    num_garbage_messages: the number of messages that are not requests of this protocol.
+    num_refused_connections: the number of connections without ZeroMQ's protocol, without an authorised key, or with a
+        handshake that took too long, and of those that were closed for others because there were too many; also the
+        number of requests with a key that is not authorised any more.
+    num_unread_replies: the number of replies that were broken off because the client did not read them.
     """
 
     bytes_sent: int = 0
@@ -37,7 +39,12 @@ class ServerStats:
 
 
 class Published(NamedTuple):
-    """A model, with the header that describes it, and its number among all that were published."""
+    """A published model.
+
+    message: the header that describes it.
+    snapshot: the model.
+    number: its number among all that were published.
+    """
 
     message: Message
     snapshot: Snapshot
@@ -47,8 +54,8 @@ class Published(NamedTuple):
 class Answer(NamedTuple):
     """What is sent to a peer.
 
-    header: packed.
-    model: and its reading, which whoever sends it ends; None where there is none for this peer.
+    header: the packed header.
+    model: the model, and its reading, which the caller ends once it is sent; None where only the header is sent.
     """
 
     header: bytes
@@ -58,24 +65,25 @@ class Answer(NamedTuple):
 class ModelServer(ABC):
     """Answers requests in a thread of its own with an immutable snapshot of the model.
 
-    [Note: Serving never blocks training] A model is sent without a copy, straight from the snapshot, which is not
+    [Note: Serving never blocks training] A model is sent without a copy, directly from the snapshot, which is not
     written again before its last byte has left. Publishing takes another snapshot: one copy, and a lock that is held
-    for as long as it takes to swap a reference, never while bytes move. At most MAX_REPLIES snapshots are on their way,
-    and the fetching thread reads one to compare models, so MAX_REPLIES + 3 always are enough, however slow clients are.
+    while a reference is exchanged, never while bytes are copied or sent. At most MAX_REPLIES snapshots are being sent,
+    one is the latest, one the next, and the fetching thread reads one to compare models, so MAX_REPLIES + 3 are always
+    enough, however slow clients are.
 
-    `publish`, `withdraw` and `is_serving` belong to the training thread, `latest` to the fetching thread, the rest to
-    the serving thread.
+    `publish`, `withdraw` and `is_serving` belong to the training thread, `latest` to the fetching thread, `stop` and
+    `authorize` to any, the rest to the serving thread. `_lock` guards `_latest`, `_next` and the pool.
 
     Args:
-        shape: of the model.
-        layout: of the model.
+        shape: the shape of the model.
+        layout: the layout of the model.
         is_pinned: whether the model is on a GPU.
     """
 
     address: str
-    """Where peers reach it: as configured, with the port that `*` has become."""
+    """The address at which peers reach it: as configured, with the port that `*` has become."""
     num_peers: int
-    """How many peers are known; any thread may write it."""
+    """The number of known peers; any thread may write it."""
 
     def __init__(self, *, shape: ModelShape, layout: FlatLayout, is_pinned: bool) -> None:
         self.shape = shape
@@ -85,7 +93,7 @@ class ModelServer(ABC):
         self._pool = SnapshotPool(layout, max_snapshots=MAX_REPLIES + 3, is_pinned=is_pinned)
         self._num_published = 0
         self._latest: Published | None = None
-        self._next: Published | None = None  # its copy from a GPU may not have landed
+        self._next: Published | None = None  # its copy from a GPU may not be complete
 
     @abstractmethod
     def serve(self) -> None:
@@ -97,17 +105,17 @@ class ModelServer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close all sockets; idempotent. `serve()` does so at its end, so this is for who never called it."""
+        """Close all sockets; idempotent. `serve()` does so at its end; call this only if it was never started."""
 
     def authorize(self, keys: Iterable[str]) -> None:
-        """Answer exactly the holders of these public keys, on connections that exist too; any thread."""
+        """Answer only the holders of these public keys from now on, also on existing connections; any thread."""
         raise NotImplementedError(f"{type(self).__name__} answers everybody")
 
     def publish(self, x: FlatVector, standing: Standing) -> bool:
-        """Serve a copy of x from now on, or from when its copy from the GPU has landed.
+        """Serve a copy of x from now on, or from when its copy from the GPU is complete.
 
         Returns:
-            False where the last copy from the GPU has not landed: then that one is what is served next.
+            False where the last copy from the GPU is not complete: then that one is served next, and not x.
         """
         with self._lock:
             self._promote()
@@ -121,7 +129,7 @@ class ModelServer(ABC):
         return True
 
     def withdraw(self) -> None:
-        """Serve nothing until the next `publish`. Replies that have begun are completed."""
+        """Serve no model until the next `publish`. Replies that have begun are completed."""
         with self._lock:
             self._latest = self._next = None
 
@@ -133,7 +141,7 @@ class ModelServer(ABC):
 
     @contextlib.contextmanager
     def latest(self) -> Iterator[FlatVector | None]:
-        """The model that was published last, in host memory and not written inside; None where there is none."""
+        """A context with the model that was published last, which is not written inside; None where there is none."""
         with self._lock:
             published = self._next or self._latest
             reading = None if published is None else published.snapshot.read()
@@ -148,7 +156,7 @@ class ModelServer(ABC):
             reading.end()
 
     def _answer_to(self, request: Message) -> Answer:
-        """What to send, and its snapshot, which is not written before its reading has ended."""
+        """What to send. The snapshot in it is not written before its reading has ended."""
         with self._lock:
             self._promote()
             latest, chosen = self._latest, None
@@ -167,10 +175,10 @@ class ModelServer(ABC):
             return Answer(header, None if chosen is None else (chosen, chosen.snapshot.read()))
 
     def _choose(self, latest: Published) -> Published | None:
-        """What a peer that asks gets, None where as many replies are on their way as may be. Under the lock."""
+        """The model for a peer that asks, None where as many replies are being sent as allowed. Under the lock."""
         return None if self._pool.num_readings() >= MAX_REPLIES else latest
 
     def _promote(self) -> None:
-        """The next snapshot <- the latest one, if it has landed. Under the lock."""
+        """Make the next snapshot the latest one, if its copy is complete. Under the lock."""
         if self._next is not None and self._next.snapshot.is_written:
             self._latest, self._next = self._next, None

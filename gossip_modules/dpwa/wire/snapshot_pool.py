@@ -1,4 +1,4 @@
-"""Copies of a model that are served while training goes on: written once, never while somebody reads."""
+"""SnapshotPool: copies of a model that are served while training goes on, and never written while they are read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...flat.vector import FlatVector
 
 
 class Tracker(Protocol):
-    """Says when bytes have left."""
+    """Knows whether bytes have been sent."""
 
     @property
     def done(self) -> bool:
-        """Whether they have left or never will."""
+        """Whether they have been sent or never will be."""
 
 
 class Reading:
-    """Bytes of a snapshot on their way to somebody: until `end`, or until a tracker says so."""
+    """Protects a snapshot from being written while it is read: until `end`, or until its tracker is done."""
 
     def __init__(self) -> None:
         self.tracker: Tracker | None = None
@@ -33,7 +33,7 @@ class Reading:
         return self._is_over or (self.tracker is not None and self.tracker.done)
 
     def end(self) -> None:
-        """The bytes have left or never will; from any thread."""
+        """Let the snapshot be written again; from any thread."""
         self._is_over = True
 
 
@@ -41,7 +41,7 @@ class Snapshot:
     """A copy of a model in host memory.
 
     Args:
-        vector: the memory, pinned where a GPU writes it.
+        vector: the memory; pinned if the model is on a GPU.
     """
 
     def __init__(self, vector: FlatVector) -> None:
@@ -51,7 +51,7 @@ class Snapshot:
 
     @property
     def is_written(self) -> bool:
-        """Whether the copy has landed."""
+        """Whether the copy from a GPU is complete."""
         return self.written is None or self.written.query()
 
     def read(self) -> Reading:
@@ -60,18 +60,20 @@ class Snapshot:
         return self.readings[-1]
 
     def num_readings(self) -> int:
-        """How many replies with these bytes are on their way."""
+        """The number of readings that have not ended."""
         self.readings = [reading for reading in self.readings if not reading.done]
         return len(self.readings)
 
 
 class SnapshotPool:
-    """A few snapshots of one layout that are written over again, made when they are first needed.
+    """A few snapshots of one layout that are used again and again, made when they are first needed.
+
+    It has no lock: `ModelServer._lock` guards it, except that `write` comes without, on a snapshot that nobody reads.
 
     Args:
-        layout: of the model.
-        max_snapshots: how much host memory this may take, in models.
-        is_pinned: for copies from a GPU.
+        layout: the layout of the model.
+        max_snapshots: the largest number of snapshots.
+        is_pinned: whether they are in pinned memory, for copies from a GPU.
     """
 
     def __init__(self, layout: FlatLayout, *, max_snapshots: int, is_pinned: bool) -> None:
@@ -86,16 +88,16 @@ class SnapshotPool:
         snapshot.written = self._copy.write(snapshot.vector, x)
 
     def num_readings(self) -> int:
-        """How many replies are on their way."""
+        """The number of readings of all snapshots that have not ended."""
         return sum(snapshot.num_readings() for snapshot in self.snapshots)
 
     def take(self, in_use: Collection[Snapshot]) -> Snapshot:
-        """A snapshot that nobody reads or writes and that is not `in_use`; its content is old."""
+        """A snapshot that is neither read nor written nor `in_use`; its content is old."""
         for snapshot in self.snapshots:
             if snapshot not in in_use and snapshot.is_written and snapshot.num_readings() == 0:
                 return snapshot
-        assert len(self.snapshots) < self.max_snapshots, "replies on their way are limited to fewer than snapshots"
-        # Zeros, not empty memory: the padding between segments travels too, and must not tell what was there before.
+        assert len(self.snapshots) < self.max_snapshots, "fewer replies are sent at once than there are snapshots"
+        # Zeros, not empty memory: the padding between segments is sent too, and must not reveal what was there before.
         raw = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
         self.snapshots.append(Snapshot(FlatVector(self.layout, raw)))
         return self.snapshots[-1]

@@ -1,4 +1,4 @@
-"""ZeroMQ's protocol without security, one side of one connection: frames from bytes, and bytes from frames."""
+"""FrameReader: the server's side of ZeroMQ's protocol ZMTP 3.0 without security."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ _LENGTH = struct.Struct(">Q")
 
 
 class ZmtpError(ValueError):
-    """Bytes that are not this protocol, or more of them than may be."""
+    """Bytes that are not of this protocol, or a frame that is too long."""
 
 
 class Frame(NamedTuple):
-    """What one frame holds."""
+    """One frame.
+
+    body: its bytes, without the header.
+    is_command: whether it is a command of the protocol; else it is a message.
+    """
 
     body: bytes
     is_command: bool
@@ -27,9 +31,9 @@ class Frame(NamedTuple):
 class FrameReader:
     """The frames in what a client sends: ZMTP 3.0 with the mechanism NULL (ZeroMQ RFC 23).
 
-    It keeps the bytes of one frame that is not complete, so MAX_FRAME_BYTES and a few, whatever is sent. A frame that
-    says that others of the same message follow is refused: libzmq would keep them all until the last one has come,
-    at 30 times their bytes where they are empty, and has no bound on their number.
+    It keeps the bytes of one incomplete frame, so little more than MAX_FRAME_BYTES, whatever is sent. A frame that
+    announces others of the same message is refused: libzmq would keep them all until the last one has come, in 30 times
+    their bytes where they are empty, and does not bound their number.
     """
 
     def __init__(self) -> None:
@@ -37,7 +41,7 @@ class FrameReader:
         self._has_greeting = False
 
     def feed(self, data: bytes) -> None:
-        """Take in what has arrived; `next` gives the frames in it."""
+        """Add bytes that have arrived; `next` returns the frames in them."""
         self._bytes += data
 
     def next(self) -> Frame | None:
@@ -69,7 +73,7 @@ class FrameReader:
         return Frame(body, bool(flags & _COMMAND))
 
     def _read_greeting(self) -> bool:
-        """Whether the greeting is complete; a wrong one is refused at its first wrong byte."""
+        """Read the greeting; returns whether it is complete. A wrong one is refused at its first wrong byte."""
         data = self._bytes
         is_signed = bytes(data[:1]) in (b"", b"\xff") and (
             len(data) < SIGNATURE_BYTES or data[SIGNATURE_BYTES - 1] == 0x7F
@@ -79,23 +83,25 @@ class FrameReader:
         if len(data) < GREETING_BYTES:
             return False
         if (mechanism := bytes(data[12:32])) != _MECHANISM:
-            raise ZmtpError(f"got the mechanism {mechanism!r}, expected NULL: the peer has keys and we have none")
+            raise ZmtpError(
+                f"got the mechanism {mechanism!r}, expected NULL: the peer has keys and this worker has none"
+            )
         del data[:GREETING_BYTES]
         self._has_greeting = True
         return True
 
 
 def header_of(num_bytes: int) -> bytes:
-    """What precedes a message of that length, of one frame."""
+    """The header of a message of one frame of that length."""
     return bytes([0, num_bytes]) if num_bytes < 1 << 8 else bytes([_LONG]) + _LENGTH.pack(num_bytes)
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """A command of less than 256 bytes, as it is sent."""
+    """The bytes of a command shorter than 256 bytes."""
     text = bytes([len(name)]) + name + body
     return bytes([_COMMAND, len(text)]) + text
 
 
 def ready(socket_type: bytes) -> bytes:
-    """The end of a handshake, as it is sent."""
+    """The bytes of the command READY, which ends a handshake."""
     return command(b"READY", b"\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type)
