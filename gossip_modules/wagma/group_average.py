@@ -15,16 +15,23 @@ from ..transport.process_group import Pending, Transport
 class GroupAverage(Mixer):
     """x_i <- mean of x_j over the group of i in round t: W(t) is made of blocks, symmetric and doubly stochastic.
 
-    Recursive doubling: a + b and b + a are the same number, so all members end with the same bits, without a word
-    about who is first. Sums are in the vector's own dtype, each addition in float32 where that is narrower. One inbox.
-    The push-sum weight does not travel: it becomes one.
+    Recursive doubling, in log2 S phases for groups of S ranks:
+
+        for mask in groups.masks(t):
+            exchange x with the rank whose position differs by mask;  x <- x + (the x received)
+        x <- x / (number of members)
+
+    Since a + b and b + a are the same number, all members end with the same bits. Sums are in the dtype of the vector,
+    each addition in float32 where that dtype is narrower. A round needs one receive buffer. The push-sum weight is not
+    sent: it becomes one. In a world that is no power of two some ranks give their x to a member before the phases and
+    get the sum after them: see [Note: other worlds] of `ButterflyGroups`.
 
     Args:
-        groups: of the transport's world.
-        transport: whose rank this is.
+        groups: the groups of the transport's world.
+        transport: the transport of this rank.
 
     Attributes:
-        partner: the rank that the phase under way exchanges with; -1 = none is under way.
+        partner: the rank with which the current phase exchanges; -1 = none.
     """
 
     def __init__(self, groups: ButterflyGroups, transport: Transport) -> None:

@@ -206,7 +206,7 @@ def test_bytes_are_those_of_headers_replies_and_models() -> None:
         meeting.wait()
         wrapper.flush()
         stats = wrapper.comm_stats()
-        meeting.wait()  # who closes says goodbye, which the other one returns
+        meeting.wait()  # a rank that closes sends SHUTDOWN, which the other one returns
         wrapper.close()
         return stats["num_rounds"], stats["bytes_sent"], wrapper._buffer.vector.layout.num_bytes
 

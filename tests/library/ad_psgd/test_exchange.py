@@ -99,7 +99,7 @@ def test_corrections_are_added_to_what_the_model_has_become() -> None:
     assert run_ranks(2, body) == [104.0, 104.0]
 
 
-def test_a_listener_answers_several_ranks_until_all_have_said_goodbye() -> None:
+def test_a_listener_answers_several_ranks_until_all_have_shut_down() -> None:
     num_exchanges = 20
 
     def body(group: dist.ProcessGroup) -> tuple[float, int]:
