@@ -28,9 +28,9 @@ class BilateralEngine(Engine):
 
         training thread, before the forward:
             x <- x + c;  c <- 0                       # the corrections of exchanges since the last step
-            if no exchange of mine is under way:
-                y <- x
-                if i is active: start one with the passive peer j of round t;  t <- t + 1
+            if i is passive: y <- x
+            if i is active and its last exchange is complete:
+                y <- x;  start an exchange with the passive peer j of round t;  t <- t + 1
         exchange thread of the active i and listening thread of the passive j, at any time:
             y_i, y_j <- y_i + w (y_j - y_i), y_j + w (y_i - y_j)            # w = 1/2: both get the average
             c_i <- c_i + w (y_j - y_i);  c_j <- c_j + w (y_i - y_j)         # with y as of before

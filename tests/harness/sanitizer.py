@@ -1,7 +1,7 @@
 """A sanitiser for threads: asynchronous engines at work while seeded delays push their threads about.
 
-    python -m tests.sanitizer --engine adpsgd --seconds 60 --seed 0
-    python -m tests.sanitizer --engine wagma --seconds 5 --seed 17      # the episode that an error named, again
+    python -m tests.harness.sanitizer --engine adpsgd --seconds 60 --seed 0
+    python -m tests.harness.sanitizer --engine wagma --seconds 5 --seed 17      # the episode that an error named, again
 
 Ranks are threads of one process over real connections. Between any two lines of the modules that share state between
 threads a thread may be held up, for as long as its own generator says. What ranks do, and what must hold whatever they
@@ -160,7 +160,7 @@ def run_episode(
     with Delays(seed, where=where).active():
         threading.Thread(target=run, name="sanitizer", daemon=True).start()
         stuck = _watch(board, outcome, patience)
-    again = f"python -m tests.sanitizer --engine {workload.name} --seed {seed} --seconds {seconds:g}"
+    again = f"python -m tests.harness.sanitizer --engine {workload.name} --seed {seed} --seconds {seconds:g}"
     again += f" --length {length}" if length else ""
     if stuck:
         board.fail(TimeoutError("no progress"))

@@ -56,7 +56,7 @@ def test_a_race_is_found(race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.startswith(f"seed {race.seed}: ")
     assert re.search(race.finding, text, re.DOTALL), text
     options = f"--engine {race.engine} --seed {race.seed} --seconds {SECONDS:g} --length {race.length}"
-    assert f"again: python -m tests.sanitizer {options}" in text
+    assert f"again: python -m tests.harness.sanitizer {options}" in text
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
