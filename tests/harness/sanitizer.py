@@ -5,9 +5,9 @@
 
 Ranks are threads of one process over real connections. Between any two lines of the modules that share state between
 threads a thread may be held up, for as long as its own generator says. What ranks do, and what must hold whatever they
-do, is in `tests.workloads`. When no rank makes progress that is a deadlock: the stacks of all threads are printed. Each
-episode has a seed of its own, which an error names. The seed fixes all that is drawn, not what the operating system
-does, so an error that took a rare coincidence may need a few attempts to come back.
+do, is in `tests/harness/workloads.py`. When no rank makes progress that is a deadlock: the stacks of all threads are
+printed. Each episode has a seed of its own, which an error names. The seed fixes all that is drawn, not what the
+operating system does, so an error that took a rare coincidence may need a few attempts to come back.
 """
 
 from __future__ import annotations

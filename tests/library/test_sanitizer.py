@@ -72,4 +72,5 @@ def test_the_command_prints_the_seed_of_a_finding(
     lose_updates(monkeypatch)
     command = ["--engine", "adpsgd", "--seconds", "30", "--seed", "2", "--length", "4096"]
     assert main(command) == 1
-    assert "seed 2: AssertionError: got a sum of" in capsys.readouterr().out
+    out = capsys.readouterr().out  # on a busy machine the race may show only in a later episode
+    assert re.search(r"seed (\d+): AssertionError: got a sum of .*; again: .* --engine adpsgd --seed \1 ", out), out
