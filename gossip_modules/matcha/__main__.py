@@ -171,8 +171,8 @@ def geometric(num_ranks: int, radius: float, seed: int) -> BaseGraph:
     return BaseGraph(f"geometric graph, radius {radius:g}", matchings_of(graph), positions=positions)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the plan that the command line asks for."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options of this command."""
     parser = argparse.ArgumentParser(
         prog="python -m gossip_modules.matcha",
         description=__doc__,
@@ -182,8 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     which.add_argument("--graph", type=int, help="predefined base graph, 0 to 5")
     which.add_argument("--nodes", type=int, help="ranks of a random geometric graph")
     which.add_argument("--edges", type=Path, help="file of links")
-    parser.add_argument("--radius", type=float, help=f"of the geometric graph (default: {_RADIUS})")
-    parser.add_argument("--seed", type=int, help="of the geometric graph (default: 0)")
+    parser.add_argument("--radius", type=float, help=f"radius of the geometric graph (default: {_RADIUS})")
+    parser.add_argument("--seed", type=int, help="seed of the geometric graph (default: 0)")
     budgets = parser.add_mutually_exclusive_group(required=True)
     budgets.add_argument("--budget", type=float, help="share of the time of the full schedule, above 0 up to 1")
     budgets.add_argument("--budget-seconds", type=float, help="expected seconds per round")
@@ -191,21 +191,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--num-budgets", type=int, default=20, help="points of rho against budget in the JSON file (default: 20)"
     )
+    return parser
+
+
+def base_of(options: argparse.Namespace) -> BaseGraph:
+    """The base graph that the options choose.
+
+    Raises:
+        ValueError, OSError: there is no such graph.
+    """
+    if options.graph is not None:
+        return BaseGraph(f"base graph {options.graph}", predefined_matchings(options.graph))
+    if options.nodes is not None:
+        return geometric(options.nodes, _RADIUS if options.radius is None else options.radius, options.seed or 0)
+    return read_links(options.edges)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the plan that the command line asks for."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.nodes is None and (options.radius, options.seed) != (None, None):
-        parser.error("got --radius or --seed without --nodes, expected them with it: they are of the geometric graph")
+        parser.error("got --radius or --seed without --nodes, expected them with it: they shape the geometric graph")
     if options.num_budgets < 0:
         parser.error(f"got --num-budgets {options.num_budgets}, expected 0 or more")
     if options.output is not None and (options.output.is_dir() or not options.output.parent.is_dir()):
         parser.error(f"got --output {options.output}, expected a file in a folder that exists; make the folder first")
     try:
-        if options.graph is not None:
-            base = BaseGraph(f"base graph {options.graph}", predefined_matchings(options.graph))
-        elif options.nodes is not None:
-            radius = _RADIUS if options.radius is None else options.radius
-            base = geometric(options.nodes, radius, options.seed or 0)
-        else:
-            base = read_links(options.edges)
+        base = base_of(options)
         costs = matching_costs(base.matchings, base.costs)
         limit = budget_limit(costs, options.budget, options.budget_seconds, has_costs=base.costs is not None)
     except (ValueError, OSError) as error:

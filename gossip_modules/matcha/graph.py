@@ -1,4 +1,4 @@
-"""MATCHA's random communication graph: in each round every matching of a base graph is used or not, by its coin."""
+"""MATCHA: a random communication graph that uses each matching of a base graph with a planned probability."""
 
 from __future__ import annotations
 
@@ -28,37 +28,53 @@ _SAME_RHO = 1e-6  # machines that round differently agree on rho to this
 
 
 class MatchaGraph(GraphManager):
-    """Round t uses matching j of the base graph with probability p_j: few links at a time, the critical ones often.
+    """MATCHA: round t uses matching j of the base graph with probability p_j, so links that matter are used more often.
 
-    Links of a matching work at the same time, so a round costs the matchings that are active: sum_j p_j c_j on
-    average, at most the budget. p keeps the expected graph connected as well as the budget allows and `alpha` is the
-    best weight for it: mix with `LaplacianMixing(graph)`. Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up
-    Decentralized SGD via Matching Decomposition Sampling", ICC 2019, arXiv:1905.09435.
+    Before training, on every rank (the file of each step is on the right):
 
-    The coins of round t are a pure function of (seed, t), so all ranks toss alike and nothing is stored per round.
-    With `budget=1` all links are used in all rounds: D-PSGD, and a static graph.
+        M_1, ..., M_m = the matchings of the base graph                      graph_manager/edge_coloring.py
+        p = argmax_p lambda_2(sum_j p_j L_j)  within the budget              matcha/activation.py
+        alpha = argmin_alpha || E[W^T W] - J ||_2                            matcha/laplacians.py
+
+    Round t, after the local SGD step; L_j is the Laplacian of M_j:
+
+        B_j = 1 with probability p_j, else 0, for each matching j            active(t)
+        W = I - alpha sum_j B_j L_j                                          mixing_manager/laplacian.py
+        x_i = W_ii x_i + sum_k W_ik x_k over the peers k of this round       PushPull
+
+    The links of a matching are used at the same time, so a round costs as much as its active matchings: sum_j p_j c_j
+    on average, which is at most the budget. p makes the expected graph as well connected as the budget allows, and
+    `alpha` is the best weight of a link for it: mix with `LaplacianMixing(graph)`. The B_j of round t are a pure
+    function of (seed, t), so all ranks draw the same ones and nothing is stored per round. With `budget=1` all links
+    are used in all rounds, which is D-PSGD on a static graph.
+
+    Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling", ICC 2019,
+    arXiv:1905.09435.
 
     Args:
-        base: the base graph, undirected and connected with nodes 0..n-1, which `matchings_of` turns into matchings:
-            those published for a predefined graph, else those of `decompose`; or the matchings themselves. Not changed.
-        budget: share of the cost of the full schedule that a round may take on average; above 0, at most 1.
-        budget_seconds: instead of `budget`: expected seconds per round, with `costs` only.
-        seed: of the coins, the same on all ranks; at least 0.
-        costs: seconds per link; a matching takes as long as its slowest. None: each matching costs one.
-        joint: choose p and alpha together for the smallest rho (`joint_probabilities`), not p alone first.
-        periodic: periodic D-PSGD instead: one coin for all matchings, with the budget as its probability.
-        probabilities: instead of a budget: p, one per matching, e.g. planned by one rank for all.
+        base: the base graph, undirected and connected with the nodes 0..n-1. `matchings_of` turns it into matchings:
+            the published ones for a predefined graph, else those of `decompose`. Or the matchings themselves.
+        budget: the share of the cost of all matchings that a round may take on average; above 0, at most 1.
+        budget_seconds: instead of `budget`, the expected seconds per round; needs `costs`.
+        seed: the seed of the B_j, the same on all ranks; at least 0.
+        costs: the seconds that each link takes; a matching takes as long as its slowest link. None: each matching
+            costs 1.
+        joint: whether p and alpha are chosen together for the smallest rho (`joint_probabilities`), instead of one
+            after the other.
+        periodic: whether to run periodic D-PSGD instead: all matchings or none, with the budget as the probability.
+        probabilities: instead of a budget, the probability of each matching, e.g. planned by one rank for all.
 
     Attributes:
         matchings: the links of each matching.
         probabilities: p, a tuple of floats.
-        alpha, rho: the weight of a link, and the factor by which the squared distance from the average shrinks per
-            round in expectation, or better.
-        expected_cost, full_cost: sum_j p_j c_j and sum_j c_j, in seconds with `costs`, else in matchings.
+        alpha: the weight of a link.
+        rho: an upper bound on the factor by which the squared distance from the average shrinks per round, in
+            expectation.
+        expected_cost, full_cost: sum_j p_j c_j and sum_j c_j; in seconds with `costs`, else in matchings.
 
     Raises:
-        ValueError: a base graph, budget, costs, probabilities or seed that are not as above, or several ways to
-            choose p.
+        ValueError: the base graph, the budget, the costs, the probabilities or the seed are not as above, or p is given
+            in several ways.
 
     >>> import networkx as nx
     >>> graph = MatchaGraph(nx.cycle_graph(4), budget=0.5, seed=1)
@@ -83,20 +99,9 @@ class MatchaGraph(GraphManager):
     ) -> None:
         import networkx as nx
 
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise ValueError(f"got seed={seed!r}, expected an int of at least 0, the same on all ranks.")
-        if joint + periodic + (probabilities is not None) > 1:
-            raise ValueError(
-                f"got joint={joint}, periodic={periodic} and probabilities={probabilities}, expected at most one of "
-                f"them: each is another way to choose p. Leave the others out."
-            )
-        if probabilities is not None and not (budget is None and budget_seconds is None):
-            raise ValueError(
-                f"got probabilities beside {budget=} and {budget_seconds=}, expected one of them: p is what a budget "
-                f"is spent on. Leave one out."
-            )
+        self.seed = _checked_seed(seed)
+        _check_one_way_to_choose(joint, periodic, probabilities, budget, budget_seconds)
         self.matchings = matchings_of(base, costs=costs) if isinstance(base, nx.Graph) else as_matchings(base)
-        self.seed = int(seed)
         self.is_periodic = periodic
         seconds = matching_costs(self.matchings, costs)
         if probabilities is None:
@@ -120,17 +125,17 @@ class MatchaGraph(GraphManager):
     ) -> Self:
         """The graph of a plan that `python -m gossip_modules.matcha --output plan.json` wrote.
 
-        Its matchings, probabilities and rho are those of the plan. Ranks whose files differ are told when the model is
-        wrapped.
+        Its matchings, probabilities and rho are those of the plan. Wrapping a model raises an error if the ranks have
+        read different plans.
 
         Args:
-            path: of the JSON file.
-            seed: of the coins, the same on all ranks.
-            joint: take the probabilities that were chosen together with alpha.
-            world_size: ranks that the plan must be for; None: any.
+            path: the JSON file.
+            seed: the seed of the activations, the same on all ranks.
+            joint: whether to take the probabilities that were chosen together with alpha.
+            world_size: the number of ranks that the plan must be for; None: any.
 
         Raises:
-            ValueError: no such file, one that is no plan or a damaged one, or a plan for other ranks.
+            ValueError: there is no such file, it is no plan or a damaged one, or the plan is for other ranks.
         """
         plan = read_plan(path)
         chosen = plan.get("joint") if joint else plan
@@ -145,26 +150,29 @@ class MatchaGraph(GraphManager):
         except (KeyError, TypeError, ValueError) as error:
             what = f"{error} is missing." if isinstance(error, KeyError) else error
             raise ValueError(f"got a damaged plan {path}: {what} {_WRITE_AGAIN}") from error
-        if not abs(graph.rho - planned) <= _SAME_RHO:
-            raise ValueError(
-                f"got a damaged plan {path}: its rho is {planned:.6f}, expected {graph.rho:.6f}, which is that of its "
-                f"matchings and probabilities. {_WRITE_AGAIN}"
-            )
-        if world_size is not None and graph.world_size != world_size:
-            raise ValueError(
-                f"got the plan {path} for {graph.world_size} ranks, expected one for {world_size}, which take part. "
-                f"Start {graph.world_size}, or make a plan for {world_size}: python -m gossip_modules.matcha --help."
-            )
+        graph._check_plan(path, planned, world_size)
         return graph
 
+    def _check_plan(self, path: str | PathLike[str], planned_rho: float, world_size: int | None) -> None:
+        if not abs(self.rho - planned_rho) <= _SAME_RHO:
+            raise ValueError(
+                f"got a damaged plan {path}: its rho is {planned_rho:.6f}, expected {self.rho:.6f}, which is that of "
+                f"its matchings and probabilities. {_WRITE_AGAIN}"
+            )
+        if world_size is not None and self.world_size != world_size:
+            raise ValueError(
+                f"got the plan {path} for {self.world_size} ranks, expected one for {world_size}, which take part. "
+                f"Start {self.world_size}, or make a plan for {world_size}: python -m gossip_modules.matcha --help."
+            )
+
     def active(self, t: int) -> list[bool]:
-        """Whether each matching is used in round `t`. The answer is kept for the next query: do not change it."""
+        """B_j of round `t`: whether each matching is used. The list is kept for the next query: do not change it."""
         last = self._last
         if last is None or last[0] != t:
             self._segment(t)  # refuses t < 0
-            num_coins = 1 if self.is_periodic else len(self.matchings)
+            num_draws = 1 if self.is_periodic else len(self.matchings)
             # Raw output of the bit generator: numpy promises that it never changes, unlike what Generator makes of it.
-            raw = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(t,))).random_raw(num_coins)
+            raw = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(t,))).random_raw(num_draws)
             uniform = (raw >> np.uint64(11)) * 2.0**-53  # [0, 1), so p = 0 is never and p = 1 always
             last = self._last = (t, (uniform < self._thresholds).tolist())
         return last[1]
@@ -184,7 +192,7 @@ class MatchaGraph(GraphManager):
 
     @property
     def is_symmetric(self) -> bool:
-        """True: a matched pair exchanges both ways."""
+        """True: the two ranks of a link send to each other."""
         return True
 
     @cached_property
@@ -198,11 +206,11 @@ class MatchaGraph(GraphManager):
         return len(degrees) == 1 and all(2 * len(matching) == self.world_size for matching in random)
 
     def in_every_round(self, predicate: Callable[[int], bool]) -> bool:
-        """Whether `predicate(0)` holds, for a static graph; else False: random rounds are too many to look at."""
+        """Whether `predicate(0)` is true, for a static graph; else False, as random rounds are too many to check."""
         return not self.is_dynamic and predicate(0)
 
     def __repr__(self) -> str:
-        """Complete, see `GraphManager`; alpha follows from what it shows."""
+        """Complete, see `GraphManager`; alpha is a function of what it shows."""
         digest = sha256(repr(self.matchings).encode()).hexdigest()
         periodic = ", periodic=True" if self.is_periodic else ""
         return (
@@ -211,7 +219,7 @@ class MatchaGraph(GraphManager):
         )
 
     def _segment_period(self, num_peers: int) -> int:
-        """1 when no coin decides anything, else 0: the rounds never repeat."""
+        """1 when every p is 0 or 1, so that all rounds are equal; else 0, since the rounds never repeat."""
         return int(all(p in (0, 1) for p in self.probabilities))
 
 
@@ -219,10 +227,10 @@ _WRITE_AGAIN = "Write it again with python -m gossip_modules.matcha --output."
 
 
 def read_plan(path: str | PathLike[str]) -> dict[str, Any]:
-    """What `python -m gossip_modules.matcha --output` wrote, as plain lists, numbers and strings.
+    """The plan that `python -m gossip_modules.matcha --output` wrote, as plain lists, numbers and strings.
 
     Raises:
-        ValueError: no such file, or another one.
+        ValueError: there is no such file, or it is no plan.
     """
     expected = "expected a plan in JSON, with matchings, probabilities and rho"
     try:
@@ -234,6 +242,31 @@ def read_plan(path: str | PathLike[str]) -> dict[str, Any]:
     if not isinstance(plan, dict) or not {"matchings", "probabilities", "rho"} <= set(plan):
         raise ValueError(f"got the file {path}, {expected}. {_WRITE_AGAIN}")
     return plan
+
+
+def _checked_seed(seed: int) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise ValueError(f"got seed={seed!r}, expected an int of at least 0, the same on all ranks.")
+    return int(seed)
+
+
+def _check_one_way_to_choose(
+    joint: bool,
+    periodic: bool,
+    probabilities: Sequence[float] | None,
+    budget: float | None,
+    budget_seconds: float | None,
+) -> None:
+    if joint + periodic + (probabilities is not None) > 1:
+        raise ValueError(
+            f"got joint={joint}, periodic={periodic} and probabilities={probabilities}, expected at most one of "
+            f"them: each is another way to choose p. Leave the others out."
+        )
+    if probabilities is not None and not (budget is None and budget_seconds is None):
+        raise ValueError(
+            f"got probabilities beside {budget=} and {budget_seconds=}, expected one of them: a budget is used to "
+            f"choose p. Leave one out."
+        )
 
 
 def _plan(

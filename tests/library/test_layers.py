@@ -24,6 +24,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "compression": set(),
         "transport": set(),
         "matcha": {"graph_manager"},
+        "matching": {"matcha"},
         "mixing_manager": {"graph_manager", "matcha"},
         "mpi": {"transport"},
         "gossip": _LOCKSTEP - {"gossip"},
