@@ -1,4 +1,4 @@
-"""How long each link of a base graph takes: the costs that a communication budget in seconds is made of."""
+"""How long each link of a base graph takes: the costs that a communication budget in seconds is based on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..graph_manager.edge_coloring import Edge, as_matchings, decompose, world_size
+from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, decompose, world_size
 from ..transport.process_group import Transport
 
 if TYPE_CHECKING:
@@ -27,26 +27,27 @@ def measure_link_times(
     num_repeats: int = 5,
     device: torch.device = _CPU,
 ) -> dict[Edge, float]:
-    """Seconds that each link takes to exchange `num_bytes` both ways, the same dict on every rank.
+    """The seconds that each link takes to exchange `num_bytes` in both directions, the same dict on every rank.
 
-    Matching by matching, so that no rank serves two links at once; the links of one matching run together, as they
-    will in training. A link's time is the median over the repeats at its slower end. All ranks call this at the same
-    time, with the same arguments, while nothing else is in flight on `transport`. Give the result as `costs`.
+    Matchings are measured one after the other, so that no rank serves two links at once; the links of one matching run
+    at the same time, as they do in training. The time of a link is the median over the repeats at its slower end. All
+    ranks call this at the same time with the same arguments, while nothing else is in flight on `transport`. Pass the
+    result to `MatchaGraph` as `costs`.
 
     Args:
-        base: the base graph with nodes 0..n-1, or its matchings.
-        transport: over the n ranks.
-        num_bytes: of a message: those of the model, else latency is what is measured.
-        num_repeats: exchanges per link, at least 1, after one that warms up.
-        device: where the messages live; that of the model.
+        base: the base graph with the nodes 0..n-1, or its matchings.
+        transport: the transport over the n ranks.
+        num_bytes: the size of a message; take the size of the model, since small messages measure the latency only.
+        num_repeats: the number of exchanges per link, at least 1, after one that warms up.
+        device: the device of the messages; take that of the model.
 
     Returns:
         Seconds by link (u, v), u < v, ascending.
 
     Raises:
-        ValueError: not a connected base graph or not its matchings, of another size than the transport's, or a
-            count below 1.
-        TimeoutError, ConnectionError: naming the peer.
+        ValueError: base is not a connected graph or its matchings, it has another size than the transport, or a count
+            is below 1.
+        TimeoutError, ConnectionError: a peer did not answer; the message names it.
     """
     import networkx as nx
 
@@ -58,7 +59,16 @@ def measure_link_times(
             f"got a base graph of {world_size(matchings)} ranks, expected {transport.world_size}, the size of the "
             f"transport. Build the graph with that many nodes."
         )
-    outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    own = _own_seconds(transport, matchings, torch.zeros(num_bytes, dtype=torch.uint8, device=device), num_repeats)
+    gathered = torch.empty(transport.world_size * len(own), dtype=torch.float64)
+    transport.all_gather(gathered, own, what="measure_link_times")
+    seconds = gathered.view(transport.world_size, -1).tolist()
+    links = ((index, u, v) for index, matching in enumerate(matchings) for u, v in matching)
+    return dict(sorted(((u, v), max(seconds[u][index], seconds[v][index])) for index, u, v in links))
+
+
+def _own_seconds(transport: Transport, matchings: Sequence[Matching], outgoing: Tensor, num_repeats: int) -> Tensor:
+    """The seconds of this rank's link in each matching, float64 [M, at least 1]; 0 where it has none."""
     incoming = torch.empty_like(outgoing)
     own = torch.zeros(max(len(matchings), 1), dtype=torch.float64)
     for index, matching in enumerate(matchings):
@@ -67,20 +77,11 @@ def measure_link_times(
         if peer is not None:
             times = [_exchange_seconds(transport, peer, outgoing, incoming, tag=i) for i in range(num_repeats + 1)]
             own[index] = statistics.median(times[1:])
-    gathered = torch.empty(transport.world_size * len(own), dtype=torch.float64)
-    transport.all_gather(gathered, own, what="measure_link_times")
-    seconds = gathered.view(transport.world_size, -1).tolist()
-    return dict(
-        sorted(
-            (edge, max(seconds[edge[0]][index], seconds[edge[1]][index]))
-            for index, matching in enumerate(matchings)
-            for edge in matching
-        )
-    )
+    return own
 
 
 def _exchange_seconds(transport: Transport, peer: int, outgoing: Tensor, incoming: Tensor, *, tag: int) -> float:
-    # A first byte both ways, so that waiting for a peer that is late does not count as the link's time.
+    # One byte is exchanged first, so that waiting for a late peer does not count as the time of the link.
     transport.exchange({peer: [outgoing[:1]]}, {peer: [incoming[:1]]}, tag=2 * tag).wait()
     _finish_device(incoming)
     start = time.perf_counter()
@@ -90,5 +91,5 @@ def _exchange_seconds(transport: Transport, peer: int, outgoing: Tensor, incomin
 
 
 def _finish_device(x: Tensor) -> None:
-    if x.is_cuda:  # there waits are in stream order
+    if x.is_cuda:  # wait() only orders the stream there
         torch.cuda.synchronize(x.device)

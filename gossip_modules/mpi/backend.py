@@ -10,9 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ..transport.process_group import DEFAULT_TIMEOUT
+from .barrier import timed_barrier
 from .group import BACKEND, MpiProcessGroup
 from .library import load_mpi
-from .work import MpiWork, meet
+from .work import MpiWork
 
 _ADDRESS_BYTES = 1024
 
@@ -92,6 +93,6 @@ def _make_group(opts: Any, _: object) -> MpiProcessGroup:
         ranks = list(range(world.size))
     # Making a communicator has no timeout of its own, and must not meet another that is being made.
     tag = zlib.crc32(str(opts.group_id).encode()) % int(world.Get_attr(mpi.TAG_UB))
-    meet(world, ranks, names=range(world.size), timeout=opts.timeout, tag=tag)
+    timed_barrier(world, ranks, names=range(world.size), timeout=opts.timeout, tag=tag)
     comm = world.Create_group(world.group.Incl(ranks), tag)
     return MpiProcessGroup(comm, names=ranks, timeout=opts.timeout)

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .barrier import timed_barrier
 from .library import bytes_of, elements_of, load_mpi, message_of, operation, reduced_as
-from .work import Completer, MpiWork, meet
+from .work import Completer, MpiWork
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Op, Request
@@ -191,7 +192,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """
         self._require_open()
         timeout = timeout or self._timeout
-        meet(self._comm, range(self.size()), names=self._names, timeout=timeout, tag=self._barrier_tag)
+        timed_barrier(self._comm, range(self.size()), names=self._names, timeout=timeout, tag=self._barrier_tag)
 
     # The end.
 

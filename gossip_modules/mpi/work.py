@@ -18,11 +18,11 @@ from torch import Tensor
 from .library import abort_at_exit, load_mpi
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm, Request, Status
+    from mpi4py.MPI import Request, Status
 
 _NUM_YIELDS = 50  # polls that only let others run, before polls that sleep
 _FIRST_SLEEP, _NUM_DOUBLINGS = 1e-5, 7  # seconds; up to 1.28 ms
-_GRACE = timedelta(seconds=1)  # for what should end at once
+GRACE = timedelta(seconds=1)  # for an operation that should end at once
 _held: set[MpiWork] = set()  # their memory belongs to MPI, whoever has forgotten them
 
 
@@ -114,7 +114,7 @@ class MpiWork(dist.Work):
             if self._expected_bytes is None:  # what others take part in cannot be taken back
                 return
             self._request.Cancel()
-            if self._test_until(time.monotonic() + _GRACE.total_seconds()) and not self._status.Is_cancelled():
+            if self._test_until(time.monotonic() + GRACE.total_seconds()) and not self._status.Is_cancelled():
                 self._error = None  # the message came after all
                 self._complete()
 
@@ -203,7 +203,7 @@ def _release_all() -> None:
     """Cancel what can be, before MPI_Finalize waits for it; see [Note: the end of a process]."""
     for work in tuple(_held):
         work.cancel("the process ends")
-    deadline = time.monotonic() + _GRACE.total_seconds()
+    deadline = time.monotonic() + GRACE.total_seconds()
     if not all(work._test_until(deadline) for work in tuple(_held)):
         abort_at_exit()
 
@@ -253,48 +253,3 @@ def pause(num_polls: int) -> None:
     """Let others run between two polls; see [Note: polling]."""
     doublings = min((num_polls - _NUM_YIELDS) // 4, _NUM_DOUBLINGS)
     time.sleep(0 if num_polls < _NUM_YIELDS else _FIRST_SLEEP * 2**doublings)
-
-
-def meet(comm: Intracomm, ranks: Sequence[int], *, names: Sequence[int], timeout: timedelta, tag: int) -> None:
-    """Return when all of `ranks` are here: they tell the first of them, who tells them.
-
-    Args:
-        comm: of them and others.
-        ranks: of `comm`, this one among them, in the same order everywhere.
-        names: the global rank of each rank of `comm`, for error messages.
-        timeout: after which the first gives up, and tells the others who is missing.
-        tag: of these messages alone.
-
-    Raises:
-        RuntimeError: naming the ranks that have not come.
-    """
-    mpi = load_mpi()
-    leader, me = ranks[0], names[comm.rank]
-    is_absent = bytearray(len(ranks))
-
-    def send(data: bytearray, peer: int) -> MpiWork:
-        what = f"rank {me}: word to rank {names[peer]} that all meet"
-        return MpiWork(comm.Isend([data, mpi.BYTE], peer, tag), what=what, timeout=timeout, buffers=[data])
-
-    def receive(data: bytearray, peer: int, limit: timedelta) -> MpiWork:
-        what, n = f"rank {me}: word from rank {names[peer]} that all meet", len(data)
-        request = comm.Irecv([data, mpi.BYTE], peer, tag)
-        return MpiWork(request, what=what, timeout=limit, buffers=[data], expected_bytes=n)
-
-    if comm.rank != leader:
-        send(bytearray(1), leader).wait()
-        receive(is_absent, leader, timeout + _GRACE).wait()
-    else:
-        deadline = time.monotonic() + timeout.total_seconds()
-        words = [receive(bytearray(1), peer, timeout) for peer in ranks[1:]]
-        for i, word in enumerate(words, start=1):
-            try:
-                word.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-            except RuntimeError:  # named below, with all others who are missing
-                is_absent[i] = 1
-        for i, peer in enumerate(ranks):
-            if not is_absent[i] and peer != leader:
-                send(is_absent, peer).wait()
-    if any(is_absent):
-        missing = [names[rank] for rank, absent in zip(ranks, is_absent) if absent]
-        raise RuntimeError(f"rank {me}: ranks {missing} have not come within {timeout.total_seconds():g} s")
