@@ -1,4 +1,7 @@
-"""Who talks to whom in each round: every graph, and how to make one by its name."""
+"""Who sends to whom in each round: all graphs, and how to make one by its name.
+
+The random graph of MATCHA, which is planned from one of these, is `gossip_modules.MatchaGraph` in the package `matcha`.
+"""
 
 from .base import GraphManager
 from .butterfly_groups import ButterflyGroups
@@ -10,10 +13,10 @@ from .dynamic_graphs import (
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
-from .named_graphs import named_graph
+from .named_graphs import default_graph, named_graph
 from .predefined_graphs import select_graph
 from .shift_graph import MirroredGraph, ShiftGraph
-from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
+from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph, networkx_graph
 
 __all__ = [
     "ButterflyGroups",
@@ -31,6 +34,8 @@ __all__ = [
     "RingGraph",
     "ShiftGraph",
     "TorusGraph",
+    "default_graph",
     "named_graph",
+    "networkx_graph",
     "select_graph",
 ]

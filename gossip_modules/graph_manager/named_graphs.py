@@ -1,4 +1,4 @@
-"""The one table of communication graphs by name: for command lines, pictures and the simulator."""
+"""Communication graphs by name, for command lines, pictures and the simulator; and the graphs used by default."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
     "hypercube": HypercubeGraph,
     "complete": CompleteGraph,
 }
-"""Graphs of any number of ranks; all but bipartite-complete, which makes pairs, take `peers_per_itr`."""
+"""Graphs for any number of ranks. All take `peers_per_itr`; bipartite-complete makes pairs and accepts only 1."""
 
 STATIC_GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
     name: GRAPHS[name] for name in ("ring", "torus", "hypercube", "complete")
 }
-"""Those of GRAPHS that are undirected and never change when a round takes all neighbours."""
+"""The graphs of GRAPHS that are undirected, and that never change when a round uses all neighbours."""
 
 PREDEFINED_GRAPHS: Mapping[str, int] = {f"matcha{index}": index for index in range(6)}
-"""The base graphs of the MATCHA experiments by their index, see `select_graph`: undirected, of 8 or 16 ranks."""
+"""The base graphs of the MATCHA experiments and their index in `select_graph`: undirected, 8 or 16 ranks."""
 
 
 def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, int] | None = None) -> GraphManager:
     """The graph of that name.
 
     Args:
-        name: key of GRAPHS or PREDEFINED_GRAPHS.
-        world_size: ranks of the graph; a predefined one has its own number.
-        peers_per_itr: peers per round, or a schedule of it; None: all neighbours on a graph of STATIC_GRAPHS or
-            PREDEFINED_GRAPHS, which then never changes, and one peer on others.
+        name: a key of GRAPHS or PREDEFINED_GRAPHS.
+        world_size: the number of ranks; a predefined graph has its own number and refuses others.
+        peers_per_itr: the number of peers per round, or a schedule of it. None: all neighbours on a graph of
+            STATIC_GRAPHS or PREDEFINED_GRAPHS, which then never changes, and one peer on others.
 
     Raises:
         ValueError: there is no such graph, none of that size, or it has fewer peers.
@@ -73,6 +73,35 @@ def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, in
     return GRAPHS[name](world_size, peers_per_itr=peers_per_itr)
 
 
+def default_graph(world_size: int, *, push_sum: bool, peers_per_itr: int | Mapping[int, int] = 1) -> GraphManager:
+    """The graph that is used where the user names none.
+
+    With push-sum it is the exponential graph. Without, the graph has to be undirected: pairs on the bipartite
+    exponential graph if the number of ranks is even, else a ring on which one peer per round means both neighbours.
+
+    Args:
+        world_size: the number of ranks.
+        push_sum: whether the graph may be directed.
+        peers_per_itr: the number of peers per round, or a schedule of it.
+
+    Raises:
+        ValueError: the graph has fewer peers.
+
+    >>> default_graph(5, push_sum=False).out_peers(rank=0, t=0)
+    (1, 4)
+    """
+    if push_sum:
+        return NPeerDynamicDirectedExponentialGraph(world_size, peers_per_itr=peers_per_itr)
+    if world_size % 2 == 0:
+        return DynamicBipartiteExponentialGraph(world_size, peers_per_itr=peers_per_itr)
+    return undirected_ring(world_size) if peers_per_itr == 1 else RingGraph(world_size, peers_per_itr=peers_per_itr)
+
+
+def undirected_ring(world_size: int) -> RingGraph:
+    """The ring with both neighbours in every round; in a world of two they are one rank."""
+    return RingGraph(world_size, peers_per_itr=2 if world_size > 2 else 1)
+
+
 def num_neighbours(name: str, world_size: int) -> int:
-    """How many distinct peers a rank has on a graph of STATIC_GRAPHS; 1 in a world of one."""
+    """The number of distinct peers of a rank on a graph of STATIC_GRAPHS; 1 in a world of one."""
     return max(1, len(STATIC_GRAPHS[name](world_size).phone_book(0)))

@@ -14,6 +14,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from .base import GraphManager, as_count
+from .edge_coloring import excerpt
 from .shift_graph import ShiftGraph, distinct
 
 if TYPE_CHECKING:
@@ -165,12 +166,12 @@ class NetworkXGraph(GraphManager):
         n = graph.number_of_nodes()
         if n == 0 or set(graph.nodes) != set(range(n)):
             raise ValueError(
-                f"NetworkXGraph: got the nodes {_excerpt(graph.nodes)}, expected the ranks 0 to {max(n - 1, 0)}. "
+                f"NetworkXGraph: got the nodes {excerpt(graph.nodes)}, expected the ranks 0 to {max(n - 1, 0)}. "
                 f"Rename them with networkx.convert_node_labels_to_integers(graph)."
             )
         if loops := sorted(nx.nodes_with_selfloops(graph)):
             raise ValueError(
-                f"NetworkXGraph: got self-loops at {_excerpt(loops)}, expected none: a rank's share of itself is a "
+                f"NetworkXGraph: got self-loops at {excerpt(loops)}, expected none: a rank's share of itself is a "
                 f"matter of mixing. Remove them with graph.remove_edges_from(list(networkx.selfloop_edges(graph)))."
             )
         components = nx.strongly_connected_components if graph.is_directed() else nx.connected_components
@@ -178,7 +179,7 @@ class NetworkXGraph(GraphManager):
         if len(pieces) > 1:
             wanted = "strongly connected digraph" if graph.is_directed() else "connected graph"
             raise ValueError(
-                f"NetworkXGraph: got a graph in {len(pieces)} pieces (one is {_excerpt(pieces[0])}), "
+                f"NetworkXGraph: got a graph in {len(pieces)} pieces (one is {excerpt(pieces[0])}), "
                 f"expected a {wanted}: the ranks could never agree. Add edges between the pieces."
             )
         self._out = _sorted_rows(graph.adj, n)
@@ -224,11 +225,24 @@ class NetworkXGraph(GraphManager):
         return sha256(repr(self._out).encode()).hexdigest()
 
 
+def networkx_graph(graph: GraphManager) -> nx.Graph:
+    """The links that an undirected graph ever uses, as a networkx graph with ascending nodes: a base for MATCHA.
+
+    Raises:
+        ValueError: the graph is directed.
+
+    >>> networkx_graph(RingGraph(4, peers_per_itr=2)).number_of_edges()
+    4
+    """
+    import networkx as nx
+
+    if not graph.is_symmetric:
+        raise ValueError(f"got {graph!r}, expected an undirected graph, e.g. RingGraph(n, peers_per_itr=2).")
+    links = nx.Graph()
+    links.add_nodes_from(range(graph.world_size))
+    links.add_edges_from((i, j) for i in range(graph.world_size) for j in graph.phone_book(i))
+    return links
+
+
 def _sorted_rows(neighbours: Mapping[Any, Iterable[Any]], n: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(map(int, neighbours[rank]))) for rank in range(n))
-
-
-def _excerpt(items: Iterable[Any]) -> str:
-    """The first few of `items`, for an error message."""
-    shown = list(items)
-    return f"{shown[:8]}"[:-1] + (", ...]" if len(shown) > 8 else "]")

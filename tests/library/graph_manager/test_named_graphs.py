@@ -9,9 +9,11 @@ from gossip_modules.graph_manager.named_graphs import (
     GRAPHS,
     PREDEFINED_GRAPHS,
     STATIC_GRAPHS,
+    default_graph,
     named_graph,
     num_neighbours,
 )
+from gossip_modules.graph_manager.static_graphs import networkx_graph
 from train.methods import graphs as train_graphs
 
 
@@ -47,6 +49,39 @@ def test_predefined_graphs_have_their_size(name: str, index: int) -> None:
         ValueError, match=rf"got graph='{name}' for 7 nodes, expected the {expected.world_size} .*; start"
     ):
         named_graph(name, 7)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+@pytest.mark.parametrize("push_sum", [False, True])
+def test_the_default_graph_connects_all_ranks(n: int, push_sum: bool) -> None:
+    """Undirected without push-sum, whatever the world; and one peer per round but on the ring."""
+    graph = default_graph(n, push_sum=push_sum)
+    mixing = gm.UniformMixing(graph) if push_sum else gm.MetropolisHastingsMixing(graph)
+    assert mixing.is_doubly_stochastic
+    assert n == 1 or mixing.spectral_gap() > 0
+    assert graph.num_peers(0) == (0 if n == 1 else 2 if n % 2 and not push_sum else 1)
+
+
+def test_the_default_graph_takes_more_peers() -> None:
+    assert default_graph(9, push_sum=True, peers_per_itr={0: 2, 5: 1}).num_peers(4) == 2
+    assert default_graph(8, push_sum=False, peers_per_itr=2).num_peers(0) == 2
+    with pytest.raises(ValueError, match="RingGraph: got peers_per_itr=3, expected 1 to 2"):
+        default_graph(9, push_sum=False, peers_per_itr=3)
+
+
+@pytest.mark.parametrize("name", [*STATIC_GRAPHS, "bipartite-linear"])
+def test_a_graph_as_networkx_and_back(name: str) -> None:
+    graph = named_graph(name, 8)
+    links = networkx_graph(graph)
+    assert list(links.nodes) == list(range(8))
+    assert {frozenset(link) for link in links.edges} == {
+        frozenset((i, j)) for i in range(8) for t in range(graph.period) for j in graph.out_peers(i, t)
+    }
+
+
+def test_a_directed_graph_is_no_base_for_matchings() -> None:
+    with pytest.raises(ValueError, match=r"got RingGraph.*, expected an undirected graph"):
+        networkx_graph(gm.RingGraph(8))
 
 
 def test_what_is_no_graph_is_named() -> None:
