@@ -10,9 +10,8 @@ from ..graph_manager.base import GraphManager
 from ..graph_manager.dynamic_graphs import (
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
-    NPeerDynamicDirectedExponentialGraph,
 )
-from ..graph_manager.static_graphs import RingGraph
+from ..graph_manager.named_graphs import default_graph, undirected_ring
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, UniformMixing
 from ..mixing_manager.laplacian import LaplacianMixing
@@ -59,7 +58,7 @@ def choose_mixing(
         return mixing
     is_undirected = gossiper is not None and gossiper.needs_symmetric_weights
     if graph is None:
-        graph = _undirected_ring(world_size) if is_undirected else _default_graph(push_sum, world_size)
+        graph = undirected_ring(world_size) if is_undirected else default_graph(world_size, push_sum=push_sum)
     if isinstance(graph, MatchaGraph):
         return LaplacianMixing(graph)
     if (push_sum and not is_undirected) or not graph.is_symmetric:
@@ -95,15 +94,3 @@ def choose_bipartite_mixing(
             "use DynamicBipartiteExponentialGraph, DynamicBipartiteLinearGraph or DynamicBipartiteCompleteGraph"
         )
     return mixing
-
-
-def _default_graph(push_sum: bool, world_size: int) -> GraphManager:
-    if push_sum:
-        return NPeerDynamicDirectedExponentialGraph(world_size)
-    if world_size % 2 == 0:
-        return DynamicBipartiteExponentialGraph(world_size)
-    return _undirected_ring(world_size)
-
-
-def _undirected_ring(world_size: int) -> GraphManager:
-    return RingGraph(world_size, peers_per_itr=2 if world_size > 2 else 1)
