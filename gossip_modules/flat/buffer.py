@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .layout import FlatLayout, Part
+from .layout import FlatLayout
+from .slots import Slot, check, in_order, real_dtype, real_numel, view_like
 from .vector import FlatVector
-
-_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-_RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
-
-
-class _Slot(NamedTuple):
-    """One tensor of the module and the place in the vector that it views."""
-
-    owner: nn.Module
-    attribute: str
-    name: str
-    tensor: Tensor
-    is_parameter: bool
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """Where the module holds the tensor under its name."""
-        return self.owner._parameters if self.is_parameter else self.owner._buffers
-
-    @property
-    def part(self) -> Part:
-        """What a code may know of it. Memory order is dim 0 by the rest in any memory format."""
-        return Part.of(self.tensor, is_buffer=not self.is_parameter)
-
-    def signature(self) -> str:
-        """Everything that two ranks must agree on."""
-        strides = "" if self.tensor.is_contiguous() else f" strides {tuple(self.tensor.stride())}"
-        return f"{self.name} {tuple(self.tensor.shape)} {self.tensor.dtype}{strides}"
 
 
 class FlatBuffer:
@@ -83,7 +55,7 @@ class FlatBuffer:
         self._excluded: frozenset[str] = frozenset(self._non_finite_buffers()) if include_buffers else frozenset()
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._views: list[Tensor] = []  # of the vector, one per slot
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
         self._choice = _Choice(module)
@@ -157,8 +129,8 @@ class FlatBuffer:
 
     def attach(self) -> None:
         """Choose which tensors are trained, and make them views of a new vector, keeping their values and strides."""
-        slots = _in_order(self._trained_tensors())
-        _check(slots)
+        slots = in_order(self._trained_tensors())
+        check(slots)
         self._choice = _Choice(self.module)
         self._lay_out(slots)
 
@@ -170,13 +142,13 @@ class FlatBuffer:
         there = ((slot, slot.table.get(slot.attribute)) for slot in self._slots)
         slots = [slot._replace(tensor=tensor) for slot, tensor in there if tensor is not None]
         unique = {id(slot.tensor): slot for slot in reversed(slots)}  # two places may hold one tensor now
-        slots = _in_order(slot for slot in slots if unique[id(slot.tensor)] is slot)
-        _check(slots)
+        slots = in_order(slot for slot in slots if unique[id(slot.tensor)] is slot)
+        check(slots)
         self._lay_out(slots)
 
-    def _lay_out(self, slots: list[_Slot]) -> None:
-        dtypes = list(dict.fromkeys(_real_dtype(slot.tensor) for slot in slots))
-        groups = {dtype: [slot for slot in slots if _real_dtype(slot.tensor) == dtype] for dtype in dtypes}
+    def _lay_out(self, slots: list[Slot]) -> None:
+        dtypes = list(dict.fromkeys(real_dtype(slot.tensor) for slot in slots))
+        groups = {dtype: [slot for slot in slots if real_dtype(slot.tensor) == dtype] for dtype in dtypes}
         parts = {dtype: [slot.part for slot in group] for dtype, group in groups.items()}
         layout = FlatLayout.of(parts.items(), self.num_slices)
         # A new vector, not the old one: the tensors may still view the old one at other offsets.
@@ -188,23 +160,23 @@ class FlatBuffer:
             for segment, group in zip(vector.segments, groups.values(), strict=True):
                 offset = 0
                 for slot in group:
-                    view = _view_like(segment, offset, slot.tensor)
+                    view = view_like(segment, offset, slot.tensor)
                     view.copy_(slot.tensor)
                     slot.tensor.data = view
                     views.append(view)
-                    offset += _real_numel(slot.tensor)
+                    offset += real_numel(slot.tensor)
         self._slots, self._views, self.vector = slots, views, vector
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
         self.parameter_segments = tuple(
-            segment[: sum(_real_numel(slot.tensor) for slot in group if slot.is_parameter)]
+            segment[: sum(real_numel(slot.tensor) for slot in group if slot.is_parameter)]
             for segment, group in zip(vector.segments, groups.values(), strict=True)
         )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": []}  # a copy's tensors are no views; attach() makes them so
 
-    def _trained_tensors(self) -> Iterator[_Slot]:
+    def _trained_tensors(self) -> Iterator[Slot]:
         seen: set[int] = set()
         for prefix, owner in self.module.named_modules():
             tables: tuple[tuple[dict[str, Any], bool], ...] = ((owner._parameters, True), (owner._buffers, False))
@@ -215,7 +187,7 @@ class FlatBuffer:
                         continue
                     if tensor.requires_grad if is_parameter else self._travels(owner, attribute, name, tensor):
                         seen.add(id(tensor))
-                        yield _Slot(owner, attribute, name, tensor, is_parameter)
+                        yield Slot(owner, attribute, name, tensor, is_parameter)
 
     def _travels(self, owner: nn.Module, attribute: str, name: str, buffer: Tensor) -> bool:
         persistent = attribute not in owner._non_persistent_buffers_set
@@ -259,75 +231,3 @@ class _Choice:
             if (parameter is not None and parameter.requires_grad) is not is_trained:
                 return False
         return True
-
-
-def _in_order(slots: Iterable[_Slot]) -> list[_Slot]:
-    """Matrices by shape, vectors, buffers; the sort is stable, so the module's order is kept where these are equal."""
-
-    def key(slot: _Slot) -> tuple[bool, bool, bool, tuple[int, ...]]:
-        if nn.parameter.is_lazy(slot.tensor):
-            raise ValueError(
-                f"got the uninitialised lazy parameter '{slot.name}', expected known shapes; "
-                "run one forward pass before wrapping"
-            )
-        part = slot.part
-        # Complex first, since their addresses must be multiples of twice as many bytes.
-        return part.is_buffer, not slot.tensor.is_complex(), not part.is_matrix, part.shape if part.is_matrix else ()
-
-    return sorted(slots, key=key)
-
-
-def _real_dtype(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-
-
-def _real_numel(tensor: Tensor) -> int:
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def _view_like(segment: Tensor, offset: int, tensor: Tensor) -> Tensor:
-    """The elements of `segment` from `offset` in the dtype and shape of `tensor`, and its strides if they are dense."""
-    strides: tuple[int, ...] = torch.empty(tensor.shape, device="meta").stride()
-    for memory_format in _MEMORY_FORMATS:
-        fits = tensor.dim() == _RANK.get(memory_format, tensor.dim())
-        if fits and tensor.is_contiguous(memory_format=memory_format):
-            strides = tensor.stride()
-            break
-    # A storage of its own over the same bytes: who pickles one parameter gets its bytes, not the whole vector.
-    start = (segment.storage_offset() + offset) * segment.element_size()
-    storage = segment.untyped_storage()[start : start + tensor.numel() * tensor.element_size()]
-    return torch.empty(0, dtype=tensor.dtype, device=segment.device).set_(storage, 0, tensor.shape, strides)
-
-
-def _check(slots: list[_Slot]) -> None:
-    if not any(slot.is_parameter for slot in slots):
-        raise ValueError(
-            "got a module without trainable parameters, expected at least one parameter with requires_grad=True; "
-            "wrap the module that is trained"
-        )
-    for slot in slots:
-        if hasattr(slot.tensor, "placements"):  # DTensor, whose import takes a second
-            raise ValueError(
-                f"got '{slot.name}', a DTensor: the module is sharded over processes, by fully_shard (FSDP2) or a "
-                "parallel plan; expected plain tensors, since every rank gossips a whole model. Wrap the module "
-                "without sharding it; the GPUs of one machine can share one model and its batch with nprocs_per_node"
-            )
-    devices: dict[torch.device, str] = {}
-    for slot in slots:
-        devices.setdefault(slot.tensor.device, slot.name)
-    if len(devices) > 1:
-        found = ", ".join(f"{device} (first: '{name}')" for device, name in devices.items())
-        raise ValueError(f"got parameters on several devices: {found}; expected one device; move the module with .to()")
-    if slots[0].tensor.is_meta:
-        raise ValueError("got parameters on the meta device, expected values; materialise with module.to_empty()")
-    spans = sorted(
-        (slot.tensor.data_ptr(), slot.tensor.data_ptr() + slot.tensor.numel() * slot.tensor.element_size(), slot.name)
-        for slot in slots
-        if slot.tensor.numel()
-    )
-    for (_, stop, first), (start, _, second) in pairwise(spans):
-        if start < stop:
-            raise ValueError(
-                f"got '{first}' and '{second}', distinct tensors that overlap in memory, expected separate storage; "
-                "tie them by assigning one Parameter object to both modules"
-            )

@@ -55,8 +55,8 @@ class FiniteCheck:
 
     def __call__(self, x: FlatVector) -> bool:
         """Whether x, on a GPU the x of the last call, has no infinities or NaN."""
-        totals = [_total(segment).float() for segment in x.segments]
-        return self._is_finite(torch.stack(totals).sum(), lambda: is_finite(x))
+        totals = torch.stack(tuple(map(_total, x.segments)))
+        return self._is_finite(totals.sum(), lambda: is_finite(x))
 
     def of_all(self, tensors: Sequence[Tensor]) -> bool:
         """The same of many tensors: of one device, floating point or complex."""
@@ -83,8 +83,8 @@ class FiniteCheck:
 
 
 def _total(segment: Tensor) -> Tensor:
-    """A number that is finite only if all elements are."""
-    return segment.sum(dtype=torch.float32 if segment.element_size() < 4 else None)
+    """A float32 that is finite only if all elements are."""
+    return segment.sum(dtype=torch.float32 if segment.element_size() < 4 else None).float()
 
 
 def _all_finite(segment: Tensor) -> bool:

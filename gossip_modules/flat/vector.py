@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from .layout import PIECE_BYTES, FlatLayout, Part, Segment
 
 CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a block that is gone over twice, then from cache
+_segments, _weight = attrgetter("segments"), attrgetter("weight")
 CHUNK = 1 << 18  # elements mixed at a time where the storage is narrower than float32: the scratch stays in cache
 
 
@@ -174,12 +176,12 @@ class FlatVector:
 
     def combine_segments_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
         """As `combine_`, without the weight."""
-        for k, x in enumerate(self.segments):
-            _combine_(x, scale, [other.segments[k] for other in others], weights)
+        for x, *parts in zip(self.segments, *map(_segments, others), strict=True):
+            _combine_(x, scale, parts, weights)
 
     def combine_weight_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
         """As `combine_`, the weight alone."""
-        _combine_(self.weight, scale, [other.weight for other in others], weights)
+        _combine_(self.weight, scale, list(map(_weight, others)), weights)
 
     def difference_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> float:
         """self <- c such that alpha * c = scale * self + sum_j weights[j] * others[j]; returns alpha.
@@ -204,14 +206,14 @@ class FlatVector:
         self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
     ) -> None:
         """As `difference_`, without the weight. alpha: `factor(weights)` of the whole vector."""
-        for k, x in enumerate(self.segments):
-            _difference_(x, scale, [other.segments[k] for other in others], weights, alpha)
+        for x, *parts in zip(self.segments, *map(_segments, others), strict=True):
+            _difference_(x, scale, parts, weights, alpha)
 
     def difference_weight_(
         self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
     ) -> None:
         """As `difference_`, the weight alone."""
-        _difference_(self.weight, scale, [other.weight for other in others], weights, alpha)
+        _difference_(self.weight, scale, list(map(_weight, others)), weights, alpha)
 
     def multiply_by_weight_(self) -> None:
         """x = z * w: every segment times the push-sum weight; the weight stays."""

@@ -70,7 +70,8 @@ class TrainingStep(nn.Module):
             self._check_has_trained()
             return
         self._has_trained = True
-        self._unsynced_steps.note_round()
+        if self._unsynced_steps.is_watching:
+            self._unsynced_steps.forget()
         if self._is_step_start:
             self._begin_step()
         self._is_step_start = self._sync

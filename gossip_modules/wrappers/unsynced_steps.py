@@ -14,7 +14,10 @@ class UnsyncedSteps:
 
     A forward in eval mode is an evaluation, even where autograd records it (adversarial examples, saliency maps). It
     is training where gradients of parameters are computed after it and parameters have changed by the next forward.
-    Nothing is done in the forwards of train mode but forgetting.
+    In a forward of train mode the wrapper calls `forget()`, where `is_watching`.
+
+    Attributes:
+        is_watching: whether a forward in eval mode was the last one, so that there is something to forget.
     """
 
     def __init__(self) -> None:
@@ -29,17 +32,13 @@ class UnsyncedSteps:
         self._has_told = state["_has_told"]
 
     def _forget(self) -> None:
-        self._versions: list[int] | None = None
+        self.is_watching = False
+        self._versions: list[int] = []
         self._has_gradients = False
         self._handle: torch.utils.hooks.RemovableHandle | None = None
 
-    def note_round(self) -> None:
-        """A forward that trains: what came before is no more of interest."""
-        if self._versions is not None:
-            self.forget()
-
     def forget(self) -> None:
-        """Parameters are about to change otherwise than by a step: a checkpoint is loaded, say."""
+        """What came before is no more of interest: a forward trains, or a checkpoint is about to be loaded."""
         if self._handle is not None:
             self._handle.remove()
         self._forget()
@@ -57,7 +56,7 @@ class UnsyncedSteps:
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         versions = [parameter._version for parameter in trained]
-        is_step = self._has_gradients and self._versions is not None and versions != self._versions
+        is_step = self._has_gradients and self.is_watching and versions != self._versions
         self.forget()
         if self._has_told or not trained:
             return
@@ -68,7 +67,7 @@ class UnsyncedSteps:
                 f"forwards in train mode; call model.train() before the training loop, or, to train in eval mode (with "
                 f"frozen BatchNorm statistics, say), wrap with {name}(..., gossip_in_eval_mode=True)"
             )
-        self._versions = versions
+        self.is_watching, self._versions = True, versions
 
         def note(*_: object) -> None:
             self._has_gradients = True

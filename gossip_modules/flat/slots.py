@@ -1,0 +1,129 @@
+"""Slots: the tensors of a module that are trained, in the order in which they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Part
+
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+_RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+class Slot(NamedTuple):
+    """One tensor of the module and the place in the vector that it views."""
+
+    owner: nn.Module
+    attribute: str
+    name: str
+    tensor: Tensor
+    is_parameter: bool
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Where the module holds the tensor under its name."""
+        return self.owner._parameters if self.is_parameter else self.owner._buffers
+
+    @property
+    def part(self) -> Part:
+        """What a code may know of it. Memory order is dim 0 by the rest in any memory format."""
+        return Part.of(self.tensor, is_buffer=not self.is_parameter)
+
+    def signature(self) -> str:
+        """Everything that two ranks must agree on."""
+        strides = "" if self.tensor.is_contiguous() else f" strides {tuple(self.tensor.stride())}"
+        return f"{self.name} {tuple(self.tensor.shape)} {self.tensor.dtype}{strides}"
+
+
+def in_order(slots: Iterable[Slot]) -> list[Slot]:
+    """Matrices by shape, vectors, buffers; the sort is stable, so the module's order is kept where these are equal."""
+
+    def key(slot: Slot) -> tuple[bool, bool, bool, tuple[int, ...]]:
+        if nn.parameter.is_lazy(slot.tensor):
+            raise ValueError(
+                f"got the uninitialised lazy parameter '{slot.name}', expected known shapes; "
+                "run one forward pass before wrapping"
+            )
+        part = slot.part
+        # Complex first, since their addresses must be multiples of twice as many bytes.
+        return part.is_buffer, not slot.tensor.is_complex(), not part.is_matrix, part.shape if part.is_matrix else ()
+
+    return sorted(slots, key=key)
+
+
+def real_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of the numbers that travel: a complex number is two."""
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+
+
+def real_numel(tensor: Tensor) -> int:
+    """How many numbers travel."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def view_like(segment: Tensor, offset: int, tensor: Tensor) -> Tensor:
+    """The elements of `segment` from `offset` in the dtype and shape of `tensor`, and its strides if they are dense."""
+    strides: tuple[int, ...] = torch.empty(tensor.shape, device="meta").stride()
+    for memory_format in _MEMORY_FORMATS:
+        fits = tensor.dim() == _RANK.get(memory_format, tensor.dim())
+        if fits and tensor.is_contiguous(memory_format=memory_format):
+            strides = tensor.stride()
+            break
+    # A storage of its own over the same bytes: who pickles one parameter gets its bytes, not the whole vector.
+    start = (segment.storage_offset() + offset) * segment.element_size()
+    storage = segment.untyped_storage()[start : start + tensor.numel() * tensor.element_size()]
+    return torch.empty(0, dtype=tensor.dtype, device=segment.device).set_(storage, 0, tensor.shape, strides)
+
+
+def check(slots: Sequence[Slot]) -> None:
+    """Refuse what cannot be one vector.
+
+    Raises:
+        ValueError: see `FlatBuffer`.
+    """
+    if not any(slot.is_parameter for slot in slots):
+        raise ValueError(
+            "got a module without trainable parameters, expected at least one parameter with requires_grad=True; "
+            "wrap the module that is trained"
+        )
+    _check_devices(slots)
+    _check_overlaps(slots)
+
+
+def _check_devices(slots: Sequence[Slot]) -> None:
+    """Plain tensors on one device."""
+    for slot in slots:
+        if hasattr(slot.tensor, "placements"):  # DTensor, whose import takes a second
+            raise ValueError(
+                f"got '{slot.name}', a DTensor: the module is sharded over processes, by fully_shard (FSDP2) or a "
+                "parallel plan; expected plain tensors, since every rank gossips a whole model. Wrap the module "
+                "without sharding it; the GPUs of one machine can share one model and its batch with nprocs_per_node"
+            )
+    devices: dict[torch.device, str] = {}
+    for slot in slots:
+        devices.setdefault(slot.tensor.device, slot.name)
+    if len(devices) > 1:
+        found = ", ".join(f"{device} (first: '{name}')" for device, name in devices.items())
+        raise ValueError(f"got parameters on several devices: {found}; expected one device; move the module with .to()")
+    if slots[0].tensor.is_meta:
+        raise ValueError("got parameters on the meta device, expected values; materialise with module.to_empty()")
+
+
+def _check_overlaps(slots: Sequence[Slot]) -> None:
+    """No two in the same memory."""
+    spans = sorted(
+        (slot.tensor.data_ptr(), slot.tensor.data_ptr() + slot.tensor.numel() * slot.tensor.element_size(), slot.name)
+        for slot in slots
+        if slot.tensor.numel()
+    )
+    for (_, stop, first), (start, _, second) in pairwise(spans):
+        if start < stop:
+            raise ValueError(
+                f"got '{first}' and '{second}', distinct tensors that overlap in memory, expected separate storage; "
+                "tie them by assigning one Parameter object to both modules"
+            )
