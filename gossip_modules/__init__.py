@@ -15,11 +15,13 @@ from .flat.buffer import FlatBuffer
 from .flat.vector import FlatVector
 from .gossip.choco import Choco
 from .gossip.deep_squeeze import DeepSqueeze
-from .gossip.gossiper import GlobalAverage, Gossiper, Mixer
+from .gossip.gossiper import Gossiper
 from .gossip.link_times import measure_link_times
+from .gossip.mixer import GlobalAverage, Mixer
 from .gossip.moniqua import Moniqua
 from .gossip.power_gossip import PowerGossip
-from .gossip.push_sum import PushPull, PushSum
+from .gossip.push_pull import PushPull
+from .gossip.push_sum import PushSum
 from .graph_manager.base import GraphManager
 from .graph_manager.butterfly_groups import ButterflyGroups
 from .graph_manager.dynamic_graphs import (
@@ -43,8 +45,9 @@ from .mixing_manager.laplacian import LaplacianMixing
 from .mixing_manager.matrix import MatrixMixing
 from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
 from .schedule import Schedule
+from .transport.base import Transport
 from .transport.connect import connect
-from .transport.process_group import ProcessGroupTransport, Transport
+from .transport.process_group import ProcessGroupTransport
 from .transport.progress import Progress, job_store
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel

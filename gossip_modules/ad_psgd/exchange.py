@@ -14,8 +14,9 @@ import torch
 
 from ..engine.shared_model import Mailbox
 from ..flat.nonfinite import check_policy, is_finite, refuse
+from ..transport.base import Pending
 from ..transport.listener import GOODBYE_TIMEOUT
-from ..transport.process_group import Pending, ProcessGroupTransport
+from ..transport.process_group import ProcessGroupTransport
 from .presence import Presence
 
 _READY, _CLOSED, _NOT_YET = 0, 1, 2  # the replies of a passive rank

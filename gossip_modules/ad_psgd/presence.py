@@ -9,8 +9,9 @@ from concurrent.futures import Future, wait
 import torch
 from torch import Tensor
 
+from ..transport.base import Pending
 from ..transport.listener import ConnectionLost, Listener
-from ..transport.process_group import Pending, ProcessGroupTransport
+from ..transport.process_group import ProcessGroupTransport
 
 _REQUEST, _SHUTDOWN, _DIED, _LATE = range(4)  # the kinds of messages
 _SECONDS_OF_GRACE = 1.0  # until the message that says why a connection is closed has been handled

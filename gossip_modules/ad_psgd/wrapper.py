@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..flat.nonfinite import check_policy
-from ..gossip.gossiper import GlobalAverage
+from ..gossip.mixer import GlobalAverage
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..transport.connect import connect

@@ -11,7 +11,7 @@ import torch
 
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
-from ..gossip.gossiper import GlobalAverage, Mixer
+from ..gossip.mixer import GlobalAverage, Mixer
 from ..schedule import Action, Schedule
 
 _UNNAMED = "LockstepEngine"  # checkpoints from when there was no other
@@ -165,7 +165,9 @@ class LockstepEngine(Engine):
         """What this step does, None when it skips; advances the step."""
         action = self.schedule.action(self.step)
         self.step += 1
-        return {Action.GOSSIP: self.gossiper, Action.AVERAGE: self.averager, Action.SKIP: None}[action]
+        if action is Action.GOSSIP:
+            return self.gossiper
+        return self.averager if action is Action.AVERAGE else None
 
     def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool) -> NoReturn:
         names, rank = self.gossiper.transport.names, self.gossiper.transport.rank

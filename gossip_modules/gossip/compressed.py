@@ -163,7 +163,8 @@ class CompressedGossiper(Gossiper):
         self._has_failed = self.phase + 1 < self.num_phases
 
     def _wait(self) -> None:
-        messages = self._take_pending()
+        messages, self._pending = self._pending, None
+        assert messages is not None, "no round is in flight: start() comes first"
         # Headers first: where the numbers differ, the messages may have another size.
         self._message_check.wait(self.transport, t=self._t)
         messages.wait()

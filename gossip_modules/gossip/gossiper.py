@@ -1,180 +1,69 @@
-"""What is said in a round: the bases of all algorithms, and the exact global average."""
+"""Gossiper: a round with the peers of a graph, for which an algorithm writes `encode` and `decode`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
-from ..transport.process_group import Pending, Transport
+from ..transport.base import Pending, Transport
+from .mixer import Mixer
+from .pipelined import cut, difference_, is_piecewise, mix_, piecewise
 
-_T = TypeVar("_T", Tensor, FlatVector)
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
-_METHODS = ("is_piecewise", "encode", "decode", "decode_difference", "start", "start_filling", "finish", "difference")
+_MAX_PLANS = 4096  # that are kept: of graphs with a longer period each round is planned anew
 
 
-class Mixer(ABC):
-    """One way of mixing vectors over the ranks: s <- W(t) s, in two halves so that work fits between them.
+class Plan(NamedTuple):
+    """What one rank does in a round: whom it sends to, whom it hears, and its row of W(t), that for buffers apart."""
 
-    `start(s, t)` posts round t. Then either `finish(s)` or `difference(s)` waits and decodes. `s` belongs to the
-    mixer from start to then: it must be neither changed nor freed.
-    """
-
-    needs_symmetric_weights: bool = False  # so the wrapper's default is an undirected ring
-    _is_bound: bool = False
-
-    def bind(self, mixing: MixingManager, transport: Transport) -> None:
-        """Say whom to talk to. Called once, by the wrapper or by the user.
-
-        Raises:
-            ValueError: `mixing` does not suit this algorithm, or it is bound already.
-        """
-        if self._is_bound:
-            raise ValueError(
-                f"got {self}, which belongs to another wrapper (or was bound before), expected a new one: a gossiper "
-                f"has the messages and the memory of one model; make another {type(self).__name__} with the same "
-                "arguments"
-            )
-        self.check(mixing)
-        if mixing.graph.world_size != transport.world_size:
-            raise ValueError(
-                f"got a graph of {mixing.graph.world_size} ranks, expected {transport.world_size}, the size of the "
-                "process group; build the graph with that world size"
-            )
-        self.mixing = mixing
-        self.transport = transport
-        self._is_bound = True
-
-    def check(self, mixing: MixingManager) -> None:
-        """Raise ValueError when the algorithm is wrong with these weights."""
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether the push-sum weight leaves one, so that the estimate is x / w."""
-        return False
-
-    is_skippable: bool = True
-    """Whether a round may be left out after it was received: not where what it said is remembered."""
-
-    @property
-    def own_buffer_weight(self) -> float:
-        """W_ii of the last round that was started, for buffers; 1 = buffers are corrected as parameters are.
-
-        See [Note: late buffers] of `OverlapEngine`.
-        """
-        return 1.0
-
-    @property
-    def sources(self) -> Sequence[int]:
-        """The ranks of the group that this one has heard in the last round that was started."""
-        return range(self.transport.world_size)
-
-    @abstractmethod
-    def start(self, s: FlatVector, t: int) -> None:
-        """Post round t without waiting. s: the vector that is mixed, with its push-sum weight."""
-
-    def pieces(self, s: FlatVector) -> Sequence[FlatVector]:
-        """What s is sent as, one after the other; s itself where it is sent whole. The same on all ranks."""
-        return (s,)
-
-    def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
-        """As `start`, for an s that is not there yet.
-
-        Args:
-            s: its weight is there.
-            t: the round.
-            fill: `fill(k)` writes piece k of `pieces(s)`; called once for each, in their order, just before it is sent
-                where s is sent in pieces. Calls with larger numbers (the weight's) may follow; they mean nothing.
-        """
-        for k in range(len(self.pieces(s))):
-            fill(k)
-        self.start(s, t)
-
-    @abstractmethod
-    def finish(self, s: FlatVector) -> None:
-        """Wait, then s <- W(t) s. In place; the fast way when nothing changed meanwhile.
-
-        Raises:
-            TimeoutError, ConnectionError: naming the peer and the round.
-        """
-
-    def difference(self, s: FlatVector) -> float:
-        """Wait, then s <- c with alpha * c = (W(t) - I) s; returns alpha. In place; unless overridden by way of a copy.
-
-        This is the correction of the law x <- x + (W - I) s, for x that has moved on since s was taken. Raises as
-        `finish()`.
-        """
-        before = s.clone()
-        self.finish(s)
-        s.add_(before, alpha=-1.0)
-        return 1.0
-
-    def mix(self, x: _T, t: int) -> _T:
-        """x <- W(t) x: one whole round on any contiguous tensor, or on a vector that keeps its push-sum weight."""
-        s = x if isinstance(x, FlatVector) else FlatVector.over(x)
-        self.start(s, t)
-        self.finish(s)
-        return x
-
-    def average(self, x: Tensor, *, num_rounds: int) -> Tensor:
-        """Distributed averaging: the estimate of mean_i x_i after rounds 0, 1, ..., num_rounds - 1.
-
-        Args:
-            x: this rank's value, any shape, floating point or complex; not changed.
-            num_rounds: how many rounds; the error falls with `mixing.spectral_gap()`.
-
-        Returns:
-            A tensor like x, de-biased by the push-sum weight.
-        """
-        result = x.detach().clone(memory_format=torch.contiguous_format)
-        s = FlatVector.over(result)
-        for t in range(num_rounds):
-            self.mix(s, t)
-        s.divide_by_weight_()
-        return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the algorithm remembers from round to round; tensors and plain values only."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave."""
-        if state:
-            raise ValueError(f"got state {sorted(state)} of another algorithm, expected none for {self}")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+    out_peers: tuple[int, ...]
+    in_peers: tuple[int, ...]
+    weights: MixingWeights
+    buffer_weights: MixingWeights
 
 
 class Gossiper(Mixer):
     """A mixer that talks to its peers of round t only; an algorithm writes `encode` and `decode`.
 
-    A round is one exchange, or `num_phases` of them, each encoded when the one before it is decoded.
+    A round is one exchange, or `num_phases` of them, each encoded when the one before it is decoded:
 
-    [Note: whole messages] `decode` gets whole messages, and `encode` may read all of s. Where that is not so, since
-    vectors are sent and mixed in pieces, the class that writes these methods says `is_piecewise = True`. A subclass
-    that overrides one of them gets whole messages again, unless it says so too.
+        start(s, t):   sends, recvs = encode(s, ...)     # this round's messages
+                       pending = transport.exchange(sends, recvs)
+        finish(s):     pending.wait()
+                       decode(s, weights)                # s <- s + (W(t) - I) s
+
+    [Note: whole messages] `decode` gets whole messages, and `encode` may read all of s. A class whose messages are the
+    vectors themselves may have them sent and mixed in pieces: it names their size in `cut_bytes`, marks its methods
+    with `piecewise`, and leaves what arrives in `received`. A subclass that overrides a marked method without the mark
+    gets whole messages again.
 
     Raises (in `start`, `finish` and `difference`):
         TimeoutError, ConnectionError: naming the peer and the round.
     """
 
-    is_piecewise: bool = False
     num_phases: int = 1
     phase: int = 0  # of the round that runs, for `encode` and `decode`
+    received: Sequence[FlatVector] = ()  # where messages are vectors: those of the in-peers, in their order
     _pending: Pending | None = None
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """[Note: whole messages]"""
-        super().__init_subclass__(**options)
-        order = {name: next(i for i, base in enumerate(cls.__mro__) if name in vars(base)) for name in _METHODS}
-        if any(place < order["is_piecewise"] for place in order.values()):
-            cls.is_piecewise = False
+    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `Mixer`."""
+        super().bind(mixing, transport)
+        self._plans: dict[int, Plan] = {}
+        self._period = mixing.period if mixing.period <= _MAX_PLANS else 0
+        self._sends_weight = self.is_weighted
+        # 0: messages go whole. A function of what all ranks agree on, so all cut alike.
+        self._cut_bytes = self.cut_bytes if transport.device.type == "cpu" and is_piecewise(self) else 0
+
+    @property
+    def cut_bytes(self) -> int:
+        """Vectors that are longer are sent in pieces of at most so many bytes; 0: all are sent whole."""
+        return 0
 
     @property
     def own_buffer_weight(self) -> float:
@@ -184,7 +73,7 @@ class Gossiper(Mixer):
     @property
     def sources(self) -> Sequence[int]:
         """See `Mixer`."""
-        return tuple(self._weights.inp)
+        return self._in_peers
 
     @abstractmethod
     def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
@@ -201,20 +90,19 @@ class Gossiper(Mixer):
         self.decode(s, weights)
         return 1.0
 
+    @piecewise
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`."""
         self._begin(t)
         self._post(s, phase=0)
 
-    def _begin(self, t: int) -> None:
-        assert self._pending is None, "a round is in flight: finish() it before the next start()"
-        rank = self.transport.rank
-        self._t, self._weights = t, self.mixing.weights(rank, t)
-        self._buffer_weights = self.mixing.buffer_weights(rank, t)
-        self._out_peers = self.mixing.graph.out_peers(rank, t)
-
+    @piecewise
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`."""
+        """See `Mixer`. If a round in pieces breaks off, s is as before, to rounding."""
+        # What keeps nothing of itself could not be put back.
+        if self._is_cut(s) and self._mixes_pieces() and self._weights.own != 0:
+            mix_(s, self.received, self._weights, self._arrivals(s), num_bytes=self._cut_bytes)
+            return
         self._wait()
         self.decode(s, self._weights)
         for phase in range(1, self.num_phases):
@@ -222,62 +110,73 @@ class Gossiper(Mixer):
             self._wait()
             self.decode(s, self._weights)
 
+    @piecewise
     def difference(self, s: FlatVector) -> float:
         """See `Mixer`. Costs a copy of s where a round has several phases."""
-        if self.num_phases == 1:
-            self._wait()
-            return self.decode_difference(s, self._weights)
-        return super().difference(s)
+        if self.num_phases > 1:
+            return super().difference(s)
+        if self._is_cut(s) and self._mixes_pieces():
+            return difference_(s, self.received, self._weights, self._arrivals(s), num_bytes=self._cut_bytes)
+        self._wait()
+        return self.decode_difference(s, self._weights)
+
+    def _begin(self, t: int) -> None:
+        """The plan of round t, which is kept where it comes again."""
+        assert self._pending is None, "a round is in flight: finish() it before the next start()"
+        plan = self._plans.get(t % self._period) if self._period else None
+        if plan is None:
+            rank, graph = self.transport.rank, self.mixing.graph
+            weights, buffer_weights = self.mixing.weights(rank, t), self.mixing.buffer_weights(rank, t)
+            plan = Plan(graph.out_peers(rank, t), tuple(weights.inp), weights, buffer_weights)
+            if self._period:
+                self._plans[t % self._period] = plan
+        self._t = t
+        self._out_peers, self._in_peers, self._weights, self._buffer_weights = plan
 
     def _post(self, s: FlatVector, phase: int) -> None:
         self.phase = phase
-        sends, recvs = self.encode(s, self._out_peers, tuple(self._weights.inp))
+        sends, recvs = self.encode(s, self._out_peers, self._in_peers)
+        if self._is_cut(s):
+            sends, recvs = (cut(side, s.layout, num_bytes=self._cut_bytes) for side in (sends, recvs))
         self._pending = self.transport.exchange(sends, recvs, tag=self._t)
 
     def _wait(self) -> None:
-        self._take_pending().wait()
-
-    def _take_pending(self) -> Pending:
         assert self._pending is not None, "no round is in flight: start() comes first"
         pending, self._pending = self._pending, None
-        return pending
+        pending.wait()
 
+    # In pieces.
 
-class GlobalAverage(Mixer):
-    """x_i <- mean_j x_j exactly, by all-reduce: W = J. The weight becomes one, since weights sum to the world size.
-
-    Args:
-        transport: over the ranks.
-        sums_weights: whether weights may have another sum, since rounds were left out: the mean of x is then divided by
-            that of the weights.
-    """
-
-    def __init__(self, transport: Transport, *, sums_weights: bool = False) -> None:
-        self.transport = transport
-        self._sums_weights = sums_weights
-        self._round = 0
-
-    @property
-    def own_buffer_weight(self) -> float:
+    def pieces(self, s: FlatVector) -> Sequence[FlatVector]:
         """See `Mixer`."""
-        return 1 / self.transport.world_size
+        return s.pieces(self._cut_bytes) if self._is_cut(s) else (s,)
 
-    def start(self, s: FlatVector, t: int) -> None:
-        """See `Mixer`. The all-reduce itself blocks, in `finish` or `difference`."""
-        self._round = t
+    def _is_cut(self, s: FlatVector) -> bool:
+        return 0 < self._cut_bytes < s.layout.num_bytes
 
-    def finish(self, s: FlatVector) -> None:
+    @piecewise
+    def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
         """See `Mixer`."""
-        for x in s.segments:
-            # A sum of many narrow numbers loses digits, so it is taken in float32.
-            total = x.float() if x.element_size() < 4 else x
-            self._average(total)
-            x.copy_(total)
-        if self._sums_weights:
-            self._average(s.weight)
-            s.divide_by_weight_()
-        s.weight.fill_(1.0)
+        if not self._is_cut(s):
+            super().start_filling(s, t, fill)
+            return
+        self._begin(t)
+        self.phase = 0
+        sends, recvs = self.encode(s, self._out_peers, self._in_peers)
+        if not (sends or recvs):  # nothing travels that could be filled on its way
+            for k in range(len(self.pieces(s))):
+                fill(k)
+        sends, recvs = (cut(side, s.layout, num_bytes=self._cut_bytes) for side in (sends, recvs))
+        self._pending = self.transport.exchange(sends, recvs, tag=self._t, fill=fill)
 
-    def _average(self, x: Tensor) -> None:
-        self.transport.all_reduce(x, what=f"global average in round {self._round}")
-        x.div_(self.transport.world_size)
+    def _mixes_pieces(self) -> bool:
+        """Whether pieces are mixed as they arrive. Buffers with weights of their own wait for the whole."""
+        # Without a round in flight the error is raised where whole messages are waited for.
+        return self._pending is not None and self._buffer_weights == self._weights
+
+    def _arrivals(self, s: FlatVector) -> Iterable[int]:
+        """The pieces that may be mixed, one after the other."""
+        pending, self._pending = self._pending, None
+        assert pending is not None, "`_mixes_pieces` has looked"
+        is_alone = not (self._out_peers or self._in_peers)  # then nothing is sent that could arrive
+        return range(len(self.pieces(s))) if is_alone else pending.arrivals()

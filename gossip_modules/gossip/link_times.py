@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, decompose, world_size
-from ..transport.process_group import Transport
+from ..transport.base import Transport
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..transport.process_group import Pending, Transport
+from ..transport.base import Pending, Transport
 from .message import WORD, Header, MessageBuffer
 
 _HEADER_TAG = -1  # no round has this tag: headers must reach each other even if the two ranks are in different rounds

@@ -40,47 +40,66 @@ def connect(
         RuntimeError: torch.distributed is not initialised.
         ValueError: `comm_device` is neither the CPU nor `module_device`, or `process_group` has another backend.
     """
-    if process_group is None and not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised, expected a process group; start with torchrun and call "
-            "torch.distributed.init_process_group() before wrapping the module"
-        )
     base = _world() if process_group is None else process_group
+    wire = _wire_device(base, module_device, comm_device)
+    found = _backend(base, wire)
+    _check_backend(process_group, wire, found=found, expected=backend)
+    if process_group is not None:
+        return _over(process_group, wire, found, ranks=ranks, timeout=timeout)
+    name = nccl_name(base, wire) if (backend or found) == found == "nccl" else backend or found
+    group = _new_group(ranks, backend=name or "gloo", timeout=timeout)
+    transport = _over(group, wire, name or "gloo", ranks=ranks, timeout=timeout)
+    transport.own_group()
+    # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
+    transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
+    transport.num_bytes_sent = 0
+    return transport
+
+
+def _wire_device(
+    group: dist.ProcessGroup, module_device: torch.device, comm_device: torch.device | str | None
+) -> torch.device:
+    """Where messages live; see `connect`."""
     wire = torch.device(comm_device) if comm_device is not None else module_device
     if wire.type not in ("cpu", module_device.type):
         raise ValueError(f"got comm_device={wire}, expected 'cpu' or the module's device {module_device}")
-    if wire.type == "cuda":
-        wire = module_device
-        if comm_device is None and _backend(base, wire) != "nccl":
-            wire = torch.device("cpu")
-    found = _backend(base, wire)
-    if backend is not None and process_group is not None and found != backend:
+    if wire.type != "cuda":
+        return wire
+    return module_device if comm_device is not None or _backend(group, module_device) == "nccl" else CPU
+
+
+def _check_backend(
+    process_group: dist.ProcessGroup | None, wire: torch.device, *, found: str | None, expected: str | None
+) -> None:
+    """Raise ValueError where messages cannot go; see `connect`."""
+    if expected is not None and process_group is not None and found != expected:
         raise ValueError(
-            f"got a process group whose backend for {wire} tensors is {found}, expected {backend}: these ranks answer "
-            f"each other at any time; pass dist.new_group(backend='{backend}'), or None"
+            f"got a process group whose backend for {wire} tensors is {found}, expected {expected}: these ranks answer "
+            f"each other at any time; pass dist.new_group(backend='{expected}'), or None"
         )
-    backend = backend or found
-    if wire.type == "cuda" and backend == "gloo":
+    if wire.type == "cuda" and (expected or found) == "gloo":
         raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
-    if process_group is None:
-        backend = nccl_name(base, wire) if backend == found == "nccl" else backend
-        base = _new_group(ranks, backend=backend or "gloo", timeout=timeout)
-    elif backend is None:
+
+
+def _over(
+    group: dist.ProcessGroup,
+    wire: torch.device,
+    backend: str | None,
+    *,
+    ranks: Sequence[int] | None,
+    timeout: timedelta,
+) -> ProcessGroupTransport:
+    """A transport over a group that exists; ranks: the global ranks of its members, None where torch knows them."""
+    if backend is None:
         raise ValueError(
             f"got a process group without a backend for {wire} tensors, expected one; for CPU tensors beside NCCL call "
             "init_process_group('cpu:gloo,cuda:nccl'), or pass a Gloo group"
         )
     if ranks is None and dist.is_initialized():
-        ranks = dist.get_process_group_ranks(base)
-    names = range(base.size()) if ranks is None else ranks
-    notes = FailureNotes.of(base, names[base.rank()])
-    transport = ProcessGroupTransport(base, device=wire, timeout=timeout, names=names, notes=notes)
-    if process_group is None:
-        transport.own_group()
-        # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
-        transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
-        transport.num_bytes_sent = 0
-    return transport
+        ranks = dist.get_process_group_ranks(group)
+    names = range(group.size()) if ranks is None else ranks
+    notes = FailureNotes.of(group, names[group.rank()])
+    return ProcessGroupTransport(group, device=wire, timeout=timeout, names=names, notes=notes)
 
 
 def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -113,8 +132,13 @@ def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta)
 
 
 def _world() -> dist.ProcessGroup:
+    """The default group."""
     world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
+    if world is None:
+        raise RuntimeError(
+            "torch.distributed is not initialised, expected a process group; start with torchrun and call "
+            "torch.distributed.init_process_group() before wrapping the module"
+        )
     return world
 
 

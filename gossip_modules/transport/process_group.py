@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .backend import backend_of
-from .exchange import LATE, Exchange, fail, num_bytes_of, wait_for
+from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, fail, wait_for
 from .failure_notes import GONE, SILENT, FailureNotes, describe
 from .named_barrier import AnotherOperation, NotAllCame, meet
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
@@ -22,7 +22,6 @@ from .staging import Staging
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 FOREVER = timedelta(days=365)
-ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
 BARRIER_TAG = PROBE_TAG + 1
 _MIN_TRANSFER = timedelta(seconds=1)  # for a collective after all have come, however late they were
@@ -31,65 +30,7 @@ _MIN_TRANSFER = timedelta(seconds=1)  # for a collective after all have come, ho
 _Options: TypeAlias = Any  # of a collective: AllreduceOptions and its like, which have a timeout
 
 
-class Pending(Protocol):
-    """Bytes on their way."""
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when all have arrived and left, or raise TimeoutError or ConnectionError naming the peer.
-
-        Args:
-            timeout: None = the transport's own.
-        """
-
-    def arrivals(self) -> Iterator[int]:
-        """As `wait()`, piece by piece: yields 0, 1, ... as the tensors of that index may be touched again.
-
-        That is when those of all in-peers have arrived and those to all out-peers have left, since who mixes in place
-        writes over what was sent. On NCCL, which orders streams, all are yielded at once.
-        """
-
-
-class Transport(Protocol):
-    """What gossip needs of a network; ranks are those of the group, tensors are contiguous."""
-
-    rank: int
-    world_size: int
-    device: torch.device  # where messages live on the wire
-    names: Sequence[int]  # the global rank of each member, for error messages
-    num_bytes_sent: int
-
-    def exchange(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        recvs: Mapping[int, Sequence[Tensor]],
-        *,
-        tag: int,
-        what: str = "",
-        fill: Callable[[int], None] | None = None,
-    ) -> Pending:
-        """Post one round: to each rank in `sends` its tensors, from each in `recvs` into its tensors; non-blocking.
-
-        Neither may be touched before `wait()` returned, or `arrivals()` gave their index. Messages of equal tags meet
-        in their order.
-
-        Args:
-            tag: the same at both ends, as are the sizes of the tensors.
-            what: names the exchange in errors; "round <tag>" by default.
-            fill: called with 0, 1, ... just before the tensors of that index are sent, and after those before them
-                were: what it writes there is written while they are on the wire.
-        """
-
-    def all_reduce(self, x: Tensor, *, what: str) -> None:
-        """x <- sum over all ranks, in place; blocking. `what` names the operation in errors."""
-
-    def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
-        """x <- x of rank `source`, in place; blocking."""
-
-    def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
-        """out <- x of every rank, in rank order; `out` is flat, world_size times as long as `x`; blocking."""
-
-
-class ProcessGroupTransport:
+class ProcessGroupTransport(PointToPoint):
     """A transport over one process group that carries nothing else while it is in use, but for other transports.
 
     Sends and receives go to the group itself, not through `torch.distributed`'s global state, so that several ranks
@@ -144,20 +85,6 @@ class ProcessGroupTransport:
         )
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group.
-
-        Raises:
-            ValueError: it was released by `close()`.
-        """
-        if self._group is None:
-            raise ValueError(
-                f"rank {self.names[self.rank]}: got an operation among ranks {list(self.names)} after close(), which "
-                "has released their process group, expected it before; or pass a process group of your own"
-            )
-        return self._group
-
-    @property
     def is_closed(self) -> bool:
         """Whether `close()` was called."""
         return not self._lost.alive
@@ -177,42 +104,6 @@ class ProcessGroupTransport:
         if self._use.shared.is_owned:
             self._group = None
         self._use.end()
-
-    def exchange(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        recvs: Mapping[int, Sequence[Tensor]],
-        *,
-        tag: int,
-        what: str = "",
-        fill: Callable[[int], None] | None = None,
-    ) -> Pending:
-        """See `Transport`.
-
-        [Note: receives first] A one-peer round reaches 0.94 of a 1 Gbit/s link with receives posted before sends,
-        0.69 the other way round: Gloo answers a send only once the receive is there.
-        """
-        staging = self._staging
-        messages = (*recvs.values(), *sends.values())
-        staging.expect(sum(map(len, messages)))
-        inbox = [(peer, k, x, staging.twin(x, keep=True)) for peer, xs in recvs.items() for k, x in enumerate(xs)]
-        staging.settle()
-        num_pieces = max(map(len, messages), default=0)
-        self._use.is_active = True
-        exchange = Exchange(self, num_pieces, tag=tag, what=what or f"round {tag}")
-        coming, going = ({peer: sum(map(num_bytes_of, xs)) for peer, xs in side.items()} for side in (recvs, sends))
-        for peer, k, x, twin in inbox:
-            exchange.receive(k, peer, x, twin, total_bytes=coming[peer])
-        for k in range(num_pieces):
-            if fill is not None:
-                fill(k)
-            outbox = [(j, staging.twin(xs[k], fill=True, keep=True)) for j, xs in sends.items() if k < len(xs)]
-            staging.settle()
-            for peer, twin in outbox:
-                exchange.send(k, peer, twin, total_bytes=going[peer])
-                self.num_bytes_sent += num_bytes_of(twin)
-        exchange.begin()
-        return exchange
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""
@@ -303,21 +194,6 @@ class ProcessGroupTransport:
                 gone.append(peer)
         return gone
 
-    def wire_tag(self, tag: int, num_bytes: int, *, total_bytes: int | None = None) -> int:
-        """The backend's tag of a message of round `tag` on this channel.
-
-        It depends on the size, so that messages of two sizes do not meet: Gloo ends the process when a message is
-        longer than what the receiver has room for. Such a receiver waits in vain instead, and says for whom. A piece's
-        depends on the size of all pieces too: who expects fewer would take the first ones for the whole.
-
-        Args:
-            num_bytes: of what is sent at once.
-            total_bytes: of the message that they are a piece of; None: they are all.
-        """
-        rest = 0 if total_bytes is None else total_bytes - num_bytes
-        size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
-        return (self._use.channel << SIZE_BITS | size) << ROUND_BITS | tag % (1 << ROUND_BITS)
-
     def fail(
         self,
         error: RuntimeError,
@@ -346,18 +222,25 @@ class ProcessGroupTransport:
             TimeoutError, ConnectionError: see the function `fail`.
         """
         timeout = timeout or self.timeout
-        is_late = seconds > LATE * timeout.total_seconds()
         if blamed is None:
+            is_late = seconds > LATE * timeout.total_seconds()
             closed = [] if is_late else self.closed_peers()
             blamed = {self.names[peer]: SILENT if is_late else GONE for peer in {*peers, *closed}}
             if closed:
                 note += f", connections to ranks {sorted(self.names[peer] for peer in closed)} are closed"
         if self.notes is not None:
-            self.notes.leave(blamed, what)
-            cause = self.notes.explain(blamed, members=self.names)
-            waited_for = {self.names[peer] for peer in peers} or blamed.keys()
-            if cause.ranks and not cause.ranks & waited_for:  # who was first comes first
-                what = f"{cause.text}: {what}"
-            elif cause.text and cause.text not in note:
-                note += f": {cause.text}"
+            what, note = self._explain(self.notes, what, note, blamed, peers)
         fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout, note=note)
+
+    def _explain(
+        self, notes: FailureNotes, what: str, note: str, blamed: Mapping[int, str], peers: Sequence[int]
+    ) -> tuple[str, str]:
+        """What failed and what else is known, with what other ranks have noted; leaves a note for them."""
+        notes.leave(blamed, what)
+        cause = notes.explain(blamed, members=self.names)
+        waited_for = {self.names[peer] for peer in peers} or blamed.keys()
+        if cause.ranks and not cause.ranks & waited_for:  # who was first comes first
+            return f"{cause.text}: {what}", note
+        if cause.text and cause.text not in note:
+            return what, f"{note}: {cause.text}"
+        return what, note

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..transport.process_group import FOREVER, PROBE_TAG, Pending, ProcessGroupTransport
+from ..transport.base import Pending
+from ..transport.process_group import FOREVER, PROBE_TAG, ProcessGroupTransport
 
 CLOSE_TIMEOUT = timedelta(seconds=2)
 _CLOSE_TIMEOUT_AFTER_FAILURE = timedelta(seconds=0.5)

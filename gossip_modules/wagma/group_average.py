@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch.profiler import record_function
 
 from ..flat.vector import FlatVector
-from ..gossip.gossiper import Mixer
+from ..gossip.mixer import Mixer
 from ..graph_manager.butterfly_groups import ButterflyGroups, Phase
-from ..transport.process_group import Pending, Transport
+from ..transport.base import Pending, Transport
 
 
 class GroupAverage(Mixer):

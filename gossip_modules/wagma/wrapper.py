@@ -16,7 +16,7 @@ from torch import nn
 from ..engine.engine import SyncEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
-from ..gossip.gossiper import GlobalAverage
+from ..gossip.mixer import GlobalAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..schedule import Schedule
 from ..transport.connect import connect

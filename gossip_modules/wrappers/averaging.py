@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector
-from ..gossip.gossiper import GlobalAverage
+from ..gossip.mixer import GlobalAverage
 from ..transport.process_group import ProcessGroupTransport
 
 if TYPE_CHECKING:

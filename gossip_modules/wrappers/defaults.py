@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..gossip.gossiper import Gossiper
-from ..gossip.push_sum import PushPull, PushSum
+from ..gossip.push_pull import PushPull
+from ..gossip.push_sum import PushSum
 from ..graph_manager.base import GraphManager
 from ..graph_manager.dynamic_graphs import (
     DynamicBipartiteCompleteGraph,

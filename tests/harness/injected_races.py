@@ -19,7 +19,8 @@ from gossip_modules.ad_psgd.exchange import BilateralAverage
 from gossip_modules.dpwa.engine import PairwiseEngine
 from gossip_modules.dpwa.wire.fetcher import ModelFetcher
 from gossip_modules.dpwa.wire.snapshot_pool import Snapshot, SnapshotPool
-from gossip_modules.engine.overlap import OverlapEngine, _Filling, _Flight
+from gossip_modules.engine.filling import Filling
+from gossip_modules.engine.overlap import OverlapEngine, _Flight
 from gossip_modules.engine.shared_model import Mailbox
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.wagma.group_average import GroupAverage
@@ -183,7 +184,7 @@ def wait_with_the_lock(patch: pytest.MonkeyPatch) -> None:
 
 def train_while_x_is_filled(patch: pytest.MonkeyPatch) -> None:
     """Training computes with x, and steps, while the gossip thread corrects and copies it."""
-    patch.setattr(_Filling, "wait", lambda filling: None)
+    patch.setattr(Filling, "wait", lambda filling: None)
 
 
 def overwrite_what_is_sent(patch: pytest.MonkeyPatch) -> None:

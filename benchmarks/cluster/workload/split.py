@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.contenders import Contender, HandWritten, HandWrittenBlocking, HandWrittenOverlapped
 from gossip_modules import Gossiper, GossipWrapper, LockstepWrapper, OverlapEngine
-from gossip_modules.transport.process_group import Pending
+from gossip_modules.transport.base import Pending
 
 T = TypeVar("T")
 ROUND, ENCODE, WIRE, OPTIMIZER = "round", "encode", "wire", "optimizer"

@@ -29,8 +29,9 @@ from gossip_modules import (
     connect,
     select_graph,
 )
-from gossip_modules.engine.overlap import _Filling
+from gossip_modules.engine.filling import Filling
 from gossip_modules.flat.layout import PIECE_ALIGNMENT, PIECE_BYTES, FlatLayout, Part
+from gossip_modules.gossip.pipelined import is_piecewise, piecewise
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.library.engine.vectors import BOTH, DIGRAPH, PIECE, random_vector, wide
 
@@ -171,7 +172,7 @@ def test_ever_more_pieces_are_filled_between_two_posts() -> None:
     expected = x.clone().add_(s, alpha=0.5)
     pieces = tuple(zip(x.pieces(PIECE), s.pieces(PIECE), strict=True))
     counts = []
-    with _Filling(x, s, pieces, alpha=0.5) as filling:
+    with Filling(x, s, pieces, alpha=0.5) as filling:
         for k in range(5):
             filling.fill(k)
             counts.append(filling._num_done)
@@ -343,17 +344,20 @@ class Quiet(PushSum):
 class Outspoken(Halved):
     """Says that it knows what it does."""
 
-    is_piecewise = True
+    @piecewise
+    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
+        """See `Halved`."""
+        super().decode(s, weights)
 
 
 def test_who_overrides_a_method_gets_whole_messages() -> None:
-    piecewise = {cls: cls.is_piecewise for cls in (PushPull, PushSum, Quiet, Outspoken, Halved, Doubled)}
-    assert list(piecewise.values()) == [True, True, True, True, False, False]
+    classes = (PushPull, PushSum, Quiet, Outspoken, Halved, Doubled)
+    assert list(map(is_piecewise, classes)) == [True, True, True, True, False, False]
 
     class Heir(Halved):
         """Of a class that is not piecewise."""
 
-    assert not Heir.is_piecewise
+    assert not is_piecewise(Heir)
 
     def body(group: dist.ProcessGroup) -> None:
         mixing = UniformMixing(RingGraph(2))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import ProcessGroupTransport, Transport, connect
-from gossip_modules.transport.process_group import ROUND_BITS
+from gossip_modules.transport.exchange import ROUND_BITS
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, run_ranks, solo_group
 
 SECONDS = 0.4

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from gossip_modules import FlatVector
-from gossip_modules.transport.process_group import Pending
+from gossip_modules.transport.base import Pending
 from gossip_modules.wagma.control import ControlChannel, ControlKind, ControlMessage
 from gossip_modules.wagma.pace import RelativePace
 from gossip_modules.wagma.worker import WaitAvoidingWorker

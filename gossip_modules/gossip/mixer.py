@@ -1,0 +1,189 @@
+"""One round of mixing in two halves: the base of all algorithms, and the exact global average."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..flat.vector import FlatVector
+from ..mixing_manager.base import MixingManager
+from ..transport.base import Transport
+
+_T = TypeVar("_T", Tensor, FlatVector)
+
+
+class Mixer(ABC):
+    """One way of mixing vectors over the ranks: s <- W(t) s, in two halves so that work fits between them.
+
+    `start(s, t)` posts round t. Then either `finish(s)` or `difference(s)` waits and decodes. `s` belongs to the
+    mixer from start to then: it must be neither changed nor freed.
+    """
+
+    needs_symmetric_weights: bool = False  # so the wrapper's default is an undirected ring
+    _is_bound: bool = False
+
+    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+        """Say whom to talk to. Called once, by the wrapper or by the user.
+
+        Raises:
+            ValueError: `mixing` does not suit this algorithm, or it is bound already.
+        """
+        if self._is_bound:
+            raise ValueError(
+                f"got {self}, which belongs to another wrapper (or was bound before), expected a new one: a gossiper "
+                f"has the messages and the memory of one model; make another {type(self).__name__} with the same "
+                "arguments"
+            )
+        self.check(mixing)
+        if mixing.graph.world_size != transport.world_size:
+            raise ValueError(
+                f"got a graph of {mixing.graph.world_size} ranks, expected {transport.world_size}, the size of the "
+                "process group; build the graph with that world size"
+            )
+        self.mixing = mixing
+        self.transport = transport
+        self._is_bound = True
+
+    def check(self, mixing: MixingManager) -> None:
+        """Raise ValueError when the algorithm is wrong with these weights."""
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the push-sum weight leaves one, so that the estimate is x / w."""
+        return False
+
+    is_skippable: bool = True
+    """Whether a round may be left out after it was received: not where what it said is remembered."""
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """W_ii of the last round that was started, for buffers; 1 = buffers are corrected as parameters are.
+
+        See [Note: late buffers] of `OverlapEngine`.
+        """
+        return 1.0
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The ranks of the group that this one has heard in the last round that was started."""
+        return range(self.transport.world_size)
+
+    @abstractmethod
+    def start(self, s: FlatVector, t: int) -> None:
+        """Post round t without waiting. s: the vector that is mixed, with its push-sum weight."""
+
+    def pieces(self, s: FlatVector) -> Sequence[FlatVector]:
+        """What s is sent as, one after the other; s itself where it is sent whole. The same on all ranks."""
+        return (s,)
+
+    def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
+        """As `start`, for an s that is not there yet.
+
+        Args:
+            s: its weight is there.
+            t: the round.
+            fill: `fill(k)` writes piece k of `pieces(s)`; called once for each, in their order, just before it is sent
+                where s is sent in pieces. Calls with larger numbers (the weight's) may follow; they mean nothing.
+        """
+        for k in range(len(self.pieces(s))):
+            fill(k)
+        self.start(s, t)
+
+    @abstractmethod
+    def finish(self, s: FlatVector) -> None:
+        """Wait, then s <- W(t) s. In place; the fast way when nothing changed meanwhile.
+
+        Raises:
+            TimeoutError, ConnectionError: naming the peer and the round.
+        """
+
+    def difference(self, s: FlatVector) -> float:
+        """Wait, then s <- c with alpha * c = (W(t) - I) s; returns alpha. In place; unless overridden by way of a copy.
+
+        This is the correction of the law x <- x + (W - I) s, for x that has moved on since s was taken. Raises as
+        `finish()`.
+        """
+        before = s.clone()
+        self.finish(s)
+        s.add_(before, alpha=-1.0)
+        return 1.0
+
+    def mix(self, x: _T, t: int) -> _T:
+        """x <- W(t) x: one whole round on any contiguous tensor, or on a vector that keeps its push-sum weight."""
+        s = x if isinstance(x, FlatVector) else FlatVector.over(x)
+        self.start(s, t)
+        self.finish(s)
+        return x
+
+    def average(self, x: Tensor, *, num_rounds: int) -> Tensor:
+        """Distributed averaging: the estimate of mean_i x_i after rounds 0, 1, ..., num_rounds - 1.
+
+        Args:
+            x: this rank's value, any shape, floating point or complex; not changed.
+            num_rounds: how many rounds; the error falls with `mixing.spectral_gap()`.
+
+        Returns:
+            A tensor like x, de-biased by the push-sum weight.
+        """
+        result = x.detach().clone(memory_format=torch.contiguous_format)
+        s = FlatVector.over(result)
+        for t in range(num_rounds):
+            self.mix(s, t)
+        s.divide_by_weight_()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm remembers from round to round; tensors and plain values only."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict()` gave."""
+        if state:
+            raise ValueError(f"got state {sorted(state)} of another algorithm, expected none for {self}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class GlobalAverage(Mixer):
+    """x_i <- mean_j x_j exactly, by all-reduce: W = J. The weight becomes one, since weights sum to the world size.
+
+    Args:
+        transport: over the ranks.
+        sums_weights: whether weights may have another sum, since rounds were left out: the mean of x is then divided by
+            that of the weights.
+    """
+
+    def __init__(self, transport: Transport, *, sums_weights: bool = False) -> None:
+        self.transport = transport
+        self._sums_weights = sums_weights
+        self._round = 0
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`."""
+        return 1 / self.transport.world_size
+
+    def start(self, s: FlatVector, t: int) -> None:
+        """See `Mixer`. The all-reduce itself blocks, in `finish` or `difference`."""
+        self._round = t
+
+    def finish(self, s: FlatVector) -> None:
+        """See `Mixer`."""
+        for x in s.segments:
+            # A sum of many narrow numbers loses digits, so it is taken in float32.
+            total = x.float() if x.element_size() < 4 else x
+            self._average(total)
+            x.copy_(total)
+        if self._sums_weights:
+            self._average(s.weight)
+            s.divide_by_weight_()
+        s.weight.fill_(1.0)
+
+    def _average(self, x: Tensor) -> None:
+        self.transport.all_reduce(x, what=f"global average in round {self._round}")
+        x.div_(self.transport.world_size)

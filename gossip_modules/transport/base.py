@@ -1,0 +1,68 @@
+"""What gossip needs of a network, and of bytes on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """Bytes on their way."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return when all have arrived and left, or raise TimeoutError or ConnectionError naming the peer.
+
+        Args:
+            timeout: None = the transport's own.
+        """
+
+    def arrivals(self) -> Iterator[int]:
+        """As `wait()`, piece by piece: yields 0, 1, ... as the tensors of that index may be touched again.
+
+        That is when those of all in-peers have arrived and those to all out-peers have left, since who mixes in place
+        writes over what was sent. On NCCL, which orders streams, all are yielded at once.
+        """
+
+
+class Transport(Protocol):
+    """What gossip needs of a network; ranks are those of the group, tensors are contiguous."""
+
+    rank: int
+    world_size: int
+    device: torch.device  # where messages live on the wire
+    names: Sequence[int]  # the global rank of each member, for error messages
+    num_bytes_sent: int
+
+    def exchange(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        recvs: Mapping[int, Sequence[Tensor]],
+        *,
+        tag: int,
+        what: str = "",
+        fill: Callable[[int], None] | None = None,
+    ) -> Pending:
+        """Post one round: to each rank in `sends` its tensors, from each in `recvs` into its tensors; non-blocking.
+
+        Neither may be touched before `wait()` returned, or `arrivals()` gave their index. Messages of equal tags meet
+        in their order.
+
+        Args:
+            tag: the same at both ends, as are the sizes of the tensors.
+            what: names the exchange in errors; "round <tag>" by default.
+            fill: called with 0, 1, ... just before the tensors of that index are sent, and after those before them
+                were: what it writes there is written while they are on the wire.
+        """
+
+    def all_reduce(self, x: Tensor, *, what: str) -> None:
+        """x <- sum over all ranks, in place; blocking. `what` names the operation in errors."""
+
+    def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
+        """x <- x of rank `source`, in place; blocking."""
+
+    def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
+        """out <- x of every rank, in rank order; `out` is flat, world_size times as long as `x`; blocking."""
