@@ -1,5 +1,8 @@
 """Decentralised (gossip) data-parallel training in PyTorch: the public names."""
 
+import warnings
+from typing import Any
+
 from .ad_psgd.wrapper import BilatGossipDataParallel
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
@@ -52,9 +55,7 @@ from .transport.progress import Progress, job_store
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
 from .wrappers.base import GossipWrapper
-from .wrappers.gossip import GossipDataParallel
-from .wrappers.lockstep_wrapper import LockstepWrapper
-from .wrappers.simple_distributed import SimpleGossipDataParallel
+from .wrappers.gossip import GossipDataParallel, SimpleGossipDataParallel
 
 __all__ = [
     "QSGD",
@@ -87,7 +88,6 @@ __all__ = [
     "Interpolation",
     "LaplacianMixing",
     "LockstepEngine",
-    "LockstepWrapper",
     "LossInterpolation",
     "MatchaGraph",
     "MatrixMixing",
@@ -125,3 +125,17 @@ __all__ = [
     "register_mpi_backend",
     "select_graph",
 ]
+
+_RENAMED = {"LockstepWrapper": "GossipDataParallel"}
+"""Old public names, with those that replace them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"gossip_modules.{name} is now gossip_modules.{_RENAMED[name]}; the old name will go",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return globals()[_RENAMED[name]]

@@ -13,10 +13,11 @@ from ..flat.nonfinite import check_policy
 from ..gossip.mixer import GlobalAverage
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
-from ..transport.connect import connect
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.base import GossipWrapper
 from ..wrappers.defaults import choose_bipartite_mixing
+from ..wrappers.lost import close_when_collected
+from ..wrappers.setup import Links
 from .engine import BilateralEngine
 from .watched_transport import WatchedTransport
 
@@ -36,19 +37,19 @@ class BilatGossipDataParallel(GossipWrapper):
     step as pseudo-code, `BilateralAverage` in ad_psgd/exchange.py an exchange.
 
     Args:
-        module: mutated: its trained tensors become views of one flat vector.
-        graph: bipartite, one peer per round; None = pairs at exponential distances where the world is even, else every
-            active rank meets every passive one in turn.
-        mixing: the weights over that graph; None = one half each.
-        process_group: a Gloo group, used as it is, so it must carry nothing else; None = a new one over all ranks.
-        init_sync: start from the parameters and buffers of rank 0.
-        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
-        gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
-            are training forwards too.
-        on_nonfinite: what to do about a difference of two models that holds infinities or NaN. "raise":
+        module: the model, on its device. Its trained tensors become views of one flat vector.
+        graph: a bipartite graph with one peer per round; None = pairs at exponential distances where the world is
+            even, else every active rank meets every passive one in turn.
+        mixing: the weights of a pair, over that graph; None = one half each.
+        process_group: a Gloo group that carries nothing else; None = a new one over all ranks.
+        timeout: the limit of every wait on a peer. The death of a process is raised at the next step, without waiting
+            for it.
+        on_nonfinite: the reaction to a difference of two models that holds infinities or NaN. "raise":
             FloatingPointError at both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do
             not look.
-        timeout: for every wait on a peer. The death of a process is raised at the next step, without waiting for it.
+        init_sync: whether training starts from the parameters and buffers of rank 0.
+        gossip_buffers: whether pairs average floating-point buffers (BatchNorm statistics) too, or each keeps its own.
+        gossip_in_eval_mode: whether forwards in eval mode with grad enabled train as well, so that they ask a peer.
 
     Raises:
         FloatingPointError: (forward, `flush()`) see `on_nonfinite`.
@@ -73,31 +74,29 @@ class BilatGossipDataParallel(GossipWrapper):
         graph: GraphManager | None = None,
         mixing: MixingManager | None = None,
         process_group: dist.ProcessGroup | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        on_nonfinite: str = "raise",
         init_sync: bool = True,
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
-        on_nonfinite: str = "raise",
-        timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
-        x = self._buffer.vector
-        hello = self._hello(process_group, timeout=timeout)
-        mixing = choose_bipartite_mixing(graph, mixing, world_size=hello.world_size)
-        description = {
-            "graph": repr(mixing.graph),
-            "mixing": repr(mixing),
-            "options (gossip_buffers, init_sync, gossip_in_eval_mode, on_nonfinite)": repr(
-                (gossip_buffers, init_sync, gossip_in_eval_mode, check_policy(on_nonfinite))
-            ),
+        links = Links(process_group, comm_device="cpu", backend="gloo", timeout=timeout)
+        self._place = links.place
+        mixing = choose_bipartite_mixing(graph, mixing, world_size=self._place[1])
+        self._description = {
+            "graph": str(mixing.graph),
+            "mixing": str(mixing),
+            "on_nonfinite": check_policy(on_nonfinite),
+            "init_sync": str(init_sync),
+            "gossip_buffers": str(gossip_buffers),
+            "gossip_in_eval_mode": str(gossip_in_eval_mode),
         }
-        self._agree(hello, description, init_sync=init_sync)
-        self._transport = connect(
-            process_group, module_device=x.raw.device, comm_device="cpu", backend="gloo", timeout=timeout
-        )
-        self._engine = BilateralEngine(mixing, self._transport, x, on_nonfinite=on_nonfinite)
+        self._transport = self._open(links, init_sync=init_sync)
+        self._engine = BilateralEngine(mixing, self._transport, self._buffer.vector, on_nonfinite=on_nonfinite)
         self._watched = WatchedTransport(self._transport, self._engine.join_in)
         self._averager = GlobalAverage(self._watched)
-        self._close_when_collected()
+        close_when_collected(self, self._engine)
 
     def _release(self) -> None:
         self._watched.close()

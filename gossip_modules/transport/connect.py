@@ -40,7 +40,7 @@ def connect(
         RuntimeError: torch.distributed is not initialised.
         ValueError: `comm_device` is neither the CPU nor `module_device`, or `process_group` has another backend.
     """
-    base = _world() if process_group is None else process_group
+    base = group_or_world(process_group)
     wire = _wire_device(base, module_device, comm_device)
     found = _backend(base, wire)
     _check_backend(process_group, wire, found=found, expected=backend)
@@ -100,6 +100,22 @@ def _over(
     names = range(group.size()) if ranks is None else ranks
     notes = FailureNotes.of(group, names[group.rank()])
     return ProcessGroupTransport(group, device=wire, timeout=timeout, names=names, notes=notes)
+
+
+def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`process_group`, or the default group where that is None.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+    """
+    if process_group is not None:
+        return process_group
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised, expected a process group; start with torchrun and call "
+            "torch.distributed.init_process_group() before wrapping the module"
+        )
+    return _world()
 
 
 def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:

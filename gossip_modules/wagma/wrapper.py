@@ -6,6 +6,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,10 @@ from ..flat.nonfinite import check_policy
 from ..gossip.mixer import GlobalAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..schedule import Schedule
-from ..transport.connect import connect
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.base import GossipWrapper
+from ..wrappers.lost import close_when_collected
+from ..wrappers.setup import Links
 from .engine import WaitAvoidingEngine
 from .group_average import GroupAverage
 
@@ -61,25 +63,24 @@ class GroupAverageDataParallel(GossipWrapper):
     IEEE TPDS 2021, arXiv 2005.00124, Algorithm 2. `WaitAvoidingEngine` in wagma/engine.py shows a round as pseudo-code.
 
     Args:
-        module: mutated: its trained tensors become views of one flat vector.
+        module: the model, on its device. Its trained tensors become views of one flat vector.
         group_size: S, a power of two; None = about the square root of the world, see `default_group_size`.
-        sync_period: rounds from one average over all ranks to the next; 0 = never.
-        wait_avoiding: False blocks instead; without effect where groups are of one rank.
-        overlap: take the group's average one step later instead of waiting for it, by the law x <- x + (average - y).
-            Not in the paper.
-        process_group: used as it is, so it must carry nothing else; None = a new group over all ranks. Gloo, if
-            wait-avoiding.
+        sync_period: the number of rounds from one average over all ranks to the next; 0 = there are none.
+        wait_avoiding: whether a group waits for nobody; False blocks, as do groups of one rank.
+        overlap: whether a group's average is taken one step later, by the law x <- x + (average - y), instead of being
+            waited for. Not in the paper.
+        init_sync: whether all ranks begin with the model of rank 0, its buffers included.
+        gossip_buffers: whether group averages include floating-point buffers (BatchNorm statistics).
+        gossip_in_eval_mode: whether a forward in eval mode counts as one of training where grad is enabled, for
+            frozen BatchNorm statistics.
+        process_group: a group that carries nothing else, and of Gloo if wait-avoiding; None = a new one over all ranks.
         comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
             the group has NCCL.
-        init_sync: start from the parameters and buffers of rank 0.
-        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged too, or stay local.
-        gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
-            are training forwards too.
-        on_nonfinite: what to do about a model that holds infinities or NaN. "raise": FloatingPointError at the rank
+        timeout: the time that a rank waits for a peer before it fails.
+        on_nonfinite: the reaction to a model that holds infinities or NaN. "raise": FloatingPointError at the rank
             that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
             not finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread":
             do not look.
-        timeout: for every wait on a peer.
 
     Raises:
         ValueError: arguments that do not fit, or ranks that disagree on model or options.
@@ -105,56 +106,44 @@ class GroupAverageDataParallel(GossipWrapper):
         sync_period: int = 10,
         wait_avoiding: bool = True,
         overlap: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        comm_device: torch.device | str | None = None,
         init_sync: bool = True,
         gossip_buffers: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        comm_device: torch.device | str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
         gossip_in_eval_mode: bool = False,
         on_nonfinite: str = "raise",
-        timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         if sync_period < 0:
             raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
-        x = self._buffer.vector
-        hello = self._hello(process_group, timeout=timeout)
-        groups = ButterflyGroups(hello.world_size, group_size=group_size)
+        links = Links(process_group, comm_device=comm_device, timeout=timeout)
+        self._place = links.place
+        groups = ButterflyGroups(self._place[1], group_size=group_size)
         is_asynchronous = wait_avoiding and groups.group_size > 1
-        if is_asynchronous and comm_device not in (None, "cpu", torch.device("cpu")):
-            raise ValueError(
-                f"got comm_device={comm_device} with wait_avoiding=True, expected 'cpu' or None: threads that answer "
-                "at any time send from CPU memory; pass wait_avoiding=False to stay on the GPU"
-            )
-        options = (
-            *(sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, str(comm_device)),
-            *(gossip_in_eval_mode, check_policy(on_nonfinite)),
-        )
-        description = {
-            "groups": repr(groups),
-            "options (sync_period, wait_avoiding, overlap, init_sync, gossip_buffers, comm_device, "
-            "gossip_in_eval_mode, on_nonfinite)": repr(options),
+        self._description = {
+            "groups": str(groups),
+            "sync_period, wait_avoiding, overlap": str((sync_period, wait_avoiding, overlap)),
+            "init_sync, gossip_buffers, comm_device": str((init_sync, gossip_buffers, str(comm_device))),
+            "gossip_in_eval_mode, on_nonfinite": str((gossip_in_eval_mode, check_policy(on_nonfinite))),
         }
-        self._agree(hello, description, init_sync=init_sync)
-        self._transport = connect(
-            process_group,
-            module_device=x.raw.device,
-            comm_device="cpu" if is_asynchronous else comm_device,
-            backend="gloo" if is_asynchronous else None,
-            timeout=timeout,
-        )
-        self._averager = GlobalAverage(self._transport)
+        self._transport = self._open(_of_threads(links) if is_asynchronous else links, init_sync=init_sync)
         average = GroupAverage(groups, self._transport)
         if is_asynchronous:
-            self._engine = WaitAvoidingEngine(
-                average, self._averager, x, sync_period=sync_period, overlap=overlap, on_nonfinite=on_nonfinite
-            )
-            self._averager = _WatchedAverage(self._engine)
-            self._close_when_collected()
-            self._exit = _close_at_exit(self)
+            self._start_threads(average, sync_period=sync_period, overlap=overlap, on_nonfinite=on_nonfinite)
         else:
+            self._averager = GlobalAverage(self._transport)
             blocking = OverlapEngine if overlap else SyncEngine
             self._engine = blocking(average, Schedule(average_every=sync_period), on_nonfinite=on_nonfinite)
         self.register_load_state_dict_post_hook(_publish_loaded)
+
+    def _start_threads(self, average: GroupAverage, **options: Any) -> None:
+        """Rounds in the background; `options` are those of the engine."""
+        engine = WaitAvoidingEngine(average, GlobalAverage(self._transport), self._buffer.vector, **options)
+        self._engine = engine
+        self._averager = _WatchedAverage(engine)
+        close_when_collected(self, engine)
+        self._exit = _close_at_exit(self)
 
     @property
     def round(self) -> int:
@@ -221,6 +210,16 @@ class GroupAverageDataParallel(GossipWrapper):
                     super().close()
                     raise
         super().close()
+
+
+def _of_threads(links: Links) -> Links:
+    """The links of ranks whose threads answer at any time."""
+    if links.comm_device not in (None, "cpu", torch.device("cpu")):
+        raise ValueError(
+            f"got comm_device={links.comm_device} with wait_avoiding=True, expected 'cpu' or None: threads that answer "
+            "at any time send from CPU memory; pass wait_avoiding=False to stay on the GPU"
+        )
+    return replace(links, comm_device="cpu", backend="gloo")
 
 
 class _WatchedAverage(GlobalAverage):

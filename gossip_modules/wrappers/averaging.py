@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..engine.engine import Engine
+from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..gossip.mixer import GlobalAverage
 from ..transport.process_group import ProcessGroupTransport
@@ -25,6 +27,7 @@ class AveragingMixin(ABC):
     collective: every rank must call them, at the same point of training.
     """
 
+    module: nn.Module  # the one that is wrapped
     _averager: GlobalAverage
     _last_consensus_distance: float = float("nan")
     _is_averaged: bool = False  # inside averaged()
@@ -98,6 +101,38 @@ class AveragingMixin(ABC):
             vector.copy_(saved)
             self._write(vector)
 
+    def averaged_state_dict(self, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
+        """The state dict of the averaged model, under the names of the bare module: what to save of a trained model.
+
+        Collective. The parameters and floating-point buffers are averages over all ranks; whatever else the module
+        keeps (integer buffers, frozen parameters) is this rank's own. Loads into the module without a wrapper.
+
+        Args:
+            rank0_only: whether ranks other than 0 get an empty dict and copy nothing.
+            cpu: whether the tensors are copied to CPU memory, instead of to the device that they are on.
+
+        Returns:
+            Copies, which training does not change.
+
+        Example:
+            >>> state = model.averaged_state_dict()
+            >>> if rank == 0:
+            ...     torch.save(state, "model.pt")
+        """
+        with self.averaged():
+            if rank0_only and self._rank != 0:
+                return {}
+            state = self.module.state_dict()
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.detach().to("cpu" if cpu else value.device, copy=True)
+            return state
+
+    @property
+    def _rank(self) -> int:
+        """This rank among those that average."""
+        return self._averager.transport.rank
+
     def consensus_distance(self) -> float:
         """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
         with self._calling("consensus_distance()"):
@@ -114,3 +149,37 @@ class AveragingMixin(ABC):
             transport.all_reduce(squared, what="the squares of all ranks")
         self._last_consensus_distance = float(squared.item() / transport.world_size) ** 0.5
         return self._last_consensus_distance
+
+
+class FlatAveraging(AveragingMixin):
+    """An `AveragingMixin` whose trained tensors are views of one flat buffer, which an engine mixes."""
+
+    _buffer: FlatBuffer
+    _engine: Engine
+
+    @property
+    @abstractmethod
+    def _bytes_sent(self) -> int:
+        """The payload that this rank has sent."""
+
+    def comm_stats(self) -> dict[str, float]:
+        """What communication did on this rank so far; local and cheap.
+
+        Returns:
+            bytes_sent (payload, collectives included), wait_seconds (training thread blocked), num_rounds, num_skipped
+            (rounds that were left out for infinities or NaN), mean_staleness and max_staleness (forwards that rounds
+            were late), consensus_distance (as last measured by `consensus_distance()`, NaN before).
+        """
+        stats = self._engine.stats
+        return {
+            "bytes_sent": self._bytes_sent,
+            "wait_seconds": stats.wait_seconds,
+            "num_rounds": stats.num_rounds,
+            "num_skipped": stats.num_skipped,
+            "mean_staleness": stats.total_staleness / max(stats.num_rounds, 1),
+            "max_staleness": stats.max_staleness,
+            "consensus_distance": self._last_consensus_distance,
+        }
+
+    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
+        return [x[: part.numel()] for x, part in zip(vector.segments, self._buffer.parameter_segments, strict=True)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,18 +13,37 @@ from torch import nn
 
 from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.overlap import OverlapEngine
+from ..flat.nonfinite import check_policy
 from ..gossip.gossiper import Gossiper
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
-from .lockstep_wrapper import DEFAULT_SCHEDULE, LockstepWrapper
+from .arguments import check_overlap
+from .base import GossipWrapper
+from .debias import Debias
+from .defaults import choose_gossiper, choose_mixing
+from .join import UnevenInputs
+from .node import Node, count_nodes
+from .setup import Links
+
+DEFAULT_SCHEDULE = Schedule()
 
 
-class GossipDataParallel(LockstepWrapper):
-    """Data-parallel training by gossip: x_i <- sum_j W_ij(t) x_j with a few peers, where DDP averages over all.
+class GossipDataParallel(GossipWrapper, UnevenInputs):
+    """Data-parallel training by gossip: ranks average their models with a few peers, where DDP averages with all.
 
-    One training forward is one round; the optimizer, its state and the loop are the user's own.
+    Round t of rank i, at the first training forward of an optimizer step (z is what the module computes with, w the
+    push-sum weight, 1 at the start):
+
+        x = w z
+        send x and w to graph.out_peers(i, t)
+        receive x_j and w_j from each j of graph.in_peers(i, t)
+        x, w = sum_j W_ij(t) x_j, sum_j W_ij(t) w_j        # j = i included
+        z = x / w                                          # the de-biased estimate; x itself in D-PSGD, where w is 1
+        forward and backward at z; then optimizer.step() on x
+
+    One training forward is one round, of the same number on all ranks; the optimizer and the loop are the user's own.
 
     | method       | arguments                                                     |
     |--------------|---------------------------------------------------------------|
@@ -37,11 +59,37 @@ class GossipDataParallel(LockstepWrapper):
     1705.09056, Algorithm 1.
 
     Args:
-        overlap: run each round under the next forward and backward, on a thread of its own, instead of before it.
-            Costs a second copy of the model.
-        max_staleness: with overlap, forwards that a round may be late before training waits for it; rounds then
-            start every max_staleness + 1 steps.
-        module, graph, ...: see `LockstepWrapper`, also for what is raised.
+        module: the model, on its device. Its trained tensors become views of one flat vector; values are kept, or
+            are those of rank 0.
+        graph: the communication graph, of as many ranks as there are nodes; None = `defaults.choose_mixing`.
+        mixing: the weights W(t), over that graph; None = see `defaults.choose_mixing`.
+        push_sum: whether the weight w is sent too (SGP, any directed graph) or not (D-PSGD).
+        overlap: whether a round runs in a thread under the next forward and backward, instead of before it. Costs a
+            second copy of the model.
+        max_staleness: the number of forwards that an overlapped round may be late before training waits for it;
+            rounds then start every max_staleness + 1 steps.
+        gossiper: another algorithm; where it needs no particular graph, `push_sum` still chooses the default graph.
+        wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
+        schedule: the steps that gossip and those that average globally.
+        process_group: a group that carries nothing else; None = a new one over all ranks.
+        nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`.
+        comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
+        init_sync: whether all ranks start from the parameters and buffers of rank 0.
+        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged like parameters.
+        gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward, which starts a
+            round: for training with frozen BatchNorm statistics.
+        on_nonfinite: the reaction to infinities and NaN, which gossip would hand to all ranks in a few rounds.
+            "raise": FloatingPointError at the rank that has them, before others get them (with overlap, also at those
+            that were sent them, before they are applied). "skip": leave out such rounds, which `comm_stats()` counts;
+            without overlap it costs a copy of the model, and no compressed gossiper can. "spread": do not look.
+        find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
+        timeout: the limit of every wait.
+
+    Raises:
+        ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
+        RuntimeError: torch.distributed is not initialised.
+        TimeoutError, ConnectionError: (construction, forward, `flush()`) a peer is late or gone; names it.
+        FloatingPointError: (forward, `flush()`) see `on_nonfinite`.
 
     Example:
         >>> model = GossipDataParallel(model)  # was: DistributedDataParallel(model)
@@ -53,6 +101,8 @@ class GossipDataParallel(LockstepWrapper):
         >>> with model.averaged():
         ...     evaluate(model)
     """
+
+    _debias: Debias
 
     def __init__(
         self,
@@ -76,33 +126,45 @@ class GossipDataParallel(LockstepWrapper):
         find_unused_parameters: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        if max_staleness < 0 or (max_staleness > 0 and not overlap):
-            raise ValueError(
-                f"got max_staleness={max_staleness} with overlap={overlap}, expected max_staleness >= 0, and 0 without "
-                "overlap; pass overlap=True to let rounds be late"
-            )
+        check_overlap(overlap, max_staleness)
+        g = max(nprocs_per_node, 1)  # count_nodes refuses less
+        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_slices=g)
+        UnevenInputs.__init__(self)
         self.overlap = overlap
         self.max_staleness = max_staleness
-        super().__init__(
-            module,
-            graph=graph,
-            mixing=mixing,
-            push_sum=push_sum,
-            gossiper=gossiper,
-            wire_dtype=wire_dtype,
-            schedule=schedule,
-            process_group=process_group,
-            nprocs_per_node=nprocs_per_node,
-            comm_device=comm_device,
-            init_sync=init_sync,
-            gossip_buffers=gossip_buffers,
-            gossip_in_eval_mode=gossip_in_eval_mode,
-            on_nonfinite=on_nonfinite,
-            find_unused_parameters=find_unused_parameters,
-            timeout=timeout,
-        )
+        self._on_nonfinite = check_policy(on_nonfinite)
+        links = Links(process_group, comm_device=comm_device, timeout=timeout)
+        self._place = links.place
+        num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
+        gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
+        mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper)
+        self._describe(mixing, gossiper, schedule, init_sync=init_sync, nprocs_per_node=nprocs_per_node)
+        self._description["comm_device"] = str(comm_device)
+        self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
+        self._node = None if g == 1 else Node(module, links, g, find_unused_parameters=find_unused_parameters)
+        self._start(mixing, gossiper, schedule)
+
+    def _describe(self, mixing: MixingManager, gossiper: Gossiper, schedule: Schedule, **options: object) -> None:
+        """Note what the ranks must agree on, by name."""
+        options |= {
+            "schedule": schedule,
+            "overlap": self.overlap,
+            "max_staleness": self.max_staleness,
+            "gossip_buffers": self._buffer.include_buffers,
+            "gossip_in_eval_mode": self.gossip_in_eval_mode,
+            "on_nonfinite": self._on_nonfinite,
+        }
+        algorithm = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
+        self._description = {name: str(value) for name, value in {**algorithm, **options}.items()}
+
+    def _start(self, mixing: MixingManager, gossiper: Gossiper, schedule: Schedule) -> None:
+        gossiper.bind(mixing, self._transport)
+        self._engine: LockstepEngine = self._make_engine(gossiper, schedule)
+        self._averager = self._engine.averager
+        self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
+        """When rounds run."""
         if not self.overlap:
             return SyncEngine(gossiper, schedule, on_nonfinite=self._on_nonfinite)
         return OverlapEngine(
@@ -113,5 +175,70 @@ class GossipDataParallel(LockstepWrapper):
             on_nonfinite=self._on_nonfinite,
         )
 
-    def _engine_options(self) -> str:
-        return f"overlap={self.overlap}, max_staleness={self.max_staleness}"
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `GossipWrapper`; the processes of a node average gradients when it ends."""
+        with super().no_sync(), contextlib.nullcontext() if self._node is None else self._node.replica.no_sync():
+            yield
+
+    def settle(self) -> None:
+        """See `AveragingMixin`. As all ranks call it, it also makes what is trained now what travels."""
+        if not (self._is_closed or self._is_averaged):
+            self._choose()
+        super().settle()
+
+    def close(self) -> None:
+        """See `AveragingMixin`. Forwards after it are local."""
+        try:
+            super().close()
+        finally:
+            self._debias.stop()
+
+    def _release(self) -> None:
+        self._transport.close()
+        if self._node is not None:
+            self._node.transport.close()
+
+    @property
+    def _bytes_sent(self) -> int:
+        local_bytes = 0 if self._node is None else self._node.transport.num_bytes_sent
+        return self._transport.num_bytes_sent + local_bytes
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """See `GossipWrapper`; with the push-sum weight."""
+        return {"weight": self._buffer.vector.weight.clone(), **super().get_extra_state()}
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """See `GossipWrapper`; without state the push-sum weight is 1.
+
+        Raises:
+            ValueError: the state is that of a wrapper of another kind.
+        """
+        if state is not None and "weight" not in state:
+            raise ValueError(
+                f"got gossip state without a push-sum weight, expected that of a {type(self).__name__} or its like; "
+                "wrap as when it was saved, or load the model alone: module.load_state_dict"
+            )
+        super().set_extra_state(state)
+        self._buffer.vector.weight.copy_(torch.ones(1) if state is None else state["weight"])
+
+
+class SimpleGossipDataParallel(GossipDataParallel):
+    """`GossipDataParallel` without overlap: every round runs in the training thread, and no other thread is started.
+
+    Args:
+        module: the model, as for `GossipDataParallel`.
+        options: any argument of `GossipDataParallel` but `overlap` and `max_staleness`.
+
+    Example:
+        >>> model = SimpleGossipDataParallel(nn.Linear(10, 2), push_sum=False)
+        >>> model(torch.randn(4, 10)).sum().backward()  # gossips, then computes
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        if given := sorted({"overlap", "max_staleness"} & set(options)):
+            raise TypeError(
+                f"got {' and '.join(given)} for SimpleGossipDataParallel, which never overlaps rounds with "
+                "training; use GossipDataParallel"
+            )
+        super().__init__(module, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ..transport.connect import connect
 from ..transport.exchange import fail
 from ..transport.process_group import ProcessGroupTransport
+from .node import Node
 
 
 class UnevenInputs(Joinable):
@@ -23,6 +23,8 @@ class UnevenInputs(Joinable):
     part in one round per step of the others, with parameters that no gradient moves any more.
     """
 
+    _transport: ProcessGroupTransport
+    _node: Node | None
     _others: ProcessGroupTransport | None = None  # to name who fails; made in the first step inside `Join`
 
     @abstractmethod
@@ -33,19 +35,11 @@ class UnevenInputs(Joinable):
     def _step_start(self) -> None:
         """What a training forward does about its peers at the start of a step."""
 
-    @property
-    @abstractmethod
-    def _join_timeout(self) -> timedelta:
-        """How long to wait for the other ranks."""
-
-    def _check_join(self) -> None:
-        """Raise ValueError where uneven inputs cannot work."""
-
     def _notify(self) -> None:
-        """I have another batch; a no-op outside `Join`."""
+        """Tell the others that this rank has another batch; outside `Join` nothing happens."""
         if not self._join_config.enable:
             return
-        limit = self._join_timeout
+        limit = self._transport.timeout
         if self._others is None and dist.get_backend() == "gloo":
             self._others = connect(dist.group.WORLD, timeout=limit)
         start = time.monotonic()
@@ -62,13 +56,22 @@ class UnevenInputs(Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`: shadows one round per training step of the others."""
-        self._check_join()
+        if self._node is not None:
+            raise ValueError(
+                f"got nprocs_per_node={self._node.num_slices} inside Join, expected 1; "
+                "give the processes of a node equally many batches"
+            )
+        if self._transport.world_size != dist.get_world_size():
+            raise ValueError(
+                f"got Join over a process group of {self._transport.world_size} of {dist.get_world_size()} ranks, "
+                "expected all; Join counts the ranks of the default group"
+            )
         return _Shadow(self)
 
     @property
-    @abstractmethod
     def join_device(self) -> torch.device:
         """See `Joinable`."""
+        return self._transport.device
 
     @property
     def join_process_group(self) -> Any:

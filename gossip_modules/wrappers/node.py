@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..flat.vector import FlatVector
-from ..transport.connect import connect
-from ..transport.process_group import ProcessGroupTransport
+from .setup import Links
 
 
 class Node:
@@ -27,32 +25,18 @@ class Node:
 
     Args:
         module: already flat; DistributedDataParallel adds hooks to its parameters.
-        num_slices: g, processes per node; consecutive ranks form a node.
-        comm_device, timeout: as for `connect`.
+        links: as for `open_transport`.
+        num_slices: g, the number of processes per node; consecutive ranks form a node.
         find_unused_parameters: as for DistributedDataParallel.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        num_slices: int,
-        module_device: torch.device,
-        comm_device: torch.device | str | None,
-        timeout: timedelta,
-        find_unused_parameters: bool,
-    ) -> None:
+    def __init__(self, module: nn.Module, links: Links, num_slices: int, *, find_unused_parameters: bool) -> None:
         first = dist.get_rank() // num_slices * num_slices
         self.local_rank = dist.get_rank() - first
         self.num_slices = num_slices
         self.find_unused_parameters = find_unused_parameters
-        self.transport: ProcessGroupTransport = connect(
-            None,
-            ranks=range(first, first + num_slices),
-            module_device=module_device,
-            comm_device=comm_device,
-            timeout=timeout,
-        )
+        members = range(first, first + num_slices)
+        self.transport = links.connect(next(module.parameters()).device, ranks=members)
         self.replica = self._replicate(module)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Node:
@@ -64,9 +48,9 @@ class Node:
         return node
 
     @staticmethod
-    def peers(num_slices: int) -> list[int]:
-        """The global ranks with this process's local rank, one per node: whom its slice gossips with."""
-        return list(range(dist.get_rank() % num_slices, dist.get_world_size(), num_slices))
+    def peers(num_slices: int) -> list[int] | None:
+        """The global ranks with this process's local rank, one per node, whom its slice gossips with; None = all."""
+        return None if num_slices == 1 else list(range(dist.get_rank() % num_slices, dist.get_world_size(), num_slices))
 
     def slice(self, vector: FlatVector) -> FlatVector:
         """The part of the vector that this process gossips; shares memory."""
@@ -91,16 +75,19 @@ class Node:
         )
 
 
-def count_nodes(world_size: int, nprocs_per_node: int, process_group: dist.ProcessGroup | None) -> int:
+def count_nodes(links: Links, nprocs_per_node: int, *, find_unused_parameters: bool) -> int:
     """How many gossip ranks a world has; raises ValueError when the options cannot work."""
+    world_size = links.place[1]
     if nprocs_per_node < 1 or world_size % nprocs_per_node:
         raise ValueError(
             f"got nprocs_per_node={nprocs_per_node} in a world of {world_size}, expected a divisor of it; "
             "start equally many processes on every node"
         )
-    if nprocs_per_node > 1 and process_group is not None:
+    if nprocs_per_node > 1 and links.process_group is not None:
         raise ValueError(
             f"got a process group and nprocs_per_node={nprocs_per_node}, expected one of them; "
             "groups inside and between nodes are made of the default group"
         )
+    if find_unused_parameters and nprocs_per_node == 1:
+        warnings.warn("find_unused_parameters has no effect with nprocs_per_node=1", stacklevel=4)
     return world_size // nprocs_per_node

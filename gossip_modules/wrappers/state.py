@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+
+from ..engine.engine import Engine
 
 _KEY = "gossip_state"
 
@@ -28,3 +33,55 @@ class MetadataState(nn.Module):
     ) -> None:
         state_dict.setdefault(prefix + "_extra_state", local_metadata.get(_KEY))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+
+class RoundState(MetadataState):
+    """The state of a wrapper between two forwards: the round counter, the algorithm's own state, and whose it is."""
+
+    _engine: Engine
+    _is_step_start: bool  # whether the next training forward starts an optimizer step
+    _place: tuple[int, int] | None  # rank and world size, where there are such
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Apply everything in flight."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata, not in its keys."""
+        self.flush()
+        return super().state_dict(*args, **kwargs)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The round counter, the algorithm's own state, and the rank: plain values and tensors."""
+        place = {} if self._place is None else dict(zip(("rank", "world_size"), self._place, strict=True))
+        return {"is_step_start": self._is_step_start, "engine": self._engine.state_dict(), **place}
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """Take back what `get_extra_state` gave; None (a checkpoint of a plain model) warns and starts anew.
+
+        Raises:
+            ValueError: it is the state of another rank, or of a world of another size; nothing is changed then.
+        """
+        if state is None:
+            warnings.warn(
+                "the state dict holds no gossip state: counting rounds from 0. It is that of a plain model, or one "
+                "without its metadata, as torch.distributed.checkpoint makes it",
+                stacklevel=2,
+            )
+            self._is_step_start = True
+            self._engine.reset()
+            return
+        self._check_place(state)
+        self._is_step_start = state["is_step_start"]
+        self._engine.load_state_dict(state["engine"])
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        """Each rank has a model, a push-sum weight and an algorithm's state of its own."""
+        found = state.get("rank"), state.get("world_size")
+        if self._place is not None and found != self._place and found != (None, None):
+            (rank, world_size), (own, own_size) = found, self._place
+            raise ValueError(
+                f"got the state of rank {rank} of {world_size}, expected that of rank {own} of {own_size}: every rank "
+                "has a model of its own, so each loads what it has saved itself, with as many ranks as then; to start "
+                "from one model everywhere, save averaged_state_dict() and load it into the module before it is wrapped"
+            )

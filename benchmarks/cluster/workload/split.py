@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.contenders import Contender, HandWritten, HandWrittenBlocking, HandWrittenOverlapped
-from gossip_modules import Gossiper, GossipWrapper, LockstepWrapper, OverlapEngine
+from gossip_modules import GossipDataParallel, Gossiper, GossipWrapper, OverlapEngine
 from gossip_modules.transport.base import Pending
 
 T = TypeVar("T")
@@ -38,12 +38,12 @@ class Split:
         if is_plain:  # and does not average models too
             optimizer.step = self._timed(OPTIMIZER, optimizer.step)
         model = contender.model
-        self.has_rounds = isinstance(model, LockstepWrapper) or isinstance(contender, HandWrittenBlocking)
+        self.has_rounds = isinstance(model, GossipDataParallel) or isinstance(contender, HandWrittenBlocking)
         self.is_hidden = isinstance(contender, HandWrittenOverlapped)
         if isinstance(contender, HandWritten):
             loop: Any = contender
             loop.wait = self._timed(ROUND, self._timed(WIRE, loop.wait))
-        elif isinstance(model, LockstepWrapper):
+        elif isinstance(model, GossipDataParallel):
             self.is_hidden = isinstance(model._engine, OverlapEngine)
             gossiper = model._engine.gossiper
             assert isinstance(gossiper, Gossiper), "rounds of a graph are a gossiper's"

@@ -241,13 +241,13 @@ def test_a_group_that_cannot_listen_is_refused() -> None:
         wrap(mlp(), group)
 
 
-@pytest.mark.parametrize("difference", ["options", "model", "graph"])
+@pytest.mark.parametrize("difference", ["gossip_buffers", "model", "graph"])
 def test_ranks_that_disagree_are_named(difference: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         is_odd_one = group.rank() == 2
         model = net() if is_odd_one and difference == "model" else mlp()
         options: dict[str, Any] = {}
-        if is_odd_one and difference == "options":
+        if is_odd_one and difference == "gossip_buffers":
             options["gossip_buffers"] = False
         if is_odd_one and difference == "graph":
             options["graph"] = DynamicBipartiteCompleteGraph(4)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from gossip_modules import GossipDataParallel, NetworkXGraph, Schedule, SimpleGossipDataParallel
-from gossip_modules.wrappers.lockstep_wrapper import LockstepWrapper
 from tests.harness.problems import loss_of, mlp, numerator, sgd
 from tests.harness.processes import run_processes
 from tests.harness.reference import flatten
@@ -19,7 +18,7 @@ from tests.harness.reference import flatten
 NUM_RANKS = 3
 NUM_BATCHES = (5, 2, 9)
 DIGRAPH = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
-CASES: list[tuple[type[LockstepWrapper], dict[str, Any]]] = [
+CASES: list[tuple[type[GossipDataParallel], dict[str, Any]]] = [
     (SimpleGossipDataParallel, {}),
     (GossipDataParallel, {"graph": DIGRAPH}),
     (GossipDataParallel, {"overlap": True}),
