@@ -11,9 +11,8 @@ from torch import nn
 
 from ..flat.nonfinite import check_policy
 from ..gossip.mixer import GlobalAverage
-from ..graph_manager.base import GraphManager
-from ..mixing_manager.base import MixingManager
 from ..transport.process_group import DEFAULT_TIMEOUT
+from ..wrappers.arguments import GraphLike, MixingLike, as_timeout, refuse_device_ids
 from ..wrappers.base import GossipWrapper
 from ..wrappers.defaults import choose_bipartite_mixing
 from ..wrappers.lost import close_when_collected
@@ -25,10 +24,16 @@ from .watched_transport import WatchedTransport
 class BilatGossipDataParallel(GossipWrapper):
     """AD-PSGD: pairs of ranks average while both go on training, and no rank ever waits for another.
 
-    Odd ranks are active: at a training forward, unless the last exchange is still under way, they ask a passive peer.
-    Even ranks are passive: a thread answers for them, whatever training does. Both get half the difference of what
-    they sent each other as a correction, which their next training forward adds to the parameters; so no gradient
-    step is lost, and the sum over ranks is that of all steps. The optimizer, its state and the loop are the user's own.
+    A training forward of rank i, and what its thread does meanwhile (y is the model that peers see):
+
+        x = x + the corrections that have come since the last forward;  y = x
+        if i is active (odd) and its last exchange is complete: send y to a passive peer j, then go on
+        forward and backward at x; optimizer.step()
+
+        in the thread of the passive j:  receive y_i, answer y_j
+        both:  correction = (y of the other - own y) / 2
+
+    So no gradient step is lost, and the sum over ranks is that of all steps. The optimizer is the user's own.
 
     Ranks take steps at their own pace; `Progress` counts those of all. Ranks should `close()` at about the same time.
 
@@ -38,12 +43,14 @@ class BilatGossipDataParallel(GossipWrapper):
 
     Args:
         module: the model, on its device. Its trained tensors become views of one flat vector.
-        graph: a bipartite graph with one peer per round; None = pairs at exponential distances where the world is
+        graph: a bipartite graph with one peer per round: a GraphManager, a class or function of the number of ranks, a
+            name ("bipartite-exponential") or a networkx graph; None = pairs at exponential distances where the world is
             even, else every active rank meets every passive one in turn.
-        mixing: the weights of a pair, over that graph; None = one half each.
+        mixing: the weights of a pair: a MixingManager, or a class or function of the graph; None = one half each.
         process_group: a Gloo group that carries nothing else; None = a new one over all ranks.
-        timeout: the limit of every wait on a peer. The death of a process is raised at the next step, without waiting
-            for it.
+        timeout: the limit of every wait on a peer, in seconds or as a timedelta. The death of a
+            process is raised at the next step, without waiting for it.
+        device_ids: refused: the model is on its device already.
         on_nonfinite: the reaction to a difference of two models that holds infinities or NaN. "raise":
             FloatingPointError at both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do
             not look.
@@ -62,38 +69,40 @@ class BilatGossipDataParallel(GossipWrapper):
         >>> model = BilatGossipDataParallel(model)  # was: DistributedDataParallel(model)
         >>> for x, y in loader:
         ...     loss = criterion(model(x), y)  # adds what peers have said, then computes
-        ...     optimizer.zero_grad()
         ...     loss.backward()
         ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        graph: GraphManager | None = None,
-        mixing: MixingManager | None = None,
+        graph: GraphLike | None = None,
         process_group: dist.ProcessGroup | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        mixing: MixingLike | None = None,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        device_ids: None = None,
         on_nonfinite: str = "raise",
-        init_sync: bool = True,
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
+        init_sync: bool = True,
     ) -> None:
+        refuse_device_ids(device_ids, module)
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
-        links = Links(process_group, comm_device="cpu", backend="gloo", timeout=timeout)
+        links = Links(process_group, comm_device="cpu", backend="gloo", timeout=as_timeout(timeout))
         self._place = links.place
-        mixing = choose_bipartite_mixing(graph, mixing, world_size=self._place[1])
+        weights = choose_bipartite_mixing(graph, mixing, world_size=self._place[1])
         self._description = {
-            "graph": str(mixing.graph),
-            "mixing": str(mixing),
+            "graph": str(weights.graph),
+            "mixing": str(weights),
             "on_nonfinite": check_policy(on_nonfinite),
             "init_sync": str(init_sync),
             "gossip_buffers": str(gossip_buffers),
             "gossip_in_eval_mode": str(gossip_in_eval_mode),
         }
         self._transport = self._open(links, init_sync=init_sync)
-        self._engine = BilateralEngine(mixing, self._transport, self._buffer.vector, on_nonfinite=on_nonfinite)
+        self._engine = BilateralEngine(weights, self._transport, self._buffer.vector, on_nonfinite=on_nonfinite)
         self._watched = WatchedTransport(self._transport, self._engine.join_in)
         self._averager = GlobalAverage(self._watched)
         close_when_collected(self, self._engine)

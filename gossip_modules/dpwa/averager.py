@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
-from ..wrappers.averaging import AveragingMixin
 from .average_on_demand import AverageOnDemand
 from .config import PairwiseConfig
 from .engine import PairwiseEngine
+from .worker import PairwiseWorker
 
 
-class PairwiseAverager(AveragingMixin):
+class PairwiseAverager(PairwiseWorker):
     """Pairwise averaging of a plain module, driven by the training loop: dpwa's adapter.
 
     `update_send` before the batch and `update_wait` after it: the fetch runs under the batch, and what peers get of us
@@ -42,8 +41,6 @@ class PairwiseAverager(AveragingMixin):
         >>> averager.close()
     """
 
-    _averager: AverageOnDemand
-
     def __init__(
         self, module: nn.Module, config: PairwiseConfig, *, init_from_peers: bool = True, gossip_buffers: bool = True
     ) -> None:
@@ -57,11 +54,6 @@ class PairwiseAverager(AveragingMixin):
             f"got worker {self._engine.config.name!r} to copy or pickle, expected its `module`, as a worker owns "
             "threads and sockets; copy the module, and save state_dict()"
         )
-
-    @property
-    def address(self) -> str:
-        """Where this worker is reached: as configured, with the port that `*` has become."""
-        return self._engine.address
 
     def update_send(self, loss: float | None = None) -> None:
         """Before a batch: serve the model as it is, and start to fetch a peer's. Never waits.
@@ -91,14 +83,6 @@ class PairwiseAverager(AveragingMixin):
             torch.autograd.graph.increment_version(self._buffer.parameters)
         return is_written
 
-    def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
-        """See `PairwiseEngine.add_peer`; from any thread."""
-        self._engine.add_peer(name, address, public_key=public_key)
-
-    def remove_peer(self, name: str) -> None:
-        """See `PairwiseEngine.remove_peer`; from any thread."""
-        self._engine.remove_peer(name)
-
     def flush(self) -> None:
         """See `AveragingMixin`."""
         if self._engine.is_in_flight and not self._is_averaged:
@@ -111,16 +95,7 @@ class PairwiseAverager(AveragingMixin):
 
     def comm_stats(self) -> dict[str, float]:
         """See `PairwiseDataParallel.comm_stats`."""
-        stats = self._engine.stats
-        return {
-            "bytes_sent": self._engine.num_bytes_sent + self._averager.num_bytes_sent,
-            "wait_seconds": stats.wait_seconds,
-            "num_rounds": stats.num_rounds,
-            "mean_staleness": stats.total_staleness / max(stats.num_rounds, 1),
-            "max_staleness": stats.max_staleness,
-            "consensus_distance": self._last_consensus_distance,
-            **self._engine.statistics(),
-        }
+        return {**super().comm_stats(), **self._engine.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Clock, loss, scores and generators, without the module, after a flush: plain values."""
@@ -145,6 +120,3 @@ class PairwiseAverager(AveragingMixin):
 
     def _write(self, vector: FlatVector) -> None:
         torch.autograd.graph.increment_version(self._buffer.parameters)
-
-    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
-        return [x[: part.numel()] for x, part in zip(vector.segments, self._buffer.parameter_segments, strict=True)]

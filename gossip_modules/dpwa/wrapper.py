@@ -12,6 +12,7 @@ from torch import nn
 
 from ..engine.engine import IdleEngine
 from ..flat.vector import FlatVector
+from ..wrappers.arguments import as_timeout
 from ..wrappers.base import GossipWrapper
 from .average_on_demand import AverageOnDemand
 from .config import DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
@@ -19,12 +20,13 @@ from .engine import PairwiseEngine
 from .interpolation import Interpolation
 from .wire.curve_keys import CurveKeys
 from .wire.distance_bound import DEFAULT_MAX_DISTANCE
+from .worker import PairwiseWorker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class PairwiseDataParallel(GossipWrapper):
+class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
     """A module that moves towards the model of a random live peer before every training forward (dpwa).
 
     x <- x + f (x_peer - x): see [Note: Pairwise round]. Nobody waits for anybody: a fetch runs in the background and is
@@ -51,7 +53,8 @@ class PairwiseDataParallel(GossipWrapper):
         interpolation: f: `ConstantInterpolation`, `ClockInterpolation` or `LossInterpolation`.
         divergence_threshold: a loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
         fetch_probability: of asking a peer in a round.
-        timeout: of one round, for all peers that are tried in it. Training does not wait for it.
+        timeout: the limit of one round, in seconds or as a timedelta, for all peers tried in it. Training does
+            not wait for it.
         seed: of the choice of peers; each worker's choices are its own.
         curve: keys, so that strangers neither read nor write models.
         on_nonfinite: "raise", "skip" or "spread": what happens when the own model holds infinities or NaN. See
@@ -82,7 +85,6 @@ class PairwiseDataParallel(GossipWrapper):
     """
 
     _engine: PairwiseEngine  # in a copy a _PairwiseRecord, which has what is used here
-    _averager: AverageOnDemand
 
     def __init__(
         self,
@@ -93,12 +95,12 @@ class PairwiseDataParallel(GossipWrapper):
         interpolation: Interpolation = DEFAULT_INTERPOLATION,
         divergence_threshold: float = 0.0,
         fetch_probability: float = 1.0,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         seed: int = 0,
         curve: CurveKeys | None = None,
         on_nonfinite: str = "raise",
         max_distance: float = DEFAULT_MAX_DISTANCE,
-        average_timeout: timedelta | None = None,
+        average_timeout: timedelta | float | None = None,
         init_from_peers: bool = True,
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
@@ -109,12 +111,12 @@ class PairwiseDataParallel(GossipWrapper):
             interpolation,
             divergence_threshold,
             fetch_probability,
-            timeout,
+            as_timeout(timeout),
             seed,
             curve,
             on_nonfinite,
             max_distance,
-            average_timeout,
+            None if average_timeout is None else as_timeout(average_timeout, name="average_timeout"),
         )
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
@@ -154,11 +156,6 @@ class PairwiseDataParallel(GossipWrapper):
             gossip_in_eval_mode=gossip_in_eval_mode,
         )
 
-    @property
-    def address(self) -> str:
-        """Where this worker is reached: as configured, with the port that `*` has become."""
-        return self._engine.address
-
     def train(self, mode: bool = True) -> Self:
         """As `GossipWrapper.train`; on the way to eval mode the last update is published, as no round may follow."""
         was_training = self.training
@@ -189,14 +186,6 @@ class PairwiseDataParallel(GossipWrapper):
         """With whose model this one was merged last; None before."""
         return self._engine.last_peer
 
-    def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
-        """See `PairwiseEngine.add_peer`; from any thread."""
-        self._engine.add_peer(name, address, public_key=public_key)
-
-    def remove_peer(self, name: str) -> None:
-        """See `PairwiseEngine.remove_peer`; from any thread."""
-        self._engine.remove_peer(name)
-
     def comm_stats(self) -> dict[str, float]:
         """What communication did so far on this worker; local and cheap.
 
@@ -210,10 +199,6 @@ class PairwiseDataParallel(GossipWrapper):
             clock.
         """
         return {**super().comm_stats(), **self._engine.statistics()}
-
-    @property
-    def _bytes_sent(self) -> int:
-        return self._engine.num_bytes_sent + self._averager.num_bytes_sent
 
 
 class _PairwiseRecord(IdleEngine):

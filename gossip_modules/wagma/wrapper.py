@@ -21,6 +21,7 @@ from ..gossip.mixer import GlobalAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
+from ..wrappers.arguments import as_timeout, refuse_device_ids
 from ..wrappers.base import GossipWrapper
 from ..wrappers.lost import close_when_collected
 from ..wrappers.setup import Links
@@ -76,11 +77,12 @@ class GroupAverageDataParallel(GossipWrapper):
         process_group: a group that carries nothing else, and of Gloo if wait-avoiding; None = a new one over all ranks.
         comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
             the group has NCCL.
-        timeout: the time that a rank waits for a peer before it fails.
+        timeout: the time that a rank waits for a peer before it fails; a number means seconds.
         on_nonfinite: the reaction to a model that holds infinities or NaN. "raise": FloatingPointError at the rank
             that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
             not finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread":
             do not look.
+        device_ids: refused, as the model is on its device already.
 
     Raises:
         ValueError: arguments that do not fit, or ranks that disagree on model or options.
@@ -110,14 +112,16 @@ class GroupAverageDataParallel(GossipWrapper):
         gossip_buffers: bool = True,
         process_group: dist.ProcessGroup | None = None,
         comm_device: torch.device | str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         gossip_in_eval_mode: bool = False,
         on_nonfinite: str = "raise",
+        device_ids: None = None,
     ) -> None:
+        refuse_device_ids(device_ids, module)
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         if sync_period < 0:
             raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
-        links = Links(process_group, comm_device=comm_device, timeout=timeout)
+        links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         self._place = links.place
         groups = ButterflyGroups(self._place[1], group_size=group_size)
         is_asynchronous = wait_avoiding and groups.group_size > 1
@@ -150,16 +154,6 @@ class GroupAverageDataParallel(GossipWrapper):
         """How far training is: rounds that this rank has taken part in or skipped."""
         return self._engine.t
 
-    def _release(self) -> None:
-        self._transport.close()
-
-    @property
-    def _bytes_sent(self) -> int:
-        num_bytes = self._transport.num_bytes_sent
-        if isinstance(self._engine, WaitAvoidingEngine):
-            num_bytes += self._engine.worker.channel.transport.num_bytes_sent
-        return num_bytes
-
     @torch.no_grad()
     def settle(self) -> None:
         """On return all ranks are in the same round and nothing is in flight on any of them; collective.
@@ -176,11 +170,21 @@ class GroupAverageDataParallel(GossipWrapper):
         if engine.settle(self._gossiped, is_patient=is_patient):
             self._written()
 
+    @property
+    def _bytes_sent(self) -> int:
+        num_bytes = self._transport.num_bytes_sent
+        if isinstance(self._engine, WaitAvoidingEngine):
+            num_bytes += self._engine.worker.channel.transport.num_bytes_sent
+        return num_bytes
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if state.pop("_exit", None) is not None:  # a copy has no threads to end or to ask
             state["_averager"] = GlobalAverage(self._transport)
         return state
+
+    def _release(self) -> None:
+        self._transport.close()
 
     def consensus_distance(self) -> float:
         """See `AveragingMixin`."""

@@ -18,6 +18,7 @@ from ..flat.vector import FlatVector
 from ..gossip.mixer import GlobalAverage
 from ..transport.connect import connect
 from ..transport.process_group import DEFAULT_TIMEOUT
+from .arguments import as_timeout
 from .averaging import AveragingMixin
 from .composition import check_inside
 from .gradient_group import GradientGroup, NamedFailure, without_context
@@ -31,7 +32,8 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
 
     Args:
         module: as for DistributedDataParallel.
-        timeout: for the waits of what is added; the gradients' all-reduce has the process group's own.
+        timeout: for the waits of what is added, in seconds or as a timedelta; the gradients' all-reduce has the
+            process group's own.
         on_nonfinite: what to do about parameters that hold infinities or NaN, which one rank's gradients bring to all.
             "raise": FloatingPointError at the next training forward, on all ranks; "spread": do not look, as
             DistributedDataParallel.
@@ -46,7 +48,7 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         self,
         module: nn.Module,
         *,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         on_nonfinite: str = "raise",
         **ddp_options: Any,
     ) -> None:
@@ -62,7 +64,7 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
             group = mesh.get_group()
         elif group is None and dist.is_initialized():
             group = dist.group.WORLD
-        transport = self._transport = connect(group, module_device=device, timeout=timeout)
+        transport = self._transport = connect(group, module_device=device, timeout=as_timeout(timeout))
         self._averager = GlobalAverage(transport)
         self._failure: NamedFailure | None = None
         self._gradient_group: GradientGroup | None = None

@@ -1,6 +1,151 @@
-"""The arguments of the wrappers as a user gives them."""
+"""The arguments of the wrappers as a user gives them, turned into what the library works with.
+
+Each function takes what is meant without doubt, and raises a ValueError with got, expected and remedy otherwise.
+"""
 
 from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..compression.compressor import Compressor
+from ..gossip.gossiper import Gossiper
+from ..graph_manager.base import GraphManager
+from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
+from ..graph_manager.static_graphs import NetworkXGraph
+from ..mixing_manager.base import MixingManager
+from ..schedule import Schedule
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+GraphLike: TypeAlias = "GraphManager | str | Callable[[int], GraphManager | nx.Graph] | nx.Graph"
+MixingLike: TypeAlias = MixingManager | Callable[[GraphManager], MixingManager]
+GossiperLike: TypeAlias = Gossiper | Callable[[], Gossiper]
+
+
+def as_graph(graph: GraphLike, world_size: int) -> GraphManager:
+    """The graph of `world_size` ranks that is meant.
+
+    Args:
+        graph: a graph manager; a class or function of the number of ranks, like `RingGraph`; a name of `GRAPHS`, like
+            "ring"; or a networkx graph.
+        world_size: the number of ranks; of nodes, if several processes form one.
+    """
+    expected = 'a GraphManager, its class (RingGraph), a function n -> graph, a name ("ring") or a networkx graph'
+    made: Any = graph
+    if isinstance(graph, str):
+        made = _named_graph(graph, world_size)
+    elif callable(graph) and not isinstance(graph, GraphManager):
+        made = _call(graph, world_size, argument="graph", expected=expected)
+    if _is_networkx(made):
+        made = NetworkXGraph(made)
+    if isinstance(made, MixingManager):
+        raise ValueError(f"got the mixing {made} as graph, expected {expected}; pass mixing=... instead")
+    if not isinstance(made, GraphManager):
+        raise ValueError(f"got graph={graph!r}, which makes no graph, expected {expected}")
+    check_size(made, world_size)
+    return made
+
+
+def check_size(graph: GraphManager, world_size: int) -> None:
+    """Raise ValueError when the graph has another number of ranks."""
+    if graph.world_size != world_size:
+        raise ValueError(
+            f"got a graph of {graph.world_size} ranks, expected {world_size}, the size of the process group (with "
+            "nprocs_per_node the number of nodes); build the graph of that size, or pass a class or function of the "
+            "number of ranks, like graph=RingGraph"
+        )
+
+
+def as_mixing(mixing: MixingLike, graph: GraphManager) -> MixingManager:
+    """The mixing manager that is meant: itself, or what a class or function makes of the graph."""
+    expected = "a MixingManager, its class (UniformMixing) or a function graph -> mixing"
+    made = mixing
+    if callable(mixing) and not isinstance(mixing, MixingManager):
+        made = _call(mixing, graph, argument="mixing", expected=expected)
+    if not isinstance(made, MixingManager):
+        raise ValueError(f"got mixing={mixing!r}, expected {expected}; or leave it out for the weights of the graph")
+    return made
+
+
+def as_gossiper(gossiper: GossiperLike) -> Gossiper:
+    """The gossiper that is meant: itself, or what its class makes without arguments."""
+    expected = "a Gossiper, such as PowerGossip() or Choco(TopK(0.01))"
+    if isinstance(gossiper, Compressor) or (isinstance(gossiper, type) and issubclass(gossiper, Compressor)):
+        raise ValueError(
+            f"got the compressor {gossiper!r} as gossiper, expected {expected}; pass the compressor to a gossiper, as "
+            "in Choco(TopK(0.01))"
+        )
+    made = _call(gossiper, argument="gossiper", expected=expected) if isinstance(gossiper, type) else gossiper
+    if not isinstance(made, Gossiper):
+        raise ValueError(f"got gossiper={gossiper!r}, expected {expected}, or None for push-sum or push-pull")
+    return made
+
+
+def as_schedule(schedule: Schedule | int) -> Schedule:
+    """The schedule, or that of a round at every `schedule`-th step."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    if isinstance(schedule, bool) or not isinstance(schedule, int) or schedule < 1:
+        raise ValueError(
+            f"got schedule={schedule!r}, expected a Schedule or the number of steps from one round to the next, at "
+            "least 1; schedule=1, the default, gossips at every step"
+        )
+    return Schedule(gossip_every=schedule)
+
+
+def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelta:
+    """The timeout; a number means seconds."""
+    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+        return timeout
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (is_number and 0 < timeout < math.inf):  # type: ignore[operator]
+        raise ValueError(
+            f"got {name}={timeout!r}, expected more than zero seconds: a number like 30, or a timedelta; for a wait "
+            "without limit give a large one, timedelta(days=1)"
+        )
+    return timedelta(seconds=timeout)  # type: ignore[arg-type]
+
+
+def check_wire_dtype(wire_dtype: object) -> None:
+    """Raise ValueError where it is no dtype, such as its name."""
+    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
+        raise ValueError(
+            f"got wire_dtype={wire_dtype!r}, expected a torch.dtype; pass torch.bfloat16, torch.float16 or None"
+        )
+
+
+def check_process_group(process_group: object) -> None:
+    """Raise ValueError where it is no process group that this rank is in."""
+    if process_group is None or isinstance(process_group, dist.ProcessGroup):
+        return
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "got a process group that this rank is no member of, expected one with it; wrap on the group's ranks only"
+        )
+    raise ValueError(
+        f"got process_group={process_group!r}, expected a ProcessGroup; make one with "
+        "torch.distributed.new_group(ranks), take mesh.get_group() of a device mesh, or pass None for all ranks"
+    )
+
+
+def refuse_device_ids(device_ids: object, module: nn.Module) -> None:
+    """Raise ValueError where `device_ids` is given, which DistributedDataParallel needs."""
+    if device_ids is not None:
+        device = next((parameter.device for parameter in module.parameters()), "none yet")
+        raise ValueError(
+            f"got device_ids={device_ids!r}, expected none: a model computes on the device of its parameters ({device} "
+            "here); call module.to(device) before wrapping, and leave device_ids out"
+        )
 
 
 def check_overlap(overlap: bool, max_staleness: int) -> None:
@@ -10,3 +155,30 @@ def check_overlap(overlap: bool, max_staleness: int) -> None:
             f"got max_staleness={max_staleness} with overlap={overlap}, expected max_staleness >= 0, and 0 without "
             "overlap; pass overlap=True to let rounds be late"
         )
+
+
+def _named_graph(name: str, world_size: int) -> GraphManager:
+    names = [*GRAPHS, *PREDEFINED_GRAPHS]
+    if name not in names:
+        near = difflib.get_close_matches(name.lower().replace("_", "-").removesuffix("graph"), names, n=1)
+        guess = f"did you mean {near[0]!r}?" if near else "choose one of them"
+        raise ValueError(f"got graph={name!r}, expected one of {', '.join(names)}; {guess}")
+    return named_graph(name, world_size)
+
+
+def _call(make: Callable[..., Any], *args: Any, argument: str, expected: str) -> Any:
+    """What the class or function makes."""
+    try:
+        return make(*args)
+    except (TypeError, AttributeError) as error:
+        name = getattr(make, "__name__", repr(make))
+        given = ", ".join(map(repr, args))
+        raise ValueError(
+            f"got {argument}={name}, and {name}({given}) fails with {error!r}; expected {expected}; call it yourself "
+            "with what it needs and pass the result"
+        ) from error
+
+
+def _is_networkx(graph: object) -> bool:
+    networkx = sys.modules.get("networkx")  # whoever made such a graph has imported it
+    return networkx is not None and isinstance(graph, networkx.Graph)

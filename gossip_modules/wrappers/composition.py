@@ -26,8 +26,13 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
         wrapper: the name of the class that is about to do so.
 
     Raises:
-        ValueError: naming the submodule and what it is.
+        ValueError: naming the submodule and what it is; or that this is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"got {module!r} to wrap in {wrapper}, expected a torch.nn.Module; build the model first and pass it, not "
+            "its class or its parameters"
+        )
     for name, part in module.named_modules():
         for other, remedy in _tools_of(part):
             where = f"'{name}' inside is {other}" if name else f"it is {other}"
@@ -45,7 +50,7 @@ def check_outside(module: nn.Module) -> None:
     """
     name = type(module).__name__
     around = DistributedDataParallel._active_ddp_module
-    if around is not None and any(part is module for part in around.modules()):
+    if around is not None and any(part is module.module for part in around.modules()):
         raise RuntimeError(
             f"got a {name} inside a {type(around).__name__}, which averages its gradients over all ranks as well; "
             f"expected no other wrapper around it; {_REMEDY}. Launchers that wrap by themselves, such as Accelerate's "
@@ -79,6 +84,8 @@ def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tupl
     """What else keeps the module's parameters, in words, and what to do about it."""
     if with_wrappers and isinstance(module, DistributedDataParallel | AveragingMixin):
         yield f"a {type(module).__name__}", _REMEDY
+    if with_wrappers and isinstance(vars(module).get("_gossip"), AveragingMixin):
+        yield f"a {type(module).__name__}, which gossip() made", _REMEDY
     # Set by fully_shard (FSDP2) and, also in the modules inside, by FullyShardedDataParallel (FSDP1).
     if getattr(module, "_is_fsdp_managed_module", False):
         yield "sharded over processes by fully_shard or FullyShardedDataParallel (FSDP)", _NODE_REMEDY

@@ -16,14 +16,27 @@ from ..graph_manager.named_graphs import default_graph, undirected_ring
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, UniformMixing
 from ..mixing_manager.laplacian import LaplacianMixing
+from .arguments import (
+    GossiperLike,
+    GraphLike,
+    MixingLike,
+    as_gossiper,
+    as_graph,
+    as_mixing,
+    check_size,
+    check_wire_dtype,
+)
 
 
-def choose_gossiper(gossiper: Gossiper | None, *, push_sum: bool, wire_dtype: torch.dtype | None = None) -> Gossiper:
+def choose_gossiper(
+    gossiper: GossiperLike | None, *, push_sum: bool, wire_dtype: torch.dtype | None = None
+) -> Gossiper:
     """`gossiper`, or push-sum, or push-pull, the latter two with that dtype on the wire.
 
     Raises:
-        ValueError: a gossiper and a wire dtype.
+        ValueError: a gossiper and a wire dtype, or something else in their place.
     """
+    check_wire_dtype(wire_dtype)
     if gossiper is None:
         return (PushSum if push_sum else PushPull)(wire_dtype=wire_dtype)
     if wire_dtype is not None:
@@ -31,12 +44,12 @@ def choose_gossiper(gossiper: Gossiper | None, *, push_sum: bool, wire_dtype: to
             f"got gossiper={gossiper} and wire_dtype={wire_dtype}, expected one of them; give it to the gossiper, "
             "e.g. PushPull(wire_dtype=torch.bfloat16)"
         )
-    return gossiper
+    return as_gossiper(gossiper)
 
 
 def choose_mixing(
-    graph: GraphManager | None,
-    mixing: MixingManager | None,
+    graph: GraphLike | None,
+    mixing: MixingLike | None,
     *,
     push_sum: bool,
     world_size: int,
@@ -49,17 +62,21 @@ def choose_mixing(
     every world. A MatchaGraph: its Laplacian. Another symmetric graph without push-sum: Metropolis-Hastings weights.
 
     Raises:
-        ValueError: `mixing` is over another graph than `graph`.
+        ValueError: `mixing` is over another graph than `graph`, or one of another size.
     """
-    if mixing is not None:
-        if graph is not None and repr(graph) != repr(mixing.graph):
+    if isinstance(mixing, MixingManager):
+        if graph is not None and not (isinstance(graph, GraphManager) and repr(graph) == repr(mixing.graph)):
             raise ValueError(
                 f"got graph={graph} and a mixing over {mixing.graph}, expected one graph; pass mixing only"
             )
+        check_size(mixing.graph, world_size)
         return mixing
     is_undirected = gossiper is not None and gossiper.needs_symmetric_weights
     if graph is None:
         graph = undirected_ring(world_size) if is_undirected else default_graph(world_size, push_sum=push_sum)
+    graph = as_graph(graph, world_size)
+    if mixing is not None:
+        return as_mixing(mixing, graph)
     if isinstance(graph, MatchaGraph):
         return LaplacianMixing(graph)
     if (push_sum and not is_undirected) or not graph.is_symmetric:
@@ -67,9 +84,7 @@ def choose_mixing(
     return MetropolisHastingsMixing(graph)
 
 
-def choose_bipartite_mixing(
-    graph: GraphManager | None, mixing: MixingManager | None, *, world_size: int
-) -> MixingManager:
+def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, *, world_size: int) -> MixingManager:
     """The mixing manager of AD-PSGD, with its graph: active and passive ranks, one peer per round.
 
     Default: pairs at exponential distances where the world is even, else each active rank meets each passive one in
@@ -81,17 +96,15 @@ def choose_bipartite_mixing(
     if graph is None and mixing is None:
         even = DynamicBipartiteExponentialGraph
         graph = (DynamicBipartiteCompleteGraph if world_size % 2 and world_size > 1 else even)(world_size)
-    mixing = choose_mixing(graph, mixing, push_sum=False, world_size=world_size)
-    graph = mixing.graph
-    if graph.world_size != world_size:
-        raise ValueError(f"got a graph of {graph.world_size} ranks, expected {world_size}, the size of the group")
+    chosen = choose_mixing(graph, mixing, push_sum=False, world_size=world_size)
+    pairs = chosen.graph
 
     def has_pairs_only(t: int) -> bool:
-        return all(graph.out_degree(rank, t) <= 1 for rank in range(world_size))
+        return all(pairs.out_degree(rank, t) <= 1 for rank in range(world_size))
 
-    if world_size > 1 and not (graph.is_bipartite and graph.is_symmetric and graph.in_every_round(has_pairs_only)):
+    if world_size > 1 and not (pairs.is_bipartite and pairs.is_symmetric and pairs.in_every_round(has_pairs_only)):
         raise ValueError(
-            f"got {graph}, expected a bipartite graph with one peer per round: active ranks ask, passive ranks answer; "
+            f"got {pairs}, expected a bipartite graph with one peer per round: active ranks ask, passive ranks answer; "
             "use DynamicBipartiteExponentialGraph, DynamicBipartiteLinearGraph or DynamicBipartiteCompleteGraph"
         )
-    return mixing
+    return chosen

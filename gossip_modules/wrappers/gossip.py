@@ -15,19 +15,24 @@ from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..gossip.gossiper import Gossiper
-from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
-from .arguments import check_overlap
+from .arguments import (
+    GossiperLike,
+    GraphLike,
+    MixingLike,
+    as_schedule,
+    as_timeout,
+    check_overlap,
+    refuse_device_ids,
+)
 from .base import GossipWrapper
 from .debias import Debias
 from .defaults import choose_gossiper, choose_mixing
 from .join import UnevenInputs
 from .node import Node, count_nodes
 from .setup import Links
-
-DEFAULT_SCHEDULE = Schedule()
 
 
 class GossipDataParallel(GossipWrapper, UnevenInputs):
@@ -61,16 +66,19 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
     Args:
         module: the model, on its device. Its trained tensors become views of one flat vector; values are kept, or
             are those of rank 0.
-        graph: the communication graph, of as many ranks as there are nodes; None = `defaults.choose_mixing`.
-        mixing: the weights W(t), over that graph; None = see `defaults.choose_mixing`.
+        graph: the communication graph: a GraphManager; a class or function of the number of ranks, like `RingGraph`;
+            a name, like "ring"; or a networkx graph. None = one-peer exponential (SGP), pairs or a ring (D-PSGD).
+        mixing: the weights W(t): a MixingManager, or a class or function of the graph; None = uniform (SGP),
+            Metropolis-Hastings (D-PSGD), the Laplacian of a `MatchaGraph`.
         push_sum: whether the weight w is sent too (SGP, any directed graph) or not (D-PSGD).
         overlap: whether a round runs in a thread under the next forward and backward, instead of before it. Costs a
             second copy of the model.
         max_staleness: the number of forwards that an overlapped round may be late before training waits for it;
             rounds then start every max_staleness + 1 steps.
-        gossiper: another algorithm; where it needs no particular graph, `push_sum` still chooses the default graph.
+        gossiper: another algorithm, or its class; where it needs no particular graph, `push_sum` still chooses the
+            default graph.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
-        schedule: the steps that gossip and those that average globally.
+        schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step.
         process_group: a group that carries nothing else; None = a new one over all ranks.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`.
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
@@ -83,7 +91,8 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             that were sent them, before they are applied). "skip": leave out such rounds, which `comm_stats()` counts;
             without overlap it costs a copy of the model, and no compressed gossiper can. "spread": do not look.
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
-        timeout: the limit of every wait.
+        timeout: the limit of every wait; a number = seconds.
+        device_ids: refused: DistributedDataParallel needs it, here the model is on its device already.
 
     Raises:
         ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
@@ -108,14 +117,14 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         self,
         module: nn.Module,
         *,
-        graph: GraphManager | None = None,
-        mixing: MixingManager | None = None,
+        graph: GraphLike | None = None,
+        mixing: MixingLike | None = None,
         push_sum: bool = True,
         overlap: bool = False,
         max_staleness: int = 0,
-        gossiper: Gossiper | None = None,
+        gossiper: GossiperLike | None = None,
         wire_dtype: torch.dtype | None = None,
-        schedule: Schedule = DEFAULT_SCHEDULE,
+        schedule: Schedule | int = 1,
         process_group: dist.ProcessGroup | None = None,
         nprocs_per_node: int = 1,
         comm_device: torch.device | str | None = None,
@@ -124,25 +133,26 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         gossip_in_eval_mode: bool = False,
         on_nonfinite: str = "raise",
         find_unused_parameters: bool = False,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        device_ids: None = None,
     ) -> None:
+        refuse_device_ids(device_ids, module)
         check_overlap(overlap, max_staleness)
         g = max(nprocs_per_node, 1)  # count_nodes refuses less
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_slices=g)
         UnevenInputs.__init__(self)
-        self.overlap = overlap
-        self.max_staleness = max_staleness
+        self.overlap, self.max_staleness = overlap, max_staleness
         self._on_nonfinite = check_policy(on_nonfinite)
-        links = Links(process_group, comm_device=comm_device, timeout=timeout)
+        links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         self._place = links.place
         num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
         gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
         mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper)
-        self._describe(mixing, gossiper, schedule, init_sync=init_sync, nprocs_per_node=nprocs_per_node)
+        self._describe(mixing, gossiper, as_schedule(schedule), init_sync=init_sync, nprocs_per_node=nprocs_per_node)
         self._description["comm_device"] = str(comm_device)
         self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
         self._node = None if g == 1 else Node(module, links, g, find_unused_parameters=find_unused_parameters)
-        self._start(mixing, gossiper, schedule)
+        self._start(mixing, gossiper, as_schedule(schedule))
 
     def _describe(self, mixing: MixingManager, gossiper: Gossiper, schedule: Schedule, **options: object) -> None:
         """Note what the ranks must agree on, by name."""

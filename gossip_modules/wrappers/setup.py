@@ -13,6 +13,7 @@ from ..flat.buffer import FlatBuffer
 from ..transport.agreement import broadcast_tensors, check_agreement
 from ..transport.connect import connect, group_or_world
 from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
+from .arguments import check_process_group
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,18 @@ class Links:
         comm_device: the device of the messages, see `connect`.
         backend: the backend that the group must have; None = any.
         timeout: the limit of every wait.
+
+    Raises:
+        ValueError: an argument of another kind.
     """
 
     process_group: dist.ProcessGroup | None = None
     comm_device: torch.device | str | None = None
     backend: str | None = None
     timeout: timedelta = DEFAULT_TIMEOUT
+
+    def __post_init__(self) -> None:
+        check_process_group(self.process_group)
 
     @property
     def place(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..engine.engine import Engine
 
-_KEY = "gossip_state"
+KEY = "gossip_state"
 
 
 class MetadataState(nn.Module):
@@ -26,12 +26,12 @@ class MetadataState(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):  # a plain dict of the caller has none: there the key stays
-            destination._metadata[prefix[:-1]][_KEY] = destination.pop(prefix + "_extra_state")
+            destination._metadata[prefix[:-1]][KEY] = destination.pop(prefix + "_extra_state")
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
-        state_dict.setdefault(prefix + "_extra_state", local_metadata.get(_KEY))
+        state_dict.setdefault(prefix + "_extra_state", local_metadata.get(KEY))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 

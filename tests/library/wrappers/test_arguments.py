@@ -1,0 +1,195 @@
+"""Arguments as a user gives them; and the usual mistakes, each with an error that names the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gossip_modules as gm
+from gossip_modules.wrappers.arguments import as_gossiper, as_graph, as_mixing, as_schedule, as_timeout
+from gossip_modules.wrappers.defaults import choose_mixing
+from tests.harness.named_group import NamedGroup
+from tests.harness.problems import loss_of, mlp
+from tests.harness.ranks import TIMEOUT, run_ranks, solo_group
+
+RING = gm.RingGraph(4, peers_per_itr=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (RING, RING),
+        (gm.RingGraph, gm.RingGraph(4)),
+        (lambda n: gm.RingGraph(n, peers_per_itr=2), RING),
+        ("ring", RING),
+        ("exponential", gm.DynamicDirectedExponentialGraph(4)),
+        (nx.cycle_graph(4), gm.NetworkXGraph(nx.cycle_graph(4))),
+        (nx.cycle_graph, gm.NetworkXGraph(nx.cycle_graph(4))),
+    ],
+)
+def test_a_graph_is_given_in_many_ways(given: Any, expected: gm.GraphManager) -> None:
+    assert repr(as_graph(given, 4)) == repr(expected)
+
+
+@pytest.mark.parametrize("given", [gm.UniformMixing, lambda graph: gm.UniformMixing(graph)])
+def test_a_mixing_is_a_class_or_a_function_of_the_graph(given: Any) -> None:
+    assert repr(as_mixing(given, RING)) == repr(gm.UniformMixing(RING))
+    assert repr(choose_mixing("ring", given, push_sum=True, world_size=4)) == repr(gm.UniformMixing(RING))
+
+
+def test_numbers_and_classes_stand_for_what_they_make() -> None:
+    assert as_schedule(10) == gm.Schedule(gossip_every=10)
+    assert as_schedule(gm.Schedule(2, 3)) == gm.Schedule(2, 3)
+    assert as_timeout(30) == timedelta(seconds=30)
+    assert as_timeout(0.5) == timedelta(milliseconds=500)
+    assert as_timeout(timedelta(minutes=1)) == timedelta(minutes=1)
+    assert repr(as_gossiper(gm.PowerGossip)) == repr(gm.PowerGossip())
+
+
+def test_a_wrapper_takes_them_all() -> None:
+    """The same training as with objects that were built by hand."""
+
+    def train(group: dist.ProcessGroup, **options: Any) -> torch.Tensor:
+        model = mlp(group.rank())
+        wrapper = gm.GossipDataParallel(model, process_group=group, **options)
+        for step in range(3):
+            loss_of(wrapper, group.rank(), step)
+        assert wrapper.comm_stats()["num_rounds"] == 2
+        wrapper.close()
+        return torch.cat([x.detach().flatten() for x in model.parameters()])
+
+    def body(group: dist.ProcessGroup) -> bool:
+        named = train(group, graph="ring", mixing=gm.UniformMixing, gossiper=gm.PushSum, schedule=2, timeout=15)
+        built = train(
+            group,
+            mixing=gm.UniformMixing(gm.RingGraph(3, peers_per_itr=2)),
+            gossiper=gm.PushSum(),
+            schedule=gm.Schedule(gossip_every=2),
+            timeout=timedelta(seconds=15),
+        )
+        return torch.equal(named, built)
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+def gossip(module: Any = None, **options: Any) -> gm.GossipDataParallel:
+    return gm.GossipDataParallel(mlp() if module is None else module, **{"process_group": solo_group(), **options})
+
+
+def used_gossiper() -> gm.Gossiper:
+    gossiper = gm.PushSum()
+    gossip(gossiper=gossiper)
+    return gossiper
+
+
+def gossip_in_ddp() -> Any:
+    return DistributedDataParallel(nn.Linear(2, 1), process_group=solo_group())
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a class for a module": (lambda: gossip(nn.Linear), r"expected a torch.nn.Module; build the model first"),
+    "parameters for a module": (lambda: gossip(list(mlp().parameters())), r"got \[.*; build the model first"),
+    "a module inside DDP": (lambda: gossip(gossip_in_ddp()), r"it is a DistributedDataParallel.*remove the other one"),
+    "a wrapper inside a wrapper": (lambda: gossip(gossip()), r"it is a GossipDataParallel.*wrap the plain module once"),
+    "device_ids": (
+        lambda: gossip(device_ids=[0]),
+        r"got device_ids=\[0\], expected none.*\(cpu here\); call module.to\(device\) before wrapping, and leave",
+    ),
+    "a graph of another size": (
+        lambda: gossip(graph=gm.RingGraph(8)),
+        r"got a graph of 8 ranks, expected 1, .*build the graph of that size, or pass a class .* graph=RingGraph",
+    ),
+    "a typing error in a name": (lambda: gossip(graph="rign"), r"got graph='rign', expected one of .* mean 'ring'\?"),
+    "a class's name": (lambda: gossip(graph="RingGraph"), r"did you mean 'ring'\?"),
+    "a networkx graph with names": (
+        lambda: gossip(graph=nx.Graph([("a", "b")])),
+        r"got the nodes \['a', 'b'\].*convert_node_labels_to_integers",
+    ),
+    "a class that needs more than a number": (
+        lambda: gossip(graph=gm.NetworkXGraph),
+        r"got graph=NetworkXGraph, and NetworkXGraph\(1\) fails.*call it yourself .*pass the result",
+    ),
+    "a number for a graph": (lambda: gossip(graph=4), r"got graph=4, which makes no graph, expected a GraphManager"),
+    "a mixing for a graph": (
+        lambda: gossip(graph=gm.UniformMixing(gm.RingGraph(1))),
+        r"got the mixing UniformMixing.* as graph.*pass mixing=",
+    ),
+    "a graph for a mixing": (lambda: gossip(mixing=gm.RingGraph(1)), r"got mixing=RingGraph.*expected a MixingManager"),
+    "a mixing that needs a matrix": (
+        lambda: gossip(mixing=gm.MatrixMixing),
+        r"MatrixMixing\(.* fails.*pass the result",
+    ),
+    "a compressor for a gossiper": (
+        lambda: gossip(gossiper=gm.TopK(0.1)),
+        r"got the compressor TopK.*as gossiper.*Choco\(TopK\(0.01\)\)",
+    ),
+    "a compressor's class for a gossiper": (lambda: gossip(gossiper=gm.SignNorm), r"got the compressor.*in Choco"),
+    "a gossiper's class that needs a compressor": (
+        lambda: gossip(gossiper=gm.Choco),
+        r"got gossiper=Choco, and Choco\(\) fails.*Choco\(TopK\(0.01\)\)",
+    ),
+    "a name for a gossiper": (lambda: gossip(gossiper="choco"), r"got gossiper='choco', expected a Gossiper, such as"),
+    "a gossiper for two models": (lambda: gossip(gossiper=used_gossiper()), r"another wrapper.*make another PushSum"),
+    "schedule=0": (lambda: gossip(schedule=0), r"got schedule=0, expected .* at least 1; schedule=1, the default"),
+    "a fraction for a schedule": (lambda: gossip(schedule=0.5), r"got schedule=0.5, expected a Schedule or the number"),
+    "timeout=0": (lambda: gossip(timeout=0), r"got timeout=0, expected more than zero seconds: a number like 30"),
+    "timeout=None": (lambda: gossip(timeout=None), r"got timeout=None.*timedelta\(days=1\)"),
+    "the name of a dtype": (lambda: gossip(wire_dtype="bfloat16"), r"got wire_dtype='bfloat16'.*pass torch.bfloat16"),
+    "a list of ranks for a group": (
+        lambda: gossip(process_group=[0, 1]),
+        r"got process_group=\[0, 1\], expected a ProcessGroup; make one with torch.distributed.new_group\(ranks\)",
+    ),
+    "a group without this rank": (
+        lambda: gossip(process_group=dist.GroupMember.NON_GROUP_MEMBER),
+        r"this rank is no member of.*wrap on the group's ranks only",
+    ),
+    "a group that cannot listen": (
+        lambda: gm.BilatGossipDataParallel(
+            mlp(), process_group=NamedGroup("mpi4py", dist.HashStore(), 0, 1, TIMEOUT), init_sync=False
+        ),
+        r"expected gloo.*new_group\(backend='gloo'\)",
+    ),
+    "AD-PSGD with device_ids": (
+        lambda: gm.BilatGossipDataParallel(mlp(), process_group=solo_group(), device_ids=[0]),  # type: ignore[arg-type]
+        r"leave device_ids out",
+    ),
+    "WAGMA with device_ids": (
+        lambda: gm.GroupAverageDataParallel(mlp(), process_group=solo_group(), device_ids=[0]),  # type: ignore[arg-type]
+        r"leave device_ids out",
+    ),
+    "WAGMA with timeout=0": (
+        lambda: gm.GroupAverageDataParallel(mlp(), process_group=solo_group(), timeout=0),
+        r"got timeout=0, expected",
+    ),
+    "dpwa with timeout=-1": (
+        lambda: gm.PairwiseDataParallel(mlp(), name="w0", peers={"w0": "tcp://127.0.0.1:*"}, timeout=-1),
+        r"got timeout=-1, expected more than zero seconds",
+    ),
+    "overlap where there is none": (
+        lambda: gm.SimpleGossipDataParallel(mlp(), overlap=True),
+        r"got overlap for SimpleGossipDataParallel.*use GossipDataParallel",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_usual_mistake_is_told_its_remedy(mistake: str) -> None:
+    make, remedy = MISTAKES[mistake]
+    with pytest.raises((ValueError, TypeError), match=re.compile(remedy, re.DOTALL)):
+        make()
+
+
+def test_the_old_name_of_the_wrapper_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"LockstepWrapper is now gossip_modules.GossipDataParallel"):
+        assert gm.LockstepWrapper is gm.GossipDataParallel
+    with pytest.raises(AttributeError, match="no attribute 'LockstepRapper'"):
+        _ = gm.LockstepRapper
