@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 name=${1:?is missing: the name of the job} script=${2:?is missing: the training script}
-recipe=${3:?is missing: name a recipe of train/methods/recipes.py, e.g. sgp}
+recipe=${3:?is missing: name a recipe, e.g. sgp; python -m gossip_modules.methods lists them}
 shift 3
 num_gpus=${GPUS_PER_NODE:-8}
 

@@ -7,7 +7,7 @@
 # Environment: DATA_DIR, a folder with train/ and val/, and that of submit.sh; GPUS_PER_NODE divides 256.
 set -euo pipefail
 
-recipe=${1:?is missing: name a recipe of train/methods/recipes.py, e.g. sgp}
+recipe=${1:?is missing: name a recipe, e.g. sgp; python -m gossip_modules.methods lists them}
 shift
 : "${DATA_DIR:?is not set: name the folder that holds train/ and val/}"
 

@@ -9,7 +9,7 @@
 # (8), GPUS_PER_NODE (1) and that of submit.sh.
 set -euo pipefail
 
-recipe=${1:?is missing: name a recipe of train/methods/recipes.py, e.g. sgp}
+recipe=${1:?is missing: name a recipe, e.g. sgp; python -m gossip_modules.methods lists them}
 shift
 : "${DATA_DIR:?is not set: name the folder that holds the parallel text, train*.en and train*.de}"
 model=${MODEL:-big}

@@ -24,9 +24,9 @@ import tyro
 # Run by path, Python looks for modules beside this file; they are one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from gossip_modules.methods import METHODS, name_of
 from train.job.errors import UsageError, refuse
 from train.job.outputs import outputs_in, tables_in
-from train.methods.recipes import RECIPES
 from train.run.evaluate import title_of
 from train.run.report import table
 from visualization.curves import draw
@@ -41,7 +41,7 @@ class Comparison:
     script: Literal["gossip_sgd", "translate"] = "gossip_sgd"
     """Of train/: what is learnt."""
     recipes: tuple[str, ...] = ("ar", "dpsgd", "sgp", "osgp")
-    """Entries of train/methods/recipes.py, each once; differences are to the first."""
+    """Methods, as python -m gossip_modules.methods lists them, each once; differences are to the first."""
     nproc_per_node: int = 4
     """Ranks of every run."""
     out_dir: Path = Path("runs/compare")
@@ -50,10 +50,11 @@ class Comparison:
     """Delete the runs of the same recipes that out_dir has; otherwise they are an error."""
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.recipes if name not in RECIPES]
+        object.__setattr__(self, "recipes", tuple(map(name_of, self.recipes)))
+        unknown = [name for name in self.recipes if name not in METHODS]
         if unknown or not self.recipes or len(set(self.recipes)) < len(self.recipes):
             raise ValueError(
-                f"got recipes={', '.join(self.recipes)}, expected some of {', '.join(RECIPES)}, each once; see --help"
+                f"got recipes={', '.join(self.recipes)}, expected some of {', '.join(METHODS)}, each once; see --help"
             )
         if self.nproc_per_node < 1:
             raise ValueError(f"got nproc_per_node={self.nproc_per_node}, expected 1 or more")
@@ -132,7 +133,7 @@ def main(comparison: Comparison) -> None:
     require_new_folders(comparison)
     summaries = {}
     for recipe in comparison.recipes:
-        print(f"== {RECIPES[recipe].title}", flush=True)
+        print(f"== {METHODS[recipe].title}", flush=True)
         summaries[recipe] = train(recipe, comparison)
     text = compare(summaries)
     picture = draw({recipe: comparison.out_dir / recipe for recipe in summaries}, comparison.out_dir / "comparison.png")

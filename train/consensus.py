@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gossip_modules as gm
 from gossip_modules.mixing_manager import best_step_size
 from train.consensus_experiment.data import DATA, make_matrices
-from train.consensus_experiment.methods import METHODS, Method
+from train.consensus_experiment.methods import VARIANTS, Variant
 from train.consensus_experiment.thread_ranks import CPU, TIMEOUT, run_ranks
 from train.job.errors import UsageError, refuse, usage_errors
 from train.run.report import table
@@ -80,7 +80,7 @@ class Experiment:
     """Write over the results that out_dir has; otherwise they are an error."""
 
     def __post_init__(self) -> None:
-        for name, got, choices in (("data", (self.data,), DATA), ("methods", self.methods, ("all", *METHODS))):
+        for name, got, choices in (("data", (self.data,), DATA), ("methods", self.methods, ("all", *VARIANTS))):
             if unknown := [item for item in got if item not in choices]:
                 raise ValueError(f"got {name}={', '.join(unknown)}, expected {', '.join(choices)}; see --help")
         for name, least in (("steps", 1), ("num_step_sizes", 2), ("num_workers", 2), ("seed", 0), ("matrix_size", 0)):
@@ -92,11 +92,11 @@ class Experiment:
     @property
     def names(self) -> tuple[str, ...]:
         """Methods to run, each once."""
-        return tuple(METHODS) if "all" in self.methods else tuple(dict.fromkeys(self.methods))
+        return tuple(VARIANTS) if "all" in self.methods else tuple(dict.fromkeys(self.methods))
 
     def step_sizes_of(self, method: str, best: float) -> list[float]:
         """The step sizes to run a method with, each once; `best` is that of plain gossip."""
-        if self.step_sizes or not METHODS[method].is_tuned:
+        if self.step_sizes or not VARIANTS[method].is_tuned:
             return list(dict.fromkeys(self.step_sizes)) or [best]
         return np.geomspace(min(0.01, best), best, self.num_step_sizes).round(6).tolist()
 
@@ -158,7 +158,7 @@ def is_logged(step: int) -> bool:
     return step < 10 or step % (10 if step < 100 else 100) == 0
 
 
-def run(method: Method, step_size: float, matrices: list[Tensor], *, steps: int, seed: int) -> list[dict[str, Any]]:
+def run(method: Variant, step_size: float, matrices: list[Tensor], *, steps: int, seed: int) -> list[dict[str, Any]]:
     """One run of one method: its points (step, error, megabits sent per worker, diverged, message).
 
     A method that raises ends its run as diverged, with the error's message at the last point, in the round that failed.
@@ -262,7 +262,7 @@ def main(experiment: Experiment) -> None:
     experiment.out_dir.mkdir(parents=True, exist_ok=True)
     for name in experiment.names:
         for step_size in experiment.step_sizes_of(name, best):
-            curve = run_here(METHODS[name], step_size)
+            curve = run_here(VARIANTS[name], step_size)
             points += [{"data": experiment.data, "method": name, "step_size": step_size, **point} for point in curve]
             pd.DataFrame(points).to_csv(csv, index=False)
             last = curve[-1]

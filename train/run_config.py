@@ -7,27 +7,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
 from gossip_modules import MatchaGraph
 from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS
-from train.methods.compression import COMPRESSORS, WIRE_DTYPES
-from train.methods.graphs import GRAPHS
-from train.methods.recipes import METHOD_OPTIONS, RECIPES
-
-if TYPE_CHECKING:
-    from train.job.world import World
+from gossip_modules.methods import METHOD_OPTIONS, METHODS, MethodOptions, name_of, without_unused
+from gossip_modules.methods.compressors import COMPRESSORS, WIRE_DTYPES
+from gossip_modules.methods.graphs import GRAPHS
+from train.job.world import World
 
 
 @dataclass(frozen=True)
-class RunConfig(ABC):
+class RunConfig(MethodOptions, ABC):
     """Method, checkpoints, log, network: what does not depend on the task, whose choices a script adds."""
 
     recipe: str = "sgp"
-    """Method, an entry of train/methods/recipes.py: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua,
-    powergossip, adpsgd, wagma, dpwa."""
+    """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd;
+    python -m gossip_modules.methods says what each is."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
@@ -48,69 +46,6 @@ class RunConfig(ABC):
     """Autocast dtype; float16 scales the loss with a GradScaler."""
     compile: str = "none"
     """Backend of torch.compile for the wrapped model, such as inductor; none: not compiled."""
-
-    graph: str = "auto"
-    """Who talks to whom, by a name in train/methods/graphs.py; auto: the library's choice for dpsgd, sgp, osgp and
-    adpsgd (that wants a bipartite one). For the others ring (auto), torus, hypercube, complete, or matcha0 to matcha5,
-    each with all neighbours. ar, wagma and dpwa have none."""
-    peers_per_itr: str = "1"
-    """Peers per round, one number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one. For dpsgd,
-    sgp and osgp."""
-    overlap: bool = False
-    """Run each round under the next step, not before it; osgp always does, ar and sgp never. wagma: take the average of
-    a group one step later instead of waiting for it."""
-    max_staleness: int = 0
-    """With overlap: forwards that a round may complete late before training waits for it."""
-    gossip_every: int = 1
-    """Steps from one round to the next."""
-    average_every: int = 0
-    """Rounds from one exact global average to the next; 0: never."""
-    nprocs_per_node: int = 1
-    """Processes that average gradients among themselves and gossip as one."""
-
-    wire_dtype: str = "none"
-    """none, bfloat16 or float16: what the parameters of dpsgd, sgp, osgp and matcha are rounded to when they travel."""
-    budget: float = 0.5
-    """matcha: share of the base graph's links in use, on average over the rounds."""
-    plan: str = ""
-    """matcha: JSON file that python -m gossip_modules.matcha --output wrote, the same on every machine, instead of
-    graph and budget; empty: the plan is made from these."""
-    compressor: str = "sign"
-    """choco, deepsqueeze: sign, topk, randomk, qsgd, bfloat16, float16."""
-    compression_ratio: float = 0.01
-    """topk, randomk: share of the entries that is sent."""
-    compression_bits: int = 8
-    """qsgd, moniqua: bits per entry, 2, 4 or 8."""
-    step_size: float = 0.0
-    """Of consensus, for choco, deepsqueeze, moniqua and powergossip. 0, the known ones on a ring: choco sign 0.45, topk
-    0.0375 and randomk 0.01 (both at a ratio of 0.01), qsgd 0.34 (4 or 8 bits), casts 1; deepsqueeze sign 0.01; moniqua
-    1 (8 bits); powergossip from the spectrum of the graph. Others have none and must be given one."""
-    theta: float = 1.0
-    """moniqua: more than any parameter of two neighbours ever differs by; the resolution is theta / 127 at 8 bits."""
-    power_rank: int = 1
-    """powergossip: rank of what is sent of a matrix."""
-    power_iterations: int = 1
-    """powergossip: power iterations, hence messages per neighbour, in a round."""
-    warm_start: bool = True
-    """powergossip: iterations go on from the last round's; otherwise they start at random."""
-    compress_vectors: bool = False
-    """powergossip: parameters of one dimension are compressed too, as one matrix."""
-
-    group_size: int = 0
-    """wagma: ranks that average in a round, a power of two; 1: none, local SGD; 0: about the square root of all."""
-    sync_period: int = 10
-    """wagma: rounds from one average over all ranks, which wait for each other there, to the next; 0: never."""
-    wait_avoiding: bool = True
-    """wagma: a late rank contributes what it last had; otherwise the ranks of a group wait for each other."""
-    interpolation: Literal["constant", "clock", "loss"] = "constant"
-    """dpwa: how far to go towards a peer's model: always as far, the further the more often it has published, or the
-    further the higher the own loss."""
-    interpolation_value: float = 0.5
-    """dpwa: that part of the way, with constant."""
-    divergence_threshold: float = 0.0
-    """dpwa: a loss below which a rank goes less far, in proportion; 0: none."""
-    fetch_probability: float = 1.0
-    """dpwa: share of the steps at which a rank asks a peer for its model."""
 
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
     """auto: nccl where every rank has a GPU of its own, else gloo. mpi: through mpi4py, under mpirun."""
@@ -135,7 +70,7 @@ class RunConfig(ABC):
     """Optimizer steps from one point of TensorBoard and of the progress bar to the next."""
 
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
-        "recipe": RECIPES,
+        "recipe": METHODS,
         "graph": [*GRAPHS, *PREDEFINED_GRAPHS],
         "wire_dtype": WIRE_DTYPES,
         "compressor": COMPRESSORS,
@@ -161,6 +96,7 @@ class RunConfig(ABC):
     """Defaults by the name that --preset takes; see train/command_line.py."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", name_of(self.recipe))
         for name, choices in self.CHOICES.items():
             if getattr(self, name) not in choices:
                 expected = ", ".join(map(str, choices))
@@ -198,9 +134,9 @@ class RunConfig(ABC):
     def identity(self) -> dict[str, Any]:
         """The choices that a run shares with every checkpoint it can go on from, plain JSON values.
 
-        An option that the recipe does not heed is there by its default: it makes no other run.
+        An option that the recipe does not use is there by its default: it makes no other run.
         """
-        config = RECIPES[self.recipe].without_idle(self)
+        config = without_unused(METHODS[self.recipe], self)
         identity = {name: _plain(getattr(config, name)) for name in self.IDENTITY}
         if config.plan:  # what it says, not where it lies
             identity["plan"] = repr(MatchaGraph.from_plan(config.plan))
@@ -210,11 +146,6 @@ class RunConfig(ABC):
     def settings(self) -> dict[str, Any]:
         """The choices that may change from there on, but make it another run; plain JSON values."""
         return {name: _plain(getattr(self, name)) for name in self.SETTINGS}
-
-    @property
-    def weighs_losses(self) -> bool:
-        """Whether dpwa merges by losses, which ranks report then."""
-        return self.interpolation == "loss" or self.divergence_threshold > 0
 
     @property
     def run_dir(self) -> Path:

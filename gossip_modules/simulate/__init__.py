@@ -10,8 +10,8 @@ From the command line: `python -m gossip_modules.simulate`. From Python:
 
 from ..schedule import Schedule
 from .advice import Advice, Prediction, advise, best
+from .choice import Choice
 from .delays import ComputeModel, LinkModel
-from .methods import Choice
 from .problems import Consensus, Digits, Problem
 from .run import simulate
 from .setting import Setting

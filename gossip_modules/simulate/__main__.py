@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from .advice import advise, as_table
-from .methods import METHODS, Choice
+from .choice import Choice, simulated_methods
 from .options import make_parser, setting_of
 from .problems import Consensus, Digits
 from .run import simulate
@@ -40,7 +40,7 @@ def _run(arguments: Sequence[str] | None) -> str:
     problem = Digits(label_skew=options.label_skew, seed=options.seed) if is_digits else Consensus(seed=options.seed)
     target = problem.target if options.target is None else options.target
     predictions, left_out = [], []
-    for choice in _choices(options.methods or list(METHODS), setting.world_size):
+    for choice in _choices(options.methods or simulated_methods(), setting.world_size):
         try:
             predictions.append(simulate(choice, setting, problem, target=target, max_steps=options.max_steps))
         except ValueError as error:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .methods import Choice
+from ..graph_manager.named_graphs import STATIC_GRAPHS, num_neighbours
+from ..registry import METHODS
+from .choice import Choice
 from .setting import Setting
 
 _COLUMNS = ("method", "graph", "steps", "s per step", "s to target", "MB per rank", "waiting", "disagreement", "")
@@ -88,16 +90,41 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
     if chosen is None:
         return Advice(None, _despair(predictions))
     sentences = [_choice(chosen, predictions), _bound(chosen, setting)]
-    if chosen.options:
-        options = " and ".join(f"{name}={value:g}" for name, value in chosen.options.items())
-        sentences.append(f"It was simulated with {options}; train with the same.")
     others = [p.name for p in predictions if p.has_reached and not p.has_agreed]
     if others:
         sentences.append(
             f"Not weighed: {', '.join(others)}: the target was reached, but workers' models differ by more than "
             f"{chosen.max_disagreement:g} of their size, so they are not one model."
         )
+    if chosen.choice.method in METHODS:
+        sentences.append(f"To train like this: python -m train.gossip_sgd {recipe_options(chosen, setting)}")
     return Advice(chosen, tuple(sentences))
+
+
+def recipe_options(prediction: Prediction, setting: Setting) -> str:
+    """The options of a training script that train as it was simulated, with the method as the recipe.
+
+    Args:
+        prediction: of a method of the registry.
+        setting: it was simulated in.
+    """
+    choice, schedule, peers = prediction.choice, setting.schedule, setting.peers_per_itr
+    if peers is None:
+        graph = choice.graph or ""
+        peers = num_neighbours(graph, setting.world_size) if graph in STATIC_GRAPHS else 1
+    values: dict[str, object] = {
+        "graph": choice.graph,
+        "peers_per_itr": peers if isinstance(peers, int) and peers > 1 else None,
+        "compressor": choice.compressor,
+        "budget": setting.budget,
+        "sync_period": setting.local_steps,
+        "gossip_every": schedule.gossip_every if schedule.gossip_every > 1 else None,
+        "average_every": schedule.average_every or None,
+        **{name: f"{value:g}" for name, value in prediction.options.items()},
+    }
+    used = METHODS[choice.method].options
+    options = {"recipe": choice.method, **{name: value for name, value in values.items() if value and name in used}}
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
 def as_table(predictions: Sequence[Prediction]) -> str:
@@ -135,7 +162,7 @@ def _choice(chosen: Prediction, predictions: Sequence[Prediction]) -> str:
     """The first sentence: beside AllReduce where it was tried, else the next best."""
     sentence = f"Choose {chosen.name}: {chosen.seconds:.1f} s to the target"
     others = [p for p in predictions if p.has_reached and p.has_agreed and p is not chosen]
-    rival = next((p for p in others if p.choice.method == "allreduce"), None) or best(others)
+    rival = next((p for p in others if p.choice.method == "ar"), None) or best(others)
     if rival is None:
         return f"{sentence}, the only one that reaches it with workers that agree."
     steps = f"{chosen.num_steps:.0f} steps of {chosen.step_seconds:.3f} s beside {rival.num_steps:.0f} of"

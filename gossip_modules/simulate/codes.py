@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,15 +12,6 @@ from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import RandomK, TopK
 from .delays import LinkModel, Message
 
-COMPRESSORS: Mapping[str, Callable[[], Compressor]] = {
-    "sign": SignNorm,
-    "topk": lambda: TopK(0.01),
-    "randomk": lambda: RandomK(0.01),
-    "qsgd": lambda: QSGD(bits=8),
-    "bfloat16": lambda: Cast(torch.bfloat16),
-}
-"""Codes of the command line, with the settings that their papers recommend."""
-
 CODE_PASSES: Mapping[type[Compressor], tuple[float, float]] = {
     Cast: (1.5, 2.5),
     SignNorm: (5.0, 3.5),
@@ -29,7 +20,7 @@ CODE_PASSES: Mapping[type[Compressor], tuple[float, float]] = {
     RandomK: (0.3, 0.8),
 }
 """Encoding and decoding, in the time of a pass over the model: measured, see benchmarks/compression.py."""
-_UNKNOWN_PASSES = (10.0, 4.0)
+UNKNOWN_PASSES = (10.0, 4.0)
 _MEMORY_PASSES = 3.0  # of error feedback or public copies, beside the code itself
 
 
@@ -68,7 +59,7 @@ def code_rows(compressor: Compressor, x: Tensor, t: int) -> Tensor:
 
 def coded_message(compressor: Compressor, num_parameters: int, links: LinkModel) -> Message:
     """What it costs to send a model of so many float32 parameters in this code."""
-    encode, decode = CODE_PASSES.get(type(compressor), _UNKNOWN_PASSES)
+    encode, decode = CODE_PASSES.get(type(compressor), UNKNOWN_PASSES)
     one_pass = links.memory_seconds(4 * num_parameters)
     return Message(
         compressor.num_bytes(num_parameters, torch.float32),

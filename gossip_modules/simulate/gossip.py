@@ -61,6 +61,7 @@ class TooFarApartError(RuntimeError):
     """Neighbours are further apart than the theta that Moniqua was given: the library refuses such a round too.
 
     Attributes:
+        theta: that was given.
         difference: the largest of an entry of two neighbours.
     """
 
@@ -69,7 +70,7 @@ class TooFarApartError(RuntimeError):
             f"Moniqua: got neighbours that differ by {difference:.3g} in round {t}, expected less than "
             f"theta={theta:.3g}; give a larger --theta, or lower the learning rate"
         )
-        self.difference = difference
+        self.theta, self.difference = theta, difference
 
 
 class OwnPace(SimulatedMethod):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ..schedule import Schedule
+from .choice import simulated_methods
 from .delays import ComputeModel, LinkModel
-from .methods import METHODS
 from .problems import PROBLEMS
 from .setting import Setting
 
@@ -77,7 +77,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--straggle-share", type=_SHARE, default=0.0, help="share of steps that straggle")
     add("--straggle-factor", type=_FACTOR, default=10.0, help="how many times longer they take (default 10)")
     add("--slow-rank-factor", type=_FACTOR, default=1.0, help="how many times slower worker 0 is")
-    names = ", ".join(METHODS)
+    names = ", ".join(simulated_methods())
     add("--methods", nargs="+", metavar="METHOD", help=f"<method>[:<graph>[:<code>]] of {names} (default: all)")
     add("--peers", type=_COUNT, help="peers per round (default: one, on graphs that never change all)")
     add("--gossip-every", type=_COUNT, default=1, help="steps from one round to the next (default 1)")

@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from .advice import Prediction
+from .choice import Choice, make_method
 from .gossip import SimulatedMethod, TooFarApartError
-from .methods import THETA, Choice, make_method
 from .options import MAX_STEPS
 from .problems import Problem
 from .setting import Setting
@@ -46,6 +47,11 @@ def simulate(
     chosen = (Choice.parse(choice) if isinstance(choice, str) else choice).resolved(setting.world_size)
     has_gradients = not problem.is_solved_by_rounds
     setting = replace(setting, shape=problem.shape, has_gradients=has_gradients)
+    return _train_with_theta(chosen, setting, problem, target, max_steps)
+
+
+def _train_with_theta(chosen: Choice, setting: Setting, problem: Problem, target: float, max_steps: int) -> Prediction:
+    """`_train`; a user of Moniqua has to know theta beforehand, so a run starts over with a larger one where needed."""
     theta = setting.theta
     while True:
         method = make_method(chosen, replace(setting, theta=theta))
@@ -54,8 +60,7 @@ def simulate(
         except TooFarApartError as error:
             if setting.theta is not None:
                 raise ValueError(str(error)) from error
-            # A user has to know theta beforehand, so the run starts over with one that is large enough so far.
-            theta = 2.0 ** (math.floor(math.log2(max(error.difference, theta or THETA))) + 1)
+            theta = 2.0 ** (math.floor(math.log2(max(error.difference, error.theta))) + 1)
 
 
 def _train(
@@ -68,22 +73,7 @@ def _train(
             f"got a method of {method.num_ranks} workers in a setting of {n}, expected as many; make it for {n}"
         )
     x = problem.start(n)
-    num_steps, first_start, error = torch.zeros(n), 0.0, math.inf
-    for step in range(max_steps + 1):
-        method.forward(x)
-        if step == 0:
-            first_start = float(method.starts.max())
-        z = method.estimates(x)
-        if step % problem.check_every == 0 or step == max_steps:
-            error = problem.error(z)
-            if error <= target or not math.isfinite(error):
-                break
-        if step == max_steps:
-            break
-        update = problem.update(z, step)
-        if update is not None:
-            x += update if method.is_stepping is None else update * method.is_stepping[:, None]
-        num_steps += 1.0 if method.is_stepping is None else method.is_stepping.float()
+    num_steps, first_start, error = _run_to(method, problem, x, target, max_steps)
     taken, seconds = float(num_steps.mean()), float(method.starts.max())
     return Prediction(
         choice=chosen,
@@ -99,3 +89,26 @@ def _train(
         is_overlapped=method.is_overlapped,
         options=method.options,
     )
+
+
+def _run_to(
+    method: SimulatedMethod, problem: Problem, x: Tensor, target: float, max_steps: int
+) -> tuple[Tensor, float, float]:
+    """Train until the error is at most the target: the steps of each worker, when the first began, the last error."""
+    num_steps, first_start, error = torch.zeros(len(x)), 0.0, math.inf
+    for step in range(max_steps + 1):
+        method.forward(x)
+        if step == 0:
+            first_start = float(method.starts.max())
+        z = method.estimates(x)
+        if step % problem.check_every == 0 or step == max_steps:
+            error = problem.error(z)
+            if error <= target or not math.isfinite(error):
+                break
+        if step == max_steps:
+            break
+        update = problem.update(z, step)
+        if update is not None:
+            x += update if method.is_stepping is None else update * method.is_stepping[:, None]
+        num_steps += 1.0 if method.is_stepping is None else method.is_stepping.float()
+    return num_steps, first_start, error

@@ -24,7 +24,7 @@ class Setting:
         peers_per_itr: peers per round, or a schedule of it; None: all neighbours on static graphs, one on others.
         schedule: which step gossips and which averages over all.
         local_steps: of local SGD, from one average over all to the next; also WAGMA's `sync_period`.
-        step_size: of consensus, for coded gossip; None = `STEP_SIZES`.
+        step_size: of consensus, for coded gossip; None: the published one.
         theta: of Moniqua, for the whole run; None = the least of 1, 2, 4, ... that no two neighbours differ by, which
             `simulate` finds.
         budget: of MATCHA.

@@ -257,9 +257,8 @@ def train_recipes(world: World, folder: Path) -> None:
 def check_training(folder: Path) -> None:
     """The main job's loss curves on 2 ranks."""
     from train.job.world import start_world
-    from train.tasks.images.config import Config
 
-    world = start_world(Config(backend="mpi"))
+    world = start_world("mpi", timedelta(minutes=5))
     assert world.size == 2
     train_recipes(world, folder)
     dist.destroy_process_group()

@@ -27,7 +27,7 @@ from train.consensus import (
     summarize,
 )
 from train.consensus_experiment.data import DATA, make_matrices
-from train.consensus_experiment.methods import METHODS, Method
+from train.consensus_experiment.methods import VARIANTS, Variant
 from train.consensus_experiment.thread_ranks import run_ranks
 from train.job.errors import UsageError
 
@@ -82,7 +82,7 @@ def test_plain_gossip_contracts_at_the_rate_of_the_spectrum() -> None:
     matrices = small(num_workers=8)
     least, most = (2 - math.sqrt(2)) / 3, 4 / 3
     rate = ((most - least) / (most + least)) ** 2
-    points = run(METHODS["plain"], best_step_size(ring(8)), matrices, steps=60, seed=0)
+    points = run(VARIANTS["plain"], best_step_size(ring(8)), matrices, steps=60, seed=0)
     assert points[0] == {"step": 0, "error": 1.0, "megabits": 0.0, "diverged": False, "message": ""}
     assert points[-1]["error"] < SETTLED
     for point in points:
@@ -90,12 +90,12 @@ def test_plain_gossip_contracts_at_the_rate_of_the_spectrum() -> None:
         assert point["megabits"] == pytest.approx(2 * 32 * 144 * point["step"] / 1e6)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_every_method_brings_workers_closer(name: str) -> None:
     matrices = small(num_workers=3)
     before = [x.clone() for x in matrices]
-    step_size = 0.05 if METHODS[name].is_tuned else best_step_size(ring(3))
-    points = run(METHODS[name], step_size, matrices, steps=40, seed=0)
+    step_size = 0.05 if VARIANTS[name].is_tuned else best_step_size(ring(3))
+    points = run(VARIANTS[name], step_size, matrices, steps=40, seed=0)
     assert points[-1]["error"] < 0.99
     assert not points[-1]["diverged"]
     assert points[-1]["megabits"] > 0
@@ -103,7 +103,7 @@ def test_every_method_brings_workers_closer(name: str) -> None:
 
 
 def test_a_run_that_diverges_ends_there() -> None:
-    points = run(METHODS["choco-topk"], 1.3, small(), steps=500, seed=0)
+    points = run(VARIANTS["choco-topk"], 1.3, small(), steps=500, seed=0)
     assert points[-1]["diverged"]
     assert points[-1]["step"] < 500
     assert not any(point["diverged"] for point in points[:-1])
@@ -130,7 +130,7 @@ def test_a_method_that_refuses_to_go_on_ends_its_run_and_no_other(
 
 
 def test_every_run_is_written_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(method: Method, step_size: float, matrices: list[torch.Tensor], *, steps: int, seed: int) -> Any:
+    def stop(method: Variant, step_size: float, matrices: list[torch.Tensor], *, steps: int, seed: int) -> Any:
         if step_size > 1:
             raise KeyboardInterrupt
         return run(method, step_size, matrices, steps=steps, seed=seed)
@@ -142,11 +142,12 @@ def test_every_run_is_written_when_it_ends(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_mistake_in_the_program_is_no_divergence() -> None:
-    def make(step_size: float, theta: float, seed: int) -> gm.Gossiper:
-        raise TypeError("of the program")
+    class Failing(Variant):
+        def make(self, step_size: float, theta: float, seed: int) -> gm.Gossiper:
+            raise TypeError("of the program")
 
     with pytest.raises(TypeError, match="of the program"):
-        run(Method(make), 1.0, small(), steps=2, seed=0)
+        run(Failing("dpsgd"), 1.0, small(), steps=2, seed=0)
 
 
 def test_theta_bounds_the_differences_of_neighbours() -> None:
@@ -199,7 +200,7 @@ def test_grid_of_step_sizes() -> None:
     assert experiment.step_sizes_of("plain", 1.308) == [1.308]
     assert experiment.step_sizes_of("choco-sign", 1.0) == [0.01, 0.1, 1.0]
     assert Experiment(step_sizes=(0.3,)).step_sizes_of("plain", 1.308) == [0.3]
-    assert len(Experiment(methods=("all", "plain")).names) == len(METHODS)
+    assert len(Experiment(methods=("all", "plain")).names) == len(VARIANTS)
     twice = Experiment(methods=("plain", "bfloat16", "plain"), step_sizes=(0.3, 0.1, 0.3))
     assert twice.names == ("plain", "bfloat16")
     assert twice.step_sizes_of("plain", 1.308) == [0.3, 0.1]

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from gossip_modules.methods import METHODS
 from tests.harness.processes import run_processes
 from tests.train.test_gossip_sgd import leaves
 from train.job.preemption import StopRequest
 from train.job.world import World
-from train.methods.recipes import RECIPES
 from train.run.run import Run
 from train.tasks.translation.config import TranslationConfig
 from train.tasks.translation.number_words import number_words
@@ -71,7 +71,7 @@ def make_run(rank: int, world_size: int, config: TranslationConfig) -> Iterator[
 def train_by_every_recipe(rank: int, folder: str, corpus: str, world_size: int) -> list[str]:
     """Two steps by each recipe; those that did not move the embeddings, or moved the positions."""
     failed = []
-    for recipe in RECIPES:
+    for recipe in METHODS:
         config = TranslationConfig(recipe=recipe, data_dir=corpus, out_dir=f"{folder}/{recipe}", **SMALL)
         with make_run(rank, world_size, config) as run:
             translator: Any = run.wrapper.module

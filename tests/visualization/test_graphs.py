@@ -14,8 +14,8 @@ from matplotlib.patches import FancyArrowPatch
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import GRAPHS, named_graph
 from gossip_modules.matcha.__main__ import main as write_plan
+from gossip_modules.methods import graphs as method_graphs
 from gossip_modules.wrappers.defaults import choose_bipartite_mixing, choose_mixing
-from train.methods import graphs as train_graphs
 from visualization import spectra, topology
 from visualization.graphs import Rounds, make_mixing, rounds_of_run
 from visualization.spectra import Spectra, measure, rounds_to_consensus
@@ -216,7 +216,7 @@ def test_the_graph_of_a_run_is_the_one_that_it_trains_on(recipe: str, name: str,
     push_sum, num_peers = recipe != "dpsgd", 1 if peers == "1" or n == 2 else 2
     if n == 2:
         peers = "1"
-    graph = train_graphs.make_graph(name, num_nodes=n, peers_per_itr=num_peers, push_sum=push_sum)
+    graph = method_graphs.make_graph(name, num_nodes=n, peers_per_itr=num_peers, push_sum=push_sum)
     trained = choose_mixing(graph, None, push_sum=push_sum, world_size=n)
     rounds = rounds_of_run({**OPTIONS, "recipe": recipe, "graph": name, "peers_per_itr": peers}, n)
     assert_equal_rounds(rounds, trained, trained.period)
@@ -231,10 +231,10 @@ def test_the_graph_of_a_run_of_ad_psgd(n: int) -> None:
 @pytest.mark.parametrize(("name", "n"), [("auto", 6), ("torus", 6), ("matcha0", 8)])
 def test_the_graph_of_a_run_that_takes_all_neighbours(name: str, n: int) -> None:
     options = {**OPTIONS, "graph": name}
-    graph = train_graphs.make_static_graph(name, num_nodes=n)
+    graph = method_graphs.make_static_graph(name, num_nodes=n)
     trained = choose_mixing(graph, None, push_sum=False, world_size=n)
     assert_equal_rounds(rounds_of_run({**options, "recipe": "choco"}, n), trained, 1)
-    matcha = gm.MatchaGraph(train_graphs.base_graph(name, num_nodes=n), budget=0.5, seed=3)
+    matcha = gm.MatchaGraph(method_graphs.base_graph(name, num_nodes=n), budget=0.5, seed=3)
     assert_equal_rounds(rounds_of_run({**options, "recipe": "matcha"}, n), gm.LaplacianMixing(matcha), 20)
 
 

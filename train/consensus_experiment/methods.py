@@ -1,67 +1,75 @@
-"""Methods of the consensus experiment: each way to gossip, by name."""
+"""Variants of the consensus experiment: each gossiper of the registry, with the options that are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import gossip_modules as gm
+from gossip_modules.methods import METHODS, MethodOptions
+from gossip_modules.methods.compressors import WIRE_DTYPES
+
+PUBLISHED = MethodOptions(compression_bits=4)
+"""What variants do not say themselves: top-k and random-k send 1 % of the entries, QSGD 4 bits of each."""
 
 
 @dataclass(frozen=True)
-class Method:
-    """A way to gossip: how it is made of (step size, bound on differences, seed), and whether its step size is tuned.
+class Variant:
+    """A gossiper with its options.
 
-    Where `mixes` the step size is that of the weights, I - step_size (I - W); else it is the gossiper's.
+    Args:
+        method: a key of METHODS, which has a gossiper.
+        options: of the method, by name; the others are those of PUBLISHED.
+        is_tuned: whether several step sizes are tried.
+        mixes: whether the step size is that of the weights, I - step_size (I - W), and not the gossiper's.
     """
 
-    make: Callable[[float, float, int], gm.Gossiper]
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
     is_tuned: bool = False
     mixes: bool = False
 
+    def make(self, step_size: float, theta: float, seed: int) -> gm.Gossiper:
+        """A new gossiper.
 
-def _plain(wire_dtype: torch.dtype | None) -> Method:
-    return Method(lambda step_size, theta, seed: gm.PushPull(wire_dtype=wire_dtype), mixes=True)
+        Args:
+            step_size: of consensus.
+            theta: a bound on the differences of neighbours, for Moniqua.
+            seed: of what is random.
+        """
+        make = METHODS[self.method].gossiper
+        assert make is not None, f"{self.method} has no gossiper"
+        options = replace(PUBLISHED, **{"step_size": step_size, "theta": theta, **self.options})
+        gossiper = make(options, seed)
+        assert isinstance(gossiper, gm.Gossiper), f"{self.method} makes no gossiper"
+        return gossiper
 
 
-def _tuned(algorithm: Callable[..., gm.Gossiper], compressor: Callable[[int], gm.Compressor]) -> Method:
-    return Method(lambda step_size, theta, seed: algorithm(compressor(seed), step_size=step_size), is_tuned=True)
-
-
-def _moniqua(bits: int) -> Method:
-    return Method(
-        lambda step_size, theta, seed: gm.Moniqua(theta, bits=bits, step_size=step_size, seed=seed),
-        is_tuned=bits < 8,
-    )
-
-
-def _power(rank: int, num_iterations: int, warm_start: bool) -> Method:
-    def make(step_size: float, theta: float, seed: int) -> gm.Gossiper:
-        return gm.PowerGossip(
-            rank=rank, num_iterations=num_iterations, warm_start=warm_start, step_size=step_size, seed=seed
+def variants() -> dict[str, Variant]:
+    """All variants by name: those of the methods of this library, then each other gossiper of the registry."""
+    plain = {
+        "plain" if dtype == "none" else dtype: Variant("dpsgd", {"wire_dtype": dtype}, mixes=True)
+        for dtype in WIRE_DTYPES
+    }
+    coded = {
+        f"{name}-{code}": Variant(name, {"compressor": code}, is_tuned=True)
+        for name, method in METHODS.items()
+        for code in method.codes
+    }
+    bits = {f"moniqua-{bits}": Variant("moniqua", {"compression_bits": bits}, is_tuned=bits < 8) for bits in (8, 4, 2)}
+    power = {
+        f"power-r{rank}-i{number}{'' if is_warm else '-cold'}": Variant(
+            "powergossip", {"power_rank": rank, "power_iterations": number, "warm_start": is_warm}
         )
+        for is_warm in (True, False)
+        for rank in (1, 2)
+        for number in (1, 2)
+    }
+    named = {**plain, **coded, **bits, **power}
+    seen = {variant.method for variant in named.values()}
+    others = [name for name, method in METHODS.items() if method.gossiper is not None and name not in seen]
+    return {**named, **{name: Variant(name, is_tuned=True) for name in others}}
 
-    return Method(make)
 
-
-COMPRESSORS: Mapping[str, Callable[[int], gm.Compressor]] = {
-    "sign": lambda seed: gm.SignNorm(),
-    "topk": lambda seed: gm.TopK(0.01),
-    "randomk": lambda seed: gm.RandomK(0.01, seed=seed),
-    "qsgd": lambda seed: gm.QSGD(4, seed=seed),
-    "bfloat16": lambda seed: gm.Cast(torch.bfloat16),
-    "float16": lambda seed: gm.Cast(torch.float16),
-}
-METHODS: Mapping[str, Method] = {
-    "plain": _plain(None),
-    "bfloat16": _plain(torch.bfloat16),
-    "float16": _plain(torch.float16),
-    **{f"choco-{name}": _tuned(gm.Choco, make) for name, make in COMPRESSORS.items()},
-    **{f"deepsqueeze-{name}": _tuned(gm.DeepSqueeze, make) for name, make in COMPRESSORS.items()},
-    **{f"moniqua-{bits}": _moniqua(bits) for bits in (8, 4, 2)},
-    **{f"power-r{rank}-i{num}": _power(rank, num, True) for rank in (1, 2) for num in (1, 2)},
-    **{f"power-r{rank}-i{num}-cold": _power(rank, num, False) for rank in (1, 2) for num in (1, 2)},
-}
-"""topk and randomk send 1 % of the entries, qsgd 4 bits of each."""
+VARIANTS: Mapping[str, Variant] = variants()

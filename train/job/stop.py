@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 import gossip_modules as gm
+from train.job.preemption import StopRequest
 from train.job.world import connect_control
-
-if TYPE_CHECKING:
-    from train.job.preemption import StopRequest
 
 
 class LockstepStop:

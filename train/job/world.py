@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from gossip_modules import ProcessGroupTransport, connect, init_mpi_process_grou
 from train.job.attempt import attempt_store
 from train.job.errors import UsageError
 from train.job.rank_environment import RankEnvironment, rank_environment, rendezvous_address
-
-if TYPE_CHECKING:
-    from train.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -116,8 +113,12 @@ def agree(gather: Callable[[Any], list[Any]], function: Callable[[], Any]) -> li
     return [result for result, *_ in answers]
 
 
-def start_world(config: RunConfig) -> World:
+def start_world(backend: str, timeout: timedelta) -> World:
     """Join the processes that torchrun, mpirun or srun has started with this one; without them, be a world of one.
+
+    Args:
+        backend: gloo, nccl, mpi; auto: nccl where every rank has a GPU of its own, else gloo.
+        timeout: the longest wait for another rank.
 
     Raises:
         ImportError: backend mpi without mpi4py or an MPI library.
@@ -125,7 +126,8 @@ def start_world(config: RunConfig) -> World:
     """
     place = rank_environment(os.environ)
     num_gpus = torch.cuda.device_count()
-    backend = config.backend if config.backend != "auto" else ("nccl" if num_gpus >= place.local_size else "gloo")
+    if backend == "auto":
+        backend = "nccl" if num_gpus >= place.local_size else "gloo"
     if backend == "nccl" and num_gpus < place.local_size:
         raise ValueError(
             f"got backend=nccl with {num_gpus} GPUs for {place.local_size} processes on this machine, expected one GPU "
@@ -134,7 +136,6 @@ def start_world(config: RunConfig) -> World:
     device = torch.device("cuda", place.local_rank % num_gpus) if num_gpus else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=config.timeout_seconds)
     _join(place, backend, timeout)
     control = dist.new_group(backend=dist.get_backend() if backend == "mpi" else "gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup), "every rank is a member of the control group"

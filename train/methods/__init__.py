@@ -1,1 +1,1 @@
-"""Training methods by name, as the command line knows them."""
+"""How the ranks of a run take their steps by each method of gossip_modules.methods."""

@@ -9,17 +9,22 @@ The images of a rank follow its own steps, see Data.train_stream: that is what a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
+from torch import nn
 
 import gossip_modules as gm
+from gossip_modules.methods import METHODS, MethodOptions
 from train.job.preemption import StopRequest
 from train.job.stop import LockstepStop, StoreStop
+from train.job.world import World
 
-if TYPE_CHECKING:
-    from train.job.world import World
-    from train.run.state import TrainingState
+
+class StepCounter(Protocol):
+    """What counts the optimizer steps of this rank."""
+
+    step: int
 
 
 class Meeting(NamedTuple):
@@ -63,20 +68,20 @@ class Lockstep(Pace):
     """Every rank takes every step.
 
     Args:
-        state: counts the steps of this rank.
+        counter: the steps of this rank.
         request: of this rank to stop.
         group: a Gloo group of all ranks.
         lag: see LockstepStop.
     """
 
-    def __init__(self, state: TrainingState, request: StopRequest, group: dist.ProcessGroup, *, lag: int) -> None:
-        self._state = state
+    def __init__(self, counter: StepCounter, request: StopRequest, group: dist.ProcessGroup, *, lag: int) -> None:
+        self._counter = counter
         self._stop = LockstepStop(request, group, lag=lag)
 
     @property
     def position(self) -> int:
         """See `Pace`."""
-        return self._state.step
+        return self._counter.step
 
     def claim(self, boundary: int) -> int | None:
         """See `Pace`."""
@@ -101,13 +106,13 @@ class SharedSteps(Pace):
     To a boundary all ranks together take exactly as many steps as in lockstep. AD-PSGD, dpwa.
 
     Args:
-        state: counts the steps of this rank.
+        counter: the steps of this rank.
         request: of this rank to stop.
         world: of the run.
     """
 
-    def __init__(self, state: TrainingState, request: StopRequest, world: World) -> None:
-        self._state = state
+    def __init__(self, counter: StepCounter, request: StopRequest, world: World) -> None:
+        self._counter = counter
         self._world = world
         self._stop = StoreStop(request, world.store)
         self._progress = gm.Progress(world.store)
@@ -130,7 +135,7 @@ class SharedSteps(Pace):
 
     def meet(self, *, is_told_to_stop: bool) -> Meeting:
         """See `Pace`. Claims that were given up are open again."""
-        steps, told = zip(*self._world.gather((self._state.step, is_told_to_stop)), strict=True)
+        steps, told = zip(*self._world.gather((self._counter.step, is_told_to_stop)), strict=True)
         if self._world.rank == 0:
             self._progress.restore(sum(steps))
         self._world.barrier()  # no claim before the count is right
@@ -142,14 +147,14 @@ class SharedRounds(Pace):
     """The rounds of the wrapper are the steps of the run: late ranks skip those that the others have passed. WAGMA.
 
     Args:
-        state: its wrapper counts rounds.
+        wrapper: counts the rounds.
         request: of this rank to stop.
         world: of the run.
     """
 
-    def __init__(self, state: TrainingState, request: StopRequest, world: World) -> None:
-        assert isinstance(state.wrapper, gm.GroupAverageDataParallel), "only WAGMA counts rounds for all ranks"
-        self._wrapper = state.wrapper
+    def __init__(self, wrapper: nn.Module, request: StopRequest, world: World) -> None:
+        assert isinstance(wrapper, gm.GroupAverageDataParallel), "only WAGMA counts rounds for all ranks"
+        self._wrapper = wrapper
         self._world = world
         self._stop = StoreStop(request, world.store)
 
@@ -171,3 +176,26 @@ class SharedRounds(Pace):
         """See `Pace`. Settling takes part in the averages that others wait in, and ends in one round on all ranks."""
         self._wrapper.settle()
         return Meeting(self.position, any(self._world.gather(is_told_to_stop)))
+
+
+def make_pace(
+    name: str, options: MethodOptions, *, counter: StepCounter, wrapper: nn.Module, request: StopRequest, world: World
+) -> Pace:
+    """How ranks take their steps by a method.
+
+    Args:
+        name: a key of METHODS.
+        options: of the method.
+        counter: the steps of this rank.
+        wrapper: of this rank's model.
+        request: of this rank to stop.
+        world: of the run.
+    """
+    pace = METHODS[name].pace
+    if pace == "shared_steps":
+        return SharedSteps(counter, request, world)
+    if pace == "shared_rounds" and options.wait_avoiding and options.group_size != 1:
+        return SharedRounds(wrapper, request, world)
+    # Ranks that train alone, or average in groups, drift apart until all average.
+    drift = options.sync_period if "sync_period" in METHODS[name].options else 1 + options.max_staleness
+    return Lockstep(counter, request, world.control, lag=max(1, drift))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from train.methods.recipes import Wrapper
+from gossip_modules.methods import Wrapper
 from train.tasks.base import Task
 
 

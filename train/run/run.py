@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import gossip_modules as gm
+from gossip_modules.methods import METHODS, Context, wrap
+from train.job.addresses import own_host
 from train.job.errors import usage_errors
 from train.job.outputs import EXPORT, clear_outputs
 from train.job.preemption import EXIT_CODE, StopRequest
 from train.job.world import World, start_world
-from train.methods.recipes import RECIPES
+from train.methods.pace import make_pace
 from train.run.checkpoint import Checkpoints
 from train.run.evaluate import Validation, validate
 from train.run.export import export_model
@@ -54,12 +57,14 @@ class Run:
         torch.manual_seed(config.seed * world.size + world.rank)
         if config.compile != "none":
             module.compile(backend=config.compile)
-        self.wrapper = RECIPES[config.recipe].wrap(module, config, world, task)
+        self.wrapper = wrap(config.recipe, module, config, context_of(task, config, world))
         self.meters = Meters(world.device)
         self.state = TrainingState(
             self.wrapper, task.make_optimizer(module), task.precision.make_scaler(), self.meters, world.device
         )
-        self.pace = RECIPES[config.recipe].make_pace(self.state, config, world, stop)
+        self.pace = make_pace(
+            config.recipe, config, counter=self.state, wrapper=self.wrapper, request=stop, world=world
+        )
         self.last_saved_step = -1
         self.checkpoints = Checkpoints(
             self.folder / CHECKPOINTS,
@@ -87,7 +92,7 @@ class Run:
         """Train, report and return the exit code of the process."""
         config, world = self.config, self.world
         self.log.print(
-            f"{RECIPES[config.recipe].title}: {self.task.description}, {world.size} ranks, {world.device.type}, "
+            f"{METHODS[config.recipe].title}: {self.task.description}, {world.size} ranks, {world.device.type}, "
             f"{world.backend}, {self.task.steps_per_epoch} steps per epoch, from step {self.position}"
         )
         validation: Validation | None = None
@@ -234,6 +239,22 @@ class Run:
         self.task.close()
 
 
+def context_of(task: Task, config: RunConfig, world: World) -> Context:
+    """What a method has to know of a run."""
+    return Context(
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.seed,
+        timeout=timedelta(seconds=config.timeout_seconds),
+        # Gloo moves host memory only, so parameters on a GPU are staged.
+        comm_device=torch.device("cpu") if config.comm_device == "cpu" or world.backend == "gloo" else None,
+        steps_per_epoch=task.steps_per_epoch,
+        example_inputs=task.example_inputs,
+        on_every_rank=world.on_every_rank,
+        own_host=lambda: own_host(world),
+    )
+
+
 def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
     """Run `config` in this process, one rank of a job or alone, and return its exit code.
 
@@ -249,7 +270,7 @@ def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     with usage_errors():
-        world = start_world(config)
+        world = start_world(config.backend, timedelta(seconds=config.timeout_seconds))
     try:
         with usage_errors():
             # Before the data are read, which may take minutes.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from train.methods.recipes import Wrapper
+from gossip_modules.methods import Wrapper
 from train.run.meters import Meters
 from train.run.rng import rng_state, set_rng_state
 

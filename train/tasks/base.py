@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from train.job.world import World
 from train.tasks.precision import Precision
-
-if TYPE_CHECKING:
-    from train.job.world import World
-    from train.run_config import RunConfig
 
 
 class MicroBatch(NamedTuple):
@@ -31,8 +28,8 @@ class Task(ABC):
     """What a run learns.
 
     Args:
-        config: of the run.
         world: of the run.
+        amp: dtype of autocast, see `Precision`.
         is_channels_last: memory format of images and kernels.
     """
 
@@ -47,9 +44,9 @@ class Task(ABC):
     identity: Mapping[str, Any]
     """What a run shares with every checkpoint it can go on from, besides the configuration; plain JSON values."""
 
-    def __init__(self, config: RunConfig, world: World, *, is_channels_last: bool = False) -> None:
+    def __init__(self, world: World, *, amp: str = "none", is_channels_last: bool = False) -> None:
         self.world = world
-        self.precision = Precision(world.device, config.amp, is_channels_last)
+        self.precision = Precision(world.device, amp, is_channels_last)
         self.metadata, self.identity = {}, {}
 
     @abstractmethod

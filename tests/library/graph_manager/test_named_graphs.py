@@ -14,7 +14,7 @@ from gossip_modules.graph_manager.named_graphs import (
     num_neighbours,
 )
 from gossip_modules.graph_manager.static_graphs import networkx_graph
-from train.methods import graphs as train_graphs
+from gossip_modules.methods import graphs as method_graphs
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -92,6 +92,6 @@ def test_what_is_no_graph_is_named() -> None:
 
 
 def test_training_takes_its_names_from_the_table() -> None:
-    names = {name for name in train_graphs.GRAPHS if name != "auto"}
-    assert names == set(GRAPHS) - {"bipartite-complete"}  # which has no number of peers to choose
-    assert all(train_graphs.GRAPHS[name] is GRAPHS[name] for name in names)
+    names = {name for name in method_graphs.GRAPHS if name != "auto"}
+    assert names == set(GRAPHS)
+    assert all(method_graphs.GRAPHS[name] is GRAPHS[name] for name in names)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,6 @@ from tests.harness.ranks_under_mpi import (
     training,
 )
 from train.job.world import start_world
-from train.tasks.images.config import Config
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 150  # on a busy machine most of it is imports
@@ -139,4 +139,4 @@ def test_ranks_of_torchrun_are_none_of_mpi(monkeypatch: pytest.MonkeyPatch, laun
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", **launcher}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"backend=mpi in a process that has RANK=1 .*; mpirun -np 4 python -m"):
-        start_world(Config(backend="mpi"))
+        start_world("mpi", timedelta(minutes=5))

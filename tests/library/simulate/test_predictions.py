@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import gossip_modules as gm
+from gossip_modules.methods import METHODS
 from gossip_modules.simulate import (
     ComputeModel,
     Consensus,
@@ -27,7 +28,6 @@ from gossip_modules.simulate import (
     simulate,
 )
 from gossip_modules.simulate.__main__ import main
-from gossip_modules.simulate.methods import METHODS
 from tests.library.simulate.simulations import CLUSTER, EVEN, LINKS, UNEVEN, prediction
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +49,7 @@ def test_every_method_runs_in_every_world(name: str, n: int, problem: Problem) -
 
 
 def test_consensus_by_all_reduce_is_one_average() -> None:
-    prediction = simulate("allreduce", CLUSTER, Consensus(), target=1e-9)
+    prediction = simulate("ar", CLUSTER, Consensus(), target=1e-9)
     assert prediction.num_steps == 1
     assert prediction.seconds == prediction.step_seconds == CLUSTER.network.all_reduce_seconds(CLUSTER.model_bytes)
 
@@ -65,7 +65,7 @@ def test_predictions_are_a_function_of_the_seed() -> None:
 
 def test_bytes_are_those_of_the_messages() -> None:
     size = 4 * 11_175_000
-    rounds = {"sgp": 4 * size, "dpsgd:ring": 8 * size, "allreduce": 3 * 2 * 7 / 8 * size}
+    rounds = {"sgp": 4 * size, "dpsgd:ring": 8 * size, "ar": 3 * 2 * 7 / 8 * size}
     for name, expected in rounds.items():
         assert simulate(name, CLUSTER, Digits(), target=1e-9, max_steps=3).rank_bytes == pytest.approx(expected)
     coded = simulate("choco:ring:sign", CLUSTER, Digits(), target=1e-9, max_steps=1)
@@ -77,12 +77,12 @@ def test_the_best_reaches_the_target_and_agrees() -> None:
         prediction("sgp", error=0.39, seconds=9.0),
         prediction("dpwa", error=0.39, seconds=1.0, disagreement=0.5),
         prediction("choco", error=0.41, seconds=2.0),
-        prediction("allreduce", error=0.4, seconds=18.0),
+        prediction("ar", error=0.4, seconds=18.0),
         prediction("moniqua", error=math.nan, seconds=1.0),
     ]
     advice = advise(predictions, CLUSTER)
     assert advice.best is best(predictions) is predictions[0]
-    assert advice.sentences[0].startswith("Choose sgp: 9.0 s to the target, 2.00 times faster than allreduce")
+    assert advice.sentences[0].startswith("Choose sgp: 9.0 s to the target, 2.00 times faster than ar")
     assert "the wire bounds it" in advice.sentences[1] or "copies, codes" in advice.sentences[1]
     assert advice.sentences[2].startswith("Not weighed: dpwa: the target was reached, but workers' models differ")
 
@@ -154,7 +154,7 @@ def test_advice_names_what_bounds_a_step() -> None:
         ("--world-size 4 --step-spread 500", "got '500', expected a number of at least 0, at most 5"),
         (f"--world-size 4 --seed {10**30}", "got '1000.*', expected a whole number of at least 0, at most"),
         ("--world-size 4 --methods sgp:star", "got graph='star' of sgp, expected exponential, .*; e.g. dpsgd:ring"),
-        ("--world-size 4 --methods adam", "got method='adam', expected <method>.*allreduce.*; e.g. sgp"),
+        ("--world-size 4 --methods adam", "got method='adam', expected <method>.*localsgd.*; e.g. sgp"),
         ("--world-size 4 --methods sgp sgp:npeer-exponential", "got methods sgp and sgp:npeer-exponential, which are"),
         ("--world-size 4 --methods sgp:ring:sign", "got code='sign' of sgp, expected no code for it"),
         ("--world-size 4 --methods dpwa:ring", "got graph='ring' of dpwa, expected no graph for it"),
@@ -259,7 +259,7 @@ def test_the_command_runs_without_warning() -> None:
     assert "No method reaches the target" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["", ".mixing", ".delays", ".clocks", ".codes", ".problems", ".methods"])
+@pytest.mark.parametrize("name", ["", ".mixing", ".delays", ".clocks", ".codes", ".problems", ".choice"])
 def test_examples_run(name: str) -> None:
     module = importlib.import_module(f"gossip_modules.simulate{name}")
     assert doctest.testmod(module).failed == 0

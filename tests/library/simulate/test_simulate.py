@@ -20,11 +20,11 @@ from gossip_modules.simulate import (
     simulate,
 )
 from gossip_modules.simulate.asynchronous import BilateralMethod
+from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import SyncClock
 from gossip_modules.simulate.codes import code_rows
 from gossip_modules.simulate.delays import Message, Network
 from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule
-from gossip_modules.simulate.methods import make_method
 from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
 from gossip_modules.simulate.power_gossip import PowerGossipRule
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
@@ -197,7 +197,8 @@ def test_the_options_of_the_best_are_in_the_advice() -> None:
     plain = prediction("sgp", error=0.3, seconds=2.0)
     chosen = replace(prediction("moniqua", error=0.3, seconds=1.0), options={"theta": 4.0, "step_size": 1.0})
     sentences = advise([chosen, plain], CLUSTER).sentences
-    assert "It was simulated with theta=4 and step_size=1; train with the same." in sentences
+    command = "python -m train.gossip_sgd --recipe moniqua --theta 4 --step-size 1"
+    assert f"To train like this: {command}" in sentences
     assert not any("simulated with" in sentence for sentence in advise([plain], CLUSTER).sentences)
 
 
@@ -252,7 +253,7 @@ def test_all_reduce_learns_like_sgd_on_the_mean_gradient() -> None:
     model = nn.Linear(37, 10, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=problem.learning_rate)
-    method, x = make_method(Choice.parse("allreduce"), replace(CLUSTER, world_size=n)), problem.start(n)
+    method, x = make_method(Choice.parse("ar"), replace(CLUSTER, world_size=n)), problem.start(n)
     for step in range(12):
         method.forward(x)
         batch = torch.from_numpy(problem.batches(n, step).reshape(-1))

@@ -20,10 +20,10 @@ from gossip_modules.simulate import (
     Setting,
     simulate,
 )
+from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import BucketClock, Clock, OverlapClock, SyncClock, bucket_bytes
 from gossip_modules.simulate.delays import Message, Network
 from gossip_modules.simulate.groups import GroupMethod
-from gossip_modules.simulate.methods import make_method
 from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
 from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, graphs
 
@@ -172,7 +172,7 @@ def test_asynchronous_ranks_never_wait(name: str) -> None:
     assert steps[order[0]] > 1.3 * steps[order[-1]]
 
 
-MEASURED = {"allreduce": 0.791, "sgp": 0.5495, "dpsgd": 0.550, "osgp": 0.401}
+MEASURED = {"ar": 0.791, "sgp": 0.5495, "dpsgd": 0.550, "osgp": 0.401}
 """Seconds per step on the emulated cluster: 8 hosts, 1 Gbit/s, 44.7 MB, 150 ms of waited compute and 10 around it."""
 """Seconds per step on the emulated cluster: 8 hosts, 1 Gbit/s, 44.7 MB, 150 ms of waited compute and 10 around it."""
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,17 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from gossip_modules.matcha.__main__ import main as write_plan
+from gossip_modules.methods import METHOD_OPTIONS, METHODS, Context, used_options, wrap
+from gossip_modules.methods.graphs import base_graph, make_graph, make_static_graph, make_undirected_graph
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.train.run.test_checkpoint import Ranks
-from train.methods.graphs import base_graph, make_graph, make_static_graph
-from train.methods.recipes import METHOD_OPTIONS, RECIPES
+from train.job.addresses import own_host
+from train.job.preemption import StopRequest
+from train.methods.pace import make_pace
+from train.run.run import context_of
 from train.tasks.images.config import Config
 
+WRAP = "gossip_modules.methods.wrapping"
 UNDIRECTED: dict[str, dict[str, Any]] = {
     "matcha": {"budget": 1.0},
     "choco": {},
@@ -38,15 +44,15 @@ UNDIRECTED: dict[str, dict[str, Any]] = {
 def wrapped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """What a recipe says to GossipDataParallel, given the size of the world and options."""
 
-    def wrap(size: int, **options: Any) -> dict[str, Any]:
-        monkeypatch.setattr(gm, "GossipDataParallel", lambda module, **arguments: arguments)
-        world = SimpleNamespace(rank=0, size=size, backend="gloo")
+    def wrap_in(size: int, **options: Any) -> dict[str, Any]:
+        monkeypatch.setattr(f"{WRAP}.GossipDataParallel", lambda module, **arguments: arguments)
         config = Config(**options)
-        wrapper = RECIPES[config.recipe].wrap(nn.Linear(2, 2), config, world, SimpleNamespace(steps_per_epoch=10))  # type: ignore[arg-type]
+        context = Context(world_size=size, seed=config.seed, steps_per_epoch=10)
+        wrapper = wrap(config.recipe, nn.Linear(2, 2), config, context)
         assert isinstance(wrapper, dict)
         return wrapper
 
-    return wrap
+    return wrap_in
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -130,11 +136,11 @@ def test_a_step_size_that_nobody_published_has_to_be_given(wrapped: Callable[...
         ),
         (
             {"recipe": "deepsqueeze", "compressor": "float16"},
-            "got recipe=deepsqueeze with compressor=float16 and no step",
+            "got deepsqueeze with compressor=float16 and no step",
         ),
         (
             {"recipe": "moniqua", "compression_bits": 4},
-            "got recipe=moniqua with compression_bits=4 and no step_size, .*",
+            "got moniqua with compression_bits=4 and no step_size, .*",
         ),
         ({"recipe": "moniqua", "compression_bits": 2}, "known are those of moniqua at 8 bits; pass --step-size"),
     )
@@ -225,10 +231,12 @@ def test_options_without_effect_are_named_and_have_none(wrapped: Callable[..., d
 
 def said_to(monkeypatch: pytest.MonkeyPatch, wrapper: str, **options: Any) -> dict[str, Any]:
     """What a recipe says to that wrapper on rank 1 of 4."""
-    monkeypatch.setattr(gm, wrapper, lambda module, **arguments: arguments)
-    world = SimpleNamespace(rank=1, size=4, backend="gloo")
+    monkeypatch.setattr(f"{WRAP}.{wrapper}", lambda module, **arguments: arguments)
     config = Config(**options)
-    arguments = RECIPES[config.recipe].wrap(nn.Linear(2, 2), config, world, SimpleNamespace(steps_per_epoch=10))  # type: ignore[arg-type]
+    world = SimpleNamespace(rank=1, size=4, backend="gloo", on_every_rank=None)
+    task = SimpleNamespace(steps_per_epoch=10, example_inputs=None)
+    context = context_of(task, config, world)  # type: ignore[arg-type]
+    arguments = wrap(config.recipe, nn.Linear(2, 2), config, context)
     assert isinstance(arguments, dict)
     return arguments
 
@@ -275,13 +283,15 @@ def test_workers_of_dpwa_learn_the_addresses_of_all_others(
         def add_peer(self, name: str, address: str) -> None:
             self.peers[name] = address
 
-    monkeypatch.setattr(gm, "PairwiseDataParallel", Worker)
+    monkeypatch.setattr(f"{WRAP}.PairwiseDataParallel", Worker)
     config = Config(recipe="dpwa", divergence_threshold=0.3, fetch_probability=0.9, **options)
 
-    def wrap(member: Any) -> Any:
-        return RECIPES["dpwa"].wrap(nn.Linear(2, 2), config, member, SimpleNamespace())  # type: ignore[arg-type]
+    def wrap_on(member: Any) -> Any:
+        on_every_rank, host = member.on_every_rank, partial(own_host, member)
+        context = Context(rank=member.rank, world_size=3, on_every_rank=on_every_rank, own_host=host)
+        return wrap("dpwa", nn.Linear(2, 2), config, context)
 
-    workers = Ranks(3).run(wrap)
+    workers = Ranks(3).run(wrap_on)
     names = [f"rank_{rank:04d}" for rank in range(3)]
     for name, worker in zip(names, workers, strict=True):
         assert worker.peers == {other: f"tcp://127.0.0.1:{other[-1]}" for other in names if other != name}
@@ -293,11 +303,12 @@ def test_who_takes_its_steps_how() -> None:
     def pace_of(**options: Any) -> str:
         config = Config(**options)
         wrapper = gm.GroupAverageDataParallel.__new__(gm.GroupAverageDataParallel)
-        state, world = SimpleNamespace(step=0, wrapper=wrapper), SimpleNamespace(size=1, rank=0, control=None)
-        world.store = dist.HashStore()
-        return type(RECIPES[config.recipe].make_pace(state, config, world, SimpleNamespace())).__name__  # type: ignore[arg-type]
+        world: Any = SimpleNamespace(size=1, rank=0, control=None, store=dist.HashStore())
+        counter, request = SimpleNamespace(step=0), StopRequest.__new__(StopRequest)
+        pace = make_pace(config.recipe, config, counter=counter, wrapper=wrapper, request=request, world=world)
+        return type(pace).__name__
 
-    for recipe in set(RECIPES) - {"adpsgd", "wagma", "dpwa"}:
+    for recipe in set(METHODS) - {"adpsgd", "wagma", "dpwa"}:
         assert pace_of(recipe=recipe) == "Lockstep"
     assert pace_of(recipe="adpsgd") == pace_of(recipe="dpwa") == "SharedSteps"
     assert pace_of(recipe="wagma") == "SharedRounds"
@@ -305,14 +316,31 @@ def test_who_takes_its_steps_how() -> None:
     assert pace_of(recipe="wagma", wait_avoiding=False) == pace_of(recipe="wagma", group_size=1) == "Lockstep"
 
 
-def test_dpwa_heeds_a_constant_only_where_it_is_one() -> None:
-    assert "interpolation_value" in RECIPES["dpwa"].heeded(Config(recipe="dpwa"))
-    assert "interpolation_value" not in RECIPES["dpwa"].heeded(Config(recipe="dpwa", interpolation="loss"))
+def test_dpwa_uses_a_constant_only_where_it_is_one() -> None:
+    assert "interpolation_value" in used_options(METHODS["dpwa"], Config(recipe="dpwa"))
+    assert "interpolation_value" not in used_options(METHODS["dpwa"], Config(recipe="dpwa", interpolation="loss"))
     assert [Config(**options).weighs_losses for options in ({}, {"interpolation": "loss"})] == [False, True]  # type: ignore[arg-type]
     assert Config(divergence_threshold=0.1).weighs_losses
 
 
 def test_every_option_of_a_method_is_one_of_the_configuration_and_in_its_identity() -> None:
     assert set(METHOD_OPTIONS) <= Config().identity.keys()
-    for recipe in RECIPES.values():
-        assert recipe.heeded(Config()) <= set(METHOD_OPTIONS)
+    for method in METHODS.values():
+        assert used_options(method, Config()) <= set(METHOD_OPTIONS)
+
+
+def test_local_sgd_averages_and_never_gossips(wrapped: Callable[..., dict[str, Any]]) -> None:
+    schedule = wrapped(4, recipe="localsgd", sync_period=3)["schedule"]
+    assert schedule == gm.Schedule(gossip_every=3, average_every=1)
+    with pytest.raises(ValueError, match="got sync_period=0 for localsgd, expected 1 step or more; leave it out"):
+        wrapped(4, recipe="localsgd", sync_period=0)
+
+
+def test_codes_that_need_no_static_graph_take_pairs(wrapped: Callable[..., dict[str, Any]]) -> None:
+    for recipe in ("deepsqueeze", "moniqua", "powergossip"):
+        graph = wrapped(8, recipe=recipe, graph="bipartite-exponential")["graph"]
+        assert isinstance(graph, gm.DynamicBipartiteExponentialGraph)
+    with pytest.raises(ValueError, match="got graph='bipartite-exponential', expected one of auto, ring"):
+        wrapped(8, recipe="choco", graph="bipartite-exponential")
+    with pytest.raises(ValueError, match="got graph='exponential', expected an undirected one; take ring"):
+        make_undirected_graph("exponential", num_nodes=8)

@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from train.tasks.images.folder_images import CroppedImages, ShiftedImages
 from train.tasks.images.images import BatchKey, Images, TensorImages
 from train.tasks.images.loader import Batches
 from train.tasks.images.shards import dirichlet_shards, iid_shards
-
-if TYPE_CHECKING:
-    from train.tasks.images.config import Config
 
 TEST_FRACTION_DIGITS = 0.2
 # First word of every seed, next to SHARD_STREAM, so that order and augmentation draw from unrelated streams.
@@ -105,31 +102,63 @@ def _seed_of(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def load_data(config: Config, *, rank: int, world_size: int) -> Data:
-    """The data of `config` as seen by `rank`.
+@dataclass(frozen=True)
+class Source:
+    """Where a data set comes from.
+
+    Args:
+        dataset: a key of DATASETS.
+        folder: of the data set; digits needs none.
+        download: whether torchvision may fetch cifar10 into the folder.
+        image_size: side of the images of an imagefolder in pixels.
+    """
+
+    dataset: str = "digits"
+    folder: str = "data"
+    download: bool = False
+    image_size: int = 32
+
+
+def load_data(
+    source: Source,
+    *,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    seed: int,
+    dirichlet_alpha: float = 0.0,
+    num_workers: int = 0,
+    timeout_seconds: float = 300.0,
+) -> Data:
+    """The data of `source` as seen by `rank`.
+
+    Args:
+        source: the data set.
+        rank, world_size, batch_size, seed, num_workers, timeout_seconds: see `Data`.
+        dirichlet_alpha: concentration of the classes of each rank's shard; 0: shards are alike.
 
     Raises:
         ValueError: the files are not there, or a shard is smaller than a batch.
     """
-    train, test = DATASETS[config.dataset](config)
-    if config.dirichlet_alpha > 0:
-        shards = dirichlet_shards(train.labels, world_size, alpha=config.dirichlet_alpha, seed=config.seed)
+    train, test = DATASETS[source.dataset](source)
+    if dirichlet_alpha > 0:
+        shards = dirichlet_shards(train.labels, world_size, alpha=dirichlet_alpha, seed=seed)
     else:
-        shards = iid_shards(len(train), world_size, seed=config.seed)
+        shards = iid_shards(len(train), world_size, seed=seed)
     return Data(
         train,
         test,
         shards[rank],
         rank=rank,
         world_size=world_size,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        num_workers=config.num_workers,
-        timeout_seconds=config.timeout_seconds,
+        batch_size=batch_size,
+        seed=seed,
+        num_workers=num_workers,
+        timeout_seconds=timeout_seconds,
     )
 
 
-def _digits(config: Config) -> tuple[Images, Images]:
+def _digits(source: Source) -> tuple[Images, Images]:
     """1797 handwritten digits of 8x8 pixels from scikit-learn; always the same fifth of each class is the test set."""
     from sklearn.datasets import load_digits
 
@@ -153,17 +182,17 @@ def _digits(config: Config) -> tuple[Images, Images]:
     )
 
 
-def _cifar10(config: Config) -> tuple[Images, Images]:
+def _cifar10(source: Source) -> tuple[Images, Images]:
     """CIFAR-10 through torchvision, held in memory; shifts of up to four pixels and mirroring."""
     from torchvision.datasets import CIFAR10
 
     splits: list[TensorImages] = []
     for is_train in (True, False):
         try:
-            raw = CIFAR10(config.data_dir, train=is_train, download=config.download)
+            raw = CIFAR10(source.folder, train=is_train, download=source.download)
         except RuntimeError as error:
             raise ValueError(
-                f"got no CIFAR-10 in {config.data_dir!r} ({error}), expected cifar-10-batches-py/ there; pass "
+                f"got no CIFAR-10 in {source.folder!r} ({error}), expected cifar-10-batches-py/ there; pass "
                 "--download, or --data-dir with the folder that has it"
             ) from error
         images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).float() / 255
@@ -179,17 +208,15 @@ def _per_channel(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values)[None, :, None, None]
 
 
-def _image_folder(config: Config) -> tuple[Images, Images]:
+def _image_folder(source: Source) -> tuple[Images, Images]:
     """A tree with train/<class>/ and val/<class>/ or test/<class>/: ImageNet, or small images."""
     from torchvision.datasets import ImageFolder
 
-    from train.tasks.images.folder_images import CroppedImages, ShiftedImages
-
-    root = Path(config.data_dir)
+    root = Path(source.folder)
     held_out = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
     if held_out is None or not (root / "train").is_dir():
         raise ValueError(
-            f"got {config.data_dir!r} ({_contents(root)}), expected train/ and val/ or test/ with a folder per class "
+            f"got {source.folder!r} ({_contents(root)}), expected train/ and val/ or test/ with a folder per class "
             "in it; point --data-dir there"
         )
     train, test = ImageFolder(root / "train"), ImageFolder(held_out)
@@ -198,9 +225,9 @@ def _image_folder(config: Config) -> tuple[Images, Images]:
             f"got other classes in {held_out} than in {root / 'train'} (only in one: "
             f"{sorted(set(train.classes) ^ set(test.classes))[:5]}), expected the same folders; complete them"
         )
-    size = config.image_size or (224 if config.model == "resnet50" else 32)
-    kind = CroppedImages if size > 64 else ShiftedImages
-    return kind(train, size=size), kind(test, size=size)
+    size = source.image_size
+    images = CroppedImages if size > 64 else ShiftedImages
+    return images(train, size=size), images(test, size=size)
 
 
 def _contents(folder: Path) -> str:
@@ -210,7 +237,7 @@ def _contents(folder: Path) -> str:
     return f"with {', '.join(names[:5])}{f' and {len(names) - 5} more' if names[5:] else ''}" if names else "empty"
 
 
-DATASETS: Mapping[str, Callable[[Config], tuple[Images, Images]]] = {
+DATASETS: Mapping[str, Callable[[Source], tuple[Images, Images]]] = {
     "digits": _digits,
     "cifar10": _cifar10,
     "imagefolder": _image_folder,

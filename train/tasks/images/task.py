@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from train.job.world import World
 from train.tasks.base import MicroBatch, Task
 from train.tasks.images.config import Config
-from train.tasks.images.data import load_data
+from train.tasks.images.data import Data, Source, load_data
 from train.tasks.images.images import BatchKey
 from train.tasks.images.models import MODELS
 from train.tasks.images.optim import LearningRate, sgd
@@ -33,7 +33,7 @@ class ImageTask(Task):
     score = "accuracy_percent"
 
     def __init__(self, config: Config, world: World) -> None:
-        super().__init__(config, world, is_channels_last=config.channels_last)
+        super().__init__(world, amp=config.amp, is_channels_last=config.channels_last)
         self.config = config
         if config.download:  # by one process per machine, whose files the others read
             world.on_every_rank(lambda: self._load() if world.local_rank == 0 else None)
@@ -134,8 +134,23 @@ class ImageTask(Task):
 
     def _load(self) -> tuple[int, int]:
         """Find the data of this rank; how many images there are for training and for tests."""
-        self.data = load_data(self.config, rank=self.world.rank, world_size=self.world.size)
+        self.data = data_of(self.config, rank=self.world.rank, world_size=self.world.size)
         return len(self.data.train), len(self.data.test)
 
     def _accuracy(self, counts: Tensor) -> dict[str, float]:
         return {self.score: float(100 * counts[0] / counts[1])}
+
+
+def data_of(config: Config, *, rank: int, world_size: int) -> Data:
+    """The data of a run as seen by `rank`; see `load_data`."""
+    image_size = config.image_size or (224 if config.model == "resnet50" else 32)
+    return load_data(
+        Source(config.dataset, config.data_dir, config.download, image_size),
+        rank=rank,
+        world_size=world_size,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        dirichlet_alpha=config.dirichlet_alpha,
+        num_workers=config.num_workers,
+        timeout_seconds=config.timeout_seconds,
+    )

@@ -4,30 +4,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from train.tasks.translation.number_words import number_words
 from train.tasks.translation.parallel_text import Corpus, TextFiles
 
-if TYPE_CHECKING:
-    from train.tasks.translation.config import TranslationConfig
-
 VALIDATION_PREFIXES = ("val", "valid", "validation", "dev")
 
 
-def load_corpus(config: TranslationConfig) -> Corpus:
-    """The corpus of `config`: files, or number words where it names no folder.
+def load_corpus(
+    data_dir: str,
+    *,
+    source: str,
+    target: str,
+    num_numbers: int,
+    joiner: str = "",
+    train_prefix: str = "",
+    validation_prefix: str = "",
+    test_prefix: str = "",
+) -> Corpus:
+    """A corpus of files, or of number words where `data_dir` is empty.
+
+    Args:
+        data_dir: folder of the files.
+        source, target: languages translated from and into.
+        num_numbers: of number words: the number of sentences to train on.
+        joiner: see `TextFiles`.
+        train_prefix, validation_prefix, test_prefix: the beginnings of the names of files; empty: the usual ones.
 
     Raises:
         ValueError: files are missing, or there is no saying which are meant.
     """
-    if not config.data_dir:
-        return number_words(config.source, config.target, num_train=config.num_numbers)
-    folder = CorpusFolder(Path(config.data_dir), config.source, config.target, config.subword_joiner)
+    if not data_dir:
+        return number_words(source, target, num_train=num_numbers)
+    folder = CorpusFolder(Path(data_dir), source, target, joiner)
     return Corpus(
-        folder.text(folder.choose("train", config.train_prefix, ("train",))),
-        folder.text(folder.choose("validation", config.validation_prefix, VALIDATION_PREFIXES)),
-        folder.text(folder.choose("test", config.test_prefix, tuple(p for p in folder.prefixes if p[:4] == "test"))),
+        folder.text(folder.choose("train", train_prefix, ("train",))),
+        folder.text(folder.choose("validation", validation_prefix, VALIDATION_PREFIXES)),
+        folder.text(folder.choose("test", test_prefix, tuple(p for p in folder.prefixes if p[:4] == "test"))),
     )
 
 

@@ -18,7 +18,7 @@ from train.tasks.base import MicroBatch, Task
 from train.tasks.translation.config import TranslationConfig
 from train.tasks.translation.corpus import load_corpus
 from train.tasks.translation.optim import InverseSquareRoot, adam
-from train.tasks.translation.parallel_text import ListedText, Pair, ParallelText
+from train.tasks.translation.parallel_text import Corpus, ListedText, Pair, ParallelText
 from train.tasks.translation.scores import count_tokens, make_bleu, nll, text_scores, token_accuracy_percent
 from train.tasks.translation.token_batches import TokenBatches, by_length, micro_batch
 from train.tasks.translation.token_sequences import TokenizedText
@@ -42,7 +42,7 @@ class TranslationTask(Task):
     """
 
     def __init__(self, config: TranslationConfig, world: World) -> None:
-        super().__init__(config, world)
+        super().__init__(world, amp=config.amp)
         self.config = config
         self.bleu_tokenizer = config.bleu_tokenizer or ("13a" if config.data_dir else "char")
         (description, *_) = world.on_every_rank(self._read_corpus)
@@ -176,7 +176,7 @@ class TranslationTask(Task):
         """Find the text; on rank 0 learn, or load, the tokenizer, and return it as JSON."""
         config = self.config
         make_bleu(self.bleu_tokenizer)  # an error now, not after the first epochs
-        self.corpus = load_corpus(config)
+        self.corpus = corpus_of(config)
         if self.world.rank != 0:
             return ""
         if config.tokenizer:
@@ -210,3 +210,17 @@ class TranslationTask(Task):
 def _beginning(text: ParallelText, num_pairs: int) -> ListedText:
     """The first pairs of a text, in memory; 0: all."""
     return ListedText(list(islice(text, num_pairs or None)))
+
+
+def corpus_of(config: TranslationConfig) -> Corpus:
+    """The corpus of a run; see `load_corpus`."""
+    return load_corpus(
+        config.data_dir,
+        source=config.source,
+        target=config.target,
+        num_numbers=config.num_numbers,
+        joiner=config.subword_joiner,
+        train_prefix=config.train_prefix,
+        validation_prefix=config.validation_prefix,
+        test_prefix=config.test_prefix,
+    )

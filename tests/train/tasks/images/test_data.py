@@ -17,22 +17,23 @@ from PIL import Image
 from torch import Tensor
 
 from train.tasks.images.config import Config
-from train.tasks.images.data import Data, load_data
+from train.tasks.images.data import Data
 from train.tasks.images.images import BatchKey
 from train.tasks.images.shards import dirichlet_shards, iid_shards, log_dirichlet
+from train.tasks.images.task import data_of
 
 LABELS = np.repeat(np.arange(5), 40)
 
 
 @pytest.fixture(scope="module")
 def digits() -> Data:
-    return load_data(Config(), rank=1, world_size=4)
+    return data_of(Config(), rank=1, world_size=4)
 
 
 def test_digits_are_real_and_always_split_the_same_way(digits: Data) -> None:
     assert (len(digits.train), len(digits.test)) == (1438, 359)
     assert (digits.train.num_channels, digits.train.num_classes) == (1, 10)
-    other = load_data(Config(seed=7), rank=0, world_size=2)
+    other = data_of(Config(seed=7), rank=0, world_size=2)
     everything = BatchKey(np.arange(359), seed=None)
     assert all(torch.equal(a, b) for a, b in zip(digits.test[everything], other.test[everything], strict=True))
     test_images = {image.numpy().tobytes() for image in digits.test[everything][0]}
@@ -142,7 +143,7 @@ def test_sharded_test_batches_cover_the_test_set_once(digits: Data) -> None:
 
 def test_a_batch_larger_than_the_shard_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got a batch of 4096 images, expected at most the 359 .* lower --batch-size"):
-        load_data(Config(batch_size=4096), rank=0, world_size=4)
+        data_of(Config(batch_size=4096), rank=0, world_size=4)
 
 
 def image_tree(root: Path, *, held_out: str = "val", classes: tuple[str, ...] = ("cat", "dog")) -> Config:
@@ -160,7 +161,7 @@ def image_tree(root: Path, *, held_out: str = "val", classes: tuple[str, ...] = 
 @pytest.mark.parametrize(("model", "size"), [("resnet20", 32), ("resnet50", 224)])
 def test_image_folder(tmp_path: Path, held_out: str, model: str, size: int) -> None:
     config = replace(image_tree(tmp_path, held_out=held_out), model=model)
-    data = load_data(config, rank=0, world_size=2)
+    data = data_of(config, rank=0, world_size=2)
     assert (len(data.train), len(data.test), data.steps_per_epoch) == (8, 8, 2)
     before = torch.get_rng_state()
     for batches in (data.train_stream(0), data.test_batches(sharded=False)):
@@ -170,7 +171,7 @@ def test_image_folder(tmp_path: Path, held_out: str, model: str, size: int) -> N
         assert set(labels.tolist()) <= {0, 1}
     assert data.train[BatchKey(np.array([0, 5]), seed=3)][1].tolist() == [0, 1]
     assert torch.equal(torch.get_rng_state(), before)
-    with_workers = load_data(replace(config, num_workers=1), rank=0, world_size=2)
+    with_workers = data_of(replace(config, num_workers=1), rank=0, world_size=2)
     assert_same_batches(islice(data.train_stream(1), 2), islice(with_workers.train_stream(1), 2))
     with_workers.close()
 
@@ -178,19 +179,19 @@ def test_image_folder(tmp_path: Path, held_out: str, model: str, size: int) -> N
 def test_image_folder_errors(tmp_path: Path) -> None:
     config = image_tree(tmp_path / "a")
     with pytest.raises(ValueError, match=r"no such folder.*expected train/ and val/ or test/.*--data-dir"):
-        load_data(replace(config, data_dir=str(tmp_path / "b")), rank=0, world_size=1)
+        data_of(replace(config, data_dir=str(tmp_path / "b")), rank=0, world_size=1)
     for index in range(9):
         (tmp_path / "c" / f"n{index}").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"\(with n0, n1, n2, n3, n4 and 4 more\), expected train/"):
-        load_data(replace(config, data_dir=str(tmp_path / "c")), rank=0, world_size=1)
+        data_of(replace(config, data_dir=str(tmp_path / "c")), rank=0, world_size=1)
     (tmp_path / "a" / "val" / "dog").rename(tmp_path / "a" / "val" / "wolf")
     with pytest.raises(ValueError, match=r"got other classes in .*val.*'dog', 'wolf'"):
-        load_data(config, rank=0, world_size=1)
+        data_of(config, rank=0, world_size=1)
 
 
 def test_missing_cifar10_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got no CIFAR-10 in .*pass --download, or --data-dir"):
-        load_data(Config(dataset="cifar10", data_dir=str(tmp_path)), rank=0, world_size=1)
+        data_of(Config(dataset="cifar10", data_dir=str(tmp_path)), rank=0, world_size=1)
 
 
 @pytest.mark.skipif("GOSSIP_DATA" not in os.environ, reason="GOSSIP_DATA names no folder with cifar10-jpeg.tar.gz")
@@ -200,7 +201,7 @@ def test_cifar10_as_a_folder_of_jpegs(tmp_path: Path) -> None:
             if member.isfile() and member.name.endswith("00.jpg"):
                 archive.extract(member, tmp_path, filter="data")
     config = Config(dataset="imagefolder", data_dir=str(tmp_path), model="resnet20", batch_size=16)
-    data = load_data(config, rank=0, world_size=2)
+    data = data_of(config, rank=0, world_size=2)
     assert data.train.num_classes == 10
     images, labels = next(data.train_stream(0))
     assert images.shape == (16, 3, 32, 32)

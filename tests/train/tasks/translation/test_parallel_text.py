@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from train.tasks.translation.config import TranslationConfig
-from train.tasks.translation.corpus import CorpusFolder, load_corpus
+from train.tasks.translation.corpus import CorpusFolder
 from train.tasks.translation.number_words import LARGEST, NUM_HELD_OUT, number_words
 from train.tasks.translation.parallel_text import Pair, TextFiles
+from train.tasks.translation.task import corpus_of
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -72,7 +73,7 @@ def corpus_folder(folder: Path, *prefixes: str) -> TranslationConfig:
 
 @pytest.mark.parametrize("validation", ["val", "valid", "validation", "dev"])
 def test_the_usual_names_are_found(tmp_path: Path, validation: str) -> None:
-    corpus = load_corpus(corpus_folder(tmp_path, "train", validation, "test_2016_flickr"))
+    corpus = corpus_of(corpus_folder(tmp_path, "train", validation, "test_2016_flickr"))
     found = [next(iter(text)).source for text in corpus]
     assert found == ["train one", f"{validation} one", "test_2016_flickr one"]
 
@@ -83,20 +84,20 @@ def test_the_names_of_moses_can_be_given(tmp_path: Path) -> None:
     config = TranslationConfig(
         data_dir=str(tmp_path), train_prefix=names[0], validation_prefix=names[1], test_prefix=names[2]
     )
-    assert [next(iter(text)).source for text in load_corpus(config)] == [f"{name} one" for name in names]
+    assert [next(iter(text)).source for text in corpus_of(config)] == [f"{name} one" for name in names]
 
 
 def test_files_that_are_missing_or_in_doubt_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"got no such folder in .*nowhere, expected the train set train with \.en and"
     ):
-        load_corpus(TranslationConfig(data_dir=str(tmp_path / "nowhere")))
+        corpus_of(TranslationConfig(data_dir=str(tmp_path / "nowhere")))
     config = corpus_folder(tmp_path, "train", "test1")
     with pytest.raises(ValueError, match=r"got test1.de, .*, expected the validation set val or .*--validation-prefix"):
-        load_corpus(config)
+        corpus_of(config)
     corpus_folder(tmp_path, "dev", "test2")
     with pytest.raises(ValueError, match=r"got 2 test sets in .* \(test1, test2\), expected one; .*--test-prefix"):
-        load_corpus(config)
+        corpus_of(config)
     write(tmp_path / "lonely.en", "one")
     assert CorpusFolder(tmp_path, "en", "de").prefixes == ("dev", "test1", "test2", "train")
 

@@ -1,25 +1,26 @@
-"""Graphs of the command line: who talks to whom, by name."""
+"""Graphs that methods take by name: who talks to whom."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-import networkx as nx
+from ..graph_manager import named_graphs
+from ..graph_manager.base import GraphManager
+from ..graph_manager.dynamic_graphs import DynamicBipartiteExponentialGraph, NPeerDynamicDirectedExponentialGraph
+from ..graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, named_graph
+from ..graph_manager.static_graphs import RingGraph
 
-import gossip_modules as gm
-from gossip_modules.graph_manager import named_graphs
-from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, named_graph
+if TYPE_CHECKING:
+    import networkx as nx
 
-GRAPHS: Mapping[str, Callable[..., gm.GraphManager] | None] = {
-    "auto": None,
-    **{name: graph for name, graph in named_graphs.GRAPHS.items() if name != "bipartite-complete"},
-}
+GRAPHS: Mapping[str, Callable[..., GraphManager] | None] = {"auto": None, **named_graphs.GRAPHS}
 """Graphs that take a number of peers per round; auto: the wrapper's choice."""
 
 
 def make_graph(
     name: str, *, num_nodes: int, peers_per_itr: int | Mapping[int, int], push_sum: bool
-) -> gm.GraphManager | None:
+) -> GraphManager | None:
     """The graph of that name in GRAPHS; None lets the wrapper choose, which it can for one peer per round.
 
     Args:
@@ -42,13 +43,31 @@ def make_graph(
     if peers_per_itr == 1:
         return None
     if push_sum:
-        return gm.NPeerDynamicDirectedExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
+        return NPeerDynamicDirectedExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
     if num_nodes % 2 == 0:
-        return gm.DynamicBipartiteExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
-    return gm.RingGraph(num_nodes, peers_per_itr=peers_per_itr)
+        return DynamicBipartiteExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
+    return RingGraph(num_nodes, peers_per_itr=peers_per_itr)
 
 
-def make_static_graph(name: str, *, num_nodes: int) -> gm.GraphManager:
+def make_undirected_graph(name: str, *, num_nodes: int) -> GraphManager:
+    """The undirected graph of that name: with all neighbours where it never changes, else one peer in every round.
+
+    Args:
+        name: key of GRAPHS or PREDEFINED_GRAPHS; auto: a ring.
+        num_nodes: ranks of the graph.
+
+    Raises:
+        ValueError: a directed graph, or a predefined graph of another size.
+    """
+    graph = named_graph("ring" if name == "auto" else name, num_nodes)
+    if not graph.is_symmetric:
+        raise ValueError(
+            f"got graph={name!r}, expected an undirected one; take ring, torus, hypercube or bipartite-exponential"
+        )
+    return graph
+
+
+def make_static_graph(name: str, *, num_nodes: int) -> GraphManager:
     """The graph of that name with all its neighbours in every round: undirected, and the same for ever.
 
     Args:
@@ -69,10 +88,16 @@ def make_static_graph(name: str, *, num_nodes: int) -> gm.GraphManager:
 
 def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
     """`make_static_graph` as a networkx graph, nodes ascending: what MATCHA takes apart, see `matchings_of`."""
-    graph = make_static_graph(name, num_nodes=num_nodes)
+    return as_networkx(make_static_graph(name, num_nodes=num_nodes))
+
+
+def as_networkx(graph: GraphManager) -> nx.Graph:
+    """A networkx graph with the nodes of `graph`, ascending, and an edge wherever two of them ever talk."""
+    import networkx as nx  # only here, since `import gossip_modules` must stay light
+
     base = nx.Graph()
-    base.add_nodes_from(range(num_nodes))
-    base.add_edges_from((i, j) for i in range(num_nodes) for j in graph.phone_book(i))
+    base.add_nodes_from(range(graph.world_size))
+    base.add_edges_from((i, j) for i in range(graph.world_size) for j in graph.phone_book(i))
     return base
 
 

@@ -1,0 +1,34 @@
+"""The training methods by name, each an entry of one table: METHODS. A new one is a call of `register`.
+
+`python -m gossip_modules.methods` prints the table.
+
+>>> METHODS["choco"].title, METHODS["choco"].file
+('CHOCO-SGD', 'gossip_modules/gossip/choco.py')
+"""
+
+from ..registry import METHODS, Method, Paper, name_of, register
+from .built_in import BUILT_IN
+from .options import METHOD_OPTIONS, Context, MethodOptions
+from .own import gossiper_method
+from .usage import unused_options, used_options, without_unused, wrap
+from .wrapping import Wrapper
+
+__all__ = [
+    "METHODS",
+    "METHOD_OPTIONS",
+    "Context",
+    "Method",
+    "MethodOptions",
+    "Paper",
+    "Wrapper",
+    "gossiper_method",
+    "name_of",
+    "register",
+    "unused_options",
+    "used_options",
+    "without_unused",
+    "wrap",
+]
+
+for _method in BUILT_IN:
+    register(_method)

@@ -1,0 +1,255 @@
+"""The methods of this library: an entry for each. `own.py` has the entry of a gossiper that is not of this library."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..ad_psgd.wrapper import BilatGossipDataParallel
+from ..dpwa.wrapper import PairwiseDataParallel
+from ..engine.overlap import OverlapEngine
+from ..gossip.choco import Choco
+from ..gossip.deep_squeeze import DeepSqueeze
+from ..gossip.moniqua import Moniqua
+from ..gossip.power_gossip import PowerGossip
+from ..gossip.push_sum import PushPull, PushSum
+from ..matcha.graph import MatchaGraph
+from ..registry import Method, Paper
+from ..schedule import Schedule
+from ..wagma.wrapper import GroupAverageDataParallel
+from ..wrappers.all_reduce import AllReduceDataParallel
+from . import simulated, wrapping
+from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES
+
+ROUNDS = frozenset({"graph", "gossip_every", "average_every", "nprocs_per_node"})
+"""Options of whatever gossips in rounds."""
+PLAIN = ROUNDS | {"peers_per_itr", "wire_dtype"}
+"""Options of gossip of the parameters themselves."""
+COMPRESSED = ROUNDS | {"overlap", "step_size"}
+"""Options of compressed gossip."""
+
+_push_sum = partial(
+    wrapping.wrap_gossip,
+    whom=partial(wrapping.peers_of_a_graph, push_sum=True),
+    what=wrapping.parameters,
+    push_sum=True,
+)
+_SGP = Paper(
+    "Assran, Loizou, Ballas, Rabbat",
+    "Stochastic Gradient Push for Distributed Deep Learning",
+    "ICML 2019",
+    "1811.10792",
+)
+
+BUILT_IN: tuple[Method, ...] = (
+    Method(
+        "ar",
+        "AllReduce SGD",
+        "averages gradients over all ranks at every step",
+        AllReduceDataParallel,
+        make=wrapping.wrap_all_reduce,
+        simulate=simulated.all_reduce,
+        example="AllReduceDataParallel(model)",
+        aliases=("allreduce",),
+    ),
+    Method(
+        "dpsgd",
+        "D-PSGD",
+        "averages parameters with a few peers on an undirected graph",
+        PushPull,
+        make=partial(wrapping.wrap_gossip, whom=wrapping.peers_of_a_graph, what=wrapping.parameters),
+        simulate=simulated.d_psgd,
+        paper=Paper(
+            "Lian, Zhang, Zhang, Hsieh, Zhang, Liu",
+            "Can Decentralized Algorithms Outperform Centralized Algorithms?",
+            "NeurIPS 2017",
+            "1705.09056",
+        ),
+        example="GossipDataParallel(model, push_sum=False)",
+        graph="undirected",
+        options=PLAIN | {"overlap"},
+        gossiper=lambda options, seed: PushPull(wire_dtype=wrapping.WIRE_DTYPES[options.wire_dtype]),
+        simulated_graph=simulated.pairs,
+    ),
+    Method(
+        "sgp",
+        "SGP",
+        "pushes parameters to a few peers on any graph, and divides by a weight that travels along",
+        PushSum,
+        make=_push_sum,
+        simulate=simulated.sgp,
+        paper=_SGP,
+        example="GossipDataParallel(model)",
+        graph="any",
+        options=PLAIN,
+        simulated_graph=lambda n: "npeer-exponential",
+    ),
+    Method(
+        "osgp",
+        "Overlap SGP",
+        "SGP whose rounds travel while the next steps are computed",
+        OverlapEngine,
+        make=_push_sum,
+        simulate=simulated.osgp,
+        paper=_SGP,
+        example="GossipDataParallel(model, overlap=True)",
+        graph="any",
+        options=PLAIN,
+        always_overlaps=True,
+        simulated_graph=lambda n: "npeer-exponential",
+    ),
+    Method(
+        "matcha",
+        "MATCHA",
+        "averages with the peers of random matchings of a graph, its important links more often",
+        MatchaGraph,
+        make=partial(wrapping.wrap_gossip, whom=wrapping.random_matchings, what=wrapping.parameters),
+        simulate=simulated.matcha,
+        paper=Paper(
+            "Wang, Sahu, Yang, Joshi, Kar",
+            "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling",
+            "ICC 2019",
+            "1905.09435",
+        ),
+        example="GossipDataParallel(model, graph=MatchaGraph(base, budget=0.5))",
+        graph="undirected, static",
+        options=ROUNDS | {"budget", "plan", "overlap", "wire_dtype"},
+        simulated_graph=lambda n: "ring",
+    ),
+    Method(
+        "choco",
+        "CHOCO-SGD",
+        "sends compressed differences to a copy of each model that its neighbours can follow",
+        Choco,
+        make=wrapping.wrap_gossiper(wrapping.choco, is_static=True),
+        simulate=simulated.choco,
+        paper=Paper(
+            "Koloskova, Stich, Jaggi",
+            "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication",
+            "ICML 2019",
+            "1902.00340",
+        ),
+        example="GossipDataParallel(model, gossiper=Choco(SignNorm(), step_size=0.45))",
+        graph="undirected, static",
+        options=COMPRESSED | {"compressor"},
+        gossiper=wrapping.choco,
+        step_sizes=CHOCO_STEP_SIZES,
+        simulated_graph=simulated.static,
+        codes=tuple(COMPRESSORS),
+    ),
+    Method(
+        "deepsqueeze",
+        "DeepSqueeze",
+        "sends compressed models, and adds what was lost to the next message",
+        DeepSqueeze,
+        make=wrapping.wrap_gossiper(wrapping.deep_squeeze, is_static=False),
+        simulate=simulated.deep_squeeze,
+        paper=Paper(
+            "Tang, Lian, Qiu, Yuan, Zhang, Zhang, Liu",
+            "DeepSqueeze: Decentralization Meets Error-Compensated Compression",
+            "2019",
+            "1907.07346",
+        ),
+        example="GossipDataParallel(model, gossiper=DeepSqueeze(SignNorm(), step_size=0.01))",
+        graph="undirected",
+        options=COMPRESSED | {"compressor"},
+        gossiper=wrapping.deep_squeeze,
+        step_sizes=DEEP_SQUEEZE_STEP_SIZES,
+        simulated_graph=simulated.pairs,
+        codes=tuple(COMPRESSORS),
+    ),
+    Method(
+        "moniqua",
+        "Moniqua",
+        "sends parameters modulo a bound on the differences of neighbours, in a few bits each",
+        Moniqua,
+        make=wrapping.wrap_gossiper(wrapping.moniqua, is_static=False),
+        simulate=simulated.moniqua,
+        paper=Paper(
+            "Lu, De Sa", "Moniqua: Modulo Quantized Communication in Decentralized SGD", "ICML 2020", "2002.11787"
+        ),
+        example="GossipDataParallel(model, gossiper=Moniqua(theta=0.5))",
+        graph="undirected",
+        options=COMPRESSED | {"theta", "compression_bits"},
+        gossiper=wrapping.moniqua,
+        step_sizes=MONIQUA_STEP_SIZES,
+        simulated_graph=simulated.pairs,
+    ),
+    Method(
+        "powergossip",
+        "PowerGossip",
+        "sends low-rank approximations of the differences between neighbours, by power iteration",
+        PowerGossip,
+        make=wrapping.wrap_gossiper(wrapping.power_gossip, is_static=False),
+        simulate=simulated.power_gossip,
+        paper=Paper(
+            "Vogels, Karimireddy, Jaggi",
+            "Practical Low-Rank Communication Compression in Decentralized Deep Learning",
+            "NeurIPS 2020",
+            "2008.01425",
+        ),
+        example="GossipDataParallel(model, gossiper=PowerGossip())",
+        graph="undirected",
+        options=COMPRESSED | {"power_rank", "power_iterations", "warm_start", "compress_vectors"},
+        gossiper=wrapping.power_gossip,
+        simulated_graph=simulated.pairs,
+    ),
+    Method(
+        "adpsgd",
+        "AD-PSGD",
+        "averages pairs of models while both ranks go on training",
+        BilatGossipDataParallel,
+        make=wrapping.wrap_bilateral,
+        simulate=simulated.ad_psgd,
+        paper=Paper(
+            "Lian, Zhang, Zhang, Liu",
+            "Asynchronous Decentralized Parallel Stochastic Gradient Descent",
+            "ICML 2018",
+            "1710.06952",
+        ),
+        example="BilatGossipDataParallel(model)",
+        graph="bipartite",
+        options=frozenset({"graph"}),
+        pace="shared_steps",
+        simulated_graph=lambda n: "bipartite-complete" if n % 2 else "bipartite-exponential",
+    ),
+    Method(
+        "wagma",
+        "WAGMA-SGD",
+        "averages changing groups of ranks, and late ranks contribute what they last had",
+        GroupAverageDataParallel,
+        make=wrapping.wrap_group_average,
+        simulate=simulated.wagma,
+        paper=Paper(
+            "Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler",
+            "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging",
+            "IEEE TPDS 2021",
+            "2005.00124",
+        ),
+        example="GroupAverageDataParallel(model)",
+        options=frozenset({"group_size", "sync_period", "wait_avoiding", "overlap"}),
+        pace="shared_rounds",
+    ),
+    Method(
+        "dpwa",
+        "dpwa",
+        "pulls the model of a random peer, and goes part of the way towards it",
+        PairwiseDataParallel,
+        make=wrapping.wrap_pairwise,
+        simulate=simulated.dpwa,
+        paper=Paper("Jin, Yuan, Iandola, Keutzer", "How to scale distributed deep learning?", "2016", "1611.04581"),
+        example='PairwiseDataParallel(model, name="w0", peers=addresses)',
+        options=frozenset({"interpolation", "divergence_threshold", "fetch_probability"}),
+        pace="shared_steps",
+    ),
+    Method(
+        "localsgd",
+        "Local SGD",
+        "trains alone, and averages parameters over all ranks every few steps",
+        Schedule,
+        make=wrapping.wrap_local_sgd,
+        simulate=simulated.local_sgd,
+        paper=Paper("Stich", "Local SGD Converges Fast and Communicates Little", "ICLR 2019", "1805.09767"),
+        example="GossipDataParallel(model, schedule=Schedule(gossip_every=10, average_every=1))",
+        options=frozenset({"sync_period", "nprocs_per_node"}),
+    ),
+)

@@ -1,0 +1,173 @@
+"""n ranks in one thread: a gossiper of any kind is run on all of them at once, for the simulator and for tests."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..flat.vector import FlatVector
+from ..gossip.gossiper import Gossiper
+from ..graph_manager.static_graphs import RingGraph
+from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..simulate.codes import CODE_PASSES, UNKNOWN_PASSES
+from ..simulate.delays import LinkModel, Message
+from ..simulate.gossip import Rule
+from ..simulate.mixing import Round
+
+_SAMPLE_ENTRIES = 1 << 16  # of the model whose messages are measured
+
+
+class Post:
+    """The messages on their way between the ranks of one thread, by (sender, receiver, tag), each in its order."""
+
+    def __init__(self) -> None:
+        self.messages: defaultdict[tuple[int, int, int], deque[list[Tensor]]] = defaultdict(deque)
+
+
+class Delivery:
+    """A round of one rank: `wait` copies what the others have sent, who must have posted it. See `Pending`."""
+
+    def __init__(self, post: Post, rank: int, recvs: Mapping[int, Sequence[Tensor]], tag: int) -> None:
+        self._post, self._rank, self._recvs, self._tag = post, rank, dict(recvs), tag
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """See `Pending`."""
+        for peer, tensors in self._recvs.items():
+            messages = self._post.messages[peer, self._rank, self._tag]
+            assert messages, f"rank {self._rank} waits for a message of rank {peer} that was not posted"
+            for mine, theirs in zip(tensors, messages.popleft(), strict=True):
+                mine.copy_(theirs)
+        self._recvs = {}
+
+    def arrivals(self) -> Iterator[int]:
+        """See `Pending`."""
+        num_tensors = max((len(tensors) for tensors in self._recvs.values()), default=0)
+        self.wait()
+        yield from range(num_tensors)
+
+
+class OneThreadTransport:
+    """A `Transport` of one of n ranks that live in the same thread: all post a round before any of them waits for it.
+
+    Args:
+        post: shared by the n ranks.
+        rank: of this one.
+        world_size: n.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, post: Post, rank: int, world_size: int) -> None:
+        self._post = post
+        self.rank, self.world_size = rank, world_size
+        self.names: Sequence[int] = range(world_size)
+        self.num_bytes_sent = 0
+
+    def exchange(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        recvs: Mapping[int, Sequence[Tensor]],
+        *,
+        tag: int,
+        what: str = "",
+        fill: Callable[[int], None] | None = None,
+    ) -> Delivery:
+        """See `Transport`; what is sent is copied here."""
+        if fill is not None:
+            for index in range(max((len(tensors) for tensors in sends.values()), default=0)):
+                fill(index)
+        for peer, tensors in sends.items():
+            self._post.messages[self.rank, peer, tag].append([x.clone() for x in tensors])
+            self.num_bytes_sent += sum(x.numel() * x.element_size() for x in tensors)
+        return Delivery(self._post, self.rank, recvs, tag)
+
+    def all_reduce(self, x: Tensor, *, what: str) -> None:
+        """See `Transport`.
+
+        Raises:
+            NotImplementedError: always; so do the other collectives.
+        """
+        self._refuse(what)
+
+    def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
+        """See `Transport`."""
+        self._refuse(what)
+
+    def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
+        """See `Transport`."""
+        self._refuse(what)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise NotImplementedError(
+            f"got a collective ({what}) among ranks of one thread, where it would wait for ever, expected exchanges "
+            "only; use gossip_modules.testing.run_ranks, which gives each rank a thread"
+        )
+
+
+class GossiperRule(Rule):
+    """A rule of the simulator that runs the gossiper of training itself, one copy for each rank.
+
+    Args:
+        make: makes a new gossiper.
+        mixing: whom each rank talks to in each round, and with what weights.
+
+    Raises:
+        ValueError: its rounds have several phases, so that one thread cannot run them for all ranks; or it does not
+            suit these weights.
+    """
+
+    def __init__(self, make: Callable[[], Gossiper], mixing: MixingManager) -> None:
+        n = mixing.graph.world_size
+        self.transports = make_transports(n)
+        self.gossipers = [make() for _ in range(n)]
+        for gossiper, transport in zip(self.gossipers, self.transports, strict=True):
+            gossiper.bind(mixing, transport)
+        first = self.gossipers[0]
+        if first.num_phases != 1:
+            raise ValueError(
+                f"got {first} with rounds of {first.num_phases} phases, expected one phase; give the method a rule of "
+                "its own with Method(simulate=...)"
+            )
+        self.needs_push_sum = not first.needs_symmetric_weights
+        step_size = getattr(first, "step_size", None)
+        if isinstance(step_size, float):
+            self.options = {"step_size": step_size}
+
+    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+        """See `Rule`: the difference that round t makes; who talks to whom is known from the mixing already."""
+        return self.difference(x, t)
+
+    def difference(self, x: Tensor, t: int) -> Tensor:
+        """What round t adds to x [n, d]; x does not change."""
+        after = x.clone()
+        vectors = [FlatVector.over(row) for row in after]
+        for gossiper, s in zip(self.gossipers, vectors, strict=True):
+            gossiper.start(s, t)
+        for gossiper, s in zip(self.gossipers, vectors, strict=True):
+            gossiper.finish(s)
+        return after.sub_(x)
+
+
+def make_transports(world_size: int) -> list[OneThreadTransport]:
+    """The transports of all ranks, connected to each other."""
+    post = Post()
+    return [OneThreadTransport(post, rank, world_size) for rank in range(world_size)]
+
+
+def measured_message(make: Callable[[], Gossiper], num_parameters: int, links: LinkModel) -> Message:
+    """What a message of the gossiper takes: its bytes on a model of 65,536 float32 parameters, for `num_parameters`.
+
+    Its time to encode and decode is that of its compressor, if it has one that was measured, else that of a slow one.
+    """
+    rule = GossiperRule(make, MetropolisHastingsMixing(RingGraph(2)))
+    rule.difference(torch.randn(2, _SAMPLE_ENTRIES, generator=torch.Generator().manual_seed(0)), t=0)
+    num_bytes = rule.transports[0].num_bytes_sent * num_parameters / _SAMPLE_ENTRIES
+    compressor: Any = getattr(rule.gossipers[0], "compressor", None)
+    encode, decode = CODE_PASSES.get(type(compressor), UNKNOWN_PASSES)
+    one_pass = links.memory_seconds(4 * num_parameters)
+    return Message(num_bytes, encode_seconds=(encode + decode) * one_pass, decode_seconds=decode * one_pass)

@@ -1,0 +1,120 @@
+"""What a user may choose about a method, and what a method has to know of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """The choices that methods offer, all with their defaults. `Method.options` names those that a method uses."""
+
+    graph: str = "auto"
+    """Who talks to whom: a name of gossip_modules/methods/graphs.py. auto: the library's choice for dpsgd, sgp, osgp
+    and adpsgd (adpsgd needs a bipartite graph), a ring for the others. Those take torus, hypercube, complete and
+    matcha0 to matcha5 too, with all neighbours. ar, localsgd, wagma and dpwa have no graph."""
+    peers_per_itr: str = "1"
+    """Peers per round, a number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one."""
+    overlap: bool = False
+    """Run each round under the next step, not before it; osgp always does, ar and sgp never. wagma: take the average
+    of a group one step later instead of waiting for it."""
+    max_staleness: int = 0
+    """With overlap: forwards that a round may complete late before training waits for it."""
+    gossip_every: int = 1
+    """Steps from one round to the next."""
+    average_every: int = 0
+    """Rounds from one exact global average to the next; 0: never."""
+    nprocs_per_node: int = 1
+    """Processes that average gradients among themselves and gossip as one."""
+    wire_dtype: str = "none"
+    """none, bfloat16 or float16: what parameters are rounded to when they travel."""
+
+    budget: float = 0.5
+    """matcha: share of the base graph's links in use, on average over the rounds."""
+    plan: str = ""
+    """matcha: JSON file that python -m gossip_modules.matcha --output wrote, the same on every machine, instead of
+    graph and budget; empty: the plan is made from these."""
+
+    compressor: str = "sign"
+    """choco, deepsqueeze: sign, topk, randomk, qsgd, bfloat16, float16."""
+    compression_ratio: float = 0.01
+    """topk, randomk: share of the entries that is sent."""
+    compression_bits: int = 8
+    """qsgd, moniqua: bits per entry, 2, 4 or 8."""
+    step_size: float = 0.0
+    """Of consensus, for compressed gossip. 0: the published one (python -m gossip_modules.methods lists them), and for
+    powergossip the best for the spectrum of the graph. Other codes have none and must be given one."""
+    theta: float = 1.0
+    """moniqua: more than any parameter of two neighbours ever differs by; the resolution is theta / 127 at 8 bits."""
+    power_rank: int = 1
+    """powergossip: rank of what is sent of a matrix."""
+    power_iterations: int = 1
+    """powergossip: power iterations, hence messages per neighbour, in a round."""
+    warm_start: bool = True
+    """powergossip: iterations go on from the last round's; otherwise they start at random."""
+    compress_vectors: bool = False
+    """powergossip: parameters of one dimension are compressed too, as one matrix."""
+
+    group_size: int = 0
+    """wagma: ranks that average in a round, a power of two; 1: none, local SGD; 0: about the square root of all."""
+    sync_period: int = 10
+    """localsgd: steps from one average over all ranks to the next. wagma: rounds from one average over all ranks,
+    which wait for each other there, to the next; 0: never."""
+    wait_avoiding: bool = True
+    """wagma: a late rank contributes what it last had; otherwise the ranks of a group wait for each other."""
+
+    interpolation: Literal["constant", "clock", "loss"] = "constant"
+    """dpwa: how far to go towards a peer's model: always as far, the further the more often it has published, or the
+    further the higher the own loss."""
+    interpolation_value: float = 0.5
+    """dpwa: that part of the way, with constant."""
+    divergence_threshold: float = 0.0
+    """dpwa: a loss below which a rank goes less far, in proportion; 0: none."""
+    fetch_probability: float = 1.0
+    """dpwa: share of the steps at which a rank asks a peer for its model."""
+
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether dpwa merges by losses, which ranks report then."""
+        return self.interpolation == "loss" or self.divergence_threshold > 0
+
+
+METHOD_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(MethodOptions))
+"""The names of all options of methods."""
+
+
+def _alone(function: Callable[[], Any]) -> list[Any]:
+    return [function()]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a method has to know of the run that it is part of, besides its options.
+
+    Args:
+        rank: of this process.
+        world_size: the number of ranks.
+        seed: the same on every rank.
+        timeout: the longest wait for a peer.
+        comm_device: where messages live on the wire; None: beside the parameters.
+        steps_per_epoch: optimizer steps of an epoch.
+        example_inputs: makes inputs of the model as it sees them in training, on its device; None: there are none.
+        on_every_rank: collective, calls a function and returns what it returned on all ranks, in their order.
+        own_host: collective, returns an address of this machine that all other ranks reach.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 1
+    timeout: timedelta = timedelta(minutes=5)
+    comm_device: torch.device | None = None
+    steps_per_epoch: int = 1
+    example_inputs: Callable[[], tuple[Tensor, ...]] | None = None
+    on_every_rank: Callable[[Callable[[], Any]], list[Any]] = _alone
+    own_host: Callable[[], str] = lambda: "127.0.0.1"

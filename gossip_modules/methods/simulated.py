@@ -1,0 +1,181 @@
+"""How each method is simulated: functions of (choice, setting), which the entries of the registry name."""
+
+from __future__ import annotations
+
+from ..graph_manager.base import GraphManager
+from ..graph_manager.butterfly_groups import ButterflyGroups
+from ..graph_manager.named_graphs import named_graph
+from ..matcha.graph import MatchaGraph
+from ..mixing_manager.base import MixingManager
+from ..schedule import Schedule
+from ..simulate.asynchronous import BilateralMethod, PullMethod
+from ..simulate.choice import Choice
+from ..simulate.clocks import BucketClock, OverlapClock, SyncClock
+from ..simulate.codes import coded_message
+from ..simulate.delays import Message
+from ..simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule, SimulatedMethod
+from ..simulate.groups import GroupMethod
+from ..simulate.mixing import SimulatedMixing, mixing_for
+from ..simulate.power_gossip import PowerGossipRule, power_message, power_step_size
+from ..simulate.setting import Setting
+from .compressors import (
+    CHOCO_STEP_SIZES,
+    DEEP_SQUEEZE_STEP_SIZES,
+    MONIQUA_STEP_SIZES,
+    compressor_step_size,
+    make_compressor,
+    step_size_of,
+)
+from .graphs import as_networkx
+from .options import MethodOptions
+
+MAX_MATCHA_RANKS = 512
+"""For more, the plan of a MATCHA graph, dense linear algebra, takes longer than all other methods together."""
+
+
+def pairs(world_size: int) -> str:
+    """The best graph for exchanges in pairs, or in odd worlds a ring."""
+    return "ring" if world_size % 2 and world_size > 1 else "bipartite-exponential"
+
+
+def static(world_size: int) -> str:
+    """The best undirected graph that never changes."""
+    if world_size & (world_size - 1) == 0:
+        return "hypercube"
+    is_prime = all(world_size % divisor for divisor in range(2, int(world_size**0.5) + 1))
+    return "ring" if is_prime else "torus"
+
+
+def _lockstep(
+    rule: Rule, mixing: MixingManager | None, setting: Setting, message: Message, *, num_phases: int = 1
+) -> LockstepMethod:
+    clock = SyncClock(setting.compute, setting.network, message, num_phases=num_phases, model_bytes=setting.model_bytes)
+    return LockstepMethod(rule, None if mixing is None else SimulatedMixing(mixing), setting.schedule, clock)
+
+
+def all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """AllReduce SGD."""
+    kind = BucketClock if setting.has_gradients else SyncClock
+    clock = kind(setting.compute, setting.network, Message(setting.model_bytes))
+    return LockstepMethod(Plain(), None, Schedule(average_every=1), clock)
+
+
+def local_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """Local SGD."""
+    clock = SyncClock(setting.compute, setting.network, Message(setting.model_bytes))
+    return LockstepMethod(Plain(), None, Schedule(gossip_every=setting.local_steps, average_every=1), clock)
+
+
+def _graph(choice: Choice, setting: Setting) -> GraphManager:
+    assert choice.graph is not None, "choices are resolved before methods are made"
+    return named_graph(choice.graph, setting.world_size, setting.peers_per_itr)
+
+
+def undirected(choice: Choice, setting: Setting, *, is_static: bool = False) -> MixingManager:
+    """The weights on the graph that was chosen.
+
+    Raises:
+        ValueError: it is directed, or is to be static and changes.
+    """
+    graph = _graph(choice, setting)
+    if not graph.is_symmetric or (is_static and graph.is_dynamic):
+        wanted = "an undirected graph that never changes" if is_static else "an undirected graph"
+        remedy = "hypercube, torus or ring" if is_static else "bipartite-exponential, torus or ring"
+        raise ValueError(f"got {choice.method} on {graph!r}, expected {wanted}; take {remedy}, with all neighbours")
+    return mixing_for(graph, push_sum=False)
+
+
+def d_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """D-PSGD."""
+    message = setting.network.plain_message(setting.model_bytes)
+    return _lockstep(Plain(), mixing_for(_graph(choice, setting), push_sum=False), setting, message)
+
+
+def sgp(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """SGP."""
+    message = setting.network.plain_message(setting.model_bytes)
+    return _lockstep(Plain(), mixing_for(_graph(choice, setting), push_sum=True), setting, message)
+
+
+def osgp(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """Overlap SGP."""
+    mixing = SimulatedMixing(mixing_for(_graph(choice, setting), push_sum=True))
+    clock = OverlapClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
+    return LockstepMethod(Plain(), mixing, setting.schedule, clock, overlap=True)
+
+
+def matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """MATCHA."""
+    n = setting.world_size
+    if n > MAX_MATCHA_RANKS:
+        raise ValueError(
+            f"got matcha with {n} workers, expected at most {MAX_MATCHA_RANKS}: its plan is n x n matrices; take dpsgd"
+        )
+    graph = undirected(choice, setting, is_static=True).graph
+    base = as_networkx(graph)
+    mixing = mixing_for(MatchaGraph(base, budget=setting.budget, seed=setting.seed), push_sum=False)
+    return _lockstep(Plain(), mixing, setting, setting.network.plain_message(setting.model_bytes))
+
+
+def _options(choice: Choice, setting: Setting) -> MethodOptions:
+    """The options of training that the choice and the setting stand for."""
+    return MethodOptions(compressor=choice.compressor or "sign", step_size=setting.step_size or 0.0)
+
+
+def choco(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """CHOCO-SGD."""
+    options = _options(choice, setting)
+    compressor = make_compressor(options, setting.seed)
+    rule = ChocoRule(compressor, step_size=compressor_step_size(options, "choco", CHOCO_STEP_SIZES))
+    message = coded_message(compressor, setting.num_parameters, setting.links)
+    return _lockstep(rule, undirected(choice, setting, is_static=True), setting, message)
+
+
+def deep_squeeze(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """DeepSqueeze."""
+    options = _options(choice, setting)
+    compressor = make_compressor(options, setting.seed)
+    rule = DeepSqueezeRule(compressor, step_size=compressor_step_size(options, "deepsqueeze", DEEP_SQUEEZE_STEP_SIZES))
+    message = coded_message(compressor, setting.num_parameters, setting.links)
+    return _lockstep(rule, undirected(choice, setting), setting, message)
+
+
+def moniqua(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """Moniqua."""
+    one_pass = setting.links.memory_seconds(setting.model_bytes)
+    message = Message(setting.num_parameters, encode_seconds=4 * one_pass, decode_seconds=4 * one_pass)  # 8 bits
+    step_size = step_size_of(_options(choice, setting), "moniqua", MONIQUA_STEP_SIZES, "moniqua", "compression_bits")
+    rule = MoniquaRule(setting.theta or MethodOptions.theta, step_size=step_size, seed=setting.seed)
+    return _lockstep(rule, undirected(choice, setting), setting, message)
+
+
+def power_gossip(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """PowerGossip."""
+    mixing = undirected(choice, setting)
+    rule = PowerGossipRule(setting.shape, step_size=setting.step_size or power_step_size(mixing), seed=setting.seed)
+    return _lockstep(rule, mixing, setting, power_message(setting.num_parameters, setting.links))
+
+
+def ad_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """AD-PSGD."""
+    graph = _graph(choice, setting)
+    if not graph.is_bipartite or graph.num_peers(0) > 1:
+        raise ValueError(
+            f"got adpsgd on {graph!r}, expected a bipartite graph with one peer per round; take bipartite-exponential"
+        )
+    message = setting.network.plain_message(setting.model_bytes)
+    mixing = SimulatedMixing(mixing_for(graph, push_sum=False))
+    return BilateralMethod(mixing, setting.compute, setting.network, message)
+
+
+def wagma(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """WAGMA-SGD."""
+    message = setting.network.plain_message(setting.model_bytes)
+    groups = ButterflyGroups(setting.world_size)
+    return GroupMethod(setting.compute, setting.network, message, groups, sync_period=setting.local_steps)
+
+
+def dpwa(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """dpwa."""
+    message = setting.network.plain_message(setting.model_bytes)
+    return PullMethod(setting.compute, setting.network, message, seed=setting.seed)

@@ -1,0 +1,64 @@
+"""Which options of a method shape a run, and which are set without effect."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..registry import METHODS, Method
+from .compressors import COMPRESSORS
+from .options import METHOD_OPTIONS, Context, MethodOptions
+from .wrapping import Wrapper
+
+Options = TypeVar("Options", bound=MethodOptions)
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(MethodOptions)}
+
+
+def used_options(method: Method, options: MethodOptions) -> frozenset[str]:
+    """The names of the options that shape a run by `method`: some are used only beside a certain value of another."""
+    used = method.options
+    if "plan" in used and options.plan:  # it says who talks to whom, and how often
+        used -= {"graph", "budget"}
+    if "compressor" in used and (option := COMPRESSORS[options.compressor].option):
+        used |= {option}
+    if "interpolation" in used and options.interpolation == "constant":
+        used |= {"interpolation_value"}
+    if method.always_overlaps or ({"overlap", "gossip_every"} <= used and options.overlap):
+        used |= {"max_staleness"}
+    return used
+
+
+def unused_options(method: Method, options: MethodOptions) -> list[str]:
+    """The names of the options that are set and have no effect with `method`."""
+    used = used_options(method, options)
+    return [name for name in METHOD_OPTIONS if name not in used and getattr(options, name) != _DEFAULTS[name]]
+
+
+def without_unused(method: Method, options: Options) -> Options:
+    """`options` with the defaults of those that have no effect: equal for runs that are equal."""
+    return replace(options, **{name: _DEFAULTS[name] for name in unused_options(method, options)})
+
+
+def wrap(name: str, module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
+    """The wrapper of a method around a model; rank 0 warns of options that are set and have no effect.
+
+    Args:
+        name: a key of METHODS.
+        module: the model.
+        options: of the method.
+        context: of the run.
+
+    Raises:
+        ValueError: options that the method cannot have.
+    """
+    method = METHODS[name]
+    if (unused := unused_options(method, options)) and context.rank == 0:
+        warnings.warn(f"{', '.join(unused)}: without effect with --recipe {name}", stacklevel=2)
+    options = without_unused(method, options)
+    if method.always_overlaps:
+        options = replace(options, overlap=True)
+    wrapper: Wrapper = method.make(module, options, context)
+    return wrapper

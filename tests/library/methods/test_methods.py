@@ -1,0 +1,195 @@
+"""The registry of methods: its entries, and what one entry of a user's own gossiper gives."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gossip_modules as gm
+from gossip_modules import methods, registry
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.gossip.gossiper import Messages
+from gossip_modules.methods import METHOD_OPTIONS, METHODS, Context, MethodOptions, gossiper_method, register, wrap
+from gossip_modules.methods.__main__ import methods_table, step_sizes_table
+from gossip_modules.methods.compressors import COMPRESSORS
+from gossip_modules.methods.graphs import peers_by_round
+from gossip_modules.methods.one_thread import GossiperRule, make_transports, measured_message
+from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
+from gossip_modules.simulate.advice import recipe_options
+from gossip_modules.simulate.choice import make_method
+from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, MoniquaRule, Plain, Rule
+from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
+from tests.library.simulate.simulations import CLUSTER, LINKS
+from train.command_line import read_command_line
+from train.consensus_experiment.methods import variants
+from train.tasks.images.config import Config
+
+
+class HalfStep(gm.Gossiper):
+    """Goes half of the way that D-PSGD goes: x_i <- x_i + 1/2 sum_j W_ij (x_j - x_i)."""
+
+    needs_symmetric_weights = True
+
+    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
+        self._mine, self._theirs = s.clone(), {peer: s.clone() for peer in in_peers}
+        sends = dict.fromkeys(out_peers, (self._mine.raw,))
+        return sends, {peer: (x.raw,) for peer, x in self._theirs.items()}
+
+    def decode(self, s: FlatVector, weights: gm.MixingWeights) -> None:
+        for peer, theirs in self._theirs.items():
+            s.add_(theirs, alpha=weights.inp[peer] / 2)
+            s.add_(self._mine, alpha=-weights.inp[peer] / 2)
+
+
+@pytest.fixture
+def own() -> Iterator[methods.Method]:
+    """The entry of HalfStep, for the time of a test."""
+    method = register(gossiper_method("half", lambda options, seed: HalfStep(), algorithm=HalfStep, title="Half step"))
+    yield method
+    del registry._METHODS["half"]
+
+
+def test_an_entry_says_where_its_algorithm_stands() -> None:
+    root = Path(gm.__file__).parents[1]
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert f"class {method.algorithm.__name__}" in (root / method.file).read_text(encoding="utf-8")
+        assert method.options <= set(METHOD_OPTIONS)
+        assert method.simulate is not None
+        assert name == "ar" or method.paper is not None
+        assert set(method.codes) <= set(COMPRESSORS)
+
+
+def test_names_are_taken_once() -> None:
+    for taken in ("choco", "allreduce"):
+        with pytest.raises(ValueError, match=f"got the name '{taken}' of a method, which is taken; choose another"):
+            register(replace(METHODS["sgp"], name=taken))
+    with pytest.raises(ValueError, match="got the name 'My method' of a method, expected letters, digits and _ in"):
+        register(replace(METHODS["sgp"], name="My method"))
+    assert isinstance(METHODS, dict | MappingProxyType)
+
+
+def test_the_tables_have_a_row_for_each_entry() -> None:
+    rows = methods_table().splitlines()
+    assert [row.split("`")[1] for row in rows[2:]] == list(METHODS)
+    assert (
+        "| `choco` | CHOCO-SGD | `GossipDataParallel(model, gossiper=Choco(SignNorm(), step_size=0.45))` |" in rows[7]
+    )
+    assert "| choco | topk | 0.01 | 0.0375 |" in step_sizes_table()
+
+
+RULES: dict[str, tuple[Rule, Any]] = {
+    "dpsgd": (Plain(), lambda: gm.PushPull()),
+    "choco": (ChocoRule(gm.SignNorm(16), step_size=0.3), lambda: gm.Choco(gm.SignNorm(16), step_size=0.3)),
+    "deepsqueeze": (DeepSqueezeRule(gm.QSGD(8), step_size=0.3), lambda: gm.DeepSqueeze(gm.QSGD(8), step_size=0.3)),
+    "moniqua": (MoniquaRule(16.0, step_size=0.5), lambda: gm.Moniqua(16.0, step_size=0.5)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_gossipers_of_one_thread_do_what_the_rules_of_the_simulator_say(name: str) -> None:
+    rule, make = RULES[name]
+    mixing = mixing_for(gm.RingGraph(5, peers_per_itr=2), push_sum=False)
+    real, rounds = GossiperRule(make, mixing), SimulatedMixing(mixing)
+    x = torch.randn(5, 100, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    y = x.clone()
+    for t in range(6):
+        x += rule.correction(x, rounds.round(t), t)
+        y += real.correction(y, rounds.round(t), t)
+        torch.testing.assert_close(y, x, rtol=1e-6, atol=1e-6)
+    assert real.transports[0].num_bytes_sent > 0
+
+
+def test_what_one_thread_cannot_run_is_refused() -> None:
+    mixing = mixing_for(gm.RingGraph(4, peers_per_itr=2), push_sum=False)
+    with pytest.raises(ValueError, match=r"rounds of 2 phases, expected one phase; give the method a rule of its own"):
+        GossiperRule(lambda: gm.PowerGossip(num_iterations=2), mixing)
+    (transport,) = make_transports(1)
+    with pytest.raises(NotImplementedError, match=r"got a collective \(a sum\) among ranks of one thread"):
+        transport.all_reduce(torch.zeros(1), what="a sum")
+
+
+def test_bytes_are_measured_on_messages_of_the_gossiper() -> None:
+    size = 25_000_000
+    plain = measured_message(HalfStep, size, LINKS).num_bytes
+    assert plain == pytest.approx(4 * size, rel=1e-3)
+    signs = measured_message(lambda: gm.Choco(gm.SignNorm(), step_size=0.4), size, LINKS).num_bytes
+    assert signs == pytest.approx(gm.SignNorm().num_bytes(size, torch.float32), rel=1e-3)
+
+
+def test_one_entry_gives_a_recipe(own: methods.Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossip_modules.methods.wrapping.GossipDataParallel", lambda module, **arguments: arguments)
+    config = read_command_line(Config, description="", arguments=["--recipe", "half", "--graph", "torus"])
+    arguments: Any = wrap(config.recipe, nn.Linear(2, 2), config, Context(world_size=8))
+    assert isinstance(arguments["gossiper"], HalfStep)
+    assert repr(arguments["graph"]) == repr(gm.TorusGraph(8, peers_per_itr=3))
+    assert config.identity["recipe"] == "half"
+
+
+def test_one_entry_gives_a_row_of_the_simulator(own: methods.Method) -> None:
+    mixing = mixing_for(gm.RingGraph(8, peers_per_itr=2), push_sum=False)
+    method, x = make_method(Choice.parse("half:ring"), CLUSTER), Consensus().start(8)
+    expected = x + (mixing.matrix(0).to(x.dtype) @ x - x) / 2
+    method.forward(x)
+    torch.testing.assert_close(x, expected)
+    prediction = simulate("half", CLUSTER, Consensus())
+    assert prediction.has_reached
+    assert prediction.num_steps > simulate("dpsgd", CLUSTER, Consensus()).num_steps
+
+
+def test_one_entry_gives_a_row_of_the_table_and_of_the_consensus_experiment(own: methods.Method) -> None:
+    summary = "Goes half of the way that D-PSGD goes: x_i <- x_i + 1/2 sum_j W_ij (x_j - x_i)."
+    assert summary in methods_table().splitlines()[-1]
+    assert isinstance(variants()["half"].make(1.0, 1.0, 0), HalfStep)
+
+
+@pytest.mark.parametrize("n", [5, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = replace(CLUSTER, world_size=n, theta=64.0)
+    prediction = simulate(name, setting, Digits(), max_steps=1, target=1e9)
+    arguments = recipe_options(prediction, setting).split()
+    config = read_command_line(Config, description="", arguments=arguments)
+    assert config.recipe == name
+    assert methods.unused_options(METHODS[name], config) == []
+    for wrapper in ("GossipDataParallel", "BilatGossipDataParallel"):
+        monkeypatch.setattr(f"gossip_modules.methods.wrapping.{wrapper}", lambda module, **arguments: arguments)
+    if METHODS[name].graph == "none":
+        return
+    made: Any = wrap(name, nn.Linear(2, 2), config, Context(world_size=n, seed=setting.seed))
+    simulated = make_method(prediction.choice, setting)
+    graph = made.get("graph") or made["mixing"].graph
+    assert repr(graph) == repr(simulated.mixing.graph)  # type: ignore[attr-defined]
+    assert peers_by_round(config.peers_per_itr, steps_per_epoch=1, steps_per_round=1) >= 1  # type: ignore[operator]
+
+
+def test_the_advice_has_the_command() -> None:
+    setting = replace(CLUSTER, local_steps=7)
+    advice = advise([simulate("localsgd", setting, Digits(), target=1e9, max_steps=1)], setting)
+    found = [sentence for sentence in advice.sentences if sentence.startswith("To train like this: ")]
+    assert found == ["To train like this: python -m train.gossip_sgd --recipe localsgd --sync-period 7"]
+
+
+def test_examples_run() -> None:
+    assert doctest.testmod(methods).failed == 0
+
+
+def test_the_step_size_is_the_published_one_everywhere() -> None:
+    for code, expected in (("sign", 0.45), ("topk", 0.0375), ("randomk", 0.01), ("qsgd", 0.34)):
+        method = make_method(Choice("choco", "ring", code), CLUSTER)
+        assert method.options == {"step_size": expected}
+        gossiper = METHODS["choco"].gossiper
+        assert gossiper is not None
+        assert gossiper(MethodOptions(compressor=code), 0).step_size == expected
+    with pytest.raises(
+        ValueError, match="got deepsqueeze with compressor=qsgd and compression_bits=8 and no step_size"
+    ):
+        make_method(Choice("deepsqueeze", "ring", "qsgd"), CLUSTER)
