@@ -20,6 +20,7 @@ import math
 import sys
 import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gossip_modules as gm
 from gossip_modules.mixing_manager import best_step_size
+from gossip_modules.testing import CPU, run_ranks
 from train.consensus_experiment.data import DATA, make_matrices
 from train.consensus_experiment.methods import VARIANTS, Variant
-from train.consensus_experiment.thread_ranks import CPU, TIMEOUT, run_ranks
 from train.job.errors import UsageError, refuse, usage_errors
 from train.run.report import table
 from visualization.consensus import THRESHOLDS, best_runs, draw
 
+TIMEOUT = timedelta(seconds=60)
 DIVERGED = 10.0
 SETTLED = 1e-5
 
@@ -193,7 +195,7 @@ def run(method: Variant, step_size: float, matrices: list[Tensor], *, steps: int
             raise
 
     try:
-        run_ranks(len(matrices), body)
+        run_ranks(len(matrices), body, timeout=TIMEOUT)
     except (RuntimeError, ValueError):
         # What the library says of a run: a bound that was exceeded, a number that is none. Not that a worker is gone,
         # nor what fails before there is a run.

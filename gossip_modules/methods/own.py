@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from ..gossip.gossiper import Gossiper
 from ..registry import Method, Paper
@@ -12,9 +12,10 @@ from ..simulate.clocks import SyncClock
 from ..simulate.gossip import LockstepMethod, SimulatedMethod
 from ..simulate.mixing import SimulatedMixing
 from ..simulate.setting import Setting
-from . import built_in, simulated
+from .built_in import ROUNDS
 from .one_thread import GossiperRule, measured_message
 from .options import MethodOptions
+from .simulated import options_of, pairs, static, undirected
 from .wrapping import wrap_gossiper
 
 
@@ -30,52 +31,49 @@ def gossiper_method(
     codes: tuple[str, ...] = (),
     is_static: bool = False,
 ) -> Method:
-    """The entry of a gossiper for undirected graphs, to be given to `register`.
-
-    The simulator runs the gossiper itself, a copy for each rank in one thread, on its small problem; the bytes of its
-    messages are measured.
+    """The entry of a gossiper for undirected graphs, to be given to `register`: a recipe and a row of the simulator.
 
     Args:
-        name: what a user types.
+        name, algorithm, paper, codes: see `Method`.
         gossiper: makes a new gossiper, given the options of the method and a seed.
-        algorithm: its class.
         title: what tables and pictures call it; "": its name.
-        summary: what it does, in one sentence; "": the first line of its docstring.
-        paper: where it was published; None: nowhere.
-        options: the names of the fields of `MethodOptions` that it uses, besides those of gossip in rounds.
-        codes: the names of the compressors that it takes, its default first.
+        summary: what it does, in one sentence; "": the first line of the docstring of `algorithm`.
+        options: those that it uses besides those of gossip in rounds.
         is_static: whether it needs a graph that never changes.
-
-    Example:
-        >>> method = gossiper_method("half", lambda options, seed: HalfStep(), algorithm=HalfStep)
-        >>> register(method)
     """
-
-    def simulate(choice: Choice, setting: Setting) -> SimulatedMethod:
-        chosen: dict[str, Any] = {"step_size": setting.step_size or 0.0}
-        if choice.compressor:
-            chosen["compressor"] = choice.compressor
-        mixing = simulated.undirected(choice, setting, is_static=is_static)
-
-        def make() -> Gossiper:
-            return gossiper(MethodOptions(**chosen), setting.seed)
-
-        message = measured_message(make, setting.num_parameters, setting.links)
-        clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-        return LockstepMethod(GossiperRule(make, mixing), SimulatedMixing(mixing), setting.schedule, clock)
-
     return Method(
         name,
         title or name,
         summary or (algorithm.__doc__ or "").strip().partition("\n")[0],
         algorithm,
         make=wrap_gossiper(gossiper, is_static=is_static),
-        simulate=simulate,
+        simulate=partial(simulate_gossiper, gossiper, is_static=is_static),
         paper=paper,
         example=f"GossipDataParallel(model, push_sum=False, gossiper={algorithm.__name__}())",
         graph="undirected, static" if is_static else "undirected",
-        options=built_in.ROUNDS | {"overlap"} | options | ({"compressor"} if codes else set()),
+        options=ROUNDS | {"overlap"} | options | ({"compressor"} if codes else set()),
         gossiper=gossiper,
-        simulated_graph=simulated.static if is_static else simulated.pairs,
+        simulated_graph=static if is_static else pairs,
         codes=codes,
     )
+
+
+def simulate_gossiper(
+    gossiper: Callable[[MethodOptions, int], Gossiper], choice: Choice, setting: Setting, *, is_static: bool
+) -> SimulatedMethod:
+    """The gossiper itself, a copy for each rank in one thread; the bytes of its messages are measured.
+
+    Args:
+        gossiper: makes a new one, given options and a seed.
+        choice, setting: what is simulated.
+        is_static: whether it needs a graph that never changes.
+    """
+    options = options_of(choice, setting)
+    mixing = undirected(choice, setting, is_static=is_static)
+
+    def make() -> Gossiper:
+        return gossiper(options, setting.seed)
+
+    message = measured_message(make, setting.num_parameters, setting.links)
+    clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
+    return LockstepMethod(GossiperRule(make, mixing), SimulatedMixing(mixing), setting.schedule, clock)

@@ -53,14 +53,14 @@ def _lockstep(
     return LockstepMethod(rule, None if mixing is None else SimulatedMixing(mixing), setting.schedule, clock)
 
 
-def all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
     """AllReduce SGD."""
     kind = BucketClock if setting.has_gradients else SyncClock
     clock = kind(setting.compute, setting.network, Message(setting.model_bytes))
     return LockstepMethod(Plain(), None, Schedule(average_every=1), clock)
 
 
-def local_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_local_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Local SGD."""
     clock = SyncClock(setting.compute, setting.network, Message(setting.model_bytes))
     return LockstepMethod(Plain(), None, Schedule(gossip_every=setting.local_steps, average_every=1), clock)
@@ -85,26 +85,26 @@ def undirected(choice: Choice, setting: Setting, *, is_static: bool = False) -> 
     return mixing_for(graph, push_sum=False)
 
 
-def d_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_d_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     """D-PSGD."""
     message = setting.network.plain_message(setting.model_bytes)
     return _lockstep(Plain(), mixing_for(_graph(choice, setting), push_sum=False), setting, message)
 
 
-def sgp(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_sgp(choice: Choice, setting: Setting) -> SimulatedMethod:
     """SGP."""
     message = setting.network.plain_message(setting.model_bytes)
     return _lockstep(Plain(), mixing_for(_graph(choice, setting), push_sum=True), setting, message)
 
 
-def osgp(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_osgp(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Overlap SGP."""
     mixing = SimulatedMixing(mixing_for(_graph(choice, setting), push_sum=True))
     clock = OverlapClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
     return LockstepMethod(Plain(), mixing, setting.schedule, clock, overlap=True)
 
 
-def matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
     """MATCHA."""
     n = setting.world_size
     if n > MAX_MATCHA_RANKS:
@@ -117,46 +117,52 @@ def matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
     return _lockstep(Plain(), mixing, setting, setting.network.plain_message(setting.model_bytes))
 
 
-def _options(choice: Choice, setting: Setting) -> MethodOptions:
+def options_of(choice: Choice, setting: Setting) -> MethodOptions:
     """The options of training that the choice and the setting stand for."""
-    return MethodOptions(compressor=choice.compressor or "sign", step_size=setting.step_size or 0.0)
+    return MethodOptions(
+        compressor=choice.compressor or MethodOptions.compressor,
+        step_size=setting.step_size or 0.0,
+        theta=setting.theta or MethodOptions.theta,
+        budget=setting.budget,
+        sync_period=setting.local_steps,
+    )
 
 
-def choco(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_choco(choice: Choice, setting: Setting) -> SimulatedMethod:
     """CHOCO-SGD."""
-    options = _options(choice, setting)
+    options = options_of(choice, setting)
     compressor = make_compressor(options, setting.seed)
     rule = ChocoRule(compressor, step_size=compressor_step_size(options, "choco", CHOCO_STEP_SIZES))
     message = coded_message(compressor, setting.num_parameters, setting.links)
     return _lockstep(rule, undirected(choice, setting, is_static=True), setting, message)
 
 
-def deep_squeeze(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_deep_squeeze(choice: Choice, setting: Setting) -> SimulatedMethod:
     """DeepSqueeze."""
-    options = _options(choice, setting)
+    options = options_of(choice, setting)
     compressor = make_compressor(options, setting.seed)
     rule = DeepSqueezeRule(compressor, step_size=compressor_step_size(options, "deepsqueeze", DEEP_SQUEEZE_STEP_SIZES))
     message = coded_message(compressor, setting.num_parameters, setting.links)
     return _lockstep(rule, undirected(choice, setting), setting, message)
 
 
-def moniqua(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_moniqua(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Moniqua."""
     one_pass = setting.links.memory_seconds(setting.model_bytes)
     message = Message(setting.num_parameters, encode_seconds=4 * one_pass, decode_seconds=4 * one_pass)  # 8 bits
-    step_size = step_size_of(_options(choice, setting), "moniqua", MONIQUA_STEP_SIZES, "moniqua", "compression_bits")
+    step_size = step_size_of(options_of(choice, setting), "moniqua", MONIQUA_STEP_SIZES, "moniqua", "compression_bits")
     rule = MoniquaRule(setting.theta or MethodOptions.theta, step_size=step_size, seed=setting.seed)
     return _lockstep(rule, undirected(choice, setting), setting, message)
 
 
-def power_gossip(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_power_gossip(choice: Choice, setting: Setting) -> SimulatedMethod:
     """PowerGossip."""
     mixing = undirected(choice, setting)
     rule = PowerGossipRule(setting.shape, step_size=setting.step_size or power_step_size(mixing), seed=setting.seed)
     return _lockstep(rule, mixing, setting, power_message(setting.num_parameters, setting.links))
 
 
-def ad_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_ad_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     """AD-PSGD."""
     graph = _graph(choice, setting)
     if not graph.is_bipartite or graph.num_peers(0) > 1:
@@ -168,14 +174,14 @@ def ad_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     return BilateralMethod(mixing, setting.compute, setting.network, message)
 
 
-def wagma(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_wagma(choice: Choice, setting: Setting) -> SimulatedMethod:
     """WAGMA-SGD."""
     message = setting.network.plain_message(setting.model_bytes)
     groups = ButterflyGroups(setting.world_size)
     return GroupMethod(setting.compute, setting.network, message, groups, sync_period=setting.local_steps)
 
 
-def dpwa(choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_dpwa(choice: Choice, setting: Setting) -> SimulatedMethod:
     """dpwa."""
     message = setting.network.plain_message(setting.model_bytes)
     return PullMethod(setting.compute, setting.network, message, seed=setting.seed)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import gossip_modules as gm
+from gossip_modules.testing import run_ranks
 from train.consensus import (
     SETTLED,
     Experiment,
@@ -28,7 +29,6 @@ from train.consensus import (
 )
 from train.consensus_experiment.data import DATA, make_matrices
 from train.consensus_experiment.methods import VARIANTS, Variant
-from train.consensus_experiment.thread_ranks import run_ranks
 from train.job.errors import UsageError
 
 
