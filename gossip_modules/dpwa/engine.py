@@ -165,7 +165,7 @@ class PairwiseEngine(Engine):
         """Wait for the fetch that is under way, as long as a round may take, and merge it; the second half.
 
         Returns:
-            Whether x was written: not where no peer had a model for us.
+            Whether x was written: not where no peer had a model to send.
         """
         if not self.network.fetcher.is_under_way:
             return False

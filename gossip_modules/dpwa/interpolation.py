@@ -56,7 +56,7 @@ class ConstantInterpolation(Interpolation):
 
 @dataclass(frozen=True)
 class ClockInterpolation(Interpolation):
-    """f = peer_clock / (own_clock + peer_clock): who has trained longer weighs more. Both at zero: 1/2."""
+    """f = peer_clock / (own_clock + peer_clock): the worker that has trained longer has more weight. Both zero: 1/2."""
 
     def factor(self, own: Standing, peer: Standing) -> float:
         """See `Interpolation`."""
@@ -65,10 +65,10 @@ class ClockInterpolation(Interpolation):
 
 @dataclass(frozen=True)
 class LossInterpolation(Interpolation):
-    """f = own_loss / (own_loss + peer_loss): who has the larger loss takes more of the other.
+    """f = own_loss / (own_loss + peer_loss): the worker with the larger loss takes more of the other's model.
 
-    A negative loss counts as zero; both zero: 1/2. A worker whose own loss is infinite or not a number has nothing to
-    keep: f = 1. A peer whose loss is so is refused before this.
+    A negative loss counts as zero; both zero: 1/2. A worker whose own loss is infinite or NaN takes the peer's model
+    whole: f = 1. A peer with such a loss has been refused before.
     """
 
     needs_loss = True

@@ -266,7 +266,7 @@ class WaitAvoidingEngine(Engine):
         worker = self.worker
         with worker.state:
             worker.arrive_at(t)
-        # All workers are to be idle. Their last round is that of a group in which nobody waits any more.
+        # The worker uses the same transport, so it has to be idle: its last round may still be under way.
         self._wait_for_rounds_before(t)
         start = time.perf_counter()
         if self.on_nonfinite == "raise" and not is_finite(x):

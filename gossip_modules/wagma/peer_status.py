@@ -1,4 +1,4 @@
-"""PeerStatus: what the neighbours of a rank are doing, asked for while this rank waits, and who keeps it waiting."""
+"""PeerStatus: what the neighbours of a rank are doing, and which rank keeps it waiting."""
 
 from __future__ import annotations
 

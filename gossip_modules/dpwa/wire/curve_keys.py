@@ -1,4 +1,4 @@
-"""Who may read and write models: the CurveZMQ keys of a worker and of its peers."""
+"""CurveKeys: the CurveZMQ keys of a worker and of its peers, which say who may read and write models."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _GROUP = 5  # characters of a big-endian number of 32 bits
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """A worker's own pair of keys and the public keys of those it talks to, all as 40 characters of Z85.
+    """A worker's own pair of keys and the public keys of its peers, each as 40 characters of Z85.
 
-    With keys all traffic is encrypted, and both ends prove who they are: a peer is asked only if it has the secret of
-    the key that stands under its name, and only holders of one of these keys are answered. `zmq.curve_keypair()` makes
-    a pair. Keep `secret` out of version control; it is not shown by `repr`.
+    With keys all traffic is encrypted and both ends are authenticated: a peer is asked only if it has the secret key
+    that belongs to the public key under its name, and only holders of one of these keys are answered.
+    `zmq.curve_keypair()` makes a pair. Keep `secret` out of version control; `repr` does not show it.
 
     Args:
         public: this worker's public key.
@@ -47,7 +47,7 @@ class CurveKeys:
         """The public key of a peer.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no key under this name.
         """
         if name not in self.peers:
             raise ValueError(
@@ -58,7 +58,7 @@ class CurveKeys:
 
 
 def check_key(key: str, *, owner: str) -> None:
-    """Raise ValueError where this is no key in Z85; never shows it, as it may be a secret."""
+    """Raise ValueError unless this is a key in Z85. The error does not contain it, as it may be a secret."""
     if not isinstance(key, str) or len(key) != KEY_LENGTH or not key.isascii():
         length = len(key) if isinstance(key, (str, bytes)) else type(key).__name__
         raise ValueError(

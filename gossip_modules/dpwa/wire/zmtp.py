@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-MAX_FRAME_BYTES = 1024  # of what is read: a request of ours has 64
+MAX_FRAME_BYTES = 1024  # of what is read; a request has 64
 SIGNATURE_BYTES, GREETING_BYTES = 10, 64
 _MECHANISM = b"NULL".ljust(20, b"\0")
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _MECHANISM + bytes(32)  # version 3.0
