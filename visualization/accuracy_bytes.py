@@ -10,8 +10,10 @@ from pathlib import Path
 
 from visualization.command import run_command
 from visualization.logs.tables import read_columns
-from visualization.style import PAGE, add_legend, line_style, new_figure, save, styled
+from visualization.style import PAGE, add_legend, log_scale, method_styles, new_figure, percent_limits, save, styled
 
+WIDE = 10
+"""From this ratio of most to fewest bytes on, the axis is logarithmic."""
 COLUMNS = ("title", "accuracy_percent", "sent_megabytes")
 
 
@@ -25,25 +27,32 @@ def draw(csv: Path, path: Path) -> Path:
     with styled():
         figure = new_figure(PAGE, 3.6)
         axis = figure.subplots()
-        for index, (title, rows) in enumerate(table.groupby("title", sort=False)):
+        looks = method_styles(list(dict.fromkeys(table["title"])))
+        for title, rows in table.groupby("title", sort=False):
             accuracy = rows["accuracy_percent"]
             mean = accuracy.mean()
             axis.errorbar(
                 [rows["sent_megabytes"].mean()],
                 [mean],
                 yerr=[[mean - accuracy.min()], [accuracy.max() - mean]],
-                **{**line_style(index, 1), "linestyle": "none", "markersize": 6},
+                **{**looks[title], "linestyle": "none", "markersize": 6},
                 capsize=2.5,
                 elinewidth=1,
                 label=title,
             )
-        axis.set_xscale("log")
+        sent = table.groupby("title")["sent_megabytes"].mean()
+        is_log = sent.min() > 0 and sent.max() > WIDE * sent.min()
+        if is_log:
+            log_scale(axis, "x")
+        else:
+            axis.set_xlim(0, 1.1 * sent.max() or 1)
         axis.set(
-            title="Accuracy of the averaged model: mean over seeds, bars from the lowest to the highest",
-            xlabel="sent per worker in training [MB]",
+            title="Averaged model: mean over seeds, bars from lowest to highest",
+            xlabel=f"sent per worker in training [MB{', log scale' if is_log else ''}]",
             ylabel="test accuracy [%]",
+            ylim=percent_limits(table["accuracy_percent"]),
         )
-        add_legend(figure, [axis])
+        add_legend(figure, [axis], least=1)
         return save(figure, path)
 
 

@@ -15,11 +15,13 @@ from matplotlib.figure import Figure
 
 from visualization.command import run_command
 from visualization.logs.tables import read_columns
-from visualization.style import COLORS, MUTED, PAGE, add_legend, line_style, new_figure, save, styled
+from visualization.style import MUTED, PAGE, add_legend, method_styles, new_figure, save, styled
 
 PARTS = ("compute", "encode", "wire", "mix", "wait", "rest")
 HIDDEN = ("encode", "wire", "mix")
 """Parts that an overlapped method does beside its training."""
+PART_COLORS = ("#9EB5C4", "#E8C07D", "#B5651D", "#E3D6BC", "#CFCFCF", "#6E6E6E")
+"""Of PARTS: none is that of a method."""
 HATCHES = ("", "////", "", "xxxx", "....", "\\\\\\\\")
 LINE_SHARE = 0.957
 """What TCP/IP leaves of a link for payload."""
@@ -39,22 +41,23 @@ def medians(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_parts(axis: Axes, cell: pd.DataFrame) -> None:
-    """A bar per method, the fastest on top: its mean step by parts, and as a line the median of the slowest rank's.
+    """A bar per method, the shortest on top: its mean step by parts, and as a mark the median of the slowest rank's.
 
     Args:
         axis: where to draw.
         cell: the rows of `medians` of one cell.
     """
-    cell = cell.sort_values("step_ms")
+    widths = pd.DataFrame({part: cell[f"{part}_ms"].fillna(0.0).clip(lower=0.0) for part in PARTS})
+    widths.loc[cell["is_hidden"].astype(bool), list(HIDDEN)] = 0.0
+    order = widths.sum(axis=1).sort_values().index
+    cell, widths = cell.loc[order], widths.loc[order]
     places = range(len(cell))
     left = pd.Series(0.0, index=cell.index)
-    for part, color, hatch in zip(PARTS, COLORS, HATCHES):
-        widths = cell[f"{part}_ms"].fillna(0.0)
-        if part in HIDDEN:
-            widths = widths.where(~cell["is_hidden"].astype(bool), 0.0)
-        widths = widths.clip(lower=0.0)
-        axis.barh(places, widths, 0.8, left=left, label=part, facecolor=color, hatch=hatch, edgecolor="white", lw=0)
-        left += widths
+    for part, color, hatch in zip(PARTS, PART_COLORS, HATCHES):
+        axis.barh(
+            places, widths[part], 0.8, left=left, label=part, facecolor=color, hatch=hatch, edgecolor="white", lw=0
+        )
+        left += widths[part]
     axis.plot(cell["step_ms"], places, "|", color="black", markersize=8, label="slowest rank, median")
     axis.set_yticks(places, cell["title"])
     axis.invert_yaxis()
@@ -65,11 +68,13 @@ def draw_parts(axis: Axes, cell: pd.DataFrame) -> None:
 def draw_line_shares(axis: Axes, cell: pd.DataFrame) -> None:
     """A bar per method whose rounds are known: the share of its link that a round uses."""
     cell = cell[cell["line_share"].notna()].sort_values("line_share", ascending=False)
-    axis.barh(range(len(cell)), cell["line_share"], 0.8, facecolor=COLORS[0])
+    looks = method_styles(list(cell["title"]))
+    colors = [looks[title]["color"] for title in cell["title"]]
+    axis.barh(range(len(cell)), cell["line_share"], 0.8, color=colors)
     axis.axvline(LINE_SHARE, color=MUTED, lw=0.8)
     axis.set_yticks(range(len(cell)), cell["title"])
     axis.invert_yaxis()
-    axis.set(xlabel=f"share of the link's rate in a round ({LINE_SHARE}: all that TCP/IP leaves)")
+    axis.set(xlabel=f"share of the link's rate (TCP/IP leaves {LINE_SHARE})")
     axis.grid(visible=False, axis="y")
 
 
@@ -88,17 +93,17 @@ def _per_cell(table: pd.DataFrame, draw_cell: Callable[[Axes, pd.DataFrame], Non
 def _scaling(table: pd.DataFrame) -> Figure:
     """Time per step against hosts, a line per method, a panel per rate."""
     rates = list(table.groupby("rate_gbit", sort=False))
-    places = {title: index for index, title in enumerate(dict.fromkeys(table["title"]))}
-    figure = new_figure(PAGE, 3.2 + 0.12 * len(places))
+    looks = method_styles(list(dict.fromkeys(table["title"])))
+    figure = new_figure(PAGE, 3.2 + 0.12 * len(looks))
     axes = figure.subplots(1, len(rates), squeeze=False)[0]
     for axis, (rate, rows) in zip(axes, rates):
         for title, points in rows.groupby("title", sort=False):
             points = points.sort_values("hosts")
-            axis.plot(points["hosts"], points["step_ms"], label=title, **line_style(places[title], len(points)))
+            axis.plot(points["hosts"], points["step_ms"], label=title, **looks[title])
         hosts = sorted(rows["hosts"].unique())
         axis.set_xscale("log", base=2)
         axis.set_xticks(hosts, [str(x) for x in hosts])
-        axis.set(title=f"{rate:g} Gbit/s" if rate else "links not shaped", xlabel="hosts", ylim=(0, None))
+        axis.set(title=f"{rate:g} Gbit/s" if rate else "links not shaped", xlabel="hosts [log scale]", ylim=(0, None))
     axes[0].set(ylabel="ms per step, slowest rank")
     add_legend(figure, axes)
     return figure

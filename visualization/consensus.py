@@ -12,7 +12,7 @@ import pandas as pd
 
 from visualization.command import run_command
 from visualization.logs.tables import read_columns
-from visualization.style import MUTED, PAGE, add_legend, line_style, new_figure, save, styled
+from visualization.style import MUTED, PAGE, add_legend, mark_every, method_styles, new_figure, save, styled
 
 THRESHOLDS = (1e-2, 1e-4)
 """Errors, relative to the start, that a run is judged by."""
@@ -53,23 +53,29 @@ def draw(csv: Path, path: Path) -> Path:
     with styled():
         figure = new_figure(PAGE, 4.2)
         axes = figure.subplots(1, 2, sharey=True)
-        for index, (method, run) in enumerate(best_runs(points).items()):
+        best = best_runs(points)
+        looks = method_styles(list(best))
+        for index, (method, run) in enumerate(best.items()):
             end = " (diverges)" if run["diverged"].any() else ""
             label = f"{method}, step size {run['step_size'].iloc[0]:.3g}{end}"
             # A logarithm has no place for step 0, nor for an error that is 0 or no number.
             run = run[(run["step"] > 0) & (run["error"] > 0)]
             for axis, x in zip(axes, ("step", "megabits"), strict=True):
-                style = line_style(index, len(run))
+                style = looks[method] | {"markevery": mark_every(index, len(run))}
                 if len(run) <= MAX_SEEN:
                     style |= {"markevery": 1, "markersize": 2.5}
                 axis.plot(run[x], run["error"], label=label, **style)
-        for axis, xlabel in zip(axes, ("step", "sent per worker [Mbit]"), strict=True):
+        for axis, xlabel in zip(axes, ("step [log scale]", "sent per worker [Mbit, log scale]"), strict=True):
             # Without a single point a logarithmic axis has no ends.
             scale = "log" if any(len(line.get_path().vertices) for line in axis.get_lines()) else "linear"
-            axis.set(xscale=scale, yscale=scale, xlabel=xlabel)
+            axis.set(
+                xscale=scale,
+                yscale=scale,
+                xlabel=xlabel,
+            )
             for threshold in THRESHOLDS:
                 axis.axhline(threshold, color=MUTED, linewidth=0.8)
-        axes[0].set_ylabel("squared distance to the mean, relative to the start")
+        axes[0].set_ylabel("squared distance to the mean, start = 1 [log scale]")
         data = f" of {points['data'].iloc[0]} matrices" if "data" in points else ""
         figure.suptitle(f"Consensus{data}: each method with its best step size")
         add_legend(figure, axes)

@@ -10,15 +10,16 @@ import argparse
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from visualization.command import run_command
-from visualization.logs.runs import Run, find_runs, read_run
+from visualization.logs.runs import SUMMARY, Run, find_runs, read_run, read_summary
 from visualization.logs.tables import Problem
 from visualization.panels.panel import BLEU_STEPS, CAPTION, CONSENSUS, ERROR_EPOCHS, ERROR_TIME, LOSS_EPOCHS, NLL_STEPS
-from visualization.style import PAGE, add_legend, new_figure, save, styled
+from visualization.style import METHODS, PAGE, add_legend, as_label, new_figure, save, styled
 
 PANELS = (ERROR_EPOCHS, ERROR_TIME, NLL_STEPS, BLEU_STEPS, LOSS_EPOCHS, CONSENSUS)
 
@@ -31,8 +32,8 @@ def draw_run(folder: Path) -> Path:
 def draw(runs: Mapping[str, Path], path: Path) -> Path:
     """Draw the curves of `runs`, by name, as the file `path`; returns it.
 
-    Their summary.json is not looked at: they may be running. What is wrong with a table is a warning that names file
-    and line, and the rest is drawn.
+    Of their summary.json only the options are looked at, where it is there: they may be running. What is wrong with a
+    table is a warning that names file and line, and the rest is drawn.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -57,15 +58,25 @@ def draw_runs(runs: Sequence[Run]) -> Figure:
         names = ", ".join(str(run.folder) for run in runs)
         raise ValueError(f"got {names} without a single value of {', '.join(p.y for p in PANELS)}; has it just begun?")
     num_rows = -(-len(panels) // 2)
-    figure = new_figure(PAGE, 2.3 * num_rows + 0.5)
+    figure = new_figure(PAGE, 2.2 * num_rows + 0.7)
     axes = figure.subplots(num_rows, 2, squeeze=False).flatten()
     for axis, panel in zip(axes, panels):
         panel.draw(axis, runs)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     add_legend(figure, axes)
-    figure.suptitle(CAPTION, fontsize="medium")
+    figure.suptitle(f"{title_of(runs)}\n{CAPTION}", fontsize="medium")
     return figure
+
+
+def title_of(runs: Sequence[Run]) -> str:
+    """The name of one run with its method and ranks, as far as they are known; of several how many they are."""
+    if len(runs) > 1:
+        return f"{len(runs)} runs"
+    (run,) = runs
+    name, method = as_label(run.name), METHODS.get(run.recipe or "")
+    ranks = f"{run.world_size} rank{'' if run.world_size == 1 else 's'}"
+    return f"{name}: {method.title if method else run.recipe}, {ranks}" if run.recipe else f"{name}: {ranks}"
 
 
 def _read(runs: Mapping[str, Path]) -> tuple[list[Run], list[Problem]]:
@@ -73,6 +84,9 @@ def _read(runs: Mapping[str, Path]) -> tuple[list[Run], list[Problem]]:
     for name, folder in runs.items():
         run, wrong = read_run(folder, name=name, has_ended=False)
         problems += wrong
+        if run is not None:
+            # For the title and the colour only: a run that goes on may have the summary of its beginning.
+            run = replace(run, summary=read_summary(folder / SUMMARY)[0])
         found += [] if run is None else [run]
     return found, problems
 

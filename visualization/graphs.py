@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import cos, gcd, lcm, pi, sin
 from typing import Any
 
 import networkx as nx
@@ -39,6 +39,11 @@ class Rounds:
     def of(cls, mixing: gm.MixingManager, title: str) -> Rounds:
         """Those of a mixing manager."""
         return cls(title, mixing.graph.world_size, mixing.period, lambda t: np.asarray(mixing.matrix(t)))
+
+
+def circle(num_ranks: int) -> list[tuple[float, float]]:
+    """Where ranks stand in every picture of a graph without places: clockwise on a circle, rank 0 on top."""
+    return [(sin(2 * pi * rank / num_ranks), cos(2 * pi * rank / num_ranks)) for rank in range(num_ranks)]
 
 
 def make_mixing(graph: gm.GraphManager) -> gm.MixingManager:

@@ -20,7 +20,8 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
 
 from visualization.command import run_command
-from visualization.style import COLUMN, MUTED, PAGE, SMALL, add_legend, line_style, new_figure, save, styled
+from visualization.graphs import circle
+from visualization.style import COLUMN, MUTED, PAGE, SMALL, add_legend, method_styles, new_figure, save, styled
 
 MAX_LABELS = 64
 """Up to so many ranks carry their number."""
@@ -74,7 +75,7 @@ def draw_graph(axis: Axes, plan: Mapping[str, Any]) -> None:
     if plan["positions"] is not None:
         places = dict(enumerate(plan["positions"]))
     elif num_ranks <= MAX_CIRCLE:
-        places = nx.circular_layout(graph)
+        places = dict(enumerate(circle(num_ranks)))
     else:
         places = nx.spring_layout(graph, seed=0)
     positions = [(float(places[rank][0]), float(places[rank][1])) for rank in range(num_ranks)]
@@ -98,20 +99,22 @@ def draw_graph(axis: Axes, plan: Mapping[str, Any]) -> None:
     axis.set_axis_off()
     if any(p == 0 for _, _, p in edges):
         axis.plot([], [], color=NEVER, linestyle="dotted", label="link never used")
-    axis.set_title(f"{plan['name']}: budget {plan['budget']:.3g}, rho {plan['rho']:.4f}")
+    axis.set_title(f"{plan['name']}\nbudget {plan['budget']:.3g}, rho {plan['rho']:.4f}")
 
 
 def draw_rhos(axis: Axes, plan: Mapping[str, Any]) -> None:
     """rho of every method against the budget, D-PSGD as a line, and the budget of this plan."""
+    looks = method_styles(["D-PSGD", *METHODS])
     for name, rhos in plan["rhos"].items():
-        axis.plot(plan["budgets"], rhos, label=name, **line_style(METHODS.index(name), len(rhos)))
-    axis.axhline(plan["dpsgd"]["rho"], color="black", linestyle="--", linewidth=1.0, label="D-PSGD, budget 1")
+        axis.plot(plan["budgets"], rhos, label=name, **looks[name])
+    axis.axhline(plan["dpsgd"]["rho"], label="D-PSGD, budget 1", **{**looks["D-PSGD"], "marker": ""})
     axis.axvline(plan["budget"], color=MUTED, linestyle=":", linewidth=1.2, label="this plan")
     axis.set(
-        title="Squared distance after a round (lower is better)",
-        xlabel="budget: share of the time of the full schedule",
-        ylabel="rho: expected factor per round",
+        title="Squared distance after a round",
+        xlabel="budget [share of the full schedule]",
+        ylabel="rho: expected factor (lower is better)",
         xlim=(0, 1.02),
+        ylim=(0, 1.02),
     )
 
 

@@ -99,6 +99,11 @@ def make_report(run: Run, problems: Sequence[Problem]) -> str:
             f"<tr><td>{escape(key)}</td><td>{escape(_option(value))}</td></tr>" for key, value in run.config.items()
         )
         parts += ["<h2>Configuration</h2>", f'<table class="options">{options}</table>']
+    if isinstance(made := run.summary.get("made"), dict):
+        lines = "".join(
+            f"<tr><td>{escape(str(key))}</td><td>{escape(_option(value))}</td></tr>" for key, value in made.items()
+        )
+        parts += ["<h2>How it was made</h2>", f'<table class="options">{lines}</table>']
     return TEMPLATE.substitute(title=name, body="\n".join(parts))
 
 

@@ -13,17 +13,19 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from gossip_modules.graph_manager.named_graphs import GRAPHS, STATIC_GRAPHS, named_graph
 from visualization.command import run_command
 from visualization.graphs import Rounds, make_mixing
-from visualization.style import PAGE, Format, add_legend, line_style, new_figure, save, styled
+from visualization.style import COLORS, DASHES, MUTED, PAGE, Format, add_legend, new_figure, save, styled
 
 CASES: dict[str, tuple[str, int | None]] = {
     **{name: (name, 1) for name in GRAPHS},
@@ -33,9 +35,18 @@ CASES: dict[str, tuple[str, int | None]] = {
 """Lines of the picture: a graph of GRAPHS, and its peers per round; None: all neighbours."""
 QUANTITIES = {
     "gap": "spectral gap",
-    "rounds": "rounds to an error of {error:g}",
-    "messages": "messages of a rank in these",
+    "rounds": "rounds to error {error:g}",
+    "messages": "messages in these",
 }
+
+
+LOOKS: dict[str, tuple[str, str, Any]] = {
+    "one peer per round": (COLORS[0], "o", "-"),
+    "2 peers": (COLORS[1], "s", DASHES[1]),
+    "all neighbours": (COLORS[2], "^", DASHES[2]),
+}
+"""Colour, marker and dashes by what follows the name of a graph in CASES."""
+ROW_HEIGHT, BEHIND = 0.95, "#D0D0D0"
 
 
 @dataclass(frozen=True)
@@ -116,31 +127,49 @@ def measure(spectra: Spectra) -> pd.DataFrame:
 
 
 def draw_spectra(table: pd.DataFrame, *, error: float) -> Figure:
-    """Gap, rounds, and messages against n, a line per graph; to be called within `styled`.
+    """Small multiples: a row per graph, a column per quantity, all other graphs in grey; to be called within `styled`.
 
-    Powers of two, for which several graphs are exact, have a row of their own: lines through all sizes would zigzag.
+    Lines go through powers of two, for which several graphs are exact; other sizes are hollow markers, since lines
+    through all sizes would zigzag.
 
     Args:
         table: of `measure`.
         error: that the rounds lead to.
     """
-    is_power = table["num_ranks"].map(lambda n: n & (n - 1) == 0)
-    parts = [
-        (name, part) for name, part in (("powers of two", table[is_power]), ("others", table[~is_power])) if len(part)
-    ]
-    figure = new_figure(PAGE, 2.1 * len(parts) + 1.2)
-    axes = figure.subplots(len(parts), len(QUANTITIES), squeeze=False, sharey="col")
-    # Lines look alike in all panels, also where a graph has no size of a kind.
-    styles = {name: line_style(index, 1) for index, name in enumerate(dict.fromkeys(table["graph"]))}
-    for (kind, part), row in zip(parts, axes, strict=True):
-        for axis, (column, title) in zip(row, QUANTITIES.items(), strict=True):
-            for name, rows in part.groupby("graph", sort=False):
-                axis.plot(rows["num_ranks"], rows[column], label=name, **styles[name])
-            axis.set(xlabel=f"ranks ({kind})", ylabel=title.format(error=error), xscale="log", yscale="log")
-            axis.set_xticks(sizes := sorted(set(part["num_ranks"])), list(map(str, sizes)))
+    graphs = list(dict.fromkeys(CASES[case][0] for case in table["graph"]))
+    figure = new_figure(PAGE, ROW_HEIGHT * len(graphs) + 0.8)
+    axes = figure.subplots(len(graphs), len(QUANTITIES), squeeze=False, sharex=True, sharey="col")
+    sizes = sorted(set(table["num_ranks"]))
+    powers = [n for n in sizes if n & (n - 1) == 0] or sizes
+    for graph, row in zip(graphs, axes, strict=True):
+        for axis, column in zip(row, QUANTITIES, strict=True):
+            _draw_cases(axis, table, graph, column)
+            axis.set(xscale="log", yscale="log")
+            axis.set_xticks(powers, list(map(str, powers)))
             axis.xaxis.set_minor_locator(NullLocator())
-    add_legend(figure, axes.flat)
+            axis.yaxis.set_minor_locator(NullLocator())
+        row[0].set_title(graph, loc="left")
+    for axis, title in zip(axes[0], QUANTITIES.values(), strict=True):
+        axis.set_title(title.format(error=error), loc="right", color=MUTED, fontsize="medium")
+    for axis in axes[-1]:
+        axis.set(xlabel="ranks [log scale]")
+    add_legend(figure, axes.flat, least=1)
     return figure
+
+
+def _draw_cases(axis: Axes, table: pd.DataFrame, graph: str, column: str) -> None:
+    """The lines of one graph, one for each number of peers, before those of all others in grey."""
+    is_power = table["num_ranks"].map(lambda n: n & (n - 1) == 0)
+    for case, rows in table.groupby("graph", sort=False):
+        lined = rows[is_power[rows.index]]
+        if CASES[case][0] != graph:
+            axis.plot(lined["num_ranks"], lined[column], color=BEHIND, linewidth=0.7, zorder=1)
+            continue
+        label = case.removeprefix(graph).lstrip(", ") or "one peer per round"
+        color, marker, dashes = LOOKS[label]
+        axis.plot(lined["num_ranks"], lined[column], color=color, marker=marker, linestyle=dashes, label=label)
+        others = rows[~is_power[rows.index]]
+        axis.plot(others["num_ranks"], others[column], color=color, marker=marker, linestyle="none", mfc="white")
 
 
 def main(spectra: Spectra) -> int:

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 from visualization.command import run_command
 from visualization.logs.tables import read_columns
-from visualization.style import COLORS, PAGE, legend_columns, line_style, new_figure, save, styled
+from visualization.style import PAGE, legend_columns, mark_every, method_styles, new_figure, save, styled
 
 ROW_COLUMNS = ("setting", "method", "title", "seed", "steps_per_second")
 CURVE_COLUMNS = ("setting", "method", "title", "seed", "seconds", "accuracy_percent")
@@ -42,35 +42,35 @@ def lower_limit(curves: pd.DataFrame) -> float:
     return max(10 * (min(best.min(), 90.0) // 10 - 1), 0.0)
 
 
-def draw_curves(axis: Axes, curves: pd.DataFrame, places: Mapping[str, int], *, lowest: float) -> None:
+def draw_curves(axis: Axes, curves: pd.DataFrame, looks: Mapping[str, Mapping[str, Any]], *, lowest: float) -> None:
     """Accuracy of the averaged model against seconds, a line per method and seed, on an axis from `lowest` percent.
 
     Args:
         axis: where to draw.
         curves: of one setting.
-        places: of each title among all, which give it its look.
+        looks: of each title, of `method_styles`.
         lowest: end of the axis.
     """
     for (title, _), points in curves.groupby(["title", "seed"], sort=False):
-        style = line_style(places[title], len(points))
+        style = {**looks[title], "markevery": mark_every(list(looks).index(title), len(points))}
         axis.plot(points["seconds"], points["accuracy_percent"], label=title, **style)
     axis.set(xlabel="seconds", ylim=(lowest, 100))
 
 
-def draw_bars(axis: Axes, kept: pd.DataFrame, places: Mapping[str, int]) -> None:
+def draw_bars(axis: Axes, kept: pd.DataFrame, looks: Mapping[str, Mapping[str, Any]]) -> None:
     """A group of bars per setting, a bar per method: colours and hatches tell them apart."""
     width = 0.8 / max(len(kept), 1)
     for index, (title, values) in enumerate(kept.iterrows()):
         xs = [x - 0.4 + (index + 0.5) * width for x in range(len(values))]
-        axis.bar(xs, values, width, label=title, **_bar_style(places[title]))
+        axis.bar(xs, values, width, label=title, **_bar_style(looks, title))
     axis.set_xticks(range(len(kept.columns)), kept.columns)
     axis.set(title="rate of fast ranks", ylabel="of the undisturbed rate [%]")
     axis.grid(visible=False, axis="x")
 
 
-def _bar_style(place: int) -> dict[str, Any]:
-    hatch = HATCHES[place % len(HATCHES)]
-    return {"facecolor": COLORS[place % len(COLORS)], "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+def _bar_style(looks: Mapping[str, Mapping[str, Any]], title: str) -> dict[str, Any]:
+    hatch = HATCHES[list(looks).index(title) % len(HATCHES)]
+    return {"facecolor": looks[title]["color"], "hatch": hatch, "edgecolor": "white", "linewidth": 0}
 
 
 def draw(csv: Path, curves_csv: Path, path: Path) -> Path:
@@ -82,7 +82,7 @@ def draw(csv: Path, curves_csv: Path, path: Path) -> Path:
     rows = read_columns(csv, ROW_COLUMNS, source=SOURCE)
     curves = read_columns(curves_csv, CURVE_COLUMNS, source=SOURCE)
     settings = list(dict.fromkeys(rows["setting"]))
-    places = {title: index for index, title in enumerate(dict.fromkeys(rows["title"]))}
+    looks = method_styles(list(dict.fromkeys(rows["title"])))
     curves = curves[curves["method"] != BOUND]
     lowest = lower_limit(curves)
     with styled():
@@ -91,11 +91,11 @@ def draw(csv: Path, curves_csv: Path, path: Path) -> Path:
         figure = new_figure(PAGE, 2.2 * num_rows + 0.9)
         axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
         for axis, setting in zip(axes, settings):
-            draw_curves(axis, curves[curves["setting"] == setting], places, lowest=lowest)
+            draw_curves(axis, curves[curves["setting"] == setting], looks, lowest=lowest)
             axis.set(title=setting)
         for axis in axes[: len(settings) : num_columns]:
             axis.set(ylabel="averaged model: test accuracy [%]")
-        draw_bars(axes[len(settings)], kept_percent(rows), places)
+        draw_bars(axes[len(settings)], kept_percent(rows), looks)
         for axis in axes[len(settings) + 1 :]:
             axis.set_axis_off()
         # A method has a line per seed, and a bar only where it was run undisturbed.
@@ -104,7 +104,7 @@ def draw(csv: Path, curves_csv: Path, path: Path) -> Path:
             for axis in reversed(axes)
             for handle, title in zip(*axis.get_legend_handles_labels(), strict=True)
         }
-        titles = [title for title in places if title in shown]
+        titles = [title for title in looks if title in shown]
         handles = [shown[title] for title in titles]
         columns = legend_columns(titles, PAGE)
         figure.legend(handles, titles, loc="outside lower center", ncols=columns)

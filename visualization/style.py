@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 Format: TypeAlias = Literal["png", "svg", "pdf"]
 
-COLUMN, PAGE = 3.3, 6.9
-"""Widths of a column and of a page of two columns, in inches."""
-SMALL = 7
+
+class Method(NamedTuple):
+    """How a method looks and what it is called.
+
+    Attributes:
+        title: as papers write it.
+        color: of its lines and bars in every picture.
+        words: that name it in labels, in lower case.
+    """
+
+    title: str
+    color: str
+    words: tuple[str, ...]
+
+
+COLUMN, PAGE = 3.3, 5.5
+"""Widths of a column of two and of the text of a page, in inches; a page is to be legible on a phone as well."""
+SMALL = 7.5
 """The smallest letters, in points."""
 MUTED = "#767676"
 """Of what is no data: contrast 4.5 to 1 on white."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito, "Color Universal Design", 2008, without the yellow that white paper swallows."""
+METHODS: Mapping[str, Method] = {
+    "none": Method("no communication", "#767676", ("no communication", "none", "local")),
+    "ar": Method("AllReduce", "#000000", ("allreduce", "all-reduce", "ar", "ddp")),
+    "dpsgd": Method("D-PSGD", "#D55E00", ("d-psgd", "dpsgd", "plain", "bfloat16")),
+    "sgp": Method("SGP", "#0072B2", ("sgp",)),
+    "osgp": Method("OSGP", "#56B4E9", ("osgp",)),
+    "matcha": Method("MATCHA", "#009E73", ("matcha", "equal p")),
+    "choco": Method("CHOCO-SGD", "#CC79A7", ("choco", "choco-sgd")),
+    "deepsqueeze": Method("DeepSqueeze", "#882255", ("deepsqueeze",)),
+    "moniqua": Method("Moniqua", "#332288", ("moniqua",)),
+    "powergossip": Method("PowerGossip", "#E69F00", ("powergossip", "power")),
+    "adpsgd": Method("AD-PSGD", "#8A7500", ("ad-psgd", "adpsgd")),
+    "wagma": Method("WAGMA-SGD", "#7F3B08", ("wagma", "wagma-sgd")),
+    "dpwa": Method("dpwa", "#E7298A", ("dpwa",)),
+    "localsgd": Method("local SGD", "#66A61E", ("local sgd", "localsgd", "post-local sgd", "local-average")),
+}
+"""The one colour of each method in all pictures, by the name of its recipe: see `method_of` and `method_styles`."""
+OTHERS = ("#A6A6A6", "#B8A36A", "#7A8FB0", "#B07A7A", "#6FA08B")
+"""Colours of what is no method, beside methods."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 SETTINGS: Mapping[str, Any] = {
@@ -87,13 +124,78 @@ def line_style(index: int, num_points: int) -> dict[str, Any]:
         index: of the line, from 0.
         num_points: of the line; of many points some carry a marker, other ones on each line.
     """
-    every = max(1, -(-num_points // MAX_MARKERS))
     return {
         "color": COLORS[index % len(COLORS)],
         "linestyle": DASHES[index % len(DASHES)],
         "marker": MARKERS[index % len(MARKERS)],
-        "markevery": (index % every, every),
+        "markevery": mark_every(index, num_points),
     }
+
+
+def method_of(label: str) -> str | None:
+    """The key of METHODS that a label names first: "osgp" of "OSGP, bfloat16 on the wire"; None: it names no method.
+
+    Args:
+        label: title of a line or bar, or the name of a run.
+    """
+    text = label.lower()
+    found = []
+    for name, method in METHODS.items():
+        for word in method.words:
+            if match := re.search(rf"(?<![a-z-]){re.escape(word)}(?![a-z])", text):
+                found.append((match.start(), -len(word), name))
+    return min(found)[2] if found else None
+
+
+def method_styles(labels: Sequence[str], methods: Sequence[str | None] | None = None) -> dict[str, dict[str, Any]]:
+    """Colour, dashes and marker of each label, to be passed to `plot`: the colour is that of its method.
+
+    Variants of a method have other markers, and neighbours other dashes. Labels without a method have colours that no
+    method has, or, where no label has a method, COLORS.
+
+    Args:
+        labels: of all that a picture shows, each once.
+        methods: keys of METHODS, one per label; where it is None, or left out, the label tells.
+    """
+    given = methods or [None] * len(labels)
+    names = [name if name in METHODS else method_of(label) for label, name in zip(labels, given, strict=True)]
+    used = {METHODS[name].color for name in names if name is not None}
+    others = OTHERS if used else COLORS
+    order, counts = list(METHODS), dict[str | None, int]()
+    looks = {}
+    for place, (label, name) in enumerate(zip(labels, names, strict=True)):
+        variant = counts[name] = counts.get(name, -1) + 1
+        color = others[variant % len(others)] if name is None else METHODS[name].color
+        marker = MARKERS[(variant + (0 if name is None else order.index(name))) % len(MARKERS)]
+        looks[label] = {"color": color, "linestyle": DASHES[place % len(DASHES)], "marker": marker}
+    return looks
+
+
+def mark_every(index: int, num_points: int) -> tuple[int, int]:
+    """Of many points some carry a marker, other ones on each line; matplotlib's `markevery`."""
+    every = max(1, -(-num_points // MAX_MARKERS))
+    return index % every, every
+
+
+def log_scale(axis: Axes, which: Literal["x", "y"]) -> None:
+    """A logarithmic axis whose numbers are plain and do not overprint, however few decades it spans."""
+    if getattr(axis, f"get_{which}scale")() != "log":
+        getattr(axis, f"set_{which}scale")("log")
+    low, high = getattr(axis, f"get_{which}lim")()
+    decades = np.log10(high / low)
+    ticks = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
+    line = getattr(axis, f"{which}axis")
+    line.set_major_locator(LogLocator(subs=ticks))
+    if np.log10(low) >= -4 and np.log10(high) <= 5:
+        line.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    line.set_minor_formatter(NullFormatter())
+
+
+def percent_limits(values: Iterable[float]) -> tuple[float, float]:
+    """Ends of an axis of percents: whole tens around all values, so that small differences look small."""
+    finite = [value for value in values if np.isfinite(value)] or [0.0]
+    low = 10 * np.floor(min(finite) / 10)
+    return float(min(low, 90.0)), float(min(max(10 * np.ceil(max(finite) / 10), low + 10), 100.0))
 
 
 def as_label(name: str) -> str:

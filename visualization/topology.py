@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import cos, pi, sin
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,7 +29,7 @@ from matplotlib.patches import FancyArrowPatch
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from visualization.command import run_command
-from visualization.graphs import Matrix, Rounds, make_mixing
+from visualization.graphs import Matrix, Rounds, circle, make_mixing
 from visualization.style import COLORS, COLUMN, DASHES, MUTED, PAGE, Format, legend_columns, new_figure, save, styled
 
 MAX_ROUNDS, MAX_COLUMNS = 8, 4
@@ -142,7 +141,7 @@ def draw_round(axis: Axes, matrix: Matrix, looks: Looks, *, has_own: bool, width
     n = len(matrix)
     # Points of the page, not data: circles that hold two digits, whatever the number of ranks.
     size = 13.0 if n <= MANY_RANKS else 11.0 if n <= 16 else 8.0
-    places = [(sin(2 * pi * rank / n), cos(2 * pi * rank / n)) for rank in range(n)]
+    places = circle(n)
     for link in links_of(matrix):
         arrow = FancyArrowPatch(
             places[link.sender],

@@ -93,7 +93,17 @@ def test_accuracy_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figu
         low, high = np.asarray(bars[0].get_paths()[0].vertices)[:, 1].tolist()
         drawn[container.get_label()] = (x, y, low, high)
     assert drawn == {"D-PSGD": (90.0, 60.5, 60.0, 61.0), "CHOCO": (3.0, 58.0, 58.0, 58.0)}
-    assert axis.get_xlabel() == "sent per worker in training [MB]"
+    assert axis.get_xlabel() == "sent per worker in training [MB, log scale]"
+    assert axis.get_ylim() == (50, 70)
+
+
+def test_accuracy_of_one_method_has_a_plain_axis(tmp_path: Path, figures: list[Figure]) -> None:
+    row = {"title": ["D-PSGD"], "accuracy_percent": [98.0], "sent_megabytes": [120.0]}
+    pd.DataFrame(row).to_csv(tmp_path / "a.csv", index=False)
+    accuracy_bytes.draw(tmp_path / "a.csv", tmp_path / "a.png")
+    (axis,) = figures[0].axes
+    assert axis.get_xscale() == "linear"
+    assert (axis.get_xlim()[0], axis.get_ylim()) == (0, (90, 100))
 
 
 @pytest.mark.parametrize("module", [consensus, accuracy_bytes])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
 from tests.harness.finished_runs import TEXT_METRICS, write_run
+from train.methods.recipes import RECIPES
 from visualization import style
 from visualization.curves import draw, draw_run, main
 from visualization.panels.panel import zoom
@@ -45,10 +49,35 @@ def test_curves_of_one_run(tmp_path: Path, figures: list[Figure]) -> None:
     assert distances.get_yscale() == "log"
 
 
+def test_the_title_has_run_and_method_and_the_floor_of_the_loss(tmp_path: Path, figures: list[Figure]) -> None:
+    folder = write_run(tmp_path / "mine")
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["config"] |= {"dataset": "digits", "label_smoothing": 0.1}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    draw_run(folder)
+    assert figures[0].get_suptitle().startswith("mine: SGP, 2 ranks\n")
+    losses = figures[0].axes[2]
+    labels = np.full(10, 0.01)
+    labels[0] += 0.9
+    # The loss of a model whose probabilities are the smoothed labels themselves.
+    floor = float(-(labels * np.log(labels)).sum())
+    assert [y for _, y in lines_of(losses)[-1]] == pytest.approx([floor, floor])
+    assert [text.get_text() for text in losses.texts] == ["floor 0.50: label smoothing 0.1"]
+    assert losses.get_ylim()[0] == 0
+    summary["config"]["dataset"] = "imagefolder"  # of how many classes is not known
+    (folder / "summary.json").write_text(json.dumps(summary))
+    draw_run(folder)
+    assert len(figures[1].axes[2].get_lines()) == 1
+    (folder / "summary.json").unlink()
+    draw_run(folder)
+    assert figures[2].get_suptitle().startswith("mine: 2 ranks\n")
+
+
 def test_curves_of_a_translation(tmp_path: Path, figures: list[Figure]) -> None:
     draw_run(write_run(tmp_path / "run", metrics=TEXT_METRICS))
     titles = [axis.get_title() for axis in figures[0].axes]
     assert titles[:2] == ["Test negative log-likelihood", "Test BLEU"]
+    assert [axis.get_ylim()[0] for axis in figures[0].axes[:2]] == [0, 0]
     assert lines_of(figures[0].axes[0]) == [[(10, 3.5), (30, 1.5), (40, 1.0)]]
     assert lines_of(figures[0].axes[1]) == [[(10, 1), (30, 20), (40, 30)]]
 
@@ -108,10 +137,10 @@ def test_zoom_shows_what_it_is_told_and_says_what_it_hides() -> None:
     axis.plot([1, 2, 3], [9.0, 1.2, 1.0])
     assert zoom(axis, pd.Series([1.2, 1.0, float("inf")]))
     low, high = axis.get_ylim()
-    assert 0.9 < low < 1.0
+    assert low == 0
     assert 1.2 < high < 1.3
     assert not zoom(axis, pd.Series([1.0, 9.0]))
-    assert not zoom(axis, pd.Series([1.0]))
+    assert not zoom(axis, pd.Series([float("nan")]))
 
 
 def test_lines_are_told_apart_without_colour_and_settings_are_put_back() -> None:
@@ -124,6 +153,67 @@ def test_lines_are_told_apart_without_colour_and_settings_are_put_back() -> None
         sizes = [mpl.rcParams[name] for name in ("font.size", "xtick.labelsize", "legend.fontsize", "axes.labelsize")]
     assert min(sizes) >= 7
     assert mpl.rcParams["font.size"] == before
+
+
+def test_every_method_has_one_colour_of_its_own_and_is_found_by_its_names() -> None:
+    colors = [method.color for method in style.METHODS.values()]
+    assert len(set(colors)) == len(colors)
+    assert not set(colors) & set(style.OTHERS)
+    channels = np.array([to_rgb(color) for color in (*colors, *style.OTHERS)])
+    apart = np.abs(channels[:, None] - channels[None]).sum(-1) + np.eye(len(channels))
+    assert apart.min() > 0.15, "no two are nearly the same"
+    named = {
+        "AllReduce": "ar",
+        "DDP, fp16 hook": "ar",
+        "periodic D-PSGD": "dpsgd",
+        "plain": "dpsgd",
+        "digits_sgp": "sgp",
+        "OSGP, bfloat16 on the wire": "osgp",
+        "AD-PSGD": "adpsgd",
+        "power-r1-i1": "powergossip",
+        "runs/ar": "ar",
+        "local SGD, average every 4": "localsgd",
+        "no communication": "none",
+        "fairscale SlowMo on SGP": "sgp",
+        "Decent-DP, ring": None,
+        "hivemind averager": None,
+        "cargo": None,
+    }
+    assert {label: style.method_of(label) for label in named} == named
+    assert {style.method_of(method.title) for method in style.METHODS.values()} == set(style.METHODS)
+
+
+def test_recipes_have_a_look() -> None:
+    assert set(RECIPES) <= set(style.METHODS)
+
+
+def test_a_method_keeps_its_colour_beside_others_and_its_variants_have_other_marks() -> None:
+    alone = style.method_styles(["D-PSGD"])["D-PSGD"]
+    looks = style.method_styles(["SGP", "CHOCO, signs", "D-PSGD", "CHOCO, top 1 %", "Decent-DP"])
+    assert looks["D-PSGD"]["color"] == alone["color"] == style.METHODS["dpsgd"].color
+    assert looks["CHOCO, signs"]["color"] == looks["CHOCO, top 1 %"]["color"]
+    assert looks["CHOCO, signs"]["marker"] != looks["CHOCO, top 1 %"]["marker"]
+    assert looks["Decent-DP"]["color"] in style.OTHERS
+    assert style.method_styles(["x"], ["sgp"])["x"]["color"] == style.METHODS["sgp"].color
+
+
+def test_numbers_of_a_logarithmic_axis_do_not_overprint() -> None:
+    for values in ([0.05, 0.1], [3.0, 200.0], [1e-3, 9e4]):
+        figure = style.new_figure(style.COLUMN)
+        axis = figure.subplots()
+        axis.plot(values, values)
+        style.log_scale(axis, "x")
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in axis.get_xticklabels(which="both") if text.get_text()]
+        inside = sorted((box for box in boxes if 0 <= box.x0 <= figure.bbox.width), key=lambda box: box.x0)
+        assert len(inside) >= 2
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(inside))
+
+
+def test_percents_are_shown_by_whole_tens() -> None:
+    assert style.percent_limits([98.1, 98.6]) == (90, 100)
+    assert style.percent_limits([49.9, 62.7]) == (40, 70)
+    assert style.percent_limits([100.0, float("nan")]) == (90, 100)
 
 
 def test_many_points_have_few_markers() -> None:

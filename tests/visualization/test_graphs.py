@@ -75,10 +75,11 @@ def test_spectra_are_drawn(tmp_path: Path, figures: list[Figure], capsys: pytest
     assert spectra.main(options) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"spectra.svg", "spectra.csv"}
     axes = figures[0].axes
-    assert [axis.get_xlabel() for axis in axes] == ["ranks (powers of two)"] * 3 + ["ranks (others)"] * 3
+    assert [axes[0].get_title(loc="left"), axes[3].get_title(loc="left")] == ["ring", "hypercube"]
+    assert [axis.get_xlabel() for axis in axes] == [""] * 3 + ["ranks [log scale]"] * 3
     for axis in axes:
         assert (axis.get_xscale(), axis.get_yscale()) == ("log", "log")
-    ring = next(line for line in axes[0].get_lines() if line.get_label() == "ring")
+    ring = next(line for line in axes[0].get_lines() if line.get_label() == "one peer per round")
     np.testing.assert_allclose(np.asarray(ring.get_xydata()), [[n, 1 - cos(pi / n)] for n in (4, 8)])
     assert spectra.main(Spectra(("hypercube",), (6,), out_dir=tmp_path)) == 1
     assert "got no graph of hypercube" in capsys.readouterr().err

@@ -70,6 +70,16 @@ def test_a_report_is_one_file_with_everything_in_it(tmp_path: Path, capsys: pyte
         assert cell in page.texts
 
 
+def test_the_report_says_when_by_what_and_with_which_command(tmp_path: Path) -> None:
+    run, problems = read_run(write_run(tmp_path / "run"))
+    assert run is not None
+    made = {"date": "2026-11-22T20:00:00+00:00", "command": "python -m train.gossip_sgd", "torch": "2.14.1"}
+    table = run.table[["rank", "epoch"]]  # nothing to draw
+    page = Page(make_report(replace(run, table=table, summary={**run.summary, "made": made}), problems))
+    assert set(made.values()) <= set(page.texts)
+    assert "How it was made" in page.texts
+
+
 @pytest.fixture
 def _draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are drawn in another test."""

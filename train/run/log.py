@@ -140,6 +140,13 @@ class RunLog:
                     self._board.add_scalar(f"epoch/{name}", value, row.step)
         self.print(_line(row))
 
+    def hyper_parameters(self, options: Mapping[str, Any], results: Mapping[str, float]) -> None:
+        """The options of the run with its results, for the HPARAMS tab of TensorBoard; called once, at its end."""
+        if self._board is not None:
+            kinds = (bool, int, float)
+            shown = {name: value if isinstance(value, kinds) else str(value) for name, value in options.items()}
+            self._board.add_hparams(shown, {f"result/{name}": value for name, value in results.items()}, run_name=".")
+
     def print(self, text: str) -> None:
         """Print on rank 0, above the progress bar."""
         if self._is_printing:

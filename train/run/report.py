@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pandas as pd
+import torch
 
 from train.job.files import write_atomically
 from train.job.outputs import SUMMARY, csv_path
@@ -71,6 +77,13 @@ def write_report(
         "world_size": len(results),
         "ranks": [result.columns for result in results],
         "config": asdict(config),
+        "made": {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": shlex.join(sys.orig_argv),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        },
     }
     text = json.dumps(summary, indent=1) + "\n"
     write_atomically(folder / SUMMARY, lambda temporary: temporary.write_text(text))

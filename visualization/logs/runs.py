@@ -94,7 +94,7 @@ def read_run(folder: Path, *, name: str = "", has_ended: bool = True) -> tuple[R
     Returns:
         None instead of a run where not one row is left.
     """
-    summary, problems = _read_summary(folder / SUMMARY) if has_ended else ({}, [])
+    summary, problems = read_summary(folder / SUMMARY) if has_ended else ({}, [])
     tables: dict[int, pd.DataFrame] = {}
     whole = set()
     for path in sorted(folder.glob("rank_*.csv")):
@@ -122,7 +122,8 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
     return runs, problems
 
 
-def _read_summary(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+def read_summary(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """A summary.json, empty if it is none, and what is wrong with it."""
     if not path.is_file():
         text = "got no such file, expected one, as of every run that has ended; drawn without its options and results"
         return {}, [Problem(path, None, text)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -12,8 +12,19 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from visualization.logs.runs import Run
-from visualization.style import as_label, line_style
+from visualization.style import (
+    METHODS,
+    MUTED,
+    as_label,
+    log_scale,
+    mark_every,
+    method_of,
+    method_styles,
+    percent_limits,
+)
 
+NUM_CLASSES: Mapping[str, int] = {"digits": 10, "cifar10": 10}
+"""Of data sets, for the floor of the loss."""
 SETTLED = 0.2
 """Share of the epochs after which the loss is to fill its axis: its start would press all recipes into one line."""
 ERROR_TICKS = (0, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -85,9 +96,10 @@ class Panel:
         """Draw the runs that have both quantities, each in the style of its place among all `runs`."""
         lines = {index: points for index, run in enumerate(runs) if (points := self.points(run)) is not None}
         unit = unit_of(self.x, max((points["x"].max() for points in lines.values()), default=0.0))
+        looks = run_styles(runs)
         for index, points in lines.items():
             xs = points["x"] / unit.size
-            style = line_style(index, len(points))
+            style = looks[index] | {"markevery": mark_every(index, len(points))}
             axis.plot(xs, points["y"], label=as_label(runs[index].name), **style)
             if (points["high"] > points["low"]).any():
                 axis.fill_between(xs, points["low"], points["high"], color=style["color"], alpha=0.18, linewidth=0)
@@ -95,7 +107,28 @@ class Panel:
         axis.set(title=self.title, xlabel=xlabel, ylabel=self.ylabel)
         if self.x in ("epoch", "step"):
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axis.set_xlim(left=0)
         self.finish(axis, runs)
+
+
+def run_styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The look of each run: the colour of its method, the recipe of its summary, or what its name says."""
+    names = [f"{index} {run.name}" for index, run in enumerate(runs)]
+    methods = [run.recipe if run.recipe in METHODS else method_of(run.name) for run in runs]
+    return list(method_styles(names, methods).values())
+
+
+def loss_floor(run: Run) -> float | None:
+    """The least training loss that label smoothing allows: the entropy of a smoothed label; None: not known.
+
+    With K classes and smoothing s a label is 1 - s + s / K of its class and s / K of each other one.
+    """
+    num_classes, smoothing = NUM_CLASSES.get(str(run.config.get("dataset"))), run.config.get("label_smoothing")
+    if num_classes is None or not smoothing:
+        return None
+    shares = np.full(num_classes, smoothing / num_classes)
+    shares[0] += 1 - smoothing
+    return float(-(shares * np.log(shares)).sum())
 
 
 def unit_of(column: str, largest: float) -> Unit:
@@ -105,14 +138,16 @@ def unit_of(column: str, largest: float) -> Unit:
 
 
 def finish_error(axis: Axes, runs: Sequence[Run]) -> None:
-    """An error axis: from 0; close to logarithmic where errors are small, so that the end shows next to the start."""
+    """An error axis: from 0; logarithmic above 1 % where errors are small, so that the end shows next to the start."""
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()] or [np.zeros(1)])
-    top = min(100.0, 1.15 * float(values.max()) or 1.0)
+    bands = [float(np.asarray(path.vertices)[:, 1].max()) for band in axis.collections for path in band.get_paths()]
+    top = min(100.0, 1.15 * max(float(values.max()), *bands, 0.0) or 1.0)
     if values.min() < SMALL_ERROR:
         axis.set_yscale("symlog", linthresh=1.0, linscale=0.5)
         axis.yaxis.set_major_locator(FixedLocator(ERROR_TICKS))
         axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_ylabel(f"{axis.get_ylabel().rstrip(']')}, log above 1]")
     axis.set_ylim(0, top)
 
 
@@ -124,6 +159,9 @@ def finish_log(axis: Axes, runs: Sequence[Run]) -> None:
     zeros = [line for line in axis.get_lines() if not (np.asarray(line.get_ydata()) > 0).any()]
     if len(zeros) < len(axis.get_lines()):
         axis.set_yscale("log", nonpositive="mask")
+        axis.autoscale_view()
+        log_scale(axis, "y")
+        axis.set_ylabel(f"{axis.get_ylabel()} [log scale]")
     if zeros:
         names = [str(line.get_label()) for line in zeros]
         shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if names[MAX_NAMES:] else "")
@@ -131,29 +169,63 @@ def finish_log(axis: Axes, runs: Sequence[Run]) -> None:
 
 
 def finish_loss(axis: Axes, runs: Sequence[Run]) -> None:
-    """Let the settled losses fill the axis, and say so if some are above it."""
+    """From 0 to the settled losses, and say so if some are above; a line where label smoothing ends the descent."""
     settled = [run.table.loc[run.table["epoch"] > SETTLED * run.table["epoch"].max(), "loss"] for run in runs]
-    if zoom(axis, pd.concat(settled)):
+    is_cut = zoom(axis, pd.concat(settled))
+    floors = {run.config.get("label_smoothing"): floor for run in runs if (floor := loss_floor(run)) is not None}
+    for smoothing, floor in floors.items():
+        axis.axhline(floor, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
+        text = f"floor {floor:.2f}: label smoothing {smoothing:g}"
+        axis.annotate(
+            text,
+            (1, floor),
+            (0, -2),
+            ("axes fraction", "data"),
+            "offset points",
+            ha="right",
+            va="top",
+            color=MUTED,
+            fontsize="small",
+        )
+    if is_cut:
         axis.set_title(f"{axis.get_title()} (start above frame)")
 
 
+def finish_zero(axis: Axes, runs: Sequence[Run]) -> None:
+    """From 0, so that small differences look small."""
+    axis.set_ylim(bottom=0)
+
+
 def finish_bytes(axis: Axes, runs: Sequence[Run]) -> None:
-    """Bytes differ by orders of magnitude between recipes."""
+    """Bytes from 0, or on a logarithmic axis where they differ by orders of magnitude between recipes."""
     xs = np.concatenate([np.asarray(line.get_xdata(), dtype=float) for line in axis.get_lines()])
-    if xs.max() > 20 * xs.min():
-        axis.set_xscale("log")
+    if xs.max() > 20 * xs.min() and len(axis.get_lines()) > 1:
+        axis.set_xlim(0.8 * xs.min(), 1.25 * xs.max())
+        log_scale(axis, "x")
+        axis.set_xlabel(f"{axis.get_xlabel().rstrip(']')}, log scale]")
+
+
+def finish_accuracy_bytes(axis: Axes, runs: Sequence[Run]) -> None:
+    """Accuracies by whole tens of percents."""
+    axis.set_ylim(percent_limits(value for line in axis.get_lines() for value in np.asarray(line.get_ydata(), float)))
+    finish_bytes(axis, runs)
+
+
+def finish_bleu_bytes(axis: Axes, runs: Sequence[Run]) -> None:
+    """BLEU from 0."""
+    finish_zero(axis, runs)
+    finish_bytes(axis, runs)
 
 
 def zoom(axis: Axes, values: pd.Series) -> bool:
-    """Let `values` fill the vertical axis; whether something drawn lies outside."""
+    """Let the vertical axis end at 0 and a little above `values`; whether something drawn lies outside."""
     finite = values[np.isfinite(values)]
-    if not len(finite) or not finite.max() > finite.min():
+    if not len(finite) or not finite.max() > 0:
         return False
-    low, high = finite.min(), finite.max()
-    margin = 0.05 * (high - low)
-    is_zoomed = bool(axis.dataLim.y1 > high + margin)
-    axis.set_ylim(low - margin, high + margin)
-    return is_zoomed
+    high = 1.05 * finite.max()
+    is_cut = bool(axis.dataLim.y1 > high)
+    axis.set_ylim(min(0.0, 1.05 * finite.min()), high)
+    return is_cut
 
 
 _EPOCH, _STEP, _TIME, _SENT = "epoch", "optimizer step", "training time", "sent per rank"
@@ -168,20 +240,21 @@ ERROR_TIME = Panel(
 LOSS_EPOCHS = Panel("loss_epochs", "Training loss", "epoch", "loss", _EPOCH, "loss [nat]", "loss", finish=finish_loss)
 LOSS_TIME = Panel("loss_time", "Training loss", "time_seconds", "loss", _TIME, "loss [nat]", "loss", finish=finish_loss)
 CONSENSUS = Panel(
-    *("consensus", "Distance of ranks from their average", "epoch", "consensus_distance", _EPOCH, "consensus distance"),
+    *("consensus", "Distance of ranks from average", "epoch", "consensus_distance", _EPOCH, "consensus distance"),
     finish=finish_log,
 )
 NLL_STEPS = Panel(
     *("nll_steps", "Test negative log-likelihood", "step", "averaged_test_nll", _STEP, "NLL per token [nat]"),
-    "own_test_nll",
+    *("own_test_nll", False, finish_zero),
 )
-BLEU_STEPS = Panel("bleu_steps", "Test BLEU", "step", "averaged_test_bleu", _STEP, "BLEU")
+BLEU_STEPS = Panel("bleu_steps", "Test BLEU", "step", "averaged_test_bleu", _STEP, "BLEU", finish=finish_zero)
 ACCURACY_BYTES = Panel(
     *("accuracy_bytes", "Test accuracy against traffic", "bytes_sent", _ACCURACY, _SENT, "accuracy [%]"),
-    finish=finish_bytes,
+    finish=finish_accuracy_bytes,
 )
 BLEU_BYTES = Panel(
-    *("bleu_bytes", "Test BLEU against traffic", "bytes_sent", "averaged_test_bleu", _SENT, "BLEU"), finish=finish_bytes
+    *("bleu_bytes", "Test BLEU against traffic", "bytes_sent", "averaged_test_bleu", _SENT, "BLEU"),
+    finish=finish_bleu_bytes,
 )
 PANELS = (
     *(ERROR_EPOCHS, ERROR_TIME, LOSS_EPOCHS, LOSS_TIME, ACCURACY_BYTES, CONSENSUS, NLL_STEPS, BLEU_STEPS, BLEU_BYTES),

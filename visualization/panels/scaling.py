@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from visualization.logs.runs import Run
-from visualization.style import line_style
+from visualization.style import method_styles
 
 NAME = "scaling"
 
@@ -59,14 +59,14 @@ def why_not(points: Mapping[str, pd.DataFrame]) -> str | None:
 
 def draw_scaling(axis: Axes, points: Mapping[str, pd.DataFrame]) -> None:
     """Draw `scaling_points`; bars are from the fastest run of a kind to the slowest."""
-    for index, (recipe, rows) in enumerate(points.items()):
+    looks = method_styles(list(points))
+    for recipe, rows in points.items():
         mean = 1000 * rows["mean"]
         bars = None if (rows["max"] == rows["min"]).all() else [mean - 1000 * rows["min"], 1000 * rows["max"] - mean]
-        style = line_style(index, len(rows))
-        axis.errorbar(rows["world_size"], mean, yerr=bars, label=recipe, capsize=2, elinewidth=0.8, **style)
+        axis.errorbar(rows["world_size"], mean, yerr=bars, label=recipe, capsize=2, elinewidth=0.8, **looks[recipe])
     sizes = sorted({int(size) for rows in points.values() for size in rows["world_size"]})
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, list(map(str, sizes)))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set(title="Time per iteration", xlabel="ranks", ylabel="time per iteration [ms]")
+    axis.set(title="Time per iteration", xlabel="ranks [log scale]", ylabel="time per iteration [ms]")
     axis.set_ylim(bottom=0)

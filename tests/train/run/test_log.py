@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from train.compare import compare
 from train.run.log import EpochRow, RunLog
@@ -98,9 +99,16 @@ def test_rank_0_prints_and_writes_tensorboard(tmp_path: Path, capsys: pytest.Cap
     log = RunLog(tmp_path, rank=0)
     log.point(10, loss=0.5)
     log.epoch(ROW)
+    log.hyper_parameters({"recipe": "sgp", "lr": 0.5, "milestones": (1, 2)}, {"accuracy_percent": 97.5})
     log.close()
     assert "epoch   1" in capsys.readouterr().out
     assert list((tmp_path / "tensorboard").glob("events.*"))
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.value for event in board.Scalars("result/accuracy_percent")] == [97.5]
+    start = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    for word in (b"recipe", b"sgp", b"milestones", b"(1, 2)"):
+        assert word in start
 
 
 def test_random_states_survive_weights_only_loading(tmp_path: Path) -> None:
