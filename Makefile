@@ -7,6 +7,7 @@
 # make test-torch TORCH=2.15.0  the tests that touch the library, with that torch from .venv-torch-2.15.0, which it makes
 #                 TESTS="-m 'not soak and not e2e'" leaves out those that start processes
 # make check      ruff and mypy
+# make docs       the documentation as pages in build/docs; open build/docs/index.html
 # make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
 # make faults     what every wrapper does when ranks are killed, stopped, fail or leave, as a table
 # make cluster    methods side by side on an emulated cluster; needs root and iproute2
@@ -25,6 +26,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone
 RUNS = runs/make
 INSTALLED = $(VENV)/.installed
 BENCH_INSTALLED = $(VENV)/.bench-installed
+DOCS_INSTALLED = $(VENV)/.docs-installed
 # The other libraries want versions of their own, so they stay out of the environment that everything else is tested in,
 # and find there what suits them: a second copy of torch would be gigabytes.
 CLUSTER_VENV = .venv-cluster
@@ -32,7 +34,7 @@ CLUSTER_INSTALLED = $(CLUSTER_VENV)/.installed
 PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .DELETE_ON_ERROR:
-.PHONY: venv train compare consensus test soak test-torch venv-torch check bench faults cluster cluster-venv clean
+.PHONY: venv train compare consensus test soak test-torch venv-torch check docs bench faults cluster cluster-venv clean
 
 venv: $(INSTALLED)
 
@@ -57,6 +59,10 @@ $(INSTALLED): setup.py constraints.txt
 
 $(BENCH_INSTALLED): $(INSTALLED)
 	$(PIP_INSTALL) --editable '.[bench]'
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@
 
 train: $(INSTALLED)
@@ -107,6 +113,12 @@ check: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+# Warnings are errors: a link that leads nowhere, a name without a docstring, a page that no menu has. The variable silences
+# an advertisement.
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+	@echo "open $(CURDIR)/build/docs/index.html"
 
 bench: $(BENCH_INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/step_time.py

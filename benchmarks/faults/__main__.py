@@ -7,7 +7,7 @@
 Each cell is a world of Gloo ranks on loopback around a tiny model, and a process of its own that serves the key-value
 store. The step of the fault and the moment in it are drawn from the seed. --output gets a row per rank when its cell is
 over, so nothing is lost by an interruption; the same command goes on from there. Beside it a .md file gets the table,
-with a list of what deviates from what docs/failures.md promises.
+with a list of what deviates from what docs/guides/failures.md promises.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""The pages of docs/: their examples run as they stand, and every public name has its place."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import gossip_modules
+from tests.harness.pages import ROOT, scripts, snippets, torchrun
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+SCRIPTS = {name: text for page in PAGES for name, text in scripts(page).items()}
+
+
+def test_every_public_name_has_one_entry_in_the_reference() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
+    entries = Counter(re.findall(r"^::: gossip_modules\.(\w+)$", text, flags=re.MULTILINE))
+    assert entries == Counter(gossip_modules.__all__)
+    index = (DOCS / "api" / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\[gossip_modules\.(\w+)\]", index)) == set(gossip_modules.__all__)
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    assert [name for name in gossip_modules.__all__ if not getattr(gossip_modules, name).__doc__] == []
+
+
+def test_pages_name_files_that_exist() -> None:
+    """Links between pages are checked by `make docs`."""
+    named = {
+        (page.relative_to(ROOT).as_posix(), path)
+        for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        for path in re.findall(
+            r"\b(?:gossip_modules|train|tests|docs|benchmarks|visualization|job_scripts|examples)/[\w/.]*\w",
+            page.read_text(encoding="utf-8"),
+        )
+    }
+    assert sorted((page, path) for page, path in named if not (ROOT / path).exists()) == []
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_the_examples_of_all_pages_run(tmp_path: Path) -> None:
+    pages = [str(page) for page in PAGES if snippets(page)]
+    output = torchrun("-m", "tests.harness.pages", str(tmp_path), *pages, cwd=ROOT)
+    assert re.findall(r"^ran (.*)$", output, flags=re.MULTILINE) == pages
+
+
+@pytest.mark.e2e
+def test_averaging_is_exact_after_two_rounds(tmp_path: Path) -> None:
+    (tmp_path / "average.py").write_text(SCRIPTS["average.py"], encoding="utf-8")
+    assert torchrun("average.py", cwd=tmp_path).count("[1.5, 1.5, 1.5]") == 4
+
+
+@pytest.mark.e2e
+def test_ad_psgd_finds_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "adpsgd.py").write_text(SCRIPTS["adpsgd.py"], encoding="utf-8")
+    output = torchrun("adpsgd.py", cwd=tmp_path)
+    errors = [float(value) for value in re.findall(r"averaged weights ([-+.e0-9]+)", output)]
+    assert len(errors) == 4
+    assert len(set(errors)) == 1
+    assert errors[0] < 0.1
+
+
+def test_every_script_of_the_pages_is_run_here() -> None:
+    tested = re.findall(r'torchrun\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8"))
+    assert sorted(tested) == sorted(SCRIPTS)
