@@ -50,12 +50,14 @@ def test_the_examples_of_all_pages_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(120)
 def test_averaging_is_exact_after_two_rounds(tmp_path: Path) -> None:
     (tmp_path / "average.py").write_text(SCRIPTS["average.py"], encoding="utf-8")
     assert torchrun("average.py", cwd=tmp_path).count("[1.5, 1.5, 1.5]") == 4
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(120)
 def test_ad_psgd_finds_the_weights(tmp_path: Path) -> None:
     (tmp_path / "adpsgd.py").write_text(SCRIPTS["adpsgd.py"], encoding="utf-8")
     output = torchrun("adpsgd.py", cwd=tmp_path)
