@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,28 @@ FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?https?:/
 
 
 def on_config(config: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Replaces each navigation entry "folder/*" by the pages of that folder; a folder without pages has no entry."""
+    """Replaces each "folder/*" of a section by the pages of that folder that the navigation does not name.
+
+    index.md comes first, the others by name. A section without pages is left out.
+    """
     docs = Path(config["docs_dir"])
+    sections = [next(iter(entry.items())) for entry in config["nav"]]
+    named = {page for _, pages in sections for page in ([pages] if isinstance(pages, str) else pages)}
     nav: list[Any] = []
-    for entry in config["nav"]:
-        if isinstance(entry, dict):
-            ((title, pattern),) = entry.items()
-            pages = sorted((docs / pattern).parent.glob("*.md"), key=lambda page: (page.stem != "index", page.stem))
-            if pages:
-                nav.append({title: [page.relative_to(docs).as_posix() for page in pages]})
-        else:
-            nav.append(entry)
+    for title, pages in sections:
+        if isinstance(pages, str):
+            nav.append({title: pages})
+        elif found := [name for page in pages for name in _expand(docs, page, named)]:
+            nav.append({title: found})
     config["nav"] = nav
     return config
+
+
+def _expand(docs: Path, page: str, named: Collection[str]) -> list[str]:
+    if not page.endswith("*"):
+        return [page]
+    paths = sorted((docs / page).parent.glob("*.md"), key=lambda path: (path.stem != "index", path.stem))
+    return [name for name in (path.relative_to(docs).as_posix() for path in paths) if name not in named]
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
