@@ -25,7 +25,7 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
 
 def test_the_table_has_every_method() -> None:
     titles = {line.split(" | ")[1] for line in TABLE}
-    assert titles == {recipe.title for recipe in RECIPES.values()} | {"Gossip-PGA"}
+    assert titles == {recipe.title for recipe in RECIPES.values()} | {"Gossip-PGA", "Local SGD"}
 
 
 def test_the_academic_version_finds_the_optimum() -> None:
