@@ -1,0 +1,74 @@
+"""The code of docs/extend runs as it stands: the blocks of a page one after the other, in one namespace."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossip_modules import MetropolisHastingsMixing, ProcessGroupTransport, RingGraph
+from tests.harness.ranks import CPU, TIMEOUT, run_ranks
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "extend"
+
+
+def run_page(name: str) -> tuple[dict[str, object], str]:
+    """The namespace that the blocks of a page leave, and what they print."""
+    page = (FOLDER / name).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert blocks
+    namespace: dict[str, object] = {"__name__": "page"}
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        for block in blocks:
+            exec(compile(block, name, "exec"), namespace)
+    return namespace, output.getvalue()
+
+
+def test_every_page_is_in_the_table() -> None:
+    index = (FOLDER / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in FOLDER.glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"\((\w+\.md)\)", index)) == pages
+
+
+def test_graph() -> None:
+    _, output = run_page("graph.md")
+    lines = output.splitlines()
+    assert lines[0] == "round 0: rank 0 sends to (1,) and hears (3,)"
+    assert lines[3] == "round 3: rank 0 sends to (4,) and hears (4,)"
+    assert 0 < float(lines[4].split()[-1]) <= 1
+
+
+def test_mixing() -> None:
+    _, output = run_page("mixing.md")
+    plain, lazy = (float(gap) for gap in re.findall(r"(\d\.\d{3})", output.splitlines()[-1]))
+    assert lazy == pytest.approx(plain / 2, abs=1e-3)  # the eigenvalues of the ring with thirds begin at -1/3
+
+
+def test_compressor() -> None:
+    _, output = run_page("compressor.md")
+    assert output == "20 bytes for 40\n"
+
+
+def test_gossiper_reaches_the_mean() -> None:
+    namespace, _ = run_page("gossiper.md")
+    share: Any = namespace["RandomShare"]
+    values = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        gossiper = share(0.5)
+        gossiper.bind(
+            MetropolisHastingsMixing(RingGraph(3, peers_per_itr=2)),
+            ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT),
+        )
+        return gossiper.average(values[group.rank()], num_rounds=30)
+
+    for result in run_ranks(3, body):
+        torch.testing.assert_close(result, values.mean(0))

@@ -1,0 +1,153 @@
+"""The pages of docs/methods: one per method, alike in shape, and what they say of files, papers and bytes is so."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import networkx as nx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossip_modules import (
+    Choco,
+    DeepSqueeze,
+    GossipDataParallel,
+    GroupAverageDataParallel,
+    MatchaGraph,
+    Moniqua,
+    NPeerDynamicDirectedExponentialGraph,
+    PowerGossip,
+    RingGraph,
+    Schedule,
+    SignNorm,
+    TopK,
+)
+from gossip_modules.wrappers.base import GossipWrapper
+from tests.harness.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "methods"
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md") if path.stem != "index"}
+HEADINGS = ["Update", "Guarantees", "Cost", "Options", "When to use it", "Measured", "Paper and file"]
+FAULTS = ROOT / "benchmarks" / "results" / "faults.csv"
+WRAPPERS = {"ar": "allreduce"}  # where faults.csv has another name for a method
+
+NUM_RANKS, NUM_ROUNDS = 4, 12  # rounds: a multiple of all periods below
+ROWS, COLUMNS = 64, 96
+P = 4 * ROWS * COLUMNS  # bytes of the model
+HEADER = 8  # of a compressed message
+
+
+def test_every_method_has_a_page_and_the_index_lists_it() -> None:
+    index = (FOLDER / "index.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| \[[^]]+\]\((\w+)\.md\)", index, re.MULTILINE)) == sorted(PAGES)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_the_headings_of_all(name: str) -> None:
+    page = PAGES[name]
+    assert len(page.splitlines()) < 80
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == HEADINGS
+    assert "--recipe " + name in page
+    assert "W(t)" in page
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_a_page_names_exist(name: str) -> None:
+    files = re.findall(r"`((?:gossip_modules|train|benchmarks|examples)/[\w./]+\.\w+)`", PAGES[name])
+    assert files
+    for file in files:
+        assert (ROOT / file).is_file(), f"{name}.md names {file}"
+
+
+def test_words_are_linked_to_entries_of_the_glossary() -> None:
+    entries = re.findall(r"^## (.*)$", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    anchors = {entry.lower().replace(" ", "-") for entry in entries}
+    linked = {anchor for page in PAGES.values() for anchor in re.findall(r"glossary\.md#([\w-]+)", page)}
+    assert linked
+    assert linked <= anchors
+
+
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if "faults.csv" in page])
+def test_figures_of_faults_are_those_of_the_table(name: str) -> None:
+    """Rank 0 alone is killed in kill-0, rank 1 in kill-odd, rank 2 in kill-even."""
+    with FAULTS.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["wrapper"] == WRAPPERS.get(name, name)]
+    latest = []
+    for fault in ("kill-0", "kill-odd", "kill-even"):
+        survivors = [row for row in rows if row["fault"] == fault and row["role"] == "survivor"]
+        assert survivors
+        assert all(row["names_the_dead"] == "True" for row in survivors)
+        latest.append(f"{max(float(row['seconds']) for row in survivors):.1f}")
+    measured = PAGES[name].partition("## Measured")[2].partition("## Paper")[0]
+    found = re.findall(r"(\d+\.\d) s", measured)
+    expected = latest if len(set(latest)) > 1 else latest[:1]
+    assert [*dict.fromkeys(found)] == [*dict.fromkeys(expected)], f"expected {latest} in {name}.md"
+
+
+Make = Callable[[nn.Module, dist.ProcessGroup], GossipWrapper]
+
+
+def gossip(make_options: Callable[[], dict[str, object]]) -> Make:
+    """A wrapper with options made anew on each rank."""
+    return lambda module, group: GossipDataParallel(module, process_group=group, **make_options())  # type: ignore[arg-type]
+
+
+RING = RingGraph(NUM_RANKS, peers_per_itr=2)
+COSTS: dict[str, tuple[Make, float]] = {
+    # bytes that a rank sends per step, by the page
+    "localsgd": (gossip(lambda: {"schedule": Schedule(gossip_every=3, average_every=1)}), 2 * 3 / 4 * P / 3),
+    "dpsgd": (gossip(lambda: {"push_sum": False}), P),
+    "sgp": (gossip(dict), P),
+    "osgp": (gossip(lambda: {"overlap": True}), P),
+    "choco": (gossip(lambda: {"graph": RING, "gossiper": Choco(TopK(0.01), step_size=0.04)}), 2 * P / 77),
+    "deepsqueeze": (gossip(lambda: {"graph": RING, "gossiper": DeepSqueeze(SignNorm(), step_size=0.01)}), 2 * P / 32),
+    "moniqua": (gossip(lambda: {"graph": RING, "gossiper": Moniqua(theta=9.0, bits=8)}), 2 * (P / 4 + 8)),
+    "powergossip": (gossip(lambda: {"graph": RING, "gossiper": PowerGossip()}), 2 * 4 * (ROWS + COLUMNS) / 2),
+    "wagma": (
+        lambda module, group: GroupAverageDataParallel(
+            module, group_size=2, sync_period=0, wait_avoiding=False, process_group=group
+        ),
+        P,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_bytes_per_round_are_those_of_the_page(name: str) -> None:
+    make, expected = COSTS[name]
+
+    def body(group: dist.ProcessGroup) -> float:
+        model = make(nn.Linear(COLUMNS, ROWS, bias=False), group)
+        before = model.comm_stats()["bytes_sent"]
+        for _ in range(NUM_ROUNDS):
+            model(torch.ones(1, COLUMNS))
+        model.flush()
+        num_bytes = model.comm_stats()["bytes_sent"] - before
+        model.close()
+        return num_bytes / NUM_ROUNDS
+
+    torch.manual_seed(0)
+    for num_bytes in run_ranks(NUM_RANKS, body):
+        assert expected <= num_bytes + 1
+        # To each of two neighbours a header, and what rounds a message up; 5 %: the scales of blocks of signs.
+        assert num_bytes <= 1.05 * expected + 4 * HEADER
+
+
+def test_the_default_graph_of_sgp_is_the_one_of_its_page() -> None:
+    for n in (4, 6, 8):
+        graph = NPeerDynamicDirectedExponentialGraph(n)
+        length = (n - 1).bit_length()
+        for t in range(2 * length):
+            assert graph.out_peers(1, t) == ((1 + 2 ** (t % length)) % n,)
+
+
+def test_matcha_keeps_to_its_budget() -> None:
+    graph = MatchaGraph(nx.complete_graph(6), budget=0.5)
+    assert graph.expected_cost == pytest.approx(graph.full_cost / 2, rel=1e-4)
+    assert 0 < graph.rho < 1
