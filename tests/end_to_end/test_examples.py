@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
-import runpy
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.harness.processes import run_processes
+from tests.harness.scripts import script_outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -23,28 +17,8 @@ pytestmark = pytest.mark.e2e
 
 
 def outputs(name: str, world_size: int) -> list[str]:
-    """What each rank prints, started with the environment that torchrun gives."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
-    outcomes = run_processes(world_size, run_example, str(EXAMPLES[name]), store.port, world_size, backend=None)
-    return [outcome.result for outcome in outcomes]
-
-
-def run_example(rank: int, path: str, port: int, world_size: int) -> str:
-    """The body of a process."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    warnings.simplefilter("error")
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        runpy.run_path(path, run_name="__main__")
-    return output.getvalue()
+    """What each rank of an example prints."""
+    return script_outputs(EXAMPLES[name], world_size)
 
 
 def number(pattern: str, text: str) -> float:

@@ -19,15 +19,18 @@ from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "extend"
 
 
+def blocks(name: str) -> list[str]:
+    """The Python blocks of a page."""
+    page = (FOLDER / name).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
 def run_page(name: str) -> tuple[dict[str, object], str]:
     """The namespace that the blocks of a page leave, and what they print."""
-    page = (FOLDER / name).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert blocks
     namespace: dict[str, object] = {"__name__": "page"}
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        for block in blocks:
+        for block in blocks(name):
             exec(compile(block, name, "exec"), namespace)
     return namespace, output.getvalue()
 
