@@ -25,7 +25,7 @@ def script_outputs(path: Path, world_size: int, *arguments: str) -> list[str]:
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
     outcomes = run_processes(
-        world_size, _run_script, [str(path), *arguments], store.port, world_size, backend=None, timeout=55
+        world_size, _run_script, [str(path), *arguments], store.port, world_size, backend=None, timeout=100
     )
     return [outcome.result for outcome in outcomes]
 
