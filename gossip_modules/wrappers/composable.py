@@ -1,0 +1,165 @@
+"""gossip: `GossipDataParallel` applied to a module in place, without a wrapper around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from .composition import check_inside
+from .gossip import GossipDataParallel
+from .state import KEY
+
+
+def gossip(module: nn.Module, **options: Any) -> GossipModule:
+    """Train `module` by gossip: as `GossipDataParallel(module, **options)`, but the module itself is returned.
+
+    A forward pre-hook runs the round before each training forward, so the arithmetic is that of `GossipDataParallel`
+    bit for bit. Names have no "module." in front: `state_dict()` has the keys of the bare model, and code that knows
+    the model's class goes on working. The class of the module becomes a subclass of it and of `GossipModule`, which
+    has the methods of the wrapper (as `torch.distributed.fsdp.fully_shard` does it).
+
+    Args:
+        module: changed in place, on its device; build optimizers before or after.
+        options: any argument of `GossipDataParallel` but `nprocs_per_node`, which needs a wrapper.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: the module has a method or attribute of a name that is added, or see `GossipDataParallel`, also
+            for other errors.
+
+    Example:
+        >>> model = gossip(nn.Linear(10, 2), push_sum=False)
+        >>> model(torch.randn(4, 10)).sum().backward()  # gossips, then computes
+        >>> torch.save(model.state_dict(), "rank0.pt")  # "weight" and "bias"
+        >>> model.close()
+    """
+    if options.get("nprocs_per_node", 1) != 1:
+        raise ValueError(
+            f"got nprocs_per_node={options['nprocs_per_node']} for gossip(), expected 1: averaging gradients inside a "
+            "node needs a wrapper around the module; use GossipDataParallel(module, nprocs_per_node=...)"
+        )
+    check_inside(module, wrapper="gossip()")
+    if taken := [name for name in _ADDED if hasattr(module, name)]:
+        raise ValueError(
+            f"got a {type(module).__name__} that has {', '.join(taken)} of its own, expected none of the names that "
+            "gossip() adds; rename them, or use GossipDataParallel(module), which keeps names apart"
+        )
+    wrapper = GossipDataParallel(module, **options)
+    module.__dict__["_gossip"] = wrapper  # not a submodule: it would be in the state dict
+    module.__class__ = _with_gossip(type(module))
+    module.register_forward_pre_hook(_before_forward, prepend=True)
+    assert isinstance(module, GossipModule)
+    return module
+
+
+class GossipModule(nn.Module):
+    """What `gossip` adds to the class of a module: the methods of `GossipDataParallel`, which holds the module."""
+
+    _gossip: GossipDataParallel
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A plain module: containers make others of their class, as in `model[:2]`, which do not gossip."""
+        plain = cls.__mro__[2]
+        self = plain.__new__(plain)
+        self.__init__(*args, **kwargs)  # type: ignore[misc]
+        return self
+
+    def flush(self) -> None:
+        """See `GossipDataParallel.flush`."""
+        self._gossip.flush()
+
+    def settle(self) -> None:
+        """See `GossipDataParallel.settle`."""
+        self._gossip.settle()
+
+    def close(self) -> None:
+        """See `GossipDataParallel.close`."""
+        self._gossip.close()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """See `GossipDataParallel.no_sync`."""
+        return self._gossip.no_sync()
+
+    def average_(self) -> None:
+        """See `GossipDataParallel.average_`."""
+        self._gossip.average_()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[GossipModule]:
+        """See `GossipDataParallel.averaged`."""
+        with self._gossip.averaged():
+            yield self
+
+    def averaged_state_dict(self, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
+        """See `GossipDataParallel.averaged_state_dict`."""
+        state = self._gossip.averaged_state_dict(rank0_only=rank0_only, cpu=cpu)
+        getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)  # it is no rank's own state
+        return state
+
+    def consensus_distance(self) -> float:
+        """See `GossipDataParallel.consensus_distance`."""
+        return self._gossip.consensus_distance()
+
+    def comm_stats(self) -> dict[str, float]:
+        """See `GossipDataParallel.comm_stats`."""
+        return self._gossip.comm_stats()
+
+    # What nn.Module does, with a flush before it.
+
+    def train(self, mode: bool = True) -> Any:
+        """As `nn.Module.train`, after a flush; eval mode also ends the current step."""
+        self._gossip.flush()
+        self._gossip._is_step_start |= not mode
+        return super().train(mode)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata, not in its keys."""
+        self._gossip.flush()
+        return super().state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][KEY] = self._gossip.get_extra_state()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self._gossip.flush()
+        self._gossip._unsynced_steps.forget()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        self._gossip.set_extra_state(local_metadata.get(KEY))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._gossip.flush()
+        return super()._apply(fn, recurse)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles name the plain class, from which the class of a copy is made again."""
+        self._gossip.flush()
+        _, _, *state = super().__reduce_ex__(max(int(protocol), 2))
+        return _blank, (type(self).__mro__[2],), *state
+
+
+_ADDED = [name for name in vars(GossipModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
+
+
+def _before_forward(module: nn.Module, inputs: Any) -> None:
+    """The pre-hook; it finds the module that it is called with, so that it serves copies too."""
+    module._gossip._before_forward()
+
+
+@cache
+def _with_gossip(plain: type[nn.Module]) -> type[GossipModule]:
+    return type(f"Gossip{plain.__name__}", (GossipModule, plain), {"__module__": plain.__module__})
+
+
+def _blank(plain: type[nn.Module]) -> nn.Module:
+    """A module of the class with gossip, without state."""
+    return object.__new__(_with_gossip(plain))

@@ -1,0 +1,169 @@
+"""gossip(module): the arithmetic of GossipDataParallel, with the names and the class of the bare model."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import BilatGossipDataParallel, GossipDataParallel
+from gossip_modules.wrappers.composable import GossipModule, gossip
+from tests.harness.problems import batch, mlp, net, sgd
+from tests.harness.ranks import run_ranks, solo_group
+from tests.harness.reference import flatten
+from tests.library.wrappers.wrapping import irregular
+
+
+def steps(model: nn.Module, rank: int, num_steps: int, parameters: nn.Module) -> None:
+    """A plain training loop, with two micro-batches per step."""
+    optimizer = sgd(parameters)
+    for step in range(num_steps):
+        x, y = batch(rank, step)
+        with model.no_sync():
+            nn.functional.mse_loss(model(x), y).backward()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, {"graph": irregular()}, {"push_sum": False}, {"overlap": True}], ids=str)
+def test_it_trains_bit_for_bit_as_the_wrapper(options: dict[str, Any]) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, dict[str, float], dict[str, float]]:
+        wrapped, bare = net(group.rank()), net(group.rank())
+        wrapper = GossipDataParallel(wrapped, process_group=group, init_sync=False, **options)
+        steps(wrapper, group.rank(), 5, wrapped)
+        wrapper.close()
+        model = gossip(bare, process_group=group, init_sync=False, **options)
+        assert model is bare
+        steps(model, group.rank(), 5, model)
+        model.close()
+        return flatten(wrapped), flatten(bare), wrapper.comm_stats(), model.comm_stats()
+
+    for expected, found, expected_stats, found_stats in run_ranks(3, body):
+        assert torch.equal(found, expected)
+        for name in ("bytes_sent", "num_rounds"):
+            assert found_stats[name] == expected_stats[name]
+
+
+def test_the_module_keeps_its_class_and_its_names() -> None:
+    plain = mlp()
+    names, keys = [name for name, _ in plain.named_parameters()], list(plain.state_dict())
+    model = gossip(plain, process_group=solo_group())
+    assert isinstance(model, GossipModule)
+    assert isinstance(model, type(mlp()))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == keys
+    assert type(model).__name__ == f"Gossip{type(mlp()).__name__}"
+    mlp().load_state_dict(model.state_dict())  # a plain model takes it
+    model.close()
+
+
+def test_a_part_of_a_container_is_plain() -> None:
+    model = gossip(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), process_group=solo_group())
+    assert isinstance(model, nn.Sequential)
+    assert type(model[:1]) is nn.Sequential
+    model.close()
+
+
+def test_a_checkpoint_continues_bit_for_bit() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"process_group": group, "init_sync": False, "graph": irregular()}
+        whole, first = (gossip(net(group.rank()), **options) for _ in range(2))
+        steps(whole, group.rank(), 3, whole)
+        steps(first, group.rank(), 3, first)
+        file = io.BytesIO()
+        torch.save(first.state_dict(), file)
+        file.seek(0)
+        first.close()
+        second = gossip(net(17), **options)
+        second.load_state_dict(torch.load(file, weights_only=True))
+        assert second._gossip._engine.t == 3
+        for model in (whole, second):
+            steps(model, group.rank(), 3, model)
+            model.close()
+        return flatten(whole), flatten(second)
+
+    for expected, found in run_ranks(3, body):
+        assert torch.equal(found, expected)
+
+
+def test_a_plain_checkpoint_starts_anew_with_a_warning() -> None:
+    model = gossip(mlp(), process_group=solo_group())
+    with pytest.warns(UserWarning, match="the state dict holds no gossip state"):
+        model.load_state_dict(dict(mlp().state_dict()))
+    model.close()
+
+
+def test_a_copy_gossips_by_itself() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+        model = gossip(mlp(group.rank()), process_group=group, init_sync=False)
+        twin: Any = copy.deepcopy(model)
+        assert twin._gossip.module is twin
+        before = flatten(model)
+        steps(twin, group.rank(), 4, twin)
+        assert torch.equal(flatten(model), before)
+        steps(model, group.rank(), 4, model)
+        for each in (twin, model):
+            each.close()
+        return before, flatten(model), flatten(twin)
+
+    for before, own, twins in run_ranks(2, body):
+        assert torch.equal(own, twins)
+        assert not torch.equal(own, before)
+
+
+def test_averages_and_modes_of_the_wrapper() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, float, dict[str, Tensor]]:
+        model = gossip(mlp(group.rank()), process_group=group, init_sync=False)
+        start = flatten(model)
+        distance = model.consensus_distance()
+        with model.averaged() as averaged:
+            assert averaged is model
+            mean = flatten(model)
+        assert torch.equal(flatten(model), start)
+        state = model.averaged_state_dict()
+        assert model.eval() is model
+        model.double()
+        model(torch.ones(1, 3, dtype=torch.float64))
+        assert model.comm_stats()["num_rounds"] == 0
+        model.settle()
+        model.average_()
+        model.flush()
+        model.close()
+        model.close()
+        return start, mean, distance, state
+
+    starts, means, distances, states = zip(*run_ranks(2, body), strict=True)
+    mean = torch.stack(starts).mean(0)
+    for rank in range(2):
+        torch.testing.assert_close(means[rank], mean)
+        assert distances[rank] == pytest.approx(float((starts[0] - mean).norm()), rel=1e-5)
+    plain = mlp(5)
+    plain.load_state_dict(states[0])
+    torch.testing.assert_close(flatten(plain), mean)
+    assert states[1] == {}
+
+
+class Closing(nn.Linear):
+    def close(self) -> None:
+        """A method of the user's own."""
+
+
+def test_what_cannot_work_is_refused() -> None:
+    group = solo_group()
+    with pytest.raises(ValueError, match=r"got a Closing that has close of its own.*use GossipDataParallel"):
+        gossip(Closing(2, 1), process_group=group)
+    with pytest.raises(ValueError, match=r"got nprocs_per_node=2 for gossip\(\), expected 1.*use GossipDataParallel"):
+        gossip(mlp(), nprocs_per_node=2)
+    with pytest.raises(ValueError, match=r"got <class.*in gossip\(\), expected a torch.nn.Module"):
+        gossip(nn.Linear)  # type: ignore[arg-type]
+    model = gossip(mlp(), process_group=group)
+    for wrap in (gossip, GossipDataParallel, BilatGossipDataParallel):
+        with pytest.raises(ValueError, match=r"it is a GossipSequential, which gossip\(\) made"):
+            wrap(model, process_group=group)
+    model.close()
