@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gossip_modules.methods import METHODS
 from tests.harness.pages import ROOT, blocks, scripts, torchrun
-from train.methods.recipes import RECIPES
 
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
 
 def test_the_table_has_every_method() -> None:
     titles = {line.split(" | ")[1] for line in TABLE}
-    assert titles == {recipe.title for recipe in RECIPES.values()} | {"Gossip-PGA", "Local SGD"}
+    assert titles == {method.title for method in METHODS.values()} | {"Gossip-PGA"}
 
 
 def test_the_academic_version_finds_the_optimum() -> None:

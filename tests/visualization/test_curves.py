@@ -17,8 +17,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
+from gossip_modules.methods import METHODS
 from tests.harness.finished_runs import TEXT_METRICS, write_run
-from train.methods.recipes import RECIPES
 from visualization import style
 from visualization.curves import draw, draw_run, main
 from visualization.panels.panel import zoom
@@ -184,7 +184,7 @@ def test_every_method_has_one_colour_of_its_own_and_is_found_by_its_names() -> N
 
 
 def test_recipes_have_a_look() -> None:
-    assert set(RECIPES) <= set(style.METHODS)
+    assert set(METHODS) <= set(style.METHODS)
 
 
 def test_a_method_keeps_its_colour_beside_others_and_its_variants_have_other_marks() -> None:
