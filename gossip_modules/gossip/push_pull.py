@@ -79,8 +79,12 @@ class PushPull(Gossiper):
     @piecewise
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
         """x_i <- W_ii x_i + sum_j W_ij x_j; buffers may have weights of their own. See also [Note: narrow wire]."""
-        if self._sent is None and self._buffer_weights == weights:
+        has_one_row = self._buffer_weights == weights
+        if has_one_row and self._sent is None:
             s.combine_(weights.own, self.received, list(weights.inp.values()))
+            return
+        if has_one_row:
+            self._mix(s, self._sent, self.received, weights)
             return
         for is_buffer, row in ((False, weights), (True, self._buffer_weights)):
             sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
