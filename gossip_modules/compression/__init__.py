@@ -1,1 +1,1 @@
-"""Lossy and lossless codes of vectors: signs, quantisation, sparsification, low rank."""
+"""Compressors of flat vectors: signs, quantization, sparsification, and orthonormal bases for low rank."""

@@ -1,4 +1,4 @@
-"""Whole numbers in as few bits as they need: codes of 1, 2, 4 or 8 bits, and sorted indices."""
+"""Packing of integers: codes of 1, 2, 4 or 8 bits each, and sorted indices in about the fewest bits possible."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# The integer whose bytes are the 8 / bits codes that share one packed byte.
+# For each number of bits, the integer type with one byte for each of the 8 / bits codes that share a packed byte.
 _LANES = {1: torch.int64, 2: torch.int32, 4: torch.int16, 8: torch.uint8}
 _LOW_BITS = (1, 2, 4, 8, 16)
 
 
 def packed_size(num_codes: int, bits: int) -> int:
-    """Bytes that `num_codes` codes of `bits` bits take: ceil(num_codes * bits / 8)."""
+    """The number of bytes of `num_codes` codes of `bits` bits: ceil(num_codes * bits / 8)."""
     return -(-num_codes * bits // 8)
 
 
 def pack(codes: Tensor, bits: int, packed: Tensor) -> None:
-    """packed <- the low `bits` bits of each code, the first code in the lowest bits of a byte.
+    """Write the low `bits` bits of each code to `packed`, the first code in the lowest bits of a byte.
 
     Args:
-        codes: int8 or uint8 [n], contiguous, in storage of its own; not changed.
-        bits: 1, 2, 4 or 8.
-        packed: uint8 [packed_size(n, bits)], written; the bits that are left over in its last byte are zero.
+        codes: the codes, int8 or uint8 [n], contiguous and the only tensor in their storage; not changed.
+        bits: the number of bits of a code; 1, 2, 4 or 8.
+        packed: the result, uint8 [packed_size(n, bits)]; unused bits of its last byte become zero.
     """
     if bits == 8:
         packed.copy_(codes.view(torch.uint8))
@@ -32,7 +32,7 @@ def pack(codes: Tensor, bits: int, packed: Tensor) -> None:
     lanes = codes.view(torch.uint8).bitwise_and((1 << bits) - 1)
     if lanes.numel() % per_byte:
         lanes = torch.nn.functional.pad(lanes, (0, -lanes.numel() % per_byte))
-    # The codes of a byte lie in the bytes of one integer: each step moves half of them beside the others.
+    # The codes of one packed byte are the bytes of one integer. Each step moves half of them next to the other half.
     lanes = lanes.view(_LANES[bits])
     shift = 8 - bits
     while shift < per_byte * 4:
@@ -52,7 +52,7 @@ def unpack(packed: Tensor, bits: int, num_codes: int, *, signed: bool = False) -
 
 @lru_cache(maxsize=64)
 def _codes_of_bytes(bits: int, signed: bool, device: torch.device) -> Tensor:
-    """Entry b: the codes in the byte b, as the bytes of one integer."""
+    """A table: entry b is the codes in the packed byte b, as the bytes of one integer."""
     shifts = torch.arange(0, 8, bits, device=device)
     codes = torch.arange(256, device=device)[:, None] >> shifts & ((1 << bits) - 1)
     if signed:
@@ -62,22 +62,23 @@ def _codes_of_bytes(bits: int, signed: bool, device: torch.device) -> Tensor:
 
 
 def indices_size(num_indices: int, d: int) -> int:
-    """Bytes that `num_indices` different indices below d take; see `pack_indices`."""
+    """The number of bytes of `num_indices` different indices below d; see `pack_indices`."""
     return min(_sizes(num_indices, d))
 
 
 def pack_indices(indices: Tensor, d: int, packed: Tensor) -> None:
-    """packed <- sorted indices below d, in low_bits + 1 + d / (k 2^low_bits) bits each for the best low_bits.
+    """Write sorted indices below d to `packed`, in low_bits + 1 + d / (k 2^low_bits) bits each for the best low_bits.
 
-    That is 9.4 bits at k = d / 100 and 5.5 at k = d / 10, where log2(binomial(d, k)) / k, the least, is 8.1 and 4.7.
-    The low_bits lowest bits of every index are stored as they are. What is above them never falls, so it is stored as
-    steps: index i sets bit i + (index >> low_bits) of a bit string, whose zeros count the steps. All sizes follow from
-    k and d. Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", J. ACM 1974.
+    That is 9.4 bits at k = d / 100 and 5.5 at k = d / 10; the minimum, log2(binomial(d, k)) / k, is 8.1 and 4.7.
+    The lowest low_bits bits of every index are stored as they are. The bits above them never decrease from one index
+    to the next, so they are stored in unary: index i sets bit i + (index >> low_bits) of a bit string, whose zeros
+    count the increments. All sizes are functions of k and d. Elias, "Efficient Storage and Retrieval by Content and
+    Address of Static Files", J. ACM 1974.
 
     Args:
-        indices: int64 [k], ascending, different from each other; not changed.
-        d: every index is less.
-        packed: uint8 [indices_size(k, d)], written; starts at an even byte of its storage.
+        indices: the indices, int64 [k], ascending and different from each other; not changed.
+        d: an upper bound; every index is less.
+        packed: the result, uint8 [indices_size(k, d)]; must start at an even byte of its storage.
     """
     k, low_bits = indices.numel(), _low_bits(indices.numel(), d)
     num_low_bytes = packed_size(k, low_bits)
@@ -105,7 +106,8 @@ def unpack_indices(packed: Tensor, num_indices: int, d: int) -> Tensor:
         is_index = unpack(packed[num_low_bytes:], 1, num_step_bits)
         num_indices_through = is_index.cumsum(0)
         num_steps_through = torch.arange(1, num_step_bits + 1, device=packed.device).sub_(num_indices_through)
-        # Where a step is, its number goes to one place more, which is dropped: the device need not say how many.
+        # Entries that are no index are written to place k, which is dropped. So all shapes are known without waiting
+        # for the device.
         place = num_indices_through.sub_(1).masked_fill_(is_index == 0, k)
         indices += indices.new_empty(k + 1).scatter_(0, place, num_steps_through)[:k] << low_bits
     return indices

@@ -1,4 +1,4 @@
-"""How to say a flat vector in fewer bytes: the contract of a lossy codec, and a cast."""
+"""The base class of lossy compressors of flat vectors, and the cast to 16 bits."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class Compressor(ABC):
-    """A lossy codec of a flat vector: `compress` writes a message of fixed size, `add_decompressed` adds what it means.
+    """A lossy compressor C of flat vectors: `compress` writes the message, `add_decompressed` adds C(x) to a tensor.
 
-    Messages are uint8 tensors whose size follows from the length and dtype of the vector alone, so all ranks agree on
-    it. They may be views of a larger buffer, at multiples of 8 bytes. What is random is a pure function of the seed
-    and of the round t: a compressor has no state, and ranks with equal seeds make equal choices.
+    Messages are uint8 tensors. Their size is a function of the length and the dtype of the vector, so all ranks know
+    it. A message may be a view of a larger buffer that starts at a multiple of 8 bytes. Random choices are a pure
+    function of the seed and the round t: a compressor has no state, and ranks with equal seeds choose alike.
 
-    A message adds the same bits wherever it is added to equal targets: products are rounded before they are added, so
-    no fused multiply-add, which only some loops use, can tell ranks apart.
+    Adding a message to equal targets gives equal bits on all ranks: products are rounded before they are added, since a
+    fused multiply-add, which only some loops use, would round differently.
     """
 
     @abstractmethod
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        """The size of the message of a vector of length d."""
+        """The number of bytes of the message for a vector of length d."""
 
     @abstractmethod
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        """`compress`, of what has passed its checks; d >= 1."""
+        """`compress` after its checks; d >= 1."""
 
     @abstractmethod
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        """`add_decompressed`, of what has passed its checks; d >= 1. dtype: one that x may have had."""
+        """`add_decompressed` after its checks; d >= 1. dtype: a dtype that x may have had."""
 
     def message_like(self, x: Tensor) -> Tensor:
-        """A new zeroed message for vectors like x: uint8 [num_bytes] on its device.
+        """A new message for vectors like x, all zero: uint8 [num_bytes] on its device.
 
         Raises:
-            ValueError: x is not what `compress` takes.
+            ValueError: `compress` does not take x.
         """
         _check_vector(x, _DTYPES)
         return x.new_zeros(self.num_bytes(x.numel(), x.dtype), dtype=torch.uint8)
@@ -49,12 +49,12 @@ class Compressor(ABC):
         """message <- C(x).
 
         Args:
-            x: float32 or float64 [d], contiguous; not changed.
-            message: uint8 [num_bytes], as `message_like(x)` makes; every byte is written.
-            t: the round, >= 0; it chooses what is random.
+            x: the vector, float32 or float64 [d], contiguous; not changed.
+            message: the result, uint8 [num_bytes], as `message_like(x)` makes it; every byte is written.
+            t: the round, >= 0; random choices depend on it.
 
         Raises:
-            ValueError: x or message is of another kind or size.
+            ValueError: x or message has another dtype, shape or size.
         """
         _check_vector(x, _DTYPES)
         expected = self.num_bytes(x.numel(), x.dtype)
@@ -70,12 +70,12 @@ class Compressor(ABC):
         """target <- target + alpha * C(x), rounded once where target is narrower than x.
 
         Args:
-            message: uint8 [num_bytes], what `compress` wrote; not changed.
-            target: [d], contiguous, changed in place; of x's dtype, or any other floating dtype.
-            alpha: the factor.
+            message: a message that `compress` wrote, uint8 [num_bytes]; not changed.
+            target: the tensor that C(x) is added to, [d], contiguous; of x's dtype or any other floating dtype.
+            alpha: the factor of C(x).
 
         Raises:
-            ValueError: target is of another kind, or message is no message of a vector so long.
+            ValueError: target has another dtype or shape, or no vector of its length has a message of this size.
         """
         d = target.numel()
         _check_vector(target, (*_DTYPES, torch.bfloat16, torch.float16))
@@ -91,17 +91,17 @@ class Compressor(ABC):
 
     @abstractmethod
     def __repr__(self) -> str:
-        """All settings; ranks compare it."""
+        """All settings; ranks compare this text when a model is wrapped."""
 
 
 class Cast(Compressor):
     """C(x) = x in a narrower floating dtype: half the bytes of float32.
 
-    Finite values beyond its range become the largest it has; infinities and NaN stay what they are. Where nothing
-    overflows or is subnormal, ||x - C(x)|| <= u ||x|| with u = 2^-8 (bfloat16) or 2^-11 (float16).
+    Finite values beyond its range become its largest number; infinities and NaN are kept. If no entry overflows or is
+    subnormal, ||x - C(x)|| <= u ||x|| with u = 2^-8 (bfloat16) or 2^-11 (float16).
 
     Args:
-        dtype: torch.bfloat16 or torch.float16.
+        dtype: the narrower dtype; torch.bfloat16 or torch.float16.
 
     Raises:
         ValueError: another dtype.
@@ -139,10 +139,10 @@ class Cast(Compressor):
 
 
 def chunks(x: Tensor, block_size: int) -> Iterator[tuple[int, int, slice]]:
-    """Cut x into (start, stop, blocks) of whole blocks, or parts of one: few enough entries for temporaries.
+    """Cut x into chunks (start, stop, blocks) of whole blocks, or of a part of one block, to be processed one by one.
 
-    All blocks of a piece are of equal size; starts are multiples of 8 if block_size is. The message does not depend
-    on where x is cut. On a CPU pieces fit in its cache.
+    So temporary tensors stay small; on a CPU a chunk fits in the cache. All blocks of a chunk have the same size, and
+    starts are multiples of 8 if block_size is. Messages do not depend on where x is cut.
     """
     d, longest = x.numel(), 1 << (17 if x.device.type == "cpu" else 24)
     full = d // block_size * block_size
@@ -162,18 +162,18 @@ def chunks(x: Tensor, block_size: int) -> Iterator[tuple[int, int, slice]]:
 
 
 def saturated(x: Tensor, largest: float) -> Tensor:
-    """x with finite numbers beyond +-largest at it; infinities and NaN stay what they are, and all others the same.
+    """x with finite numbers beyond +-largest replaced by +-largest; infinities and NaN are kept.
 
     Args:
-        x: float32 or float64; not changed.
-        largest: at least 1.
+        x: the numbers, float32 or float64; not changed.
+        largest: the bound; at least 1.
     """
-    # Adding tiny * x gives back infinity; it changes a finite number by less than rounding does.
+    # Adding tiny * x restores infinities, and changes a finite number by less than rounding does.
     return x.clamp(-largest, largest).add_(x, alpha=torch.finfo(x.dtype).tiny)
 
 
 def wide(target: Tensor) -> torch.dtype:
-    """The dtype in which something is added to target: its own, or float32 where that is narrower."""
+    """The dtype in which something is added to target: that of target, or float32 if that is narrower."""
     return torch.promote_types(target.dtype, torch.float32)
 
 
@@ -183,12 +183,12 @@ def random_words(seed: int, t: int, num_words: int) -> list[int]:
 
 
 def checked_seed(seed: int) -> int:
-    """The seed, or ValueError."""
+    """The seed as an int; raises ValueError if it is not an integer of at least 0."""
     return checked_integer("seed", seed, 0, "pass the seed that all ranks share")
 
 
 def checked_integer(name: str, value: int, least: int, remedy: str) -> int:
-    """`value` as an int of at least `least`, or ValueError."""
+    """`value` as an int; raises ValueError if it is not an integer of at least `least`."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DEPENDENT = 1e-5  # of a column's norm: what rounding of float32 columns leaves of one that the others span
+DEPENDENT = 1e-5  # share of a column's norm that rounding of float32 can leave if the other columns span it
 
 
 def orthonormalize(columns: Tensor, fallback: Tensor) -> Tensor:
-    """Bases A with A^T A = I that span the columns; what they leave open is filled from `fallback`.
+    """Orthonormal bases A, A^T A = I, that span the columns; missing directions are taken from `fallback`.
 
-    Gram-Schmidt, each column projected twice. A column that is zero, not finite, or spanned by those before it up to
-    `DEPENDENT` is replaced by the fallback's, so that the result is orthonormal whatever comes in, and rounding noise
-    never chooses a direction.
+    Gram-Schmidt with each column projected twice. A column that is zero, not finite, or up to `DEPENDENT` in the span
+    of the columns before it is replaced by the column of `fallback`. So the result is orthonormal for every input, and
+    rounding noise never chooses a direction.
 
     Args:
-        columns: float64 [..., d, r], r <= d.
-        fallback: float64, like `columns`; linearly independent, in general position.
+        columns: the matrices, float64 [..., d, r] with r <= d.
+        fallback: the replacements, float64 like `columns`; linearly independent, in general position.
 
     Returns:
-        float64 [..., d, r].
+        The bases, float64 [..., d, r].
     """
     basis = torch.zeros_like(columns)
     for k in range(columns.shape[-1]):
@@ -35,12 +35,12 @@ def orthonormalize(columns: Tensor, fallback: Tensor) -> Tensor:
 
 
 def _scaled(column: Tensor) -> Tensor:
-    """The column over its largest entry, so that squares neither underflow nor overflow; NaN where that is zero."""
+    """The column divided by its largest entry, so that squares do not underflow or overflow; NaN for a zero column."""
     return column / column.abs().amax(dim=-2, keepdim=True)
 
 
 def _without(basis: Tensor, column: Tensor) -> Tensor:
-    """The column without its part in the span of an orthonormal basis."""
+    """The column minus its projection on the span of an orthonormal basis."""
     for _ in range(2):
         column = column - basis @ (basis.mT @ column)
     return column

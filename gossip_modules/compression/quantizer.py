@@ -1,4 +1,4 @@
-"""Compressors that send every entry in few bits: one for its sign, or some for a random rounding."""
+"""Compressors that send every entry in few bits: one bit for its sign, or a few for a randomly rounded value."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch import Tensor
 from .bit_packing import pack, packed_size, unpack
 from .compressor import Compressor, checked_seed, chunks, random_words, saturated, wide
 
-_LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # what is multiplied by a scale rounds, but not to infinity
+_LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # of a scale; its products round, but not to infinity
 
 
 class SignNorm(Compressor):
     """C(x) = mean |x| * sign(x) in each block: one bit per entry and a float32 per block. sign(0) = +1.
 
-    ||x - C(x)||^2 = (1 - ||x||_1^2 / (m ||x||_2^2)) ||x||^2 in a block of m entries. Infinity or NaN in an entry makes
-    its whole block so. Finite entries beyond float32 count as the largest number that it has.
+    ||x - C(x)||^2 = (1 - ||x||_1^2 / (m ||x||_2^2)) ||x||^2 in a block of m entries. If an entry is infinite or NaN,
+    its whole block becomes so. Finite entries beyond the range of float32 count as the largest float32.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019,
     arXiv 1901.09847, Lemma 8.
 
     Args:
-        block_size: entries per scale, a multiple of 8; the last block may be shorter. None: one scale for all.
+        block_size: the number of entries per scale, a multiple of 8; the last block may be shorter. None: one scale
+            for the whole vector.
 
     Raises:
-        ValueError: a block size that is no positive multiple of 8.
+        ValueError: block_size is not a positive multiple of 8.
 
     Example:
         >>> x, y = torch.randn(1000), torch.zeros(1000)
@@ -66,26 +67,26 @@ class SignNorm(Compressor):
 
 
 class QSGD(Compressor):
-    """C(x) = ||x||_2 / s * xi(s x / ||x||_2) in each bucket, xi rounding at random to a whole number, E xi(y) = y.
+    """C(x) = ||x||_2 / s * xi(s x / ||x||_2) in each bucket; xi rounds at random to an integer, with E xi(y) = y.
 
-    With s = 2^(bits-1) - 1 an entry is a sign and bits - 1 bits, packed, and a bucket of B entries has one float32.
+    With s = 2^(bits-1) - 1 an entry takes a sign and bits - 1 bits, and a bucket of B entries one float32 in addition.
     E ||x - C(x)||^2 <= omega ||x||^2, omega = min(B / s^2, sqrt(B) / s). C / (1 + omega), the default, is a
-    contraction: E ||x - C(x)||^2 <= (1 - 1 / (1 + omega)) ||x||^2. Infinity or NaN in an entry makes its whole
-    bucket infinite or NaN. A norm beyond float32 is sent as the largest number that it has: larger than every float32
-    entry, so their code is only finer; finite float64 entries beyond it become that number.
+    contraction: E ||x - C(x)||^2 <= (1 - 1 / (1 + omega)) ||x||^2. If an entry is infinite or NaN, its whole bucket
+    becomes so. A norm beyond the range of float32 is sent as the largest float32, which is still larger than every
+    float32 entry; finite float64 entries beyond it become that number.
 
     Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017,
     arXiv 1610.02132, Section 3.1; scaled as in Koloskova et al., "Decentralized Stochastic Optimization and Gossip
     Algorithms with Compressed Communication", ICML 2019, arXiv 1902.00340, Section 3.5.
 
     Args:
-        bits: per entry, 8, 4 or 2.
-        bucket_size: entries per norm, a multiple of 8; the last bucket may be shorter.
-        seed: rounding is a function of (seed, t) on each kind of device, >= 0.
-        unbiased: do not divide by 1 + omega, so that E C(x) = x.
+        bits: the number of bits per entry; 8, 4 or 2.
+        bucket_size: the number of entries per norm, a multiple of 8; the last bucket may be shorter.
+        seed: the seed of the rounding, >= 0; the rounding is a function of (seed, t) on each kind of device.
+        unbiased: whether not to divide by 1 + omega, so that E C(x) = x.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: an argument is out of range.
 
     Example:
         >>> x, y = torch.randn(1000), torch.zeros(1000)
@@ -104,7 +105,7 @@ class QSGD(Compressor):
         self.unbiased = unbiased
         self.num_levels = 2 ** (bits - 1) - 1
         omega = min(bucket_size / self.num_levels**2, math.sqrt(bucket_size) / self.num_levels)
-        self._step = 1 / self.num_levels / (1 if unbiased else 1 + omega)  # what level 1 means, in norms
+        self._step = 1 / self.num_levels / (1 if unbiased else 1 + omega)  # the value of level 1, in units of the norm
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
         """See `Compressor`."""
@@ -117,7 +118,7 @@ class QSGD(Compressor):
         for start, stop, buckets in chunks(x, self.bucket_size):
             levels = x[start:stop].view(buckets.stop - buckets.start, -1) / norms[buckets, None]
             levels.mul_(self.num_levels).add_(torch.empty_like(levels).uniform_(generator=generator))
-            # Sums may round up to s + 1. 0 / 0 is level 0; so is what is not finite, since its norm says it.
+            # Sums may round up to s + 1. NaN becomes level 0: from 0 / 0, and where the norm is not finite either.
             levels.floor_().clamp_(-self.num_levels, self.num_levels).nan_to_num_(nan=0.0)
             begin, end = (packed_size(i, self.bits) for i in (start, stop))
             pack(levels.to(torch.int8).flatten(), self.bits, packed[begin:end])
@@ -141,9 +142,9 @@ def _checked_multiple_of_8(name: str, size: int) -> int:
 
 
 def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
-    """||x||_p of every block, float64 [blocks]: there the squares of float32 neither overflow nor vanish.
+    """||x||_p of every block, float64 [blocks], in which the squares of float32 numbers do not overflow or underflow.
 
-    float64 entries beyond float32, which no scale can tell, count as its largest number, so their squares are finite.
+    float64 entries beyond the range of float32, which no scale can represent, count as the largest float32.
     """
     sums = torch.zeros(-(-x.numel() // block_size), dtype=torch.float64, device=x.device)
     for start, stop, blocks in chunks(x, block_size):
@@ -154,7 +155,7 @@ def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
 
 
 def _as_scales(norms: Tensor) -> Tensor:
-    """Norms float64 as they are sent in float32: finite ones stay finite there, and times levels when decoded."""
+    """Norms, float64, such that finite ones stay finite in float32, also when they are multiplied by a level."""
     return saturated(norms, _LARGEST)
 
 
@@ -165,5 +166,5 @@ def _scales_and_codes(message: Tensor, d: int, block_size: int) -> tuple[Tensor,
 
 
 def _add_scaled(codes: Tensor, scales: Tensor, target: Tensor) -> None:
-    """target += codes * scales: int8 [d], one scale per equal part of them, and [d] of any floating dtype."""
+    """target += codes * scales: codes int8 [d], one scale per block of equal size, target [d] of any float dtype."""
     target += codes.to(scales.dtype).view(scales.numel(), -1).mul_(scales[:, None]).flatten()

@@ -16,8 +16,8 @@ _SAMPLE_SIZE = 1 << 16
 class TopK(Compressor):
     """C(x) = the k = max(1, int(ratio d)) entries of x that are largest in magnitude, over the whole vector.
 
-    ||x - C(x)||^2 <= (1 - k/d) ||x||^2. NaN counts as largest. The message is k values in x's dtype and k packed
-    indices, 9.4 bits each at 1 % (`bit_packing.pack_indices`).
+    ||x - C(x)||^2 <= (1 - k/d) ||x||^2. NaN counts as the largest value. The message holds k values in x's dtype and k
+    packed indices, 9.4 bits each at 1 % (`bit_packing.pack_indices`).
 
     Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, arXiv 1809.07599, Definition 2.1.
 
@@ -25,7 +25,7 @@ class TopK(Compressor):
         ratio: the share of entries that is kept, in (0, 1].
 
     Raises:
-        ValueError: ratio out of range.
+        ValueError: ratio is out of range.
 
     Example:
         >>> x, y = torch.randn(1000), torch.zeros(1000)
@@ -63,19 +63,20 @@ class TopK(Compressor):
 class RandomK(Compressor):
     """C(x) = k = max(1, int(ratio d)) entries of x at random positions, each with probability k/d.
 
-    The positions are start + i * stride modulo d, i < k, for a random start and a random stride without a common
-    factor with d: O(k) work, and they travel as 16 bytes beside the k values. E ||x - C(x)||^2 = (1 - k/d) ||x||^2.
+    The positions are start + i * stride modulo d, i < k, with a random start and a random stride that has no common
+    factor with d. Finding them takes O(k) operations, and they are sent as 16 bytes in addition to the k values.
+    E ||x - C(x)||^2 = (1 - k/d) ||x||^2.
 
     Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, arXiv 1809.07599, Definition 2.1.
 
     Args:
         ratio: the share of entries that is kept, in (0, 1].
-        seed: positions are a function of (seed, t), >= 0; equal on all ranks, or not.
-        unbiased: scale by d/k, so that E C(x) = x; C is no contraction then. What is finite stays finite: it becomes
-            the largest number of x's dtype at most.
+        seed: the seed of the positions, >= 0, which are a function of (seed, t); ranks may have different seeds.
+        unbiased: whether to scale by d/k, so that E C(x) = x; C is not a contraction then. Finite values stay finite:
+            the largest number of x's dtype is the bound.
 
     Raises:
-        ValueError: ratio or seed out of range.
+        ValueError: ratio or seed is out of range.
 
     Example:
         >>> x, y = torch.randn(1000), torch.zeros(1000)
@@ -130,7 +131,7 @@ def _num_kept(ratio: float, d: int) -> int:
 
 
 def _add_at(indices: Tensor, values: Tensor, target: Tensor, alpha: float) -> None:
-    """target[indices] += alpha * values, rounded once to target's dtype. Indices are different from each other."""
+    """target[indices] += alpha * values, rounded once to target's dtype. All indices are different."""
     dtype = torch.promote_types(target.dtype, values.dtype)
     sums = values.to(dtype) * alpha
     sums += target.index_select(0, indices)
@@ -138,9 +139,9 @@ def _add_at(indices: Tensor, values: Tensor, target: Tensor, alpha: float) -> No
 
 
 def _indices_of_largest(x: Tensor, k: int) -> Tensor:
-    """The indices of k entries of x that are largest in magnitude, ascending. NaN counts as largest.
+    """The indices of the k entries of x that are largest in magnitude, ascending. NaN counts as the largest.
 
-    On a CPU a sample says which entries cannot be among them. Too many may be excluded; then it starts over with all.
+    On a CPU a sample gives a threshold below which entries are excluded. If it excludes too many, all are searched.
     """
     if x.device.type == "cpu" and x.numel() > 8 * max(k, _SAMPLE_SIZE):
         sample = x[:: x.numel() // _SAMPLE_SIZE | 1].abs()
@@ -154,7 +155,7 @@ def _indices_of_largest(x: Tensor, k: int) -> Tensor:
 
 
 def _indices_not_below(x: Tensor, threshold: Tensor) -> Tensor:
-    """The indices, ascending, where not |x| < threshold."""
+    """The indices where |x| < threshold is false, ascending; they include those of NaN."""
     found = []
     for start, stop, _ in chunks(x, 1):
         is_below = x[start:stop].abs() < threshold

@@ -1,1 +1,1 @@
-"""The `mpi` backend of torch.distributed, over mpi4py."""
+"""The MPI backend of torch.distributed, over mpi4py."""

@@ -1,4 +1,4 @@
-"""MPI for PyTorch wheels, which come without: its backend, and how torch.distributed starts under mpirun."""
+"""MPI for PyTorch wheels, which are built without it: the backend, and starting torch.distributed under mpirun."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _ADDRESS_BYTES = 1024
 
 
 def register_mpi_backend() -> None:
-    """Teach torch.distributed the backend "mpi4py", also by the name "mpi" where torch has no MPI itself; idempotent.
+    """Register the backend "mpi4py" with torch.distributed, also as "mpi" if torch was built without MPI; idempotent.
 
-    Older versions of torch refuse "mpi" without asking, and no version gives a default group of that name a key-value
-    store. So begin with `init_mpi_process_group()`; `dist.new_group(backend="mpi4py")` makes more groups.
+    Older versions of torch refuse the name "mpi" without looking for a registered backend, and no version gives a
+    default group of that name a key-value store. So start with `init_mpi_process_group()`; after that
+    `dist.new_group(backend="mpi4py")` makes more groups.
     """
     names = [BACKEND] if dist.is_mpi_available() else [BACKEND, "mpi"]
     for name in names:
@@ -30,7 +31,7 @@ def register_mpi_backend() -> None:
 
 
 def init_mpi_process_group(*, timeout: timedelta = DEFAULT_TIMEOUT, host: str | None = None) -> None:
-    """`dist.init_process_group` over MPI: ranks from mpirun, no address needed; call it on all ranks.
+    """`dist.init_process_group` over MPI; call it on all ranks. mpirun gives the ranks, so no address is needed.
 
     Example:
         # mpirun -np 4 python train.py
@@ -38,11 +39,11 @@ def init_mpi_process_group(*, timeout: timedelta = DEFAULT_TIMEOUT, host: str | 
         model = GossipDataParallel(model)
 
     Args:
-        timeout: of every wait.
-        host: of rank 0, as others reach it, for the key-value store; None: its host name.
+        timeout: the limit of every wait.
+        host: the name or address by which other ranks reach the key-value store on rank 0; None: its host name.
 
     Raises:
-        ImportError: no mpi4py, or no MPI library.
+        ImportError: mpi4py or an MPI library is missing.
         RuntimeError: MPI cannot be called from several threads, or rank 0 did not answer in time.
     """
     register_mpi_backend()
@@ -52,11 +53,11 @@ def init_mpi_process_group(*, timeout: timedelta = DEFAULT_TIMEOUT, host: str | 
 
 
 def mpi_store(*, timeout: timedelta = DEFAULT_TIMEOUT, host: str | None = None) -> dist.TCPStore:
-    """Collective over all ranks of MPI: a key-value store in rank 0, whose address travels by MPI.
+    """A key-value store on rank 0, whose address the other ranks receive by MPI. Collective over all ranks of MPI.
 
     Args:
-        timeout: of the meeting, and of requests to the store.
-        host: of rank 0, as others reach it; None: its host name.
+        timeout: the limit of waiting for the address, and of requests to the store.
+        host: the name or address by which other ranks reach rank 0; None: its host name.
 
     Raises:
         RuntimeError: rank 0 did not answer in time.
@@ -75,12 +76,12 @@ def mpi_store(*, timeout: timedelta = DEFAULT_TIMEOUT, host: str | None = None) 
     if server is not None:
         return server
     port, its_host, its_address = address.rstrip(b"\0").decode().split()
-    # A host name need not be known to its own machine.
+    # A machine may be unable to resolve its own host name.
     return dist.TCPStore("localhost" if its_host == here else its_address, int(port), world.size, timeout=timeout)
 
 
 def _make_group(opts: Any, _: object) -> MpiProcessGroup:
-    """What torch.distributed calls for a new group, on its members only; `opts` are its DistributedBackendOptions."""
+    """Make a new group; torch.distributed calls this on its members, `opts` are its DistributedBackendOptions."""
     mpi = load_mpi()
     world = mpi.COMM_WORLD
     ranks = list(opts.global_ranks_in_group)
@@ -91,7 +92,8 @@ def _make_group(opts: Any, _: object) -> MpiProcessGroup:
                 "expected the ranks of MPI; start with the mpirun of the MPI library that mpi4py was built for"
             )
         ranks = list(range(world.size))
-    # Making a communicator has no timeout of its own, and must not meet another that is being made.
+    # Making a communicator has no timeout, so wait for all ranks first. The tag keeps groups apart that are made at
+    # the same time.
     tag = zlib.crc32(str(opts.group_id).encode()) % int(world.Get_attr(mpi.TAG_UB))
     timed_barrier(world, ranks, names=range(world.size), timeout=opts.timeout, tag=tag)
     comm = world.Create_group(world.group.Incl(ranks), tag)

@@ -24,15 +24,16 @@ _numbers = itertools.count()
 
 
 class MpiProcessGroup(dist.ProcessGroup):
-    """A process group over an MPI communicator of its own. No operation blocks; see `MpiWork` for how one waits.
+    """A process group over an MPI communicator of its own. No operation blocks; `MpiWork` says how to wait for one.
 
-    Tensors must be contiguous, on the CPU or a GPU. Messages go straight from and to their memory; a GPU's through
-    pinned memory, unless MPI is CUDA-aware. float16 and bfloat16, which MPI does not know, are reduced as float32.
+    Tensors must be contiguous, on the CPU or a GPU. Messages are sent from and received into their memory directly;
+    those of a GPU go through pinned memory unless MPI is CUDA-aware. float16 and bfloat16 do not exist in MPI and are
+    reduced as float32.
 
     Args:
-        comm: the communicator; nobody else uses it.
+        comm: the communicator; nothing else may use it.
         names: the global rank of each member, for error messages.
-        timeout: of every wait that gives none.
+        timeout: the limit of every wait that gives none.
     """
 
     def __init__(self, comm: Intracomm, *, names: Sequence[int], timeout: timedelta) -> None:
@@ -41,14 +42,14 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._comm = comm
         self._names = list(names)
         self._timeout = timeout
-        self._barrier_tag = comm.Get_attr(self._mpi.TAG_UB) or 0  # the highest; messages have those below
+        self._barrier_tag = comm.Get_attr(self._mpi.TAG_UB) or 0  # the highest tag; messages use those below it
         self._completer = Completer(f"gossip-mpi-{next(_numbers)}")
         self._works: weakref.WeakSet[MpiWork] = weakref.WeakSet()
         self._is_closed = False
         self._group_name = ""
 
     def name(self) -> str:
-        """Of the backend, for a new group like this one."""
+        """The name of the backend, for a new group like this one."""
         return BACKEND
 
     getBackendName = name
@@ -62,7 +63,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """As torch registered it."""
+        """The name under which torch registered the group."""
         return self._group_name
 
     def _set_group_name(self, name: str) -> None:
@@ -78,11 +79,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._post(self._comm.Isend(bytes_of(message), peer, self._tag(tag)), what, buffers=[message])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> MpiWork:
-        """Post a receive of as many bytes from rank `peer` of the group."""
+        """Post a receive of the one tensor from rank `peer` of the group."""
         return self._receive(tensors, peer, f"rank {self._names[peer]}", tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> MpiWork:
-        """Post a receive from whichever rank; the work's `source_rank()` says from whom."""
+        """Post a receive from any rank; the work's `source_rank()` is the sender."""
         return self._receive(tensors, self._mpi.ANY_SOURCE, "any rank", tag)
 
     # Collectives.
@@ -103,7 +104,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._post(request, "all-reduce", opts, [(x, message)], finish=finish)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:
-        """`allreduce` of each tensor; they have one dtype and device."""
+        """`allreduce` of each tensor; all have the same dtype and device."""
         flat = torch.cat([x.view(-1) for x in tensors])
         op, message, finish = self._reduction(flat, opts)
 
@@ -117,7 +118,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._post(request, "all-reduce", opts, buffers=[message], tensors=tensors, finish=split)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> MpiWork:  # type: ignore[override]
-        """On the root x <- the reduction of x over all ranks; elsewhere x stays."""
+        """On the root x <- the reduction of x over all ranks; on the others x is not changed."""
         (x,) = tensors
         root = opts.rootRank
         op, message, finish = self._reduction(x, opts)
@@ -179,16 +180,15 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._post(request, f"scatter from rank {self._names[root]}", opts, [(x, message)], buffers=[parts])
 
     def barrier(self, opts: Any = None) -> MpiWork:
-        """Complete when every rank has come."""
+        """Complete when every rank has called it."""
         self._require_open()
         return self._post(self._comm.Ibarrier(), "barrier", opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has come, or raise an error that names those who have not: all of them, on all ranks
-        that came before rank 0 has given up.
+        """Return when every rank has called it; see `timed_barrier`.
 
         Raises:
-            RuntimeError: not all have come within the timeout.
+            RuntimeError: ranks are missing after the timeout; the message names them.
         """
         self._require_open()
         timeout = timeout or self._timeout
@@ -197,14 +197,14 @@ class MpiProcessGroup(dist.ProcessGroup):
     # The end.
 
     def abort(self) -> None:
-        """End what is in flight with an error on this rank; idempotent. The group is of no use then."""
+        """End all operations in flight with an error on this rank; idempotent. The group cannot be used afterwards."""
         self._is_closed = True
         for work in tuple(self._works):
             work.cancel("the process group was closed")
         self._completer.close()
 
     def shutdown(self) -> None:
-        """Collective: `abort`, and free the communicator if nothing is left in it; idempotent."""
+        """`abort`, then free the communicator if no operation is left in it. Collective and idempotent."""
         is_first = not self._is_closed
         self.abort()
         if is_first and not any(work.is_held for work in self._works):
@@ -232,7 +232,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         finish: Callable[[], None] | None = None,
         expected_bytes: int | None = None,
     ) -> MpiWork:
-        """The work of a request; when it is complete, `finish`, then the first of each pair gets the second."""
+        """The work of a request. When it is complete, `finish` is called, then the first of each pair <- the second."""
         timeout = getattr(opts, "timeout", timedelta(0))
         results = tensors or [x for x, _ in pairs]
 
@@ -242,7 +242,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             for x, message in pairs:
                 if x is not message:
                     x.copy_(message)
-            for device in {x.device for x in results if x.is_cuda}:  # who waits may use them on any stream
+            for device in {x.device for x in results if x.is_cuda}:  # after wait() any stream may use them
                 torch.cuda.current_stream(device).synchronize()
 
         among = "" if expected_bytes is not None or what.startswith("send") else f" among ranks {self._names}"
@@ -268,7 +268,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return message_of(x, fill=fill)
 
     def _reduction(self, x: Tensor, opts: Any) -> tuple[Op, Tensor, Callable[[], None]]:
-        """MPI's operation, what it reduces in place of x, and what is left to do to that afterwards."""
+        """The MPI operation, the tensor that it reduces instead of x, and a function to call when it is complete."""
         kind = opts.reduceOp.op if opts is not None else dist.ReduceOp.SUM
         op = operation(kind, x.dtype)
         message = self._message(x.to(reduced_as(x.dtype)))
@@ -281,7 +281,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return op, message, finish
 
     def _joint(self, outputs: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Room for x of every rank, and what takes it apart into `outputs`."""
+        """A tensor for x of every rank, and a function that copies its rows into `outputs`."""
         if len(outputs) != self.size() or any(output.numel() != x.numel() for output in outputs):
             numels = [output.numel() for output in outputs]
             raise ValueError(f"got output tensors of {numels} elements, expected {self.size()} of {x.numel()}")

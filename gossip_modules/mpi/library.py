@@ -1,4 +1,4 @@
-"""The MPI library: loading it, and torch's tensors, dtypes and reductions in its terms."""
+"""Loading the MPI library, and translating torch's tensors, dtypes and reductions for it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Op
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_MAX_COUNT = 2**31 - 1  # of MPI before its version 4
-_LOGICAL = ("MIN", "MAX", "PRODUCT")  # of zeros and ones they are zeros and ones
+_MAX_COUNT = 2**31 - 1  # of elements in a message, before version 4 of MPI
+_LOGICAL = ("MIN", "MAX", "PRODUCT")  # the reductions of bool: their results are again 0 or 1
 
 
 @functools.cache
 def load_mpi() -> ModuleType:
     """The module `mpi4py.MPI`, which initialises MPI when it is first imported and finalises it when Python ends.
 
-    [Note: the end of a process] MPI_Finalize waits for all ranks. A rank that an exception ends would wait there for
-    others who wait for it, and so would one with an operation that never completed. Such a process aborts the job
-    instead, as torchrun does. The error is on standard error by then.
+    [Note: the end of a process] MPI_Finalize waits for all ranks. A rank that ends with an exception would wait there
+    for ranks that are waiting for it; so would a rank with an operation that never completed. Such a process aborts the
+    whole job instead, as torchrun does, after it has printed the error.
 
     Raises:
-        ImportError: there is no mpi4py, or no MPI library for it.
+        ImportError: mpi4py or an MPI library is missing.
         RuntimeError: MPI does not allow calls from several threads at once.
     """
     try:
@@ -37,7 +37,7 @@ def load_mpi() -> ModuleType:
 
         mpi4py.rc.thread_level = "multiple"
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # the latter: mpi4py found no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
         raise ImportError(
             f"MPI needs mpi4py and an MPI library ({error}); pip install 'gossip-modules[mpi]' brings both, pip "
             "install mpi4py one for the MPI of your cluster; ranks of mpirun over another backend can do with "
@@ -55,7 +55,7 @@ def load_mpi() -> ModuleType:
 
 
 def require_threads(level: int) -> None:
-    """Raise a RuntimeError unless MPI provides MPI_THREAD_MULTIPLE, 3; 0 is the least of its levels."""
+    """Raise a RuntimeError unless the thread level, 0 to 3, is 3: MPI_THREAD_MULTIPLE."""
     levels = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
     if levels[level] != levels[-1]:
         raise RuntimeError(
@@ -66,7 +66,7 @@ def require_threads(level: int) -> None:
 
 
 def abort_at_exit() -> None:
-    """Let this process, when it ends, end the whole job; see [Note: the end of a process]."""
+    """Make this process abort the whole job when it ends; see [Note: the end of a process]."""
     from mpi4py.run import set_abort_status
 
     set_abort_status(1)
@@ -74,15 +74,15 @@ def abort_at_exit() -> None:
 
 @functools.cache
 def is_cuda_aware() -> bool:
-    """Whether this MPI reads and writes GPU memory itself, by what Open MPI and MPICH say of themselves."""
+    """Whether this MPI library reads and writes GPU memory itself, as Open MPI and MPICH report it."""
     try:
         return bool(ctypes.CDLL(load_mpi().__file__).MPIX_Query_cuda_support())
-    except AttributeError:  # this MPI does not know the question
+    except AttributeError:  # this library has no such function
         return False
 
 
 def message_of(x: Tensor, *, fill: bool = True) -> Tensor:
-    """`x` itself where MPI can reach it, else a twin in pinned memory, filled if asked.
+    """`x` itself if MPI can access it, else a tensor like it in pinned memory, a copy of x if `fill`.
 
     Raises:
         ValueError: `x` is not contiguous, or neither on the CPU nor on a GPU.
@@ -93,11 +93,11 @@ def message_of(x: Tensor, *, fill: bool = True) -> Tensor:
         return x
     if x.device.type != "cuda":
         raise ValueError(f"got a tensor on {x.device}, expected one on cpu or cuda; MPI cannot reach it")
-    torch.cuda.current_stream(x.device).synchronize()  # what is queued there writes or reads x
+    torch.cuda.current_stream(x.device).synchronize()  # queued kernels may read or write x
     if is_cuda_aware():
         return x
-    twin = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return twin.copy_(x) if fill else twin
+    staging = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return staging.copy_(x) if fill else staging
 
 
 def bytes_of(x: Tensor) -> list[Any]:
@@ -134,14 +134,14 @@ def require_countable(count: int, what: str) -> None:
 @functools.cache
 def _counts_in_64_bits() -> bool:
     mpi = load_mpi()
-    return bool(min(mpi.VERSION, mpi.Get_version()[0]) >= 4)  # mpi4py's own knowledge, and the library's
+    return bool(min(mpi.VERSION, mpi.Get_version()[0]) >= 4)  # what mpi4py was built for, and what is loaded
 
 
 def reduced_as(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of `dtype` are reduced: itself, or float32 for half precision, which MPI has not.
+    """The dtype in which tensors of `dtype` are reduced: itself, or float32 for half precision, which MPI lacks.
 
     Raises:
-        ValueError: there is none.
+        ValueError: MPI cannot reduce this dtype.
     """
     dtype = _WIDER.get(dtype, dtype)
     if dtype not in _mpi_types():
@@ -150,10 +150,10 @@ def reduced_as(dtype: torch.dtype) -> torch.dtype:
 
 
 def operation(kind: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Op:
-    """MPI's operation for torch's; AVG is a sum that is yet to be divided.
+    """The MPI operation for one of torch's. For AVG it is the sum, which the caller divides.
 
     Raises:
-        ValueError: it is not defined, or not for this dtype.
+        ValueError: MPI has no such operation, or not for this dtype.
     """
     mpi, kinds = load_mpi(), dist.ReduceOp
     operations: dict[dist.ReduceOp.RedOpType, Op] = {
@@ -175,7 +175,7 @@ def operation(kind: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Op:
 
 @functools.cache
 def _mpi_types() -> dict[torch.dtype, Any]:
-    """MPI's name of each type that it computes with."""
+    """The MPI type of each dtype that MPI can reduce."""
     mpi = load_mpi()
     return {
         torch.float32: mpi.FLOAT,

@@ -1,4 +1,4 @@
-"""MpiWork: an MPI operation on its way. Whoever waits for it polls, so that every wait has a limit and moves bytes."""
+"""MpiWork: an MPI operation in flight. Waiting for it polls, so that every wait has a limit and moves bytes."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from .library import abort_at_exit, load_mpi
 if TYPE_CHECKING:
     from mpi4py.MPI import Request, Status
 
-_NUM_YIELDS = 50  # polls that only let others run, before polls that sleep
+_NUM_YIELDS = 50  # polls that only yield the core, before polls that sleep
 _FIRST_SLEEP, _NUM_DOUBLINGS = 1e-5, 7  # seconds; up to 1.28 ms
 GRACE = timedelta(seconds=1)  # for an operation that should end at once
-_held: set[MpiWork] = set()  # their memory belongs to MPI, whoever has forgotten them
+_held: set[MpiWork] = set()  # MPI may still access their memory, so they are kept alive even if nobody waits
 
 
 class MpiWork(dist.Work):
-    """An operation that has been posted, as `torch.distributed` wants it.
+    """An MPI operation that has been posted, with the interface of `torch.distributed.Work`.
 
-    [Note: polling] MPI moves bytes only inside its own calls, and MPI_Wait knows no timeout. So waiting is testing
-    again and again, with the interpreter's lock released: first yielding the core, which with more ranks than cores
-    belongs to a peer, then sleeping about a millisecond.
+    [Note: polling] MPI moves bytes only inside its own calls, and MPI_Wait has no timeout. So waiting calls MPI_Test
+    again and again with the interpreter's lock released. Between two calls it first yields the core, which a peer needs
+    if there are more ranks than cores, and later sleeps about a millisecond.
 
     Args:
-        request: what MPI returned.
-        what: the operation with its peer, for errors: "rank 0: receive of 8 bytes from rank 1 (tag 3)".
-        timeout: of a wait that gives none.
-        tensors: the result.
-        buffers: memory that the operation reads and writes; kept alive, as are `tensors`, until MPI is done with it.
-        finish: called once, by whoever finds the operation complete.
-        expected_bytes: of a receive, which can also be cancelled; None: not a receive.
-        completer: who waits where only a future is wanted.
+        request: the request that MPI returned.
+        what: the operation and its peer, for errors: "rank 0: receive of 8 bytes from rank 1 (tag 3)".
+        timeout: the limit of a wait that gives none.
+        tensors: the result of the operation.
+        buffers: memory that the operation reads or writes; kept alive, as are `tensors`, until MPI is done with it.
+        finish: a function that is called once, in the thread that finds the operation complete.
+        expected_bytes: the number of bytes of a receive, which can also be cancelled; None for other operations.
+        completer: the thread that waits for the operation if a future is asked for; None: there are no futures.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MpiWork(dist.Work):
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly; never blocks."""
+        """Whether it has ended, successfully or not; never blocks."""
         with self._lock:
             if not self._is_done:
                 self._is_done = self._test()
@@ -84,11 +84,11 @@ class MpiWork(dist.Work):
         """Return True when the operation is complete and its tensors may be read and written again.
 
         Args:
-            timeout: zero or less: the group's.
+            timeout: the limit; zero or less: the limit of the group.
 
         Raises:
-            RuntimeError: the time is over, naming the peer, or MPI failed. A receive is cancelled then; the memory of
-                anything else belongs to MPI until the process ends.
+            RuntimeError: the time is over, or MPI failed; the message names the peer. A receive is cancelled then. The
+                memory of other operations stays in use by MPI until the process ends.
         """
         limit = timeout if timeout > timedelta(0) else self._timeout
         deadline = time.monotonic() + limit.total_seconds()
@@ -104,14 +104,14 @@ class MpiWork(dist.Work):
         return True
 
     def cancel(self, reason: str) -> None:
-        """End it with an error that says why, unless it is complete; idempotent."""
+        """End the operation with an error that gives the reason, unless it is complete; idempotent."""
         with self._lock:
             if self._is_done or self._test():
                 self._is_done = True
                 return
             self._is_done = True
             self._error = RuntimeError(f"{self.what}: {reason}")
-            if self._expected_bytes is None:  # what others take part in cannot be taken back
+            if self._expected_bytes is None:  # only a receive can be cancelled in MPI
                 return
             self._request.Cancel()
             if self._test_until(time.monotonic() + GRACE.total_seconds()) and not self._status.Is_cancelled():
@@ -120,33 +120,33 @@ class MpiWork(dist.Work):
 
     @property
     def is_held(self) -> bool:
-        """Whether MPI may still use its memory; also of one that has ended by a timeout."""
+        """Whether MPI may still access its memory, possibly after a timeout."""
         return self in _held
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has ended successfully."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> RuntimeError | None:
-        """What `wait` raises, once it has ended badly."""
+        """The error that `wait` raises, once the operation has failed."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The tensors that it has written, after `wait`."""
+        """The tensors that the operation has written, after `wait`."""
         return self._tensors
 
     def source_rank(self) -> int:
-        """Of a receive that is complete: who sent it."""
+        """The rank that sent the message; for a receive that is complete."""
         return int(self._status.Get_source())
 
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """As `wait`: what is complete is complete on the host."""
+        """As `wait`: an operation that is complete is complete on the host."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors; a thread of the group waits for it from now on."""
+        """A future of the tensors; a thread of the group waits for the operation from now on."""
         if self._future is None:
             assert self._completer is not None, "only collectives have futures"
             self._future = torch.futures.Future()
@@ -154,7 +154,7 @@ class MpiWork(dist.Work):
         return self._future
 
     def _test(self) -> bool:
-        """Whether MPI is done with it; runs what is left to do then."""
+        """Whether MPI is done with the operation; if so, finishes it."""
         try:
             if not self._request.Test(self._status):
                 return False
@@ -166,7 +166,7 @@ class MpiWork(dist.Work):
         return True
 
     def _test_until(self, deadline: float) -> bool:
-        """Whether MPI is done with it before `deadline`; leaves what it says to the caller."""
+        """Whether MPI is done with the operation before `deadline`; the caller looks at the status."""
         num_polls = 0
         while not self._request.Test(self._status):
             if time.monotonic() > deadline:
@@ -200,7 +200,7 @@ def _release_at_exit() -> None:
 
 
 def _release_all() -> None:
-    """Cancel what can be, before MPI_Finalize waits for it; see [Note: the end of a process]."""
+    """Cancel what can be cancelled before MPI_Finalize waits for it; see [Note: the end of a process]."""
     for work in tuple(_held):
         work.cancel("the process ends")
     deadline = time.monotonic() + GRACE.total_seconds()
@@ -209,12 +209,12 @@ def _release_all() -> None:
 
 
 class Completer:
-    """A daemon thread that waits for works in turn and sets their futures; it starts with the first one.
+    """A daemon thread that waits for operations in turn and sets their futures; it starts with the first one.
 
-    DistributedDataParallel waits for futures, and nobody would poll then; see [Note: polling].
+    DistributedDataParallel waits for futures without polling, so this thread has to poll; see [Note: polling].
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -232,7 +232,7 @@ class Completer:
         self._queue.put((work, future))
 
     def close(self) -> None:
-        """Set what is submitted, then end the thread; idempotent."""
+        """Set the futures that were submitted, then end the thread; idempotent."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -250,6 +250,6 @@ class Completer:
 
 
 def pause(num_polls: int) -> None:
-    """Let others run between two polls; see [Note: polling]."""
+    """Yield the core or sleep between two polls; see [Note: polling]."""
     doublings = min((num_polls - _NUM_YIELDS) // 4, _NUM_DOUBLINGS)
     time.sleep(0 if num_polls < _NUM_YIELDS else _FIRST_SLEEP * 2**doublings)
