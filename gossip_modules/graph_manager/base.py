@@ -1,11 +1,10 @@
 """Who sends to whom in round t: communication graphs as pure functions of (rank, t).
 
-A rank owns one ordered row of distinct out-peers, its phone book. Round t uses a window of `peers_per_itr`
-consecutive entries of that row, and the next round the next window, wrapping around. Nothing rotates and nothing is
-stored per round: every rank, at any time, can compute the peers of any rank in any round, so the receivers of a
-message are known without talking.
+Each rank has one ordered row of distinct out-peers, its phone book. Round t uses a window of `peers_per_itr`
+consecutive entries of that row, and the next round uses the next window, wrapping around. Nothing is stored per round:
+every rank can compute the peers of any rank in any round, so ranks know from whom to receive without asking.
 
-Here is the abstract base; the graphs are in `shift_graph`, `dynamic_graphs` and `static_graphs`.
+This file has the abstract base; the graphs are in `shift_graph`, `dynamic_graphs` and `static_graphs`.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from functools import cached_property
 from math import gcd, lcm
 
 MAX_PERIOD = 2**31  # a longer period counts as "never repeats"
-_MAX_SCANNED_RANKS = 2**18  # rounds x ranks that a scan of the schedule may visit: about a second
+_MAX_SCANNED_RANKS = 2**18  # limit on rounds x ranks in a scan of the schedule, which takes about a second
 
 
 class GraphManager(ABC):
     """A directed communication graph that may change every round, in a regular pattern.
 
-    A new graph needs a `phone_book`; what is here then follows by walking its rows, at O(n) per `in_peers`. A family
-    whose rows are shifts of one another derives from `ShiftGraph` instead: it gives one list of shifts and every
-    query is O(peers).
+    A new graph has to write `phone_book` only; the other methods are computed from it, `in_peers` in O(n). If the rows
+    of all ranks are shifts of one another, derive from `ShiftGraph` instead: it needs one list of shifts, and every
+    query takes O(peers).
 
     Args:
-        world_size: number of ranks n, at least 1. A world of one has no peers and accepts any `peers_per_itr`.
-        peers_per_itr: how many peers a rank sends to per round; or a schedule `{first round: peers}`, the same on
-            all ranks. `{0: 2, 3000: 1}` sends to two peers in rounds 0..2999 and to one from round 3000 on; the
-            walk through the row restarts at each switch.
+        world_size: the number of ranks n, at least 1. A world of one has no peers and accepts any `peers_per_itr`.
+        peers_per_itr: the number of peers that a rank sends to per round, or a schedule `{first round: peers}`, the
+            same on all ranks. `{0: 2, 3000: 1}` sends to two peers in rounds 0..2999 and to one from round 3000 on.
+            Each entry of the schedule starts at the beginning of the row.
 
     Raises:
-        ValueError: a size or schedule that cannot work.
+        ValueError: there is no graph of this size or with this schedule.
     """
 
     def __init__(self, world_size: int, *, peers_per_itr: int | Mapping[int, int] = 1) -> None:
@@ -63,7 +62,7 @@ class GraphManager(ABC):
         return tuple(j for j in range(self.world_size) if j != rank and rank in self.out_peers(j, t))
 
     def num_peers(self, t: int) -> int:
-        """`peers_per_itr` in round `t`; 0 in a world of one. A rank whose row is shorter sends to its whole row."""
+        """`peers_per_itr` in round `t`; 0 in a world of one. A rank with a shorter row sends to all its entries."""
         return self._segment(t)[1]
 
     def out_degree(self, rank: int, t: int) -> int:
@@ -77,46 +76,46 @@ class GraphManager(ABC):
 
     @property
     def is_bipartite(self) -> bool:
-        """Whether the graph is built on two classes of ranks, active and passive, and every edge joins one of each."""
+        """Whether the ranks form two classes, active and passive, and every edge joins an active and a passive rank."""
         return False
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether some rounds have other edges than round 0."""
+        """Whether some round has other edges than round 0."""
         return self.period != 1
 
     @property
     def period(self) -> int:
-        """Rounds until the peers repeat; 0 = never (several `peers_per_itr` segments) or not within 2**31 rounds."""
+        """The number of rounds until the peers repeat; 0: never (`peers_per_itr` is a schedule), or more than 2**31."""
         return 0 if len(self._segments) > 1 else self._segment_period(self._segments[0])
 
     @cached_property
     def is_regular(self) -> bool:
-        """Whether in each round all ranks have the same in- and out-degree. Scans, see `in_every_round`."""
+        """Whether in each round all ranks have the same in- and out-degree. See `in_every_round` for its limit."""
         return self.in_every_round(self._is_regular_round)
 
     @cached_property
     def is_symmetric(self) -> bool:
-        """Whether in every round i sends to j exactly if j sends to i. Scans, see `in_every_round`."""
+        """Whether in every round i sends to j exactly if j sends to i. See `in_every_round` for its limit."""
         return self.in_every_round(self._is_symmetric_round)
 
     def canonical_round(self, t: int) -> int:
-        """The first round of the segment at which the walk stood as in round `t`; `t` when that has no period."""
+        """The first round with the peers of round `t` in the same entry of the schedule; `t` if it has no period."""
         start, num_peers = self._segment(t)
         period = self._segment_period(num_peers)
         return start + (t - start) % period if period else t
 
     def distinct_rounds(self) -> Iterator[int]:
-        """The canonical rounds, ascending: between them they show every edge set of the schedule."""
+        """The canonical rounds, ascending; together they have every set of edges that the schedule ever uses."""
         for start, end in zip(self._starts, (*self._starts[1:], None), strict=True):
             stop = start + (self._segment_period(self._segments[start]) or MAX_PERIOD)
             yield from range(start, stop if end is None else min(stop, end))
 
     def in_every_round(self, predicate: Callable[[int], bool]) -> bool:
-        """Whether `predicate(t)` holds in all rounds; also False when there are too many to look at them all.
+        """Whether `predicate(t)` is true in all rounds; also False if there are too many rounds to check.
 
-        Giving up is on the safe side: push-sum then sends a weight that could have been inferred, and what needs a
-        symmetric graph refuses. The limit depends on the graph alone, so all ranks come to the same answer.
+        False is the safe answer: push-sum then sends a weight that it could have left out, and algorithms that need a
+        symmetric graph raise an error. The limit is a function of the graph, so all ranks get the same answer.
         """
         for num_scanned, t in enumerate(self.distinct_rounds()):
             if num_scanned * self.world_size > _MAX_SCANNED_RANKS or not predicate(t):
@@ -124,14 +123,14 @@ class GraphManager(ABC):
         return True
 
     def __repr__(self) -> str:
-        """Complete: graphs with the same repr have the same peers in all rounds (ranks compare it at start)."""
+        """Complete: graphs with the same repr have the same peers in all rounds; ranks compare it at the start."""
         segments = self._peers_per_itr
         return (
             f"{type(self).__name__}({self.world_size}, peers_per_itr={segments if len(segments) > 1 else segments[0]})"
         )
 
     def _check_world_size(self) -> None:
-        """Raise a ValueError when no graph of this kind has `self.world_size` ranks."""
+        """Raise a ValueError if there is no graph of this kind with `self.world_size` ranks."""
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
@@ -140,14 +139,14 @@ class GraphManager(ABC):
             )
 
     def _segment(self, t: int) -> tuple[int, int]:
-        """The first round of the `peers_per_itr` segment that `t` lies in, and its number of peers."""
+        """The first round of the entry of `peers_per_itr` that applies in round `t`, and its number of peers."""
         if t < 0:
             raise ValueError(f"got round t={t}, expected t >= 0: rounds count from 0")
         start = self._starts[bisect_right(self._starts, t) - 1]
         return start, self._segments[start]
 
     def _segment_period(self, num_peers: int) -> int:
-        """Rounds until windows of `num_peers` entries repeat on all ranks; 0 when that takes more than 2**31."""
+        """The number of rounds until windows of `num_peers` entries repeat on all ranks; 0 if it is more than 2**31."""
         period = lcm(*(row_period(row_length, num_peers) for row_length in self._row_lengths))
         return period if period <= MAX_PERIOD else 0
 
@@ -178,7 +177,7 @@ class GraphManager(ABC):
 
 
 def window(row: Sequence[int], num_peers: int, step: int) -> tuple[int, ...]:
-    """The entries of `row` used in round `step`: `num_peers` consecutive ones, or all if there are fewer."""
+    """The entries of `row` that round `step` uses: `num_peers` consecutive ones, or all if there are fewer."""
     length = len(row)
     if num_peers >= length:
         return tuple(row)
@@ -186,7 +185,7 @@ def window(row: Sequence[int], num_peers: int, step: int) -> tuple[int, ...]:
 
 
 def as_count(name: str, value: int) -> int:
-    """`value` as a Python int of at least 1, else a ValueError that calls it `name`."""
+    """`value` as a Python int; raises a ValueError with `name` if it is not an integer of at least 1."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -210,5 +209,5 @@ def _as_schedule(peers_per_itr: int | Mapping[int, int]) -> dict[int, int]:
 
 
 def row_period(row_length: int, num_peers: int) -> int:
-    """Rounds until the `window` is back at the start of a row."""
+    """The number of rounds until the `window` is back at the start of a row."""
     return 1 if num_peers >= row_length else row_length // gcd(row_length, num_peers)

@@ -1,4 +1,4 @@
-"""Butterfly groups: who averages with whom in round t, such that few rounds mix everyone."""
+"""Butterfly groups: who averages with whom in round t, so that few rounds average over all ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class Phase(NamedTuple):
     """One exchange of a group sum, as one rank sees it.
 
     Attributes:
-        out_peer: who gets what this rank has summed so far; None = nobody.
-        in_peer: whose message arrives; None = nobody's.
-        is_result: the message is the sum of the group and takes the place of what is here, else it is added to it.
+        out_peer: the rank that receives the sum that this rank has so far; None: nothing is sent.
+        in_peer: the rank whose message is received; None: nothing is received.
+        is_result: whether the message is the sum of the group and replaces that of this rank; otherwise it is added.
     """
 
     out_peer: int | None
@@ -22,28 +22,29 @@ class Phase(NamedTuple):
 class ButterflyGroups:
     """Disjoint groups of `group_size` ranks that change from round to round: a window that walks over a butterfly.
 
-    A butterfly sums over P = 2^p ranks in p phases, in which rank r meets r XOR 1, r XOR 2, r XOR 4, ... Round t takes
-    g = log2 S of these phases, starting where round t - 1 ended and going around: masks 1 << ((t g + i) mod p) for
-    i < g. So S ranks get the same sum in a round, and after ceil(log_S P) rounds in a row everyone has a share of
-    everyone.
+    A butterfly sums over P = 2^p ranks in p phases, in which rank r exchanges with r XOR 1, r XOR 2, r XOR 4, ...
+    Round t uses g = log2 S of these phases, from where round t - 1 ended, wrapping around: masks
+    1 << ((t g + i) mod p) for i < g. So groups of S ranks get the same sum in a round, and after ceil(log_S P) rounds
+    in a row every rank has the average over all ranks.
 
-    [Note: other worlds] Where P is no power of two the butterfly is over the largest P' = 2^p < P, and P - P' ranks
-    are left over. Each gives its vector to one rank of the butterfly before the first phase and gets the sum after
-    the last, so some groups have more than S members. Ranks rotate by P - P' places per round, so that it is others
-    who are left over each time. One round has two messages more on these ranks; averages are exact within groups, but
-    over the world only in the limit.
+    [Note: other worlds] If P is not a power of two, the butterfly is over the largest P' = 2^p < P, and P - P' ranks
+    are left over. Each of them sends its vector to one rank of the butterfly before the first phase and receives the
+    sum after the last, so some groups have more than S members. Ranks rotate by P - P' places per round, so that other
+    ranks are left over each time. A round has two more messages on these ranks. Averages are exact within groups, but
+    over all ranks only in the limit.
 
-    All methods are pure functions, equal on all ranks.
+    All methods are pure functions that return the same on all ranks.
 
     Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging",
     IEEE TPDS 2021, arXiv 2005.00124, section III-B.
 
     Args:
-        world_size: P.
-        group_size: S, a power of two, at most P; 1 = every rank alone. None = `default_group_size(world_size)`.
+        world_size: the number of ranks P.
+        group_size: the number of ranks S of a group, a power of two, at most P; with 1 every rank is alone. None:
+            `default_group_size(world_size)`.
 
     Raises:
-        ValueError: no such group size in this world.
+        ValueError: the group size is not as above.
 
     Example:
         >>> groups = ButterflyGroups(8, group_size=4)
@@ -66,7 +67,7 @@ class ButterflyGroups:
         self._num_masks = self.group_size.bit_length() - 1
 
     def masks(self, t: int) -> tuple[int, ...]:
-        """What a position of the butterfly differs by from those it meets in round t, in the order of phases."""
+        """The XOR masks of the phases of round t, which give the partners of a position of the butterfly."""
         first = t * self._num_masks
         return tuple(1 << (first + i) % self._num_bits for i in range(self._num_masks))
 
@@ -82,11 +83,11 @@ class ButterflyGroups:
         return tuple(sorted(self._rank(position, t) for position in positions + extras))
 
     def num_members(self, rank: int, t: int) -> int:
-        """`len(members(rank, t))`: `group_size`, and more where ranks are left over."""
+        """`len(members(rank, t))`: `group_size`, or more if ranks are left over."""
         return len(self.members(rank, t))
 
     def phases(self, rank: int, t: int) -> tuple[Phase, ...]:
-        """What `rank` does in round t for its group's sum: recursive doubling, so that all members get equal bits."""
+        """The exchanges of `rank` in round t for the sum of its group, equal bits everywhere: recursive doubling."""
         self._check(rank, t)
         if self.group_size == 1:
             return ()
@@ -103,11 +104,11 @@ class ButterflyGroups:
 
     @property
     def num_rounds_to_mix(self) -> int:
-        """ceil(log_S P): after so many rounds in a row the average over the world is exact, if P is a power of two."""
+        """ceil(log_S P): this many rounds in a row give the exact average over all ranks, if P is a power of two."""
         return -(-self._num_bits // self._num_masks) if self._num_masks else 0
 
     def __repr__(self) -> str:
-        """Complete: equal reprs mean equal groups in all rounds (ranks compare it at start)."""
+        """Complete: with the same repr, groups are the same in all rounds; ranks compare it at the start."""
         return f"{type(self).__name__}({self.world_size}, group_size={self.group_size})"
 
     def _position(self, rank: int, t: int) -> int:
@@ -128,8 +129,8 @@ class ButterflyGroups:
 def default_group_size(world_size: int) -> int:
     """The square root of the world as a power of two, rounded up: 2, 2, 4, 4, 8, 8 for 2, 4, 8, 16, 32, 64 ranks.
 
-    Rounded up, as the accuracy of the paper suffers from smaller groups and gains nothing from larger ones. For a
-    world that is no power of two, that of the largest power of two below it.
+    It is rounded up because in the paper smaller groups cost accuracy and larger ones gain nothing. If world_size is
+    not a power of two, it is the value for the largest power of two below it.
     """
     num_bits = world_size.bit_length() - 1
     return 1 << (num_bits + 1) // 2

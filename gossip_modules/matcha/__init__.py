@@ -1,5 +1,6 @@
-"""MATCHA: matchings of a base graph, how often each is used, and how fast that mixes.
+"""MATCHA: the matchings of a base graph, how often each is used, and how fast the ranks agree.
 
+`MatchaGraph` in `graph.py` shows the algorithm.
 Wang, Sahu, Yang, Joshi, Kar, ICC 2019, arXiv 1905.09435. `python -m gossip_modules.matcha` prints a plan.
 """
 

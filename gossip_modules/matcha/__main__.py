@@ -1,4 +1,4 @@
-"""A plan of MATCHA, printed: matchings, probabilities, alpha and rho beside those of D-PSGD.
+"""Print a plan of MATCHA: matchings, probabilities, alpha and rho, compared with D-PSGD.
 
     python -m gossip_modules.matcha --graph 0 --budget 0.5
     python -m gossip_modules.matcha --nodes 16 --radius 0.4 --seed 1 --budget 0.3 --output plan.json
@@ -8,10 +8,10 @@
 
     torchrun --nproc-per-node 8 -m train.gossip_sgd --recipe matcha --plan plan.json
 
-They train with the rho that the row MATCHA has. The file also holds rho against budget, for
+Both use the probabilities and alpha of the row MATCHA. The file also holds rho as a function of the budget, for
 `python -m visualization.matcha`. A file of links has a line "u v" or "u v seconds" per link; with seconds the budget is
-time. rho is the factor by which the squared distance of the ranks from their average shrinks per round in expectation,
-or better. The joint optimum over p and alpha is left out for more than 64 ranks.
+a share of time. rho bounds the factor by which the squared distance of the ranks from their average shrinks per round,
+in expectation. The joint optimum over p and alpha is left out for more than 64 ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .activation import activation_probabilities, budget_limit, matching_costs
 from .joint_activation import ActivationPlan, joint_probabilities
 from .laplacians import MixingWeight, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
 
-MAX_JOINT = 64  # ranks; for more the joint optimum takes minutes, and is left out
+MAX_JOINT = 64  # ranks; for more of them the joint optimum takes minutes and is left out
 _LINKS_WIDTH = 70
-_RADIUS = 0.4  # of a geometric graph
+_RADIUS = 0.4  # the default radius of a geometric graph
 
 
 class BaseGraph(NamedTuple):
-    """What a plan is made for. `costs`: seconds per link; `positions`: (x, y) per rank; None where unknown."""
+    """The graph that a plan is made for, with seconds per link and positions (x, y) per rank; None if unknown."""
 
     name: str
     matchings: tuple[Matching, ...]
@@ -48,7 +48,7 @@ class BaseGraph(NamedTuple):
 
 
 def rhos(base: BaseGraph, share: float) -> dict[str, float]:
-    """rho of each method that spends this share of the full schedule: above 0, at most 1."""
+    """rho of each method that spends this share, above 0 and at most 1, of the cost of all matchings."""
     matchings = base.matchings
     p = activation_probabilities(matchings, share, costs=base.costs)
     joint = joint_plan(base, share)
@@ -61,14 +61,14 @@ def rhos(base: BaseGraph, share: float) -> dict[str, float]:
 
 
 def joint_plan(base: BaseGraph, share: float) -> ActivationPlan | None:
-    """p and alpha at once; None for more than `MAX_JOINT` ranks."""
+    """The joint optimum over p and alpha; None for more than `MAX_JOINT` ranks."""
     if world_size(base.matchings) > MAX_JOINT:
         return None
     return joint_probabilities(base.matchings, share, costs=base.costs)
 
 
 def describe(base: BaseGraph, share: float) -> str:
-    """The plan for this share of the full schedule, as a text of two tables."""
+    """The plan for this share of the cost of all matchings, as a text with two tables."""
     matchings = base.matchings
     costs = matching_costs(matchings, base.costs)
     unit = "matchings" if base.costs is None else "seconds"
@@ -105,7 +105,7 @@ def describe(base: BaseGraph, share: float) -> str:
 
 
 def plan(base: BaseGraph, share: float, *, num_budgets: int) -> dict[str, Any]:
-    """The plan as plain lists, numbers and strings, with rho at `num_budgets` budgets up to the full schedule."""
+    """The plan as plain lists, numbers and strings, with rho at `num_budgets` budgets up to that of all matchings."""
     p = activation_probabilities(base.matchings, share, costs=base.costs)
     joint = joint_plan(base, share)
     shares = [(i + 1) / num_budgets for i in range(num_budgets)]
@@ -129,7 +129,7 @@ def read_links(path: Path) -> BaseGraph:
     """The graph of a file with a line "u v" or "u v seconds" per link; `#` starts a comment.
 
     Raises:
-        ValueError: another line, seconds for some links only, or not a connected graph of the ranks 0..n-1.
+        ValueError: a line is neither, only some links have seconds, or the graph of the ranks 0..n-1 is not connected.
     """
     costs: dict[Edge, float | None] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -156,10 +156,10 @@ def read_links(path: Path) -> BaseGraph:
 
 
 def geometric(num_ranks: int, radius: float, seed: int) -> BaseGraph:
-    """Ranks at random places of the unit square, linked where they are closer than `radius`.
+    """Ranks at random positions in the unit square, with a link between those that are closer than `radius`.
 
     Raises:
-        ValueError: the graph is in pieces, or has no links to plan.
+        ValueError: the graph is not connected, or has no links.
     """
     if num_ranks < 2 or not radius > 0:
         raise ValueError(

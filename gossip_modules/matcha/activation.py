@@ -1,4 +1,4 @@
-"""How often each matching is used: the probabilities that keep the expected graph connected best within a budget."""
+"""How often each matching is used: the probabilities with the best connected expected graph within a budget."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .laplacians import MAX_WHOLE, NUM_NEW, extended, weighted_laplacian
 
 Array = npt.NDArray[np.float64]
 
-_GAP = 1e-6  # of lambda_2, relative
-_SHARPEST = 1e-7  # relative gap asked on a subspace
-_MAX_GAP = 1e-4  # that is accepted where rounding allows no better
-_SINGULAR = 1e-13  # ratio of eigenvalues below which the smallest has no digits left
-_NEGLIGIBLE = 1e-6  # of an even share of the budget
-DIGITS = 6  # of a probability, significant, so that machines which round differently still agree
+_GAP = 1e-6  # between lambda_2 and its upper bound, relative
+_SHARPEST = 1e-7  # the smallest relative gap asked for on a subspace
+_MAX_GAP = 1e-4  # the largest relative gap that is accepted where rounding errors prevent a smaller one
+_SINGULAR = 1e-13  # a smaller ratio of the smallest to the largest eigenvalue is rounding error
+_NEGLIGIBLE = 1e-6  # a smaller share of an even split of the budget is dropped
+DIGITS = 6  # significant digits of a probability, so that machines which round differently get equal results
 
 
 def activation_probabilities(
@@ -32,28 +32,29 @@ def activation_probabilities(
 ) -> Array:
     """argmax_p lambda_2(sum_j p_j L_j) with 0 <= p_j <= 1 and sum_j p_j c_j <= budget * sum_j c_j.
 
-    lambda_2, the algebraic connectivity of the expected graph, is concave in p: s <= lambda_2 says that
-    sum_j p_j L_j - s I is positive semidefinite beside the vector 1, and the largest such s is found by an interior
-    point method. Of many ranks only some directions matter: the inequality is asked on the eigenvectors that were
-    lowest at the previous p, which bounds lambda_2 from above, until the true lambda_2 meets the bound.
+    lambda_2, the algebraic connectivity of the expected graph, is concave in p. s <= lambda_2 means that
+    sum_j p_j L_j - s I is positive semidefinite on the vectors orthogonal to 1; an interior point method finds the
+    largest such s. With many ranks only some directions matter: the inequality is required on the eigenvectors with the
+    smallest eigenvalues at the previous p, which gives an upper bound on lambda_2. The subspace grows until the true
+    lambda_2 reaches the bound.
 
-    Step 1 of MATCHA, Wang et al., ICC 2019, arXiv:1905.09435. Where several p are optimal the result is one in their
-    middle. Deterministic, rounded to six significant digits within the budget.
+    Step 1 of MATCHA, Wang et al., ICC 2019, arXiv:1905.09435. If several p are optimal, the result is one in the middle
+    of them. It is deterministic and rounded to six significant digits within the budget.
 
     Args:
-        matchings: of a connected base graph, see `decompose`.
-        budget: share of the cost of the full schedule, which uses every matching in every round; above 0, at most 1.
-        budget_seconds: instead of `budget`: expected seconds per round, with `costs` only. More than the full
-            schedule takes gives p = 1.
-        costs: seconds per link; a matching takes as long as its slowest link (`matching_costs`). None: each matching
-            costs one.
+        matchings: the matchings of a connected base graph, see `decompose`.
+        budget: the share of the cost of using every matching in every round; above 0, at most 1.
+        budget_seconds: instead of `budget`, the expected seconds per round; needs `costs`. A limit that is enough for
+            all matchings gives p = 1.
+        costs: the seconds of each link; a matching takes as long as its slowest link (`matching_costs`). None: each
+            matching costs 1.
 
     Returns:
         p, float64 [M].
 
     Raises:
-        ValueError: not matchings of a connected graph, a budget or costs that are not as above, or so extreme ones
-            that double precision does not tell the best plan to 1e-4.
+        ValueError: the matchings, the budget or the costs are not as above, or so extreme that double precision cannot
+            determine the best plan to 1e-4.
 
     >>> activation_probabilities([((0, 1), (2, 3)), ((1, 2),)], budget=0.5).tolist()
     [0.5, 0.5]
@@ -64,7 +65,7 @@ def activation_probabilities(
 
 
 def matching_costs(matchings: Sequence[Matching], costs: Mapping[Edge, float] | None = None) -> Array:
-    """What using each matching once costs, float64 [M]: the time of its slowest link, or 1 where `costs` is None.
+    """The cost of using each matching once, float64 [M]: the time of its slowest link, or 1 if `costs` is None.
 
     Raises:
         ValueError: the costs are not one finite positive number for each link.
@@ -76,10 +77,10 @@ def matching_costs(matchings: Sequence[Matching], costs: Mapping[Edge, float] | 
 
 
 def budget_limit(seconds: Array, budget: float | None, budget_seconds: float | None, *, has_costs: bool) -> float:
-    """The bound on sum_j p_j c_j that a budget means, at most sum_j c_j.
+    """The bound on sum_j p_j c_j that a budget stands for, at most sum_j c_j.
 
     Raises:
-        ValueError: not exactly one budget, one out of range, or seconds where no costs are known.
+        ValueError: none or both of the budgets are given, the budget is out of range, or seconds come without costs.
     """
     if (budget is None) == (budget_seconds is None):
         raise ValueError(
@@ -111,7 +112,7 @@ def best_connected(matchings: Sequence[Matching], seconds: Array, limit: float) 
     even = even_split(seconds, limit)
     best, connectivity, bound = even, 0.0, np.inf
     basis = _first_basis(matchings, even)
-    gap = 0.0 if n <= MAX_WHOLE else 0.1  # relative; a bound need not be sharper than the subspace is good
+    gap = 0.0 if n <= MAX_WHOLE else 0.1  # relative; a bound on a poor subspace need not be sharp
     while True:
         is_sharpest = 0.1 * gap <= _SHARPEST
         start = (best + even) / 2
@@ -131,18 +132,18 @@ def best_connected(matchings: Sequence[Matching], seconds: Array, limit: float) 
 
 
 def even_split(seconds: Array, limit: float) -> Array:
-    """p that spends nine tenths of the budget, on each matching alike as far as p_j <= 0.9; float64 [M].
+    """p that spends nine tenths of the budget, the same on each matching as long as p_j <= 0.9; float64 [M].
 
-    Each p_j is above the best one's 0.9 / M-th part, so that costs of any ratio are a fair start.
+    Each p_j is more than 0.9 / M of the best one, so this is a good start for costs of any ratio.
     """
     result: Array = np.minimum(0.9, 0.9 * limit / (len(seconds) * seconds))
     return result
 
 
 def rounded(p: Array, matchings: Sequence[Matching], seconds: Array, limit: float) -> Array:
-    """p to six significant digits within the budget: what the budget does not allow is rounded down; float64 [M].
+    """p rounded to six significant digits, down where the budget would be exceeded; float64 [M].
 
-    Matchings that get next to nothing get nothing, but for those that the connectivity depends on.
+    Matchings with a negligible probability get 0, except those that the connectivity depends on.
     """
     n = world_size(matchings)
     tiny = [int(j) for j in np.argsort(p, kind="stable") if p[j] < _NEGLIGIBLE * even_split(seconds, limit)[j]]
@@ -164,14 +165,14 @@ def rounded(p: Array, matchings: Sequence[Matching], seconds: Array, limit: floa
 
 
 def differences(basis: Array, matching: Matching) -> Array:
-    """basis[u] - basis[v] for each link, [links, k]: the Laplacian L on the basis is differences^T differences."""
+    """basis[u] - basis[v] for each link, [links, k]. In the basis the Laplacian is differences^T differences."""
     u, v = np.array(matching, dtype=np.intp).T
     result: Array = basis[u] - basis[v]
     return result
 
 
 def _first_basis(matchings: Sequence[Matching], p: Array) -> Array:
-    """An orthonormal basis beside the vector 1: of all directions, or for many ranks of the least connected at p."""
+    """An orthonormal basis of vectors orthogonal to 1: all of them, or for many ranks the least connected ones at p."""
     n = world_size(matchings)
     if n <= MAX_WHOLE:
         basis = np.eye(n, n - 1)
@@ -185,8 +186,8 @@ def _solve_on(
 ) -> tuple[Array, float]:
     """The optimal p when lambda_2 is the smallest eigenvalue on the subspace of `basis`, and an upper bound on it.
 
-    Solved for x_j = p_j / start_j, in a basis where sum_j start_j L_j is I: costs and eigenvalues of very different
-    size would else leave no digits. `start` is strictly feasible, `gap` relative.
+    It is solved for x_j = p_j / start_j in a basis in which sum_j start_j L_j is I, since costs and eigenvalues of very
+    different size would cause large rounding errors. `start` must be strictly feasible; `gap` is relative.
     """
     rows = [np.sqrt(p) * differences(basis, matching) for p, matching in zip(start, matchings, strict=True)]
     stacked = np.vstack(rows)
@@ -216,10 +217,10 @@ def _solve_on(
 
 
 def _upper_bound(gains: Array, seconds: Array, most: Array, limit: float) -> float:
-    """max_x <gains, x> with 0 <= x <= most, <seconds, x> <= limit, which no lambda_2 exceeds.
+    """max_x <gains, x> with 0 <= x <= most, <seconds, x> <= limit: an upper bound on every lambda_2.
 
-    gains_j = tr(Z L_j) for a Z that mixes unit vectors beside 1. Budget goes to what gives most per second, as far as
-    it lasts.
+    gains_j = tr(Z L_j), where Z is an average of v v^T over unit vectors v orthogonal to 1. The budget is spent on the
+    matchings that gain most per second, as long as it lasts.
     """
     order = np.argsort(-gains / seconds, kind="stable")
     costs = (seconds * most)[order]

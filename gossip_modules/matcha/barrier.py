@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-_SHRINK = 0.1  # of the barrier's weight from one centre to the next
+_SHRINK = 0.1  # the factor of the barrier's weight from one centre to the next
 _MAX_NEWTON_STEPS = 2_000  # per centre; a handful is usual, a hundred or more from a start far from the path
-_NEAR, _AT = 1e-2, 1e-9  # squared Newton decrement close enough to a centre on the way, and to the last one
-_QUADRATIC = 1e-5  # squared decrement from which on full steps square it, and decreases of the barrier are rounding
+_NEAR, _AT = 1e-2, 1e-9  # squared Newton decrements at which a centre on the way, and the last one, are reached
+_QUADRATIC = 1e-5  # below it full steps square the squared decrement, and the barrier changes by rounding only
 
 
 class Halfspaces(NamedTuple):
@@ -36,19 +36,20 @@ class MatrixInequality(Protocol):
 
 
 def minimize(objective: Array, inequality: MatrixInequality, halfspaces: Halfspaces, x: Array, *, gap: float) -> Array:
-    """The minimiser of <objective, x> where A(x) > 0 and G x < h, followed from centre to centre.
+    """The minimiser of <objective, x> where A(x) > 0 and G x < h, by an interior point method.
 
-    The centre of weight w minimises <c, x> / w - log det A(x) - sum log(h - G x). On a convex problem it is unique
-    and within w (k + num_constraints) of the minimum; of several optimal points the path ends in the middle. On others
-    the result is a stationary point, which depends on the start: negative curvature is turned around in the
-    Newton system, so every step goes downhill.
+    It computes centres for smaller and smaller weights w: the centre minimises
+    <c, x> / w - log det A(x) - sum log(h - G x). On a convex problem the centre is unique and its objective is within
+    w (k + num_constraints) of the minimum; if several points are optimal, the result is in the middle of them. On other
+    problems the result is a stationary point that depends on the start: negative eigenvalues in the Newton system are
+    replaced by their absolute values, so every step decreases the barrier function.
 
     Args:
-        objective: c, [m].
-        inequality: of size k.
-        halfspaces: the linear constraints.
+        objective: the vector c, [m].
+        inequality: the inequality A(x) > 0, with matrices of size k.
+        halfspaces: the linear constraints G x < h.
         x: a strictly feasible start, [m]; not changed.
-        gap: how far from the minimum to stop, on convex problems.
+        gap: the distance from the minimum at which to stop, on convex problems.
 
     Returns:
         x, strictly feasible, [m].
@@ -81,7 +82,7 @@ def _center(
         direction = -_solve(hessian if curvature is None else hessian - curvature, gradient)
         slope = float(gradient @ direction)
         if last < _QUADRATIC and -slope > last / 2:
-            return x  # Newton's method would have squared the decrement: rounding won
+            return x  # Newton's method would have squared the decrement, so only rounding errors are left
         step = _line_search(objective, inequality, halfspaces, x, factor, direction, slope)
         x = x + step * direction
         if step == 0 or -slope < decrement:
@@ -92,7 +93,7 @@ def _center(
 
 def _solve(hessian: Array, gradient: Array) -> Array:
     """|H|^-1 g, with the absolute eigenvalues of H: its inverse where H is positive definite."""
-    scale = 1 / np.sqrt(np.abs(np.diag(hessian)))  # entries differ by many orders of magnitude near a boundary
+    scale = 1 / np.sqrt(np.abs(np.diag(hessian)))  # near a boundary the entries differ by many orders of magnitude
     values, vectors = np.linalg.eigh(hessian * np.outer(scale, scale))
     absolute = np.maximum(np.abs(values), 1e-14 * np.abs(values).max())
     result: Array = scale * (vectors @ ((vectors.T @ (scale * gradient)) / absolute))
@@ -108,14 +109,14 @@ def _line_search(
     direction: Array,
     slope: float,
 ) -> float:
-    """The first of 1, 1/2, 1/4, ... (shortened to stay inside) that decreases the barrier enough; 0: rounding won."""
+    """The first of 1, 1/2, 1/4, ... (scaled to stay inside) that decreases the barrier enough; 0 if none does."""
     rates = (halfspaces.normals @ direction) / (halfspaces.offsets - halfspaces.normals @ x)
     step = min(1.0, 0.99 / max(float(rates.max()), 1e-300))
     log_det = np.log(np.diag(factor)).sum()
     while step > 1e-10:
         trial = _factor(inequality, x + step * direction)
         if trial is not None:
-            # Differences, not values: near the optimum the values are so large that a decrease drowns in them.
+            # The change is computed directly: as a difference of two large values it would be lost in rounding.
             change = step * float(objective @ direction) - float(np.log1p(-step * rates).sum())
             change -= 2 * float(np.log(np.diag(trial)).sum() - log_det)
             if change <= 0.1 * step * slope or -slope < _QUADRATIC:

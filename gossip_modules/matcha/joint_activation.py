@@ -1,4 +1,4 @@
-"""Activation probabilities and alpha at once: the smallest rho that a budget can buy, not the largest lambda_2."""
+"""Activation probabilities and alpha together, chosen for the smallest rho within a budget."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .laplacians import MAX_WHOLE, extended, mixing_weight, second_moment, top_v
 
 Array = npt.NDArray[np.float64]
 
-_SHARES = (1.0, 0.8, 0.6)  # of the budget, that the starts spend: spending less is often better
-_GAP = 1e-8  # of rho
+_SHARES = (1.0, 0.8, 0.6)  # shares of the budget that the starting points spend; less is often better
+_GAP = 1e-8  # of rho, at which the interior point method stops
 _BOUND_GAP = 1e-6  # between rho on the subspace and the true one
 _MAX_STEPS = 30
-_MARGIN = 1e-3  # of a start from the bounds of p
+_MARGIN = 1e-3  # distance of a starting point from the bounds of p
 
 
 class ActivationPlan(NamedTuple):
-    """Probabilities [M], the weight of a link, and the contraction of the squared distance from the average."""
+    """The probabilities [M], the weight of a link, and the factor of the squared distance from the average."""
 
     probabilities: Array
     alpha: float
@@ -39,16 +39,17 @@ def joint_probabilities(
 ) -> ActivationPlan:
     """argmin over p and alpha of rho = || E[W^T W] - J ||_2, with 0 <= p_j <= 1 and sum_j p_j c_j <= the budget.
 
-    MATCHA (Wang et al., ICC 2019, arXiv:1905.09435) chooses p for the expected graph alone and alpha afterwards, which
-    neglects what randomness costs. With y = alpha p and L_j^2 = 2 L_j,
+    MATCHA (Wang et al., ICC 2019, arXiv:1905.09435) chooses p for the expected graph and alpha afterwards, which
+    ignores the variance of the random graph. With y = alpha p and L_j^2 = 2 L_j,
 
         E[W^T W] = I - 2 (1 - alpha) sum_j y_j L_j + sum_{j != k} y_j y_k L_j L_k,    c . y <= alpha * budget:
 
-    linear constraints, and one matrix inequality that is linear in each variable. It is not convex: an interior point
-    method finds a stationary point from each of a few starts, the two-stage solutions that spend 1, 0.8 and 0.6 of the
-    budget. The best of all is taken, starts included, and of those whose 1 - rho is equal to six digits the
-    cheapest: rho is never above that of the two stages, to these digits. Deterministic, p rounded to six significant
-    digits. Takes about a second for 64 ranks, and many times as long as the two stages for more.
+    so the constraints are linear, apart from one matrix inequality that is linear in each variable. The problem is not
+    convex: an interior point method finds a stationary point from each of a few starting points, the two-stage
+    solutions that spend 1, 0.8 and 0.6 of the budget. The result is the best of all these points, and the cheapest of
+    those whose 1 - rho agrees to six digits; to these digits rho is never larger than that of the two-stage solution.
+    The result is deterministic, and p is rounded to six significant digits. It takes about a second for 64 ranks, and
+    many times as long as the two-stage solution for more.
 
     Args and Raises: as `activation_probabilities`.
 
@@ -74,7 +75,7 @@ def smallest_rho(matchings: Sequence[Matching], seconds: Array, limit: float) ->
         alpha, rho = mixing_weight(matchings, start)
         candidates.append(ActivationPlan(start, alpha, rho))
         candidates.append(_improved(candidates[-1], matchings, seconds, limit))
-    # Where matchings are of no more use, what they would cost decides.
+    # If more matchings do not lower rho, take the cheapest plan.
     return min(
         candidates,
         key=lambda best: (-float(f"{1 - best.rho:.{DIGITS}g}"), float(best.probabilities @ seconds), best.rho),
@@ -82,7 +83,7 @@ def smallest_rho(matchings: Sequence[Matching], seconds: Array, limit: float) ->
 
 
 def _improved(start: ActivationPlan, matchings: Sequence[Matching], seconds: Array, limit: float) -> ActivationPlan:
-    """A stationary point reached from `start`, on a subspace that grows until the true rho meets the one on it."""
+    """A stationary point reached from `start`, on a subspace that grows until it has the true rho."""
     n = world_size(matchings)
     p, alpha = start.probabilities, start.alpha
     basis = _top(matchings, p, alpha)[1] if n > MAX_WHOLE else np.linalg.eigh(np.eye(n) + 1 / n)[1][:, :-1]
@@ -112,8 +113,8 @@ def _solve_on(
     p *= min(1.0, (1 - _MARGIN) * limit / float(p @ seconds))
     x = np.concatenate([start.alpha * p, [start.alpha, 0.0]])
     x[-1] = 1.01 * float(np.linalg.eigvalsh(-inequality.matrix(x))[-1]) + 1e-3
-    # y >= 0, y <= alpha, c . y <= alpha * limit, alpha <= 1, in the variables y, alpha, s. From alpha = 1 on rho >= 1:
-    # there W^2 has the trace n + sum_i d_i (d_i - 1), degrees d. Without the bound the path leads to infinity.
+    # y >= 0, y <= alpha, c . y <= alpha * limit, alpha <= 1, in the variables y, alpha, s. For alpha >= 1 is rho >= 1,
+    # since W^2 has the trace n + sum_i d_i (d_i - 1) with the degrees d. Without this bound alpha could diverge.
     ones, zeros = np.eye(num_matchings), np.zeros((num_matchings, 1))
     below = np.hstack([-ones, zeros, zeros])
     above = np.hstack([ones, zeros - 1, zeros])

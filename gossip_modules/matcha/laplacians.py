@@ -1,7 +1,7 @@
-"""How fast a randomly activated graph mixes: W(t) = I - alpha sum_j B_j(t) L_j, and the alpha that is best for it.
+"""How fast ranks agree on a randomly activated graph, W(t) = I - alpha sum_j B_j(t) L_j, and the best alpha for it.
 
 L_j is the Laplacian of matching j and B_j(t) its activation in round t, 1 with probability p_j. The squared distance
-from the average shrinks per round, in expectation, by the factor rho = || E[W^T W] - J ||_2 or better, J = 1 1^T / n.
+from the average is multiplied in each round, in expectation, by at most rho = || E[W^T W] - J ||_2, J = 1 1^T / n.
 Formulas from Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition
 Sampling", ICC 2019, arXiv:1905.09435.
 """
@@ -18,16 +18,16 @@ from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, world_si
 
 Array = npt.NDArray[np.float64]
 
-MAX_WHOLE = 64  # up to so many ranks a spectral problem is solved on the whole space, above on a growing subspace
+MAX_WHOLE = 64  # up to this many ranks a spectral problem is solved on the whole space, above on a growing subspace
 NUM_NEW = 16  # eigenvectors that a subspace gains per step
 _GAP = 1e-10  # between rho and its lower bound
 _MAX_STEPS = 60
-_NUM_HALVINGS = 60  # of the interval that alpha lies in
-_DIGITS = 9  # of alpha, so that machines which round differently still agree
+_NUM_HALVINGS = 60  # of the interval that contains alpha
+_DIGITS = 9  # significant digits of alpha, so that machines which round differently get equal results
 
 
 class MixingWeight(NamedTuple):
-    """The best weight of a link, and the contraction of the squared distance from the average that it gives."""
+    """The best weight of a link, and the factor of the squared distance from the average that it gives."""
 
     alpha: float
     rho: float
@@ -57,7 +57,7 @@ def as_probabilities(probabilities: Sequence[float] | Array, num_matchings: int)
     """`probabilities` as float64 [num_matchings].
 
     Raises:
-        ValueError: another number of them, or one outside 0 to 1.
+        ValueError: the number is another, or one is outside 0 to 1.
     """
     p = np.array(probabilities, dtype=np.float64)
     if p.shape != (num_matchings,) or not ((p >= 0) & (p <= 1)).all():
@@ -81,16 +81,18 @@ def second_moment(matchings: Sequence[Matching], probabilities: Array) -> tuple[
 def mixing_weight(matchings: Iterable[Iterable[Edge]], probabilities: Sequence[float] | Array) -> MixingWeight:
     """The alpha that minimises rho = || E[W^T W] - J ||_2 when matchings are activated independently.
 
-    rho is convex in alpha, the maximum of 1 - 2 alpha v^T Lbar v + alpha^2 v^T Q v over unit vectors v orthogonal
-    to 1, so it is found by bisection. Of many ranks only some directions matter: v is looked for among the eigenvectors
-    that were highest at the previous alphas, which bounds rho from below, until the true rho meets the bound.
+    rho is the maximum of 1 - 2 alpha v^T Lbar v + alpha^2 v^T Q v over unit vectors v orthogonal to 1, and so convex in
+    alpha, which is found by bisection. With many ranks only some directions matter: v is searched among the
+    eigenvectors with the largest eigenvalues at the previous alphas, which gives a lower bound on rho. The subspace
+    grows until the true rho reaches the bound.
 
     Args:
-        matchings: of a connected base graph, see `as_matchings`.
-        probabilities: of activation, one per matching, [M].
+        matchings: the matchings of a connected base graph, see `as_matchings`.
+        probabilities: the probability of each matching, [M].
 
     Raises:
-        ValueError: not matchings, not probabilities, or links that are ever active leave the ranks in pieces.
+        ValueError: the matchings or the probabilities are not as above, or the links with a probability above 0 do not
+            connect all ranks.
 
     >>> mixing_weight([((0, 1),)], [1.0])
     MixingWeight(alpha=0.5, rho=0.0)
@@ -125,7 +127,7 @@ def dpsgd_weight(matchings: Iterable[Iterable[Edge]]) -> MixingWeight:
     weight of Xiao and Boyd, "Fast linear iterations for distributed averaging", 2004.
 
     Raises:
-        ValueError: not matchings of a connected graph.
+        ValueError: the matchings are not those of a connected graph.
 
     >>> dpsgd_weight([((0, 1),), ((1, 2),)])
     MixingWeight(alpha=0.5, rho=0.25)
@@ -139,14 +141,14 @@ def dpsgd_weight(matchings: Iterable[Iterable[Edge]]) -> MixingWeight:
 
 
 def periodic_dpsgd_weight(matchings: Iterable[Iterable[Edge]], probability: float) -> MixingWeight:
-    """Periodic D-PSGD, one coin for all matchings: the alpha of D-PSGD, and rho = 1 - probability (1 - rho of D-PSGD).
+    """Periodic D-PSGD, all matchings or none: the alpha of D-PSGD, and rho = 1 - probability (1 - rho of D-PSGD).
 
     Args:
-        matchings: of a connected base graph.
-        probability: that a round uses the whole graph, above 0 and at most 1: the share of the full schedule spent.
+        matchings: the matchings of a connected base graph.
+        probability: the probability that a round uses the whole graph, above 0 and at most 1.
 
     Raises:
-        ValueError: not matchings of a connected graph, or the probability is outside (0, 1].
+        ValueError: the matchings are not those of a connected graph, or the probability is outside (0, 1].
     """
     if not 0 < probability <= 1:
         raise ValueError(f"got probability={probability}, expected above 0 and at most 1. Give e.g. 0.5.")
@@ -155,10 +157,10 @@ def periodic_dpsgd_weight(matchings: Iterable[Iterable[Edge]], probability: floa
 
 
 def contraction(matchings: Iterable[Iterable[Edge]], probabilities: Sequence[float] | Array, *, alpha: float) -> float:
-    """rho = || E[W^T W] - J ||_2 for a given alpha; at or above 1 where the ranks need not agree.
+    """rho = || E[W^T W] - J ||_2 for a given alpha; the ranks may never agree if it is 1 or more.
 
     Raises:
-        ValueError: not matchings, or not probabilities.
+        ValueError: the matchings or the probabilities are not as in `mixing_weight`.
     """
     checked = as_matchings(matchings)
     mean, square = second_moment(checked, as_probabilities(probabilities, len(checked)))
@@ -166,7 +168,7 @@ def contraction(matchings: Iterable[Iterable[Edge]], probabilities: Sequence[flo
 
 
 def _moment_beside_average(mean: Array, square: Array, alpha: float) -> Array:
-    """E[W^T W] - 2 J: its largest eigenvalue is rho, since 1 has the eigenvalue -1 and the others are not negative."""
+    """E[W^T W] - 2 J. Its largest eigenvalue is rho: the vector 1 has eigenvalue -1, the others are not negative."""
     n = len(mean)
     moment: Array = np.eye(n) - 2 / n - 2 * alpha * mean + alpha**2 * square
     return moment
@@ -179,7 +181,7 @@ def top_vectors(mean: Array, square: Array, alpha: float) -> tuple[float, Array]
 
 
 def _lowest_point(mean: Array, square: Array) -> tuple[float, float]:
-    """Where the largest eigenvalue of I - 2 alpha mean + alpha^2 square is lowest, and how low; by its slope's sign."""
+    """The alpha with the smallest largest eigenvalue of I - 2 alpha mean + alpha^2 square, and that; by bisection."""
 
     def value_and_slope(alpha: float) -> tuple[float, float]:
         values, vectors = np.linalg.eigh(alpha * (alpha * square - 2 * mean))
@@ -196,7 +198,7 @@ def _lowest_point(mean: Array, square: Array) -> tuple[float, float]:
 
 
 def extended(basis: Array, vectors: Array) -> Array:
-    """An orthonormal basis of what `basis`, orthonormal, and `vectors` span; [n, at most both sizes]."""
+    """An orthonormal basis of the span of `basis`, which is orthonormal, and `vectors`; [n, at most both sizes]."""
     left, sizes, _ = np.linalg.svd(vectors - basis @ (basis.T @ vectors), full_matrices=False)
     basis_and_new: Array = np.linalg.qr(np.hstack([basis, left[:, sizes > 1e-6]]))[0]
     return basis_and_new

@@ -1,4 +1,4 @@
-"""How much each rank gives to its own and to each received value."""
+"""The mixing matrices W(t): the weight that each rank gives to its own value and to each received one."""
 
 from .base import MetropolisHastingsMixing, MixingManager, MixingWeights, SymmetricMixing, UniformMixing
 from .laplacian import LaplacianMixing

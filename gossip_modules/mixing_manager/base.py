@@ -1,8 +1,8 @@
-"""How much of each message: the mixing matrices W(t), a row per receiver.
+"""The mixing matrices W(t): x_i <- sum_j W[i, j] x_j.
 
-W[i, j] is the weight that rank i gives to the message of rank j, so messages travel as they are and a rank only needs
-its own row. Columns that sum to one keep the total of what is mixed (push-sum needs that), rows that sum to one keep
-an agreement (D-PSGD needs both).
+W[i, j] is the weight that rank i gives to the message of rank j. The receiver applies it, so messages are sent as they
+are and a rank needs its own row only. If columns sum to one, the sum over all ranks does not change (push-sum needs
+this); if rows do, ranks that agree keep their value (D-PSGD needs both).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..graph_manager.base import GraphManager
 
-_ROUNDING = 1e-12  # of sums and products of weights in float64
+_ROUNDING = 1e-12  # tolerance for sums and products of weights in float64
 
 
 class MixingWeights(NamedTuple):
@@ -31,9 +31,12 @@ class MixingWeights(NamedTuple):
 class MixingManager(ABC):
     """The mixing matrices W(t) on the edges of a graph.
 
-    New weights need a `weights`; the rest follows. Where the kind of stochasticity is known, say so by overriding the
-    `is_*_stochastic` properties: here they look at all ranks in all distinct rounds, and give up with False on very
-    long schedules (see `GraphManager.in_every_round`).
+    A new mixing manager has to write `weights` only. If it is known whether rows or columns sum to one, override the
+    `is_*_stochastic` properties: here they check all ranks in all distinct rounds, and are False for schedules that are
+    too long to check (see `GraphManager.in_every_round`).
+
+    Args:
+        graph: the graph; W(t) is zero where it has no edge, except on the diagonal.
     """
 
     def __init__(self, graph: GraphManager) -> None:
@@ -41,10 +44,10 @@ class MixingManager(ABC):
 
     @abstractmethod
     def weights(self, rank: int, t: int) -> MixingWeights:
-        """Row `rank` of W(t). The keys of `inp` are exactly `graph.in_peers(rank, t)`, also where a weight is 0."""
+        """Row `rank` of W(t). The keys of `inp` are exactly `graph.in_peers(rank, t)`, even if a weight is 0."""
 
     def buffer_weights(self, rank: int, t: int) -> MixingWeights:
-        """The row for buffers, statistics that may not become negative: like `weights`, but never below zero."""
+        """Row `rank` for buffers such as variances, which must not become negative: as `weights`, but never below 0."""
         return self.weights(rank, t)
 
     def matrix(self, t: int) -> Tensor:
@@ -59,44 +62,44 @@ class MixingManager(ABC):
 
     @property
     def period(self) -> int:
-        """Rounds until W(t) repeats; 0 = never."""
+        """The number of rounds until W(t) repeats; 0: never."""
         return self.graph.period
 
     @cached_property
     def is_row_stochastic(self) -> bool:
-        """Whether in every round each row sums to one: ranks that agree go on agreeing."""
+        """Whether in every round each row sums to one: ranks that agree keep their value."""
         return self.graph.in_every_round(lambda t: _sums_to_one(self._row_sums(t)))
 
     @cached_property
     def is_column_stochastic(self) -> bool:
-        """Whether in every round each column sums to one: the total over ranks is kept."""
+        """Whether in every round each column sums to one: the sum over all ranks does not change."""
         return self.graph.in_every_round(lambda t: _sums_to_one(self._column_sums(t)))
 
     @property
     def is_doubly_stochastic(self) -> bool:
-        """Whether in every round rows and columns sum to one: then the push-sum weight stays 1 and need not travel."""
+        """Whether in every round rows and columns sum to one: the push-sum weight stays 1 and is not sent."""
         return self.is_column_stochastic and self.is_row_stochastic
 
     @cached_property
     def is_symmetric(self) -> bool:
-        """Whether in every round W[i, j] = W[j, i]: what one rank of a link gives away, the other takes."""
+        """Whether in every round W[i, j] = W[j, i]: what one end of a link loses, the other gains."""
         return self.graph.in_every_round(self._is_symmetric_round)
 
     def spectral_gap(self, *, num_rounds: int | None = None) -> float:
         """1 - rho(P - J)^(1/T), the speed of consensus: P = W(T-1) ... W(0), J = 1 1^T / n, rho the spectral radius.
 
-        The error of averaging shrinks by the factor `1 - gap` per round in the long run, when the T rounds are
-        repeated. It is 1.0 when T rounds give the exact average, 0.0 when they leave a part of the ranks on its own,
-        and below 0 when the error grows (possible with negative weights). P has the eigenvalue 1, which subtracting J
+        The error of averaging shrinks by the factor `1 - gap` per round in the long run, if the T rounds are
+        repeated. The gap is 1.0 if T rounds give the exact average, 0.0 if they leave ranks unconnected, and below 0 if
+        the error grows (possible with negative weights). P has the eigenvalue 1, which subtracting J
         turns into 0 and leaves the others as they are, so rho(P - J) is the second largest modulus of the eigenvalues
         of P, also when W is only row-stochastic or only column-stochastic. For one symmetric W the gap is the usual
         1 - |lambda_2|. Costs O(T n^3).
 
         Args:
-            num_rounds: T; by default the period.
+            num_rounds: the number of rounds T; by default the period.
 
         Raises:
-            ValueError: no T is given and W(t) has no period.
+            ValueError: num_rounds is not given and W(t) has no period.
         """
         total = self.period if num_rounds is None else num_rounds
         if total < 1:
@@ -104,8 +107,9 @@ class MixingManager(ABC):
                 f"spectral_gap: got num_rounds={num_rounds} and a schedule of period {self.period}, expected at least "
                 f"one round. Give num_rounds: the horizon of interest, e.g. num_rounds=1000."
             )
-        # The product of the W(t) - J differs from P - J by u 1^T or 1 u^T with sum(u) = 0: the eigenvalues are the
-        # same, but do not drown in the rounding of the 1 when T is large. Its scale is kept apart against underflow.
+        # The product of the W(t) - J differs from P - J by u 1^T or 1 u^T with sum(u) = 0, so its eigenvalues are the
+        # same. For large T, those of P would be lost in the rounding of its eigenvalue 1. The scale of the product is
+        # kept in a separate number against underflow.
         log_scale, product = 0.0, torch.eye(self.graph.world_size, dtype=torch.float64)
         for t in range(total):
             product = (self.matrix(t) - 1 / self.graph.world_size) @ product
@@ -140,9 +144,9 @@ class MixingManager(ABC):
 
 
 class UniformMixing(MixingManager):
-    """W[i, j] = 1 / (1 + out-degree of j): a rank cuts itself in equal parts, one per out-peer and one to keep.
+    """W[i, j] = 1 / (1 + out-degree of j): each rank gives equal shares to its out-peers and to itself.
 
-    Column-stochastic on every graph, so made for push-sum; doubly stochastic on regular graphs. From Assran, Loizou,
+    Column-stochastic on every graph, as push-sum needs it; doubly stochastic on regular graphs. From Assran, Loizou,
     Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv:1811.10792.
 
     >>> from gossip_modules.graph_manager.static_graphs import RingGraph
@@ -171,7 +175,7 @@ class UniformMixing(MixingManager):
 
 
 class SymmetricMixing(MixingManager):
-    """Weights that are symmetric, with rows that sum to one, by the way they are made: nothing needs to be scanned."""
+    """The base of weights that are symmetric with rows that sum to one by construction, so nothing is checked."""
 
     @cached_property
     def is_symmetric(self) -> bool:
@@ -187,13 +191,13 @@ class SymmetricMixing(MixingManager):
 
 
 class MetropolisHastingsMixing(SymmetricMixing):
-    """W[i, j] = 1 / (1 + max(degree of i, degree of j)), own the rest: doubly stochastic on every undirected graph.
+    """W[i, j] = 1 / (1 + max(degree of i, degree of j)), W[i, i] the rest: doubly stochastic on undirected graphs.
 
     From Xiao, Boyd, Kim, "Distributed average consensus with least-mean-square deviation", Journal of Parallel and
     Distributed Computing, 2007, the Metropolis weights.
 
     Args:
-        graph: symmetric in every round.
+        graph: a graph that is symmetric in every round.
 
     Raises:
         ValueError: the graph is not symmetric.

@@ -1,4 +1,4 @@
-"""W(t) = I - alpha L(t): the same weight on every link, the weights of MATCHA and of the fastest D-PSGD."""
+"""W(t) = I - alpha L(t), with the same weight on every link: the weights of MATCHA and of the fastest D-PSGD."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .base import MixingWeights, SymmetricMixing
 
 
 class LaplacianMixing(SymmetricMixing):
-    """W[i, j] = alpha for each peer j, own 1 - alpha * degree: doubly stochastic on every undirected graph.
+    """W[i, j] = alpha for each peer j, W[i, i] = 1 - alpha * degree: doubly stochastic on every undirected graph.
 
-    The own weight may be negative, and at the best alpha of an irregular graph often is: that is no mistake. On a
-    static graph alpha = 2 / (l_2 + l_n), from the second smallest and the largest eigenvalue of the Laplacian, gives
-    the fastest consensus of all alpha (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and
+    W[i, i] may be negative, and at the best alpha of an irregular graph it often is; this is intended. On a static
+    graph alpha = 2 / (l_2 + l_n), from the second smallest and the largest eigenvalue of the Laplacian, gives the
+    fastest consensus of all alpha (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and
     Control Letters, 2004). On a `MatchaGraph` it is the alpha planned with its probabilities (Wang et al., ICC 2019,
     arXiv:1905.09435).
 
     Args:
-        graph: symmetric in every round.
-        alpha: of every link, finite, above 0 and so small that ranks come to agree: below 2 / l_n on a static graph,
-            with `contraction` below 1 on a `MatchaGraph`; on others it is not checked. None: the graph's own for a
-            `MatchaGraph`, the best for a static graph.
+        graph: a graph that is symmetric in every round.
+        alpha: the weight of every link, above 0 and small enough for the ranks to agree: below 2 / l_n on a static
+            graph, with `contraction` below 1 on a `MatchaGraph`; not checked on others. None: the planned alpha of a
+            `MatchaGraph`, the best alpha of a static graph.
 
     Raises:
-        ValueError: the graph is not symmetric, alpha is out of range, or there is none to take.
+        ValueError: the graph is not symmetric, alpha is out of range, or it is None and the graph has no known alpha.
 
     >>> from gossip_modules.graph_manager.static_graphs import RingGraph
     >>> LaplacianMixing(RingGraph(4, peers_per_itr=2), alpha=0.25).weights(rank=0, t=0)
@@ -58,7 +58,7 @@ class LaplacianMixing(SymmetricMixing):
         return MixingWeights(own=1 - self.alpha * len(peers), inp=dict.fromkeys(peers, self.alpha))
 
     def buffer_weights(self, rank: int, t: int) -> MixingWeights:
-        """See `MixingManager`: a smaller alpha, the same on all ranks, for which no self-weight is below zero."""
+        """See `MixingManager`: a smaller alpha, the same on all ranks, for which no W[i, i] is below zero."""
         own, inp = self.weights(rank, t)
         if self.alpha <= self._largest_convex_alpha:
             return MixingWeights(own, inp)
@@ -83,12 +83,12 @@ def _default_alpha(graph: GraphManager) -> float:
         )
     if graph.world_size == 1:
         return 1.0
-    # Each link as a matching of its own: only their union matters for a static graph.
+    # Each link is passed as a matching of its own, since only the union matters for a static graph.
     return dpsgd_weight((link,) for link in _links(graph)).alpha
 
 
 def _links(graph: GraphManager) -> list[Edge]:
-    """All links that are ever used, of a static or a `MatchaGraph`."""
+    """All links that are ever used by a static graph or a `MatchaGraph`."""
     if isinstance(graph, MatchaGraph):
         used = (m for m, p in zip(graph.matchings, graph.probabilities, strict=True) if p > 0)
         return [link for matching in used for link in matching]

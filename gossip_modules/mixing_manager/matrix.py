@@ -18,25 +18,25 @@ from .base import MixingManager, MixingWeights
 
 MatrixLike: TypeAlias = Any  # Tensor, ndarray or nested sequences of numbers, [n, n]
 
-_TOLERANCE = 1e-6  # of row and column sums: float32 matrices are welcome
-_SYMMETRY = 1e-12  # what one rank of a link gives away and the other does not take is lost in each round
-_MAX_MATRICES = 2**16  # a longer schedule is better computed than stored
+_TOLERANCE = 1e-6  # of row and column sums, so that float32 matrices are accepted
+_SYMMETRY = 1e-12  # tolerance of W[i, j] = W[j, i]; the difference is lost from the mean in each round
+_MAX_MATRICES = 2**16  # longer schedules should be computed by a MixingManager, not stored
 
 
 class MatrixMixing(MixingManager):
-    """Weights of your own: W as given, on the edges of the graph, row- or column-stochastic.
+    """Weights given as a matrix W on the edges of the graph, row- or column-stochastic.
 
-    Weights may be negative or zero. W is used as it is, so give float64: columns that are off by 1e-8 lose that much
-    of the total in each round.
+    Weights may be negative or zero. W is used as it is, so give it in float64: with columns whose sums are off by 1e-8
+    that share of the total is lost in each round.
 
     Args:
-        graph: its edges in round t are the only places, with the diagonal, where W(t) may differ from zero.
+        graph: the graph; W(t) may differ from zero on its edges in round t and on the diagonal only.
         W: one matrix [n, n] for a static graph; or a sequence of matrices, used in turn; or a function of the round t,
             called once for each of `graph.distinct_rounds()`, so that W(t) repeats when the edges do. Copied.
 
     Raises:
-        ValueError: W is no such matrix, is not finite, leaves the edges of the graph, or is neither row- nor
-            column-stochastic.
+        ValueError: W has another shape, is not finite, has weights beside the edges of the graph, or is neither row-
+            nor column-stochastic.
 
     >>> from gossip_modules.graph_manager.static_graphs import RingGraph
     >>> MatrixMixing(RingGraph(2), [[0.75, 0.25], [0.25, 0.75]]).spectral_gap()
@@ -145,7 +145,7 @@ class MatrixMixing(MixingManager):
             )
 
     def _off_sums(self, dim: int) -> str:
-        """The first row (dim 1) or column (dim 0) that does not sum to 1, in words; empty if all do."""
+        """A text about the first row (dim 1) or column (dim 0) that does not sum to 1; empty if all do."""
         kind = "row" if dim else "column"
         for t, matrix in self._matrices.items():
             sums = matrix.sum(dim)
@@ -161,5 +161,5 @@ def _as_tensor(numbers: MatrixLike) -> Tensor:
         return numbers.detach().to("cpu", torch.float64)
     if isinstance(numbers, list | tuple) and any(isinstance(item, list | tuple | Tensor) for item in numbers):
         return torch.stack([_as_tensor(item) for item in numbers])
-    # Through numpy, as torch would read Python floats as float32.
+    # Converted by numpy, since torch would read Python floats as float32.
     return torch.from_numpy(np.array(numbers, dtype=np.float64))

@@ -1,4 +1,4 @@
-"""The step size with which plain gossip agrees fastest."""
+"""The step size with which the ranks agree fastest in plain gossip."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 from .base import MixingManager
 
-_MAX_RANKS = 4096  # the eigenvalues of a dense matrix of this size take a minute
+_MAX_RANKS = 4096  # computing the eigenvalues of a dense matrix of this size takes a minute
 _ZERO = 1e-9  # eigenvalues below it are zero
 
 
 def best_step_size(mixing: MixingManager) -> float:
-    """2 / (least positive + largest eigenvalue of I - W(0)), for symmetric W; 1.308 on a ring of 8.
+    """2 / (smallest positive + largest eigenvalue of I - W(0)), for symmetric W; 1.308 on a ring of 8.
 
     Rounded to six decimals, so that all ranks agree.
 
     Args:
-        mixing: weights whose matrix W(0) is symmetric.
+        mixing: the weights; the matrix W(0) must be symmetric.
 
     Raises:
         ValueError: more than 4096 ranks, whose eigenvalues would take minutes.
