@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from ..graph_manager import named_graphs
 from ..graph_manager.base import GraphManager
-from ..graph_manager.dynamic_graphs import DynamicBipartiteExponentialGraph, NPeerDynamicDirectedExponentialGraph
-from ..graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, named_graph
-from ..graph_manager.static_graphs import RingGraph
+from ..graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, default_graph, named_graph
+from ..graph_manager.static_graphs import networkx_graph
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -42,11 +41,7 @@ def make_graph(
         return graph(num_nodes, peers_per_itr=peers_per_itr)
     if peers_per_itr == 1:
         return None
-    if push_sum:
-        return NPeerDynamicDirectedExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
-    if num_nodes % 2 == 0:
-        return DynamicBipartiteExponentialGraph(num_nodes, peers_per_itr=peers_per_itr)
-    return RingGraph(num_nodes, peers_per_itr=peers_per_itr)
+    return default_graph(num_nodes, push_sum=push_sum, peers_per_itr=peers_per_itr)
 
 
 def make_undirected_graph(name: str, *, num_nodes: int) -> GraphManager:
@@ -87,18 +82,8 @@ def make_static_graph(name: str, *, num_nodes: int) -> GraphManager:
 
 
 def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
-    """`make_static_graph` as a networkx graph, nodes ascending: what MATCHA takes apart, see `matchings_of`."""
-    return as_networkx(make_static_graph(name, num_nodes=num_nodes))
-
-
-def as_networkx(graph: GraphManager) -> nx.Graph:
-    """A networkx graph with the nodes of `graph`, ascending, and an edge wherever two of them ever talk."""
-    import networkx as nx  # only here, since `import gossip_modules` must stay light
-
-    base = nx.Graph()
-    base.add_nodes_from(range(graph.world_size))
-    base.add_edges_from((i, j) for i in range(graph.world_size) for j in graph.phone_book(i))
-    return base
+    """The base graph of MATCHA by its name: `make_static_graph` as a networkx graph."""
+    return networkx_graph(make_static_graph(name, num_nodes=num_nodes))
 
 
 def peers_by_round(text: str, *, steps_per_epoch: int, steps_per_round: int) -> int | dict[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..graph_manager.base import GraphManager
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..graph_manager.named_graphs import named_graph
+from ..graph_manager.static_graphs import networkx_graph
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
@@ -26,7 +27,6 @@ from .compressors import (
     make_compressor,
     step_size_of,
 )
-from .graphs import as_networkx
 from .options import MethodOptions
 
 MAX_MATCHA_RANKS = 512
@@ -112,7 +112,7 @@ def simulate_matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
             f"got matcha with {n} workers, expected at most {MAX_MATCHA_RANKS}: its plan is n x n matrices; take dpsgd"
         )
     graph = undirected(choice, setting, is_static=True).graph
-    base = as_networkx(graph)
+    base = networkx_graph(graph)
     mixing = mixing_for(MatchaGraph(base, budget=setting.budget, seed=setting.seed), push_sum=False)
     return _lockstep(Plain(), mixing, setting, setting.network.plain_message(setting.model_bytes))
 
