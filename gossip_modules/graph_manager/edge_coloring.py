@@ -1,4 +1,4 @@
-"""A base graph as matchings: sets of links that can be used at the same time, since no rank appears in two of them."""
+"""A base graph as matchings: sets of links that can be used at the same time, since no two of them share a rank."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def decompose(graph: nx.Graph, *, costs: Mapping[Edge, float] | None = None) -> 
 
     Args:
         graph: undirected, connected, with the ranks 0..n-1 as nodes; not changed.
-        costs: seconds per link; None: all alike.
+        costs: the seconds of each link; None: all links cost the same.
 
     Returns:
         The matchings, large ones first (with `costs`: slow ones first); the edges (u, v) of each ascending, u < v.
 
     Raises:
-        ValueError: the graph is not as above, or the costs do not fit it.
+        ValueError: the graph is not as above, or there is not one cost for each link.
 
     >>> import networkx as nx
     >>> decompose(nx.cycle_graph(4))
@@ -57,7 +57,8 @@ def graph_edges(graph: nx.Graph) -> list[Edge]:
     """The links (u, v), u < v, ascending, of a graph that gossip can run on.
 
     Raises:
-        ValueError: directed, parallel links, self-loops, nodes that are not 0..n-1, or a graph in pieces.
+        ValueError: the graph is directed or not connected, has parallel links or self-loops, or its nodes are not
+            0..n-1.
     """
     if graph.is_directed() or graph.is_multigraph():
         raise ValueError(
@@ -76,11 +77,11 @@ def graph_edges(graph: nx.Graph) -> list[Edge]:
 
 
 def as_matchings(matchings: Iterable[Iterable[Iterable[int]]]) -> tuple[Matching, ...]:
-    """`matchings` checked and in the form that `decompose` gives; their order stays. None at all: a world of one.
+    """`matchings`, checked and in the form that `decompose` returns, in the same order. None at all: a world of one.
 
     Raises:
-        ValueError: a pair that is no link, a rank twice in one matching, a link twice, or ranks that the links leave
-            out or in pieces.
+        ValueError: a pair is no link, a rank is twice in one matching, a link is there twice, or the links do not
+            connect all ranks.
     """
     checked = tuple(tuple(sorted(_as_edge(pair) for pair in matching)) for matching in matchings)
     seen: set[Edge] = set()

@@ -1,4 +1,4 @@
-"""The six base graphs of the MATCHA experiments, as matchings, which they have wherever a plan is made for them."""
+"""The six base graphs of the MATCHA experiments, and the matchings that a plan for them uses."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ _MATCHINGS = {
 
 
 def predefined_matchings(index: int) -> tuple[Matching, ...]:
-    """The links of a predefined graph as max degree many matchings, the least there can be.
+    """The links of a predefined graph, in as many matchings as its max degree, which is the fewest possible.
 
     The graphs are those of Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up Decentralized SGD via Matching
     Decomposition Sampling", ICC 2019, arXiv:1905.09435.
 
     Args:
-        index: 0: Erdos-Renyi, 8 ranks, max degree 5 (its Fig. 1); 1, 2, 3: geometric, 16 ranks, max degree 5, 10, 13
-            (Fig. A.3 a, b, c); 4: Erdos-Renyi, 16 ranks, max degree 8 (Fig. 3 b); 5: a ring of 8.
+        index: the number of the graph. 0: Erdos-Renyi, 8 ranks, max degree 5 (its Fig. 1); 1, 2, 3: geometric, 16
+            ranks, max degree 5, 10, 13 (Fig. A.3 a, b, c); 4: Erdos-Renyi, 16 ranks, max degree 8 (Fig. 3 b); 5: a ring
+            of 8.
 
     Raises:
         ValueError: there is no such graph.
@@ -106,7 +107,7 @@ def select_graph(index: int) -> nx.Graph:
 
 
 def matchings_of(graph: nx.Graph, *, costs: Mapping[Edge, float] | None = None) -> tuple[Matching, ...]:
-    """The matchings that a plan for `graph` is made of: those published for a predefined graph, else by `decompose`.
+    """The matchings that a plan for `graph` uses: the published ones for a predefined graph, else those of `decompose`.
 
     A graph with the links of a predefined one is that graph, however it was made. Its other decompositions into as few
     matchings have other probabilities and another, often worse, rho. With `costs` links of similar cost belong

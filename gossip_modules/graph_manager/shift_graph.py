@@ -1,4 +1,4 @@
-"""Graphs in which every rank does the same: peers are shifts of the rank, so one short row describes all of them."""
+"""Graphs in which the peers of all ranks are the same shifts of the rank, so one short row describes them all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import GraphManager, row_period, window
 
 
 class ShiftGraph(GraphManager):
-    """A graph in which all ranks do the same: in every round each rank r sends to `r + s` for the same few shifts s.
+    """A graph in which every rank r sends to `r + s`, with the same few shifts s for all ranks of a round.
 
     Ranks are the elements of a finite abelian group with 0 as its neutral element (a Cayley graph); `add` and
     `negate` are its operations, here those of the integers modulo n. So every round is a union of permutations: it is
@@ -43,14 +43,14 @@ class ShiftGraph(GraphManager):
 
     @abstractmethod
     def shifts(self, num_peers: int) -> Sequence[int]:
-        """The row of rank 0 when a round uses `num_peers` of it: distinct, in 1..n-1. Lazy where it is O(n) long."""
+        """The row of rank 0 for rounds with `num_peers` peers: distinct, in 1..n-1. A lazy sequence if it is long."""
 
     def add(self, rank: int, shift: int) -> int:
         """The rank that `shift` leads to from `rank`."""
         return (rank + shift) % self.world_size
 
     def negate(self, shift: int) -> int:
-        """The shift that leads back."""
+        """The shift in the opposite direction."""
         return -shift % self.world_size
 
     def phone_book(self, rank: int) -> Sequence[int]:
@@ -105,8 +105,8 @@ class ShiftGraph(GraphManager):
 class MirroredGraph(ShiftGraph):
     """A shift graph of two classes: odd (active) ranks add the odd shifts, even (passive) ranks subtract them.
 
-    What an active rank sends to, it hears from: in every round the edges are undirected and each joins an active and
-    a passive rank. With one peer per round they are a perfect matching, so ranks exchange in pairs.
+    Two ranks always send to each other: in every round the edges are undirected, and each joins an active and a passive
+    rank. With one peer per round they are a perfect matching, so ranks exchange in pairs.
     """
 
     def _check_world_size(self) -> None:
@@ -143,7 +143,7 @@ class MirroredGraph(ShiftGraph):
 
 
 class LazySequence(Sequence[int]):
-    """A sequence that computes its items when asked: a row of n ranks in O(1) memory. Equal to a tuple of its items."""
+    """A sequence that computes its items on demand: n ranks in O(1) memory. It equals the tuple of its items."""
 
     @abstractmethod
     def item(self, index: int) -> int:

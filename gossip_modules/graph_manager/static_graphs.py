@@ -1,4 +1,4 @@
-"""The graphs that people know by name (ring, torus, hypercube, complete) and any graph of networkx.
+"""Well-known graphs (ring, torus, hypercube, complete), and any graph of networkx.
 
 All but the ring walk through their row like the dynamic graphs when `peers_per_itr` is less than the length of the
 row, and are static when it is the whole row.
@@ -45,8 +45,8 @@ class TorusGraph(ShiftGraph):
     1 or 2 has fewer distinct neighbours.
 
     Args:
-        world_size: number of ranks n.
-        peers_per_itr: peers per round, or a schedule of it.
+        world_size: the number of ranks n.
+        peers_per_itr: the number of peers per round, or a schedule of it.
         shape: (rows, columns) with `rows * columns == world_size`; by default the most square one.
 
     >>> TorusGraph(12).phone_book(0)  # 3 x 4
@@ -131,7 +131,7 @@ class HypercubeGraph(ShiftGraph):
 
 
 class CompleteGraph(ShiftGraph):
-    """Everybody with everybody: `peers_per_itr=n-1` is static and exact, fewer peers take turns: +1, +2, +3, ...
+    """All ranks with all: `peers_per_itr=n-1` is static and averages exactly; fewer peers take turns: +1, +2, +3, ...
 
     >>> CompleteGraph(4, peers_per_itr=3).out_peers(rank=1, t=0)
     (2, 3, 0)
@@ -150,10 +150,12 @@ class NetworkXGraph(GraphManager):
 
     Args:
         graph: the networkx graph; an edge u -> v means that u sends to v.
-        peers_per_itr: peers per round, or a schedule of it; None: all neighbours in every round, a static graph.
+        peers_per_itr: the number of peers per round, or a schedule of it. None: all neighbours in every round, which
+            is a static graph.
 
     Raises:
-        ValueError: nodes that are not 0..n-1, self-loops, a graph in pieces, or more peers than any rank has.
+        ValueError: the nodes are not 0..n-1, there are self-loops, the graph is not connected, or peers_per_itr is
+            more than any rank has.
 
     >>> import networkx as nx
     >>> NetworkXGraph(nx.star_graph(3)).out_peers(rank=0, t=0)
