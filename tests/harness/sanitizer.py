@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it at their first use: traced, that can take longer than PATIENCE
 import torch.distributed as dist
 
 import gossip_modules
@@ -36,13 +37,22 @@ from tests.harness.ranks import run_ranks
 from tests.harness.ranks_at_work import LENGTH, LONG, Board, Rank
 from tests.harness.workloads import WORKLOADS, Workload
 
-_OF_THREADS = ("background", "gossip_thread", "overlap", "shared_model")
+_THREADED = {  # modules that share state between threads
+    "engine": ("background", "gossip_thread", "overlap", "shared_model"),
+    "transport": ("listener",),
+    "ad_psgd": ("engine", "exchange", "presence", "watched_transport"),
+    "wagma": (
+        *("barrier", "control", "engine", "failure_detector", "group_average", "group_result", "peer_status"),
+        *("published_model", "worker"),
+    ),
+    "dpwa": ("averager", "engine", "network", "wrapper"),
+    "dpwa/wire": (
+        *("client", "client_connection", "connection", "curve_server", "fetcher", "message", "peer_scores"),
+        *("plain_server", "server", "snapshot_pool"),
+    ),
+}
 _LIBRARY = Path(gossip_modules.__file__).parent
-ASYNCHRONOUS = (
-    *(_LIBRARY / "engine" / f"{name}.py" for name in _OF_THREADS),
-    _LIBRARY / "transport" / "listener.py",
-    *(_LIBRARY / package for package in ("ad_psgd", "wagma", "dpwa")),
-)
+ASYNCHRONOUS = tuple(_LIBRARY / folder / f"{name}.py" for folder, names in _THREADED.items() for name in names)
 PATIENCE = 20.0  # seconds without progress that count as a deadlock
 EPISODE = 3.0  # seconds
 HOT = 0.1  # of all lines, for each thread
