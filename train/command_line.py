@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import sys
 from collections.abc import Callable, Sequence
@@ -61,7 +62,8 @@ def read_command_line(
 ) -> ConfigType:
     """The configuration that `arguments` describe.
 
-    `--preset NAME`, an entry of `config_type.PRESETS`, sets the defaults; every other option is a field.
+    `--preset NAME`, an entry of `config_type.PRESETS`, sets the defaults, and `--import MODULE` imports a module that
+    registers methods; every other option is a field.
 
     Args:
         config_type: what is configured.
@@ -69,15 +71,21 @@ def read_command_line(
         arguments: of the command; None: those of this process.
 
     Raises:
-        UsageError: an option has a value that is out of bounds, or does not fit another one.
+        UsageError: an option has a value that is out of bounds, or does not fit another one; or a module to
+            import is not there.
         SystemExit: an option that does not exist, or --help.
     """
     # tyro takes the defaults before it reads the options, so this one is read first.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", choices=sorted(config_type.PRESETS), default=None)
+    parser.add_argument("--import", dest="modules", action="append", default=[])
     known, others = parser.parse_known_args(arguments)
+    with usage_errors():
+        for module in known.modules:
+            importlib.import_module(module)
     preset = config_type.PRESETS[known.preset] if known.preset else {}
     default = replace(config_type(), **preset)
+    description = f"{description or ''}\n--import MODULE: a module that registers methods, which are recipes then."
     if config_type.PRESETS:
         names = ", ".join(config_type.PRESETS)
         description = f"{description or ''}\n--preset NAME: other defaults of the options; one of {names}."

@@ -1,12 +1,13 @@
 """Train the same model on the same data and budget by several recipes, and print how they compare.
 
-    python train/compare.py                                             # handwritten digits, 4 ranks
-    python train/compare.py --nproc-per-node 2 --recipes ar osgp -- --epochs 5 --seed 3
-    python train/compare.py --recipes dpsgd matcha choco powergossip
-    python train/compare.py --recipes ar sgp adpsgd wagma dpwa -- --epochs 10
-    python train/compare.py --script translate --recipes ar sgp osgp           # number words
+    python -m train.compare  # handwritten digits, 4 ranks
+    python -m train.compare --nproc-per-node 2 --recipes ar osgp -- --epochs 5 --seed 3
+    python -m train.compare --recipes dpsgd matcha choco powergossip
+    python -m train.compare --recipes ar sgp adpsgd wagma dpwa -- --epochs 10
+    python -m train.compare --script translate --recipes ar sgp osgp           # number words
 
-What follows `--` goes to every run of the script. Writes comparison.txt and comparison.png next to the runs.
+What follows `--` goes to every run of the script. Writes comparison.txt and comparison.png next to
+the runs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""The consensus experiment: how fast workers in a ring agree on the mean of their matrices, in steps and in bits sent.
+"""The consensus experiment: how fast workers in a ring agree on the mean of their matrices, in
+steps and in bits sent.
 
-    python train/consensus.py                                                   # a table and a picture, two minutes
-    python train/consensus.py --methods power-r1-i1 plain --steps 1500          # to an error of 1e-4
-    python train/consensus.py --data sparse --methods choco-topk --step-sizes 0.01 0.03 0.1 0.3
+    python -m train.consensus  # a table and a picture, two minutes
+    python -m train.consensus --methods power-r1-i1 plain --steps 1500  # to an error of 1e-4
+    python -m train.consensus --data sparse --methods choco-topk --step-sizes 0.01 0.03 0.1 0.3
 
-There is no training: every worker holds one matrix and only gossips. The error is the mean over workers of the squared
-distance to the true mean, relative to the start. All workers are threads of this process over real Gloo groups, and
-bits are those that really went out, mean over workers. A run ends when its error has grown tenfold or the method has
-refused to go on (it diverges, and the message says how), has fallen below 1e-5, or after --steps. Vogels, Karimireddy,
-Jaggi, "Practical Low-Rank Communication Compression in Decentralized Deep Learning", NeurIPS 2020, arXiv 2008.01425,
+There is no training: every worker holds one matrix and only gossips. The error is the mean over
+workers of the squared distance to the true mean, relative to the start. All workers are threads of
+this process over real Gloo groups, and bits are those that really went out, mean over workers. A
+run ends when its error has grown tenfold or the method has refused to go on (it diverges, and the
+message says how), has fallen below 1e-5, or after --steps. Vogels, Karimireddy, Jaggi, "Practical
+Low-Rank Communication Compression in Decentralized Deep Learning", NeurIPS 2020, arXiv 2008.01425,
 section 5.1.
 
 Writes consensus.csv, after every run, and consensus.png to --out-dir.

@@ -1,25 +1,29 @@
-r"""Train a Transformer to translate, by AllReduce SGD, D-PSGD, SGP, Overlap SGP, CHOCO-SGD, AD-PSGD, WAGMA-SGD, ...
+r"""Train a Transformer to translate, by AllReduce SGD, D-PSGD, SGP, Overlap SGP, CHOCO-SGD,
+AD-PSGD, WAGMA-SGD, ...
 
-    torchrun --standalone --nproc-per-node 4 -m train.translate                # number words, in under two minutes
+    # Number words, in under two minutes
+    torchrun --standalone --nproc-per-node 4 -m train.translate
     torchrun --standalone --nproc-per-node 4 -m train.translate --recipe ar    # or any other recipe
-    python -m train.translate --source fr --target de                          # a world of one, another language
+    python -m train.translate --source fr --target de  # a world of one, another language
     python -m train.translate --help
 
     # Multi30k, or any two files train.en and train.de beside val.* and test*.*, plain or .gz
-    torchrun --standalone --nproc-per-node 4 -m train.translate --preset multi30k --data-dir data/multi30k
-    # WMT'16 as Moses' scripts leave it, in batches of 400k tokens on eight machines; see job_scripts/
-    torchrun --nnodes 8 --nproc-per-node 1 ... -m train.translate --preset wmt16-big --data-dir data/wmt16_en_de \
-        --amp bfloat16 --resume auto
+    torchrun --standalone --nproc-per-node 4 -m train.translate --preset multi30k \
+        --data-dir data/multi30k
+    # WMT'16 as Moses' scripts leave it, 400k tokens a batch on eight machines; see job_scripts/
+    torchrun --nnodes 8 --nproc-per-node 1 ... -m train.translate --preset wmt16-big \
+        --data-dir data/wmt16_en_de --amp bfloat16 --resume auto
 
-Everything goes to --out-dir: what train/gossip_sgd.py leaves there, whose notes on signals, resumption and the steps of
-asynchronous ranks hold here too; and translations.<language>, the test set as the averaged model translates it, and
-tokenizer.json. With that a run translates whatever comes in:
+Everything goes to --out-dir: what train/gossip_sgd.py leaves there, whose notes on signals,
+resumption and the steps of asynchronous ranks hold here too; and translations.<language>, the test
+set as the averaged model translates it, and tokenizer.json. With that a run translates whatever
+comes in:
 
     echo "four hundred and twelve" | python -m train.translate_text runs/numbers_en_de_sgp
 
-Every rank's own model is measured on the test set (negative log-likelihood in nats per token), the averaged one by
-BLEU, chrF and exact matches as well. Of the checkpoints the one with the least negative log-likelihood on the
-validation set is kept.
+Every rank's own model is measured on the test set (negative log-likelihood in nats per token), the
+averaged one by BLEU, chrF and exact matches as well. Of the checkpoints the one with the least
+negative log-likelihood on the validation set is kept.
 """
 
 from __future__ import annotations

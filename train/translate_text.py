@@ -1,9 +1,11 @@
 r"""Translate lines of text with the model that a finished run of train/translate.py has left.
 
     echo "four hundred and twelve" | python -m train.translate_text runs/numbers_en_de_sgp
-    python -m train.translate_text runs/multi30k_en_de_sgp --beam-size 8 < sentences.en > sentences.de
+    python -m train.translate_text runs/multi30k_en_de_sgp \
+        --beam-size 8 < sentences.en > sentences.de
 
-Reads a sentence per line, UTF-8, and writes its translation, in the same order; a blank line stays one.
+Reads a sentence per line, UTF-8, and writes its translation, in the same order; a blank line stays
+one.
 """
 
 from __future__ import annotations

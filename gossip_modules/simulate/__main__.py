@@ -1,13 +1,18 @@
-"""Which method and graph to train with, for so many workers on such links: predicted by simulating all of them at once.
+r"""Which method and graph to train with, for so many workers on such links: predicted by simulating
+all of them at once.
 
-    python -m gossip_modules.simulate --world-size 1024 --rate-gbit 1 --parameters 25e6 --compute-ms 250
-    python -m gossip_modules.simulate --world-size 64 --methods osgp dpsgd:torus choco:ring:topk --straggle-share 0.02
-    python -m gossip_modules.simulate --world-size 256 --problem consensus --target 1e-6 --methods sgp dpsgd:ring
+    python -m gossip_modules.simulate --world-size 1024 --rate-gbit 1 --parameters 25e6 \
+        --compute-ms 250
+    python -m gossip_modules.simulate --world-size 64 \
+        --methods osgp dpsgd:torus choco:ring:topk --straggle-share 0.02
+    python -m gossip_modules.simulate --world-size 256 --problem consensus --target 1e-6 \
+        --methods sgp dpsgd:ring
 
-Prints a table, the fastest first, and which to choose and why. Steps are those that n small models really take on a
-small problem (digits: softmax regression on drawn digits; consensus: vectors that agree on their mean); seconds and
-bytes are those of your model by a model of compute and links (`ComputeModel`, `LinkModel`). So steps say how much a
-method's way of averaging costs beside others, not how long your own training lasts.
+Prints a table, the fastest first, and which to choose and why. Steps are those that n small models
+really take on a small problem (digits: softmax regression on drawn digits; consensus: vectors that
+agree on their mean); seconds and bytes are those of your model by a model of compute and links
+(`ComputeModel`, `LinkModel`). So steps say how much a method's way of averaging costs beside
+others, not how long your own training lasts.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Sequence
 
 from .advice import advise, as_table
 from .choice import Choice, simulated_methods
-from .options import make_parser, setting_of
+from .options import import_named, make_parser, setting_of
 from .problems import Consensus, Digits
 from .run import simulate
 
@@ -32,6 +37,7 @@ def _choices(texts: Sequence[str], world_size: int) -> list[Choice]:
 
 def _run(arguments: Sequence[str] | None) -> str:
     """What to print."""
+    import_named(arguments)
     options = make_parser(__doc__ or "").parse_args(arguments)
     if options.label_skew and options.problem != "digits":
         raise ValueError(f"got label_skew={options.label_skew} for {options.problem}, expected it for digits only")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -54,6 +56,21 @@ _COUNT, _FROM_ZERO, _POSITIVE = _Number(1, is_whole=True), _Number(0), _Number(0
 _SHARE, _FACTOR, _SPREAD = _Number(0, most=1), _Number(1), _Number(0, most=_MAX_SPREAD)
 
 
+def import_named(arguments: Sequence[str] | None) -> None:
+    """Import the modules that `--import` names, which register methods, before the other options are read.
+
+    Raises:
+        ValueError: there is no such module.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--import", dest="modules", action="append", default=[])
+    for module in parser.parse_known_args(arguments)[0].modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f"got --import {module} ({error}), expected a module on Python's path") from error
+
+
 def make_parser(description: str) -> argparse.ArgumentParser:
     """All options of the command, below this description."""
     parser = _Parser(
@@ -77,6 +94,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--straggle-share", type=_SHARE, default=0.0, help="share of steps that straggle")
     add("--straggle-factor", type=_FACTOR, default=10.0, help="how many times longer they take (default 10)")
     add("--slow-rank-factor", type=_FACTOR, default=1.0, help="how many times slower worker 0 is")
+    add("--import", action="append", metavar="MODULE", help="a module that registers methods")
     names = ", ".join(simulated_methods())
     add("--methods", nargs="+", metavar="METHOD", help=f"<method>[:<graph>[:<code>]] of {names} (default: all)")
     add("--peers", type=_COUNT, help="peers per round (default: one, on graphs that never change all)")

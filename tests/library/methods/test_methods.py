@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from gossip_modules.methods.compressors import COMPRESSORS
 from gossip_modules.methods.graphs import peers_by_round
 from gossip_modules.methods.one_thread import GossiperRule, make_transports, measured_message
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
+from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, MoniquaRule, Plain, Rule
@@ -30,6 +32,7 @@ from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
 from train.consensus_experiment.methods import variants
+from train.job.errors import UsageError
 from train.tasks.images.config import Config
 
 
@@ -149,6 +152,29 @@ def test_one_entry_gives_a_row_of_the_table_and_of_the_consensus_experiment(own:
     summary = "Goes half of the way that D-PSGD goes: x_i <- x_i + 1/2 sum_j W_ij (x_j - x_i)."
     assert summary in methods_table().splitlines()[-1]
     assert isinstance(variants()["half"].make(1.0, 1.0, 0), HalfStep)
+
+
+def test_a_module_that_registers_methods_is_imported_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_half.py").write_text(
+        "from gossip_modules.methods import gossiper_method, register\n"
+        "from tests.library.methods.test_methods import HalfStep\n"
+        "register(gossiper_method('half', lambda options, seed: HalfStep(), algorithm=HalfStep))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        config = read_command_line(Config, description="", arguments=["--import", "my_half", "--recipe", "half"])
+        assert config.recipe == "half"
+        arguments = "--world-size 8 --problem consensus --methods half sgp --import my_half"
+        assert simulate_main(arguments.split()) == 0
+        assert "half" in capsys.readouterr().out
+    finally:
+        del registry._METHODS["half"], sys.modules["my_half"]
+    assert simulate_main(["--world-size", "8", "--import", "nonesuch"]) == 2
+    assert "got --import nonesuch (No module named 'nonesuch'), expected a module on" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="No module named 'nonesuch'"):
+        read_command_line(Config, description="", arguments=["--import", "nonesuch"])
 
 
 @pytest.mark.parametrize("n", [5, 8])
