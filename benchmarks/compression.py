@@ -6,15 +6,14 @@
 
 First the compressors alone, on a normal vector as long as the parameters of ResNet-18; then whole gossipers, on a
 ResNet-18 with its buffers, between two ranks of which the other is an echo. "Encode" is what a sender does once a
-round, "decode" is adding its own message and that of one neighbour; times are medians, with one thread on a CPU.
-"Saved" is the time that one message takes less than float32 would, at 1 Gbit/s; the columns after it are that time over
-encode + decode at three speeds. Where it is above 1, compressing pays even with a single neighbour.
+round, "decode" is adding its own message and that of one neighbour; times are medians, on a CPU of the processor time
+of one thread. "Saved" is the time that one message takes less than float32 would, at 1 Gbit/s; the columns after it are
+that time over encode + decode at three speeds. Where it is above 1, compressing pays even with a single neighbour.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
 
+from benchmarks.record import write_rows
 from gossip_modules import (
     QSGD,
     Cast,
@@ -118,13 +118,18 @@ def milliseconds(action: Callable[[], object], device: torch.device, repeats: in
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds that an action takes; on CUDA until the device has done it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Seconds of processor time that an action takes; on CUDA seconds until the device has done it.
+
+    Processor time of this one thread is hardly changed by what else the machine does.
+    """
+    if device.type != "cuda":
+        start = time.thread_time()
+        action()
+        return time.thread_time() - start
+    torch.cuda.synchronize(device)
     start = time.perf_counter()
     action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -239,13 +244,16 @@ def print_table(rows: Iterable[Row]) -> list[Row]:
     return measured
 
 
-def write_csv(rows: Iterable[Row], path: Path) -> None:
-    """The measured columns and the ratios, one line per codec."""
-    lines = [{**asdict(r), **{f"ratio at {link}": r.ratio(speed) for link, speed in LINKS.items()}} for r in rows]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
+def csv_rows(rows: Iterable[Row]) -> list[dict[str, object]]:
+    """The measured columns, what is saved and the ratios, one line per codec."""
+    return [
+        {
+            **{key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(row).items()},
+            "saved_ms": round(row.saved_ms(LINKS["1 Gbit/s"]), 1),
+            **{f"ratio_at_{speed / 1e9:g}_gbit": round(row.ratio(speed), 2) for speed in LINKS.values()},
+        }
+        for row in rows
+    ]
 
 
 def main() -> None:
@@ -265,7 +273,7 @@ def main() -> None:
     with torch.no_grad():
         rows += print_table(measure_gossipers(device, arguments.repeats))
     if arguments.output:
-        write_csv(rows, arguments.output)
+        write_rows(arguments.output, csv_rows(rows), seed=0)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,19 @@ NetworkXGraph stands for graphs that are given edge by edge: it keeps them all, 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import networkx as nx
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
+
+from benchmarks.record import write_rows
 from gossip_modules import (
     CompleteGraph,
     DynamicBipartiteExponentialGraph,
@@ -41,6 +47,7 @@ from gossip_modules import (
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 
 MAX_NETWORKX_RANKS = 100_000
+COLUMNS = ("graph", "ranks", "construction_ms", "query_ms", "uniform_mixing_ms", "metropolis_mixing_ms", "peak_bytes")
 
 
 def power_of_two(n: int) -> int:
@@ -112,31 +119,37 @@ def peak_bytes(action: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
+def measure(n: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """The rows of all graphs of about n ranks."""
+    for name, make in makers(n).items():
+        times = 1 if name.startswith("NetworkX") else repeats
+        graph = make()
+        kinds = [UniformMixing, *([MetropolisHastingsMixing] if graph.is_symmetric else [])]
+        mixing = [milliseconds(partial(mix, kind, make), times) for kind in kinds]
+        figures = (milliseconds(make, times), milliseconds(partial(query, graph), times), *mixing, None)
+        values = (name, graph.world_size, *figures[:4], peak_bytes(partial(everything, make, kinds)))
+        yield dict(zip(COLUMNS, values, strict=True))
+    phases = milliseconds(partial(group, n), repeats)
+    values = ("ButterflyGroups", n, None, phases, None, None, peak_bytes(partial(group, n)))
+    yield dict(zip(COLUMNS, values, strict=True))
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6], help="numbers of ranks")
     parser.add_argument("--repeats", type=int, default=20, help="the least time of so many is reported")
+    parser.add_argument("--output", type=Path, help="a CSV file to write as well")
     arguments = parser.parse_args()
-    print("| graph | ranks | construction ms | query ms | uniform mixing ms | Metropolis mixing ms | peak bytes |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print(f"| {' | '.join(COLUMNS)} |\n|---{'|---:' * (len(COLUMNS) - 1)}|")
+    rows = []
     for n in arguments.sizes:
-        for name, make in makers(n).items():
-            repeats = 1 if name.startswith("NetworkX") else arguments.repeats
-            graph = make()
-            kinds = [UniformMixing, *([MetropolisHastingsMixing] if graph.is_symmetric else [])]
-            mixing = [f"{milliseconds(partial(mix, kind, make), repeats):.3f}" for kind in kinds]
-            print(
-                f"| {name} | {graph.world_size:,} | {milliseconds(make, repeats):.3f} "
-                f"| {milliseconds(partial(query, graph), repeats):.3f} | {' | '.join([*mixing, ''][:2])} "
-                f"| {peak_bytes(partial(everything, make, kinds)):,} |",
-                flush=True,
-            )
-        print(
-            f"| ButterflyGroups | {n:,} | | {milliseconds(partial(group, n), arguments.repeats):.3f} | | "
-            f"| {peak_bytes(partial(group, n)):,} |",
-            flush=True,
-        )
+        for row in measure(n, arguments.repeats):
+            row = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+            print(f"| {' | '.join('' if value is None else f'{value}' for value in row.values())} |", flush=True)
+            rows.append(row)
+    if arguments.output:
+        write_rows(arguments.output, rows, seed=0)
 
 
 if __name__ == "__main__":

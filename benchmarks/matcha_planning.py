@@ -13,15 +13,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import networkx as nx
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
+
+from benchmarks.record import write_rows
 from gossip_modules.matcha import activation_probabilities, decompose, joint_probabilities, mixing_weight
 
 T = TypeVar("T")
+COLUMNS = (
+    *("ranks", "links", "matchings", "budget", "coloring_seconds", "probabilities_seconds", "alpha_seconds"),
+    *("plan_seconds", "rho", "joint_seconds", "joint_rho"),
+)
 
 
 def geometric(num_ranks: int, degree: float) -> nx.Graph:
@@ -46,20 +55,15 @@ def timed(action: Callable[[], T], repeats: int) -> tuple[T, float]:
     return result, least
 
 
-def row(graph: nx.Graph, budget: float, *, repeats: int, has_joint: bool) -> str:
+def row(graph: nx.Graph, budget: float, *, repeats: int, has_joint: bool) -> dict[str, Any]:
     """The line of the table for this graph and budget."""
     matchings, coloring = timed(lambda: decompose(graph), repeats)
     p, activation = timed(lambda: activation_probabilities(matchings, budget), repeats)
     weight, alpha = timed(lambda: mixing_weight(matchings, p), repeats)
-    cells = [f"{graph.number_of_nodes():,}", f"{graph.number_of_edges():,}", f"{len(matchings)}", f"{budget:g}"]
-    cells += [f"{seconds:.3f}" for seconds in (coloring, activation, alpha, coloring + activation + alpha)]
-    cells.append(f"{weight.rho:.5f}")
-    if has_joint:
-        best, seconds = timed(lambda: joint_probabilities(matchings, budget), repeats)
-        cells += [f"{seconds:.2f}", f"{best.rho:.5f}"]
-    else:
-        cells += ["-", "-"]
-    return f"| {' | '.join(cells)} |"
+    best, seconds = timed(lambda: joint_probabilities(matchings, budget), repeats) if has_joint else (None, None)
+    sizes = (graph.number_of_nodes(), graph.number_of_edges(), len(matchings), budget)
+    planned = (coloring, activation, alpha, coloring + activation + alpha, weight.rho)
+    return dict(zip(COLUMNS, (*sizes, *planned, seconds, best and best.rho), strict=True))
 
 
 def main() -> None:
@@ -70,14 +74,19 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.5], help="shares of the full schedule")
     parser.add_argument("--repeats", type=int, default=1, help="the least time of so many is reported")
     parser.add_argument("--joint-ranks", type=int, default=64, help="most ranks that the joint optimum is found for")
+    parser.add_argument("--output", type=Path, help="a CSV file to write as well")
     arguments = parser.parse_args()
-    print("| ranks | links | matchings | budget | colouring s | p s | alpha s | plan s | rho | joint s | joint rho |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---:' * len(COLUMNS)}|")
+    rows = []
     for n in arguments.sizes:
         graph = geometric(n, arguments.degree)
         for budget in arguments.budgets:
-            has_joint = n <= arguments.joint_ranks
-            print(row(graph, budget, repeats=arguments.repeats, has_joint=has_joint), flush=True)
+            figures = row(graph, budget, repeats=arguments.repeats, has_joint=n <= arguments.joint_ranks)
+            figures = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
+            print(f"| {' | '.join('' if value is None else f'{value}' for value in figures.values())} |", flush=True)
+            rows.append(figures)
+    if arguments.output:
+        write_rows(arguments.output, rows, seed=0)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ with a list of what deviates from what docs/guides/failures.md promises.
 from __future__ import annotations
 
 import itertools
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,9 +27,11 @@ from typing import Any
 import tyro
 from tqdm import tqdm
 
+from benchmarks.record import commit, cpu_model
+
 from .cell import Cell, Key
 from .fault import FAULTS, STORE
-from .fork_server import ROOT, ForkServer
+from .fork_server import ForkServer
 from .table import WRAPPERS, Table, markdown
 
 POLL_SECONDS = 0.01
@@ -130,26 +130,6 @@ def cell_columns(cell: Cell) -> dict[str, Any]:
     """The columns that say which cell."""
     victims = " ".join("store" if victim == STORE else f"{victim}" for victim in cell.fault.victims)
     return {**cell.key._asdict(), "victims": victims}
-
-
-def commit() -> str:
-    """The last commit that changed the library, with "+" where files of it differ from that."""
-    log = subprocess.run(
-        ["git", "log", "-1", "--format=%h", "--abbrev=10", "--", "gossip_modules"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    changes = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "gossip_modules"], cwd=ROOT, capture_output=True)
-    return (log.stdout.strip() or "unknown") + ("+" if changes.returncode == 1 else "")
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +56,10 @@ def test_what_training_writes_is_read(tmp_path: Path) -> None:
     assert set(COLUMNS) <= set(run.table)
     assert run.table["averaged_test_bleu"].dropna().tolist() == [30.0, 30.0]
     assert (run.recipe, run.summary["averaged_test"]["nll"], run.world_size) == ("sgp", 1.0, 2)
+    made = run.summary["made"]
+    assert set(made) == {"date", "command", "python", "torch", "machine"}
+    assert made["torch"] == torch.__version__
+    assert made["command"] == shlex.join(sys.orig_argv)
 
 
 def test_runs_are_found_at_any_depth_and_have_names_of_their_own(tmp_path: Path) -> None:

@@ -1,0 +1,254 @@
+"""The pages of docs/benchmarks/, generated from the CSV files of benchmarks/results/.
+
+    python -m benchmarks.pages              # writes them
+    python -m benchmarks.pages --check      # exit code 1 where a page is not what its CSV file says
+
+A page has what is measured and how, then the figures with command, commit, machine, date and seed. A figure without a
+row in a CSV file has no place on a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.faults.table import markdown as faults_markdown
+from benchmarks.record import RESULTS, ROOT
+
+DOCS = ROOT / "docs" / "benchmarks"
+MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{csv}: change that, not this. -->"
+
+
+def faults(rows: pd.DataFrame) -> str:
+    """The table of faults and what deviates; errors are shown letter by letter."""
+    lines = faults_markdown(rows).splitlines()
+    escaped = (re.sub(r"([\\`*_\[\]<>])", r"\\\1", line) if line.startswith("- ") else line for line in lines)
+    return "\n".join(escaped) + "\n"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page and the CSV file it is made of.
+
+    Attributes:
+        title: of the page.
+        csv: name of the file in benchmarks/results/.
+        text: what is measured, and how to read it.
+        columns: columns of the table: the name in the CSV file, the header here, and the format of a number.
+        render: makes the figures of a page that is no plain table.
+    """
+
+    title: str
+    csv: str
+    text: str
+    columns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    render: Callable[[pd.DataFrame], str] | None = None
+
+
+PAGES: Mapping[str, Page] = {
+    "graph_scaling": Page(
+        "Graphs of up to a million ranks",
+        "graph_scaling.csv",
+        """\
+What one rank does on each graph, with one peer per round: construction, a query (its peers in one
+round), the mixing weights of one round, which includes building the graph, and the peak of Python's
+memory over all of it. Times are the least of the repeats, on a machine that did other work too.
+`NetworkXGraph` keeps the user's edges, so it grows with the number of ranks.""",
+        {
+            "graph": ("graph", "s"),
+            "ranks": ("ranks", ",d"),
+            "construction_ms": ("construction, ms", ".3f"),
+            "query_ms": ("query, ms", ".3f"),
+            "uniform_mixing_ms": ("uniform mixing, ms", ".3f"),
+            "metropolis_mixing_ms": ("Metropolis mixing, ms", ".3f"),
+            "peak_bytes": ("peak, bytes", ",d"),
+        },
+    ),
+    "matcha_planning": Page(
+        "Planning MATCHA",
+        "matcha_planning.csv",
+        """\
+How long a MATCHA plan takes on random geometric graphs: the edge colouring into matchings, the
+probabilities p of the matchings, and the weight alpha of a link. rho is the expected factor by which
+a round shrinks the squared distance to the mean; less is better. The last two columns optimise p and
+alpha together, on small graphs only. Times are the least of the repeats, on a machine that did other
+work too.""",
+        {
+            "ranks": ("ranks", ",d"),
+            "links": ("links", ",d"),
+            "matchings": ("matchings", "d"),
+            "budget": ("budget", "g"),
+            "coloring_seconds": ("colouring, s", ".3f"),
+            "probabilities_seconds": ("p, s", ".3f"),
+            "alpha_seconds": ("alpha, s", ".3f"),
+            "plan_seconds": ("plan, s", ".3f"),
+            "rho": ("rho", ".5f"),
+            "joint_seconds": ("joint, s", ".2f"),
+            "joint_rho": ("joint rho", ".5f"),
+        },
+    ),
+    "compression": Page(
+        "What compression costs and saves",
+        "compression.csv",
+        """\
+Compressors on a vector as long as ResNet-18's parameters, then whole gossipers on a ResNet-18 with
+its buffers, with one thread. The last columns are the time that the saved bytes take on a link,
+divided by encoding plus decoding: compressing pays where that is above 1. Times are medians of the
+processor time of one thread; other work on the machine shares its caches and memory, and can make
+them longer and the ratios smaller.""",
+        {
+            "name": ("codec", "s"),
+            "num_bytes": ("bytes per message", ",d"),
+            "encode_ms": ("encode, ms", ".1f"),
+            "decode_ms": ("decode, ms", ".1f"),
+            "saved_ms": ("saved at 1 Gbit/s, ms", ".1f"),
+            "ratio_at_0.1_gbit": ("ratio at 100 Mbit/s", ".2f"),
+            "ratio_at_1_gbit": ("ratio at 1 Gbit/s", ".2f"),
+            "ratio_at_10_gbit": ("ratio at 10 Gbit/s", ".2f"),
+        },
+    ),
+    "consensus": Page(
+        "Agreement in steps and in bits",
+        "consensus.csv",
+        """\
+Eight ranks in a ring, each with a 100x100 matrix of normal numbers, gossip until they agree. The error is
+the squared distance to the mean, relative to the start; Mbit are sent per rank. The step size of each
+method is that of plain gossip on this ring. These figures do not depend on how busy the machine is.""",
+        {
+            "method": ("method", "s"),
+            "step_size": ("step size", "g"),
+            "steps_to_0.01": ("steps to 0.01", "d"),
+            "megabits_to_0.01": ("Mbit", ".2f"),
+            "steps_to_0.0001": ("steps to 0.0001", "d"),
+            "megabits_to_0.0001": ("Mbit", ".2f"),
+        },
+    ),
+    "restart": Page(
+        "Killed and resumed",
+        "restart.csv",
+        """\
+A job on one machine is killed by SIGKILL and started again with `--resume auto`: seconds from the
+kill to the line that says from which step the run goes on, and to the first epoch that is new.""",
+        {
+            "date": ("date", "s"),
+            "recipe": ("recipe", "s"),
+            "num_workers": ("ranks", "d"),
+            "repeat": ("repeat", "d"),
+            "seconds_to_resume": ("to resume, s", ".1f"),
+            "seconds_to_new_epoch": ("to a new epoch, s", ".1f"),
+        },
+    ),
+    "faults": Page(
+        "Killed, stopped and failing ranks",
+        "faults.csv",
+        """\
+What every wrapper does when ranks are killed, stopped, fail or leave. The guide on failures has what is
+guaranteed.""",
+        render=faults,
+    ),
+    "faults_quieter": Page(
+        "Killed, stopped and failing ranks, on a quieter machine",
+        "faults_quieter.csv",
+        """\
+The measurement of [killed, stopped and failing ranks](faults.md), made again on a quieter machine.""",
+        render=faults,
+    ),
+    "faults_before": Page(
+        "Killed, stopped and failing ranks, at an earlier commit",
+        "faults_before.csv",
+        """\
+The same faults with the library of an earlier commit, for comparison with
+[killed, stopped and failing ranks](faults.md).""",
+        render=faults,
+    ),
+}
+
+
+def page(name: str) -> str:
+    """The text of a page, from its CSV file."""
+    own = PAGES[name]
+    rows = pd.read_csv(RESULTS / own.csv, dtype={"commit": str, "victims": str, "named": str})
+    figures = own.render(rows) if own.render else f"{sources(rows)}\n\n{table(rows, own.columns)}\n"
+    return f"{MADE.format(csv=own.csv)}\n\n# {own.title}\n\n{own.text}\n\n{figures}"
+
+
+def index() -> str:
+    """The list of all pages."""
+    lines = [
+        "<!-- Written by `python -m benchmarks.pages`: change that, not this. -->",
+        "",
+        "# Benchmarks",
+        "",
+        "Every figure was measured by the command on its page, on the machine and with the commit that stand",
+        "beside it. Compare ratios within one page: absolute times depend on the machine. `benchmarks/README.md`",
+        "says how to run the benchmarks.",
+        "",
+        *(f"- [{own.title}]({name}.md), from `benchmarks/results/{own.csv}`" for name, own in PAGES.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def sources(rows: pd.DataFrame) -> str:
+    """Command, date, commit and machine of the rows, an entry for each that differs."""
+    entries = []
+    for (command, commit), part in rows.groupby(["command", "commit"], sort=False):
+        first = part.iloc[0]
+        seed = f", seed {first['seed']}" if "seed" in part else ""
+        cores = f", {first['cores']} cores" if "cores" in part else ""
+        made = f"{first['date']}, commit {commit}, torch {first['torch']}, {first['machine']}{cores}{seed}."
+        entries.append(f"    {command}\n\n{made}")
+    return "\n\n".join(entries)
+
+
+def table(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> str:
+    """The columns as a Markdown table; an empty cell stays empty."""
+    lines = [f"| {' | '.join(header for header, _ in columns.values())} |"]
+    lines.append(f"|{'|'.join('---' if form == 's' else '---:' for _, form in columns.values())}|")
+    for row in rows.to_dict("records"):
+        cells = [_cell(row[name], form) for name, (_, form) in columns.items()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: Any, form: str) -> str:
+    if pd.isna(value):
+        return ""
+    return format(int(value) if form.endswith("d") else value, form)
+
+
+def texts() -> dict[Path, str]:
+    """All pages by their file."""
+    return {DOCS / "index.md": index(), **{DOCS / f"{name}.md": page(name) for name in PAGES}}
+
+
+def stale() -> list[Path]:
+    """Files that are not what the CSV files say, and pages that no CSV file makes."""
+    wanted = texts()
+    wrong = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    return [*wrong, *(path for path in sorted(DOCS.glob("*.md")) if path not in wanted)]
+
+
+def main() -> int:
+    """Write the pages or check them; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is out of date")
+    if parser.parse_args().check:
+        for path in (wrong := stale()):
+            print(f"error: got {path} out of date, expected what its CSV file says; run python -m benchmarks.pages")
+        return 1 if wrong else 0
+    DOCS.mkdir(parents=True, exist_ok=True)
+    for path, text in texts().items():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What every row of benchmarks/results/ says beside its figures: when, of which code, where and how it was measured."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PROVENANCE = ("date", "commit", "torch", "machine", "cores", "command", "seed")
+
+
+def commit() -> str:
+    """The last commit that changed the library, with "+" where files of it differ from that."""
+    log = subprocess.run(
+        ["git", "log", "-1", "--format=%h", "--abbrev=10", "--", "gossip_modules"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    changes = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "gossip_modules"], cwd=ROOT, capture_output=True)
+    return (log.stdout.strip() or "unknown") + ("+" if changes.returncode == 1 else "")
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def command() -> str:
+    """The command line of this process, with `python` for whichever interpreter it is."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def provenance(seed: int) -> dict[str, Any]:
+    """The columns of PROVENANCE, for a measurement that is made now.
+
+    Args:
+        seed: what was drawn at random was drawn from.
+    """
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    values = (now, commit(), torch.__version__, cpu_model(), os.cpu_count(), command(), seed)
+    return dict(zip(PROVENANCE, values, strict=True))
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, seed: int) -> None:
+    """Write figures as a CSV file, each row with the columns of PROVENANCE before them.
+
+    Args:
+        path: of the file, which is replaced.
+        rows: figures by column, all with the same columns.
+        seed: of the measurement.
+    """
+    before = provenance(seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*before, *rows[0]], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**before, **row} for row in rows)
