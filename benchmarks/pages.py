@@ -149,8 +149,8 @@ kill to the line that says from which step the run goes on, and to the first epo
         "Killed, stopped and failing ranks",
         "faults.csv",
         """\
-What every wrapper does when ranks are killed, stopped, fail or leave. The guide on failures has what is
-guaranteed.""",
+What every wrapper does when ranks are killed, stopped, fail or leave.
+[What is guaranteed](../guides/failures.md) is on a page of its own.""",
         render=faults,
     ),
     "faults_quieter": Page(

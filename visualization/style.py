@@ -24,7 +24,7 @@ class Method(NamedTuple):
     """How a method looks and what it is called.
 
     Attributes:
-        title: as papers write it.
+        title: that of gossip_modules.methods.
         color: of its lines and bars in every picture.
         words: that name it in labels, in lower case.
     """
@@ -44,10 +44,10 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 """Okabe and Ito, "Color Universal Design", 2008, without the yellow that white paper swallows."""
 METHODS: Mapping[str, Method] = {
     "none": Method("no communication", "#767676", ("no communication", "none", "local")),
-    "ar": Method("AllReduce", "#000000", ("allreduce", "all-reduce", "ar", "ddp")),
+    "ar": Method("AllReduce SGD", "#000000", ("allreduce", "all-reduce", "ar", "ddp")),
     "dpsgd": Method("D-PSGD", "#D55E00", ("d-psgd", "dpsgd", "plain", "bfloat16")),
     "sgp": Method("SGP", "#0072B2", ("sgp",)),
-    "osgp": Method("OSGP", "#56B4E9", ("osgp",)),
+    "osgp": Method("Overlap SGP", "#56B4E9", ("osgp", "overlap sgp", "sgp, overlap")),
     "matcha": Method("MATCHA", "#009E73", ("matcha", "equal p")),
     "choco": Method("CHOCO-SGD", "#CC79A7", ("choco", "choco-sgd")),
     "deepsqueeze": Method("DeepSqueeze", "#882255", ("deepsqueeze",)),
@@ -56,7 +56,7 @@ METHODS: Mapping[str, Method] = {
     "adpsgd": Method("AD-PSGD", "#8A7500", ("ad-psgd", "adpsgd")),
     "wagma": Method("WAGMA-SGD", "#7F3B08", ("wagma", "wagma-sgd")),
     "dpwa": Method("dpwa", "#E7298A", ("dpwa",)),
-    "localsgd": Method("local SGD", "#66A61E", ("local sgd", "localsgd", "post-local sgd", "local-average")),
+    "localsgd": Method("Local SGD", "#66A61E", ("local sgd", "localsgd", "post-local sgd", "local-average")),
 }
 """The one colour of each method in all pictures, by the name of its recipe: see `method_of` and `method_styles`."""
 OTHERS = ("#A6A6A6", "#B8A36A", "#7A8FB0", "#B07A7A", "#6FA08B")

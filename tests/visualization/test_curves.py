@@ -183,8 +183,9 @@ def test_every_method_has_one_colour_of_its_own_and_is_found_by_its_names() -> N
     assert {style.method_of(method.title) for method in style.METHODS.values()} == set(style.METHODS)
 
 
-def test_recipes_have_a_look() -> None:
-    assert set(METHODS) <= set(style.METHODS)
+def test_every_method_of_the_registry_has_a_look_and_one_title() -> None:
+    titles = {name: method.title for name, method in METHODS.items()}
+    assert titles == {name: style.METHODS[name].title for name in titles}
 
 
 def test_a_method_keeps_its_colour_beside_others_and_its_variants_have_other_marks() -> None:
