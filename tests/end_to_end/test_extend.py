@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import MetropolisHastingsMixing, ProcessGroupTransport, RingGraph
+from gossip_modules import MetropolisHastingsMixing, ProcessGroupTransport, RingGraph, registry
+from gossip_modules.methods import METHODS
+from gossip_modules.simulate.options import MAX_STEPS
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
+from tests.harness.scripts import script_outputs
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "extend"
 
@@ -60,8 +64,22 @@ def test_compressor() -> None:
     assert output == "20 bytes for 40\n"
 
 
-def test_gossiper_reaches_the_mean() -> None:
-    namespace, _ = run_page("gossiper.md")
+@pytest.fixture
+def _no_new_methods() -> Iterator[None]:
+    """What a page registers is gone after the test."""
+    before = dict(METHODS)
+    yield
+    for name in set(METHODS) - set(before):
+        del registry._METHODS[name]
+    assert before == METHODS
+
+
+@pytest.mark.usefixtures("_no_new_methods")
+def test_gossiper_reaches_the_mean_and_has_a_row_in_the_simulator() -> None:
+    namespace, output = run_page("gossiper.md")
+    (plain, *_), (own, *_) = (re.findall(r"\d+", line) for line in output.splitlines())
+    assert int(plain) < int(own) < MAX_STEPS  # it says less, so it takes more steps, and arrives
+    assert METHODS["randomshare"].title == "Random share"
     share: Any = namespace["RandomShare"]
     values = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -75,3 +93,35 @@ def test_gossiper_reaches_the_mean() -> None:
 
     for result in run_ranks(3, body):
         torch.testing.assert_close(result, values.mean(0))
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_gossiper_is_a_recipe(tmp_path: Path) -> None:
+    """The page's script: its blocks but that of the simulator."""
+    script = [block for block in blocks("gossiper.md") if "gossip_modules.simulate" not in block]
+    assert len(script) == 3
+    (tmp_path / "my_method.py").write_text("\n".join(script), encoding="utf-8")
+    options = ["--recipe", "randomshare", "--epochs", "2", "--out-dir", str(tmp_path / "run")]
+    first, *_ = script_outputs(tmp_path / "my_method.py", 2, *options)
+    assert first.startswith("Random share: cnn on digits, 2 ranks")
+    assert accuracy_of(first) > 80
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_task(tmp_path: Path) -> None:
+    """The page's script, as its command line says."""
+    (script,) = blocks("task.md")
+    (tmp_path / "my_task.py").write_text(script, encoding="utf-8")
+    options = ["--recipe", "choco", "--lr", "0.2", "--out-dir", str(tmp_path / "run")]
+    first, *_ = script_outputs(tmp_path / "my_task.py", 2, *options)
+    assert "the classes of a random matrix" in first
+    assert accuracy_of(first) > 80
+
+
+def accuracy_of(output: str) -> float:
+    """What a run says at its end."""
+    found = re.search(r"averaged model: test accuracy ([\d.]+) %", output)
+    assert found, output
+    return float(found[1])

@@ -27,6 +27,7 @@ from gossip_modules import (
     SignNorm,
     TopK,
 )
+from gossip_modules.methods import METHODS
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.ranks import run_ranks
 
@@ -46,6 +47,23 @@ HEADER = 8  # of a compressed message
 def test_every_method_has_a_page_and_the_index_lists_it() -> None:
     index = (FOLDER / "index.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| \[[^]]+\]\((\w+)\.md\)", index, re.MULTILINE)) == sorted(PAGES)
+
+
+def test_every_registered_method_has_a_page() -> None:
+    assert sorted(PAGES) == sorted(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_page_says_what_the_registry_says(name: str) -> None:
+    method, page = METHODS[name], " ".join(PAGES[name].split())
+    assert page.startswith(f"# {method.title} ")
+    assert f"`{method.file}`" in page
+    assert f"`{method.example}`" in page
+    if method.paper:
+        assert f'{method.paper.authors}, "{method.paper.title}", {method.paper.venue}' in page
+        assert f"arXiv {method.paper.arxiv}" in page
+    for option in method.options - {"graph", "gossip_every", "average_every", "nprocs_per_node"}:
+        assert re.search(rf"`--(no-)?{option.replace('_', '-')}\b", page), option
 
 
 @pytest.mark.parametrize("name", PAGES)
