@@ -108,6 +108,54 @@ def test_figures_of_faults_are_those_of_the_table(name: str) -> None:
     assert [*dict.fromkeys(found)] == [*dict.fromkeys(expected)], f"expected {latest} in {name}.md"
 
 
+def results(name: str) -> list[dict[str, str]]:
+    """The rows of a table of benchmarks."""
+    with (ROOT / "benchmarks" / "results" / f"{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def measured_of(name: str) -> str:
+    """What a page says was measured, on one line."""
+    return " ".join(PAGES[name].partition("## Measured")[2].partition("## Paper")[0].split())
+
+
+CODES = {
+    "choco": ["CHOCO, sign", "CHOCO, top 1 %"],
+    "deepsqueeze": ["DeepSqueeze, sign"],
+    "moniqua": ["Moniqua, 8 bits", "Moniqua, 2 bits"],
+    "powergossip": ["PowerGossip, rank 1, 1 iteration"],
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_bytes_of_messages_are_those_of_the_table(name: str) -> None:
+    rows = {row["name"]: row for row in results("compression")}
+    for code in CODES[name]:
+        num_bytes, plain = int(rows[code]["num_bytes"]), int(rows[code]["plain_bytes"])
+        times = plain / num_bytes
+        for number in (f"{num_bytes:,}", f"{plain:,}", f"{times:.1f}" if times < 100 else f"{times:.0f}"):
+            assert re.search(rf"(?<![\d.,]){number}(?![\d,])", measured_of(name)), number
+
+
+@pytest.mark.parametrize(
+    ("name", "methods"), [("dpsgd", ["plain", "bfloat16"]), ("powergossip", ["power-r1-i1", "power-r1-i2", "plain"])]
+)
+def test_rounds_to_agree_are_those_of_the_table(name: str, methods: list[str]) -> None:
+    rows = {row["method"]: row for row in results("consensus")}
+    for method in methods:
+        rounds, megabits = rows[method]["steps_to_0.01"], float(rows[method]["megabits_to_0.01"])
+        assert f"{rounds} rounds and {megabits:.2f} Mbit" in measured_of(name)
+
+
+def test_rho_of_matcha_is_that_of_the_table() -> None:
+    rows = {(row["ranks"], row["links"], row["budget"]): float(row["rho"]) for row in results("matcha_planning")}
+    text = measured_of("matcha")
+    for ranks, links in (("16", "68"), ("64", "327")):
+        assert re.search(rf"{ranks} ranks and {links} links", text)
+        for budget in ("0.5", "0.1"):
+            assert f"{rows[ranks, links, budget]:.3f}" in text
+
+
 Make = Callable[[nn.Module, dist.ProcessGroup], GossipWrapper]
 
 
