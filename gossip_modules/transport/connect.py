@@ -108,14 +108,7 @@ def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
     Raises:
         RuntimeError: torch.distributed is not initialised.
     """
-    if process_group is not None:
-        return process_group
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised, expected a process group; start with torchrun and call "
-            "torch.distributed.init_process_group() before wrapping the module"
-        )
-    return _world()
+    return _world() if process_group is None else process_group
 
 
 def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:

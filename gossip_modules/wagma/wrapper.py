@@ -22,8 +22,7 @@ from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import as_timeout, refuse_device_ids
-from ..wrappers.base import GossipWrapper
-from ..wrappers.lost import close_when_collected
+from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.setup import Links
 from .engine import WaitAvoidingEngine
 from .group_average import GroupAverage

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..engine.engine import IdleEngine
+from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..transport.process_group import ProcessGroupTransport
@@ -163,3 +166,25 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     def _write(self, vector: FlatVector) -> None:
         self._to_estimate()
         torch.autograd.graph.increment_version(self._buffer.parameters)
+
+
+def close_when_collected(wrapper: object, engine: Engine) -> None:
+    """Close `engine` when `wrapper` is collected, if nobody has closed it by then.
+
+    [Note: Lost wrappers] The threads of an asynchronous engine outlive a wrapper that nobody closed, and would go on
+    giving its model to peers.
+    """
+    weakref.finalize(wrapper, _close_lost, engine, type(wrapper).__name__).atexit = False  # at exit they just end
+
+
+def _close_lost(engine: Engine, name: str) -> None:
+    """Runs in whichever thread collects garbage, which must not wait for peers: so a thread of its own closes."""
+    if engine.is_closed:
+        return
+
+    def close() -> None:
+        with contextlib.suppress(Exception):  # of peers: there is nobody left to tell
+            engine.close()
+
+    threading.Thread(target=close, name="gossip-closing", daemon=True).start()
+    warnings.warn(f"a {name} was lost without close(): it leaves its peers now", ResourceWarning, stacklevel=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,23 +14,19 @@ from .state import KEY
 
 
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
-    """Train `module` by gossip: as `GossipDataParallel(module, **options)`, but the module itself is returned.
+    """As `GossipDataParallel(module, **options)`, but the module itself is changed, and returned.
 
     A forward pre-hook runs the round before each training forward, so the arithmetic is that of `GossipDataParallel`
-    bit for bit. Names have no "module." in front: `state_dict()` has the keys of the bare model, and code that knows
-    the model's class goes on working. The class of the module becomes a subclass of it and of `GossipModule`, which
-    has the methods of the wrapper (as `torch.distributed.fsdp.fully_shard` does it).
+    bit for bit. Names have no "module." in front. The class of the module becomes a subclass of it and of
+    `GossipModule`, which has the methods of the wrapper, as with `torch.distributed.fsdp.fully_shard`. `Join` needs a
+    wrapper.
 
     Args:
-        module: changed in place, on its device; build optimizers before or after.
+        module: the model, on its device; changed in place.
         options: any argument of `GossipDataParallel` but `nprocs_per_node`, which needs a wrapper.
 
-    Returns:
-        `module`.
-
     Raises:
-        ValueError: the module has a method or attribute of a name that is added, or see `GossipDataParallel`, also
-            for other errors.
+        ValueError: the module has an attribute of a name that is added; or see `GossipDataParallel`.
 
     Example:
         >>> model = gossip(nn.Linear(10, 2), push_sum=False)
@@ -41,8 +36,8 @@ def gossip(module: nn.Module, **options: Any) -> GossipModule:
     """
     if options.get("nprocs_per_node", 1) != 1:
         raise ValueError(
-            f"got nprocs_per_node={options['nprocs_per_node']} for gossip(), expected 1: averaging gradients inside a "
-            "node needs a wrapper around the module; use GossipDataParallel(module, nprocs_per_node=...)"
+            f"got nprocs_per_node={options['nprocs_per_node']} for gossip(), expected 1: nodes need a wrapper; use "
+            "GossipDataParallel(module, nprocs_per_node=...)"
         )
     check_inside(module, wrapper="gossip()")
     if taken := [name for name in _ADDED if hasattr(module, name)]:
@@ -65,9 +60,9 @@ class GossipModule(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module: containers make others of their class, as in `model[:2]`, which do not gossip."""
-        plain = cls.__mro__[2]
+        plain: Any = cls.__mro__[2]
         self = plain.__new__(plain)
-        self.__init__(*args, **kwargs)  # type: ignore[misc]
+        self.__init__(*args, **kwargs)
         return self
 
     def flush(self) -> None:
@@ -143,21 +138,24 @@ class GossipModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the plain class, from which the class of a copy is made again."""
         self._gossip.flush()
-        _, _, *state = super().__reduce_ex__(max(int(protocol), 2))
-        return _blank, (type(self).__mro__[2],), *state
+        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        return _blank, (type(self).__mro__[2],), *reduced[2:]
 
 
+_classes: dict[type, type[GossipModule]] = {}
 _ADDED = [name for name in vars(GossipModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
 
 
-def _before_forward(module: nn.Module, inputs: Any) -> None:
+def _before_forward(module: Any, inputs: Any) -> None:
     """The pre-hook; it finds the module that it is called with, so that it serves copies too."""
     module._gossip._before_forward()
 
 
-@cache
 def _with_gossip(plain: type[nn.Module]) -> type[GossipModule]:
-    return type(f"Gossip{plain.__name__}", (GossipModule, plain), {"__module__": plain.__module__})
+    """The subclass of both, one for each class of modules."""
+    if plain not in _classes:
+        _classes[plain] = type(f"Gossip{plain.__name__}", (GossipModule, plain), {"__module__": plain.__module__})
+    return _classes[plain]
 
 
 def _blank(plain: type[nn.Module]) -> nn.Module:

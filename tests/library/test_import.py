@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import gossip_modules
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.py").exists())
 
 LOADED = """
 import sys
@@ -21,3 +26,9 @@ def test_the_import_loads_no_compiler_and_no_algebra() -> None:
     assert "gossip_modules.wrappers.base" in loaded
     slow = ("torch._dynamo", "torch._inductor", "torch.fx.experimental", "sympy", "networkx", "zmq", "yaml", "mpi4py")
     assert [name for name in loaded if f"{name}.".startswith(tuple(f"{package}." for package in slow))] == []
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    command = [sys.executable, "-W", "ignore", "setup.py", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.split()[-1] == gossip_modules.__version__

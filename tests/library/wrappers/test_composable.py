@@ -19,7 +19,7 @@ from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import irregular
 
 
-def steps(model: nn.Module, rank: int, num_steps: int, parameters: nn.Module) -> None:
+def steps(model: Any, rank: int, num_steps: int, parameters: nn.Module) -> None:
     """A plain training loop, with two micro-batches per step."""
     optimizer = sgd(parameters)
     for step in range(num_steps):
