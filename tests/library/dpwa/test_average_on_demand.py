@@ -52,11 +52,13 @@ def average_alone(rank: int) -> tuple[float, float]:
     )
     with model.averaged():
         mean = module.weight.item()
+    state = model.averaged_state_dict()
+    assert {name: value.item() for name, value in state.items()} == ({"weight": mean} if rank == 0 else {})
     model._averager._timeout = timedelta(seconds=2)
     seconds = 0.0
     if rank != 1:
         start = time.monotonic()
-        with pytest.raises(TimeoutError, match=rf"rank {rank}: ranks \[1\] have not come to average 1 over all ranks"):
+        with pytest.raises(TimeoutError, match=rf"rank {rank}: ranks \[1\] have not come to average 2 over all ranks"):
             model.average_()
         seconds = time.monotonic() - start
     model.close()

@@ -64,7 +64,11 @@ def use_the_common_methods(rank: int) -> dict[str, Any]:
         assert inside is model
         average = flatten(model.module)
     assert torch.equal(flatten(model.module), before)
+    state = model.averaged_state_dict()
+    assert list(state) == (list(model.module.state_dict()) if rank == 0 else [])
     model.average_()
+    for name, value in state.items():
+        torch.testing.assert_close(value, model.module.state_dict()[name])
     torch.testing.assert_close(flatten(model.module), average)
     model.flush()
     model.close()
