@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -48,14 +47,6 @@ def scripts(page: Path) -> dict[str, str]:
 def snippets(page: Path) -> list[str]:
     """The other Python blocks of a page."""
     return [block for block in blocks(page, "python") if not block.startswith("# torchrun ")]
-
-
-def torchrun(*arguments: str, cwd: Path) -> str:
-    """What ranks under torchrun print; they must all succeed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100, check=False, cwd=cwd)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
 
 
 def beginning(folder: Path, shared_folder: Path) -> dict[str, Any]:
