@@ -17,15 +17,15 @@ from .engine.engine import Engine, LockstepEngine, SyncEngine
 from .engine.overlap import OverlapEngine
 from .flat.buffer import FlatBuffer
 from .flat.vector import FlatVector
-from .gossip.choco import Choco
-from .gossip.deep_squeeze import DeepSqueeze
-from .gossip.gossiper import Gossiper
-from .gossip.link_times import measure_link_times
-from .gossip.mixer import GlobalAverage, Mixer
-from .gossip.moniqua import Moniqua
-from .gossip.power_gossip import PowerGossip
-from .gossip.push_pull import PushPull
-from .gossip.push_sum import PushSum
+from .gossiper.choco import Choco
+from .gossiper.deep_squeeze import DeepSqueeze
+from .gossiper.gossiper import Gossiper
+from .gossiper.link_times import measure_link_times
+from .gossiper.mixer import GlobalAverage, Mixer
+from .gossiper.moniqua import Moniqua
+from .gossiper.power_gossip import PowerGossip
+from .gossiper.push_pull import PushPull
+from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager
 from .graph_manager.butterfly_groups import ButterflyGroups
 from .graph_manager.dynamic_graphs import (
@@ -56,6 +56,7 @@ from .transport.progress import Progress, job_store
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
 from .wrappers.base import GossipWrapper
+from .wrappers.composable import GossipModule, gossip
 from .wrappers.gossip import GossipDataParallel, SimpleGossipDataParallel
 
 __version__ = "0.1.0"
@@ -83,6 +84,7 @@ __all__ = [
     "FlatVector",
     "GlobalAverage",
     "GossipDataParallel",
+    "GossipModule",
     "GossipWrapper",
     "Gossiper",
     "GraphManager",
@@ -121,6 +123,7 @@ __all__ = [
     "Transport",
     "UniformMixing",
     "connect",
+    "gossip",
     "init_mpi_process_group",
     "job_store",
     "measure_link_times",

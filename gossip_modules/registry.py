@@ -80,7 +80,7 @@ class Method:
 
     @property
     def file(self) -> str:
-        """The file of the algorithm: below the folder that has the library, as gossip_modules/gossip/choco.py."""
+        """The file of the algorithm: below the folder that has the library, as gossip_modules/gossiper/choco.py."""
         path = Path(str(sys.modules[self.algorithm.__module__].__file__)).resolve()
         root = Path(__file__).resolve().parents[1]
         return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..flat.nonfinite import check_policy
-from ..gossip.mixer import GlobalAverage
+from ..gossiper.mixer import GlobalAverage
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, MixingLike, as_timeout, refuse_device_ids
 from ..wrappers.base import GossipWrapper, close_when_collected

@@ -11,7 +11,7 @@ import torch
 
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
-from ..gossip.mixer import GlobalAverage, Mixer
+from ..gossiper.mixer import GlobalAverage, Mixer
 from ..schedule import Action, Schedule
 
 _UNNAMED = "LockstepEngine"  # checkpoints from when there was no other

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector
-from ..gossip.mixer import Mixer
+from ..gossiper.mixer import Mixer
 from ..schedule import Schedule
 from .engine import LockstepEngine
 from .filling import Filling

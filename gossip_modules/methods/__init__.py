@@ -3,7 +3,7 @@
 `python -m gossip_modules.methods` prints the table.
 
 >>> METHODS["choco"].title, METHODS["choco"].file
-('CHOCO-SGD', 'gossip_modules/gossip/choco.py')
+('CHOCO-SGD', 'gossip_modules/gossiper/choco.py')
 """
 
 from ..registry import METHODS, Method, Paper, name_of, register

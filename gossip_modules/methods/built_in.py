@@ -7,11 +7,11 @@ from functools import partial
 from ..ad_psgd.wrapper import BilatGossipDataParallel
 from ..dpwa.wrapper import PairwiseDataParallel
 from ..engine.overlap import OverlapEngine
-from ..gossip.choco import Choco
-from ..gossip.deep_squeeze import DeepSqueeze
-from ..gossip.moniqua import Moniqua
-from ..gossip.power_gossip import PowerGossip
-from ..gossip.push_sum import PushPull, PushSum
+from ..gossiper.choco import Choco
+from ..gossiper.deep_squeeze import DeepSqueeze
+from ..gossiper.moniqua import Moniqua
+from ..gossiper.power_gossip import PowerGossip
+from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper
 from ..schedule import Schedule

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector
-from ..gossip.gossiper import Gossiper
+from ..gossiper.gossiper import Gossiper
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..simulate.codes import CODE_PASSES, UNKNOWN_PASSES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ..gossip.gossiper import Gossiper
+from ..gossiper.gossiper import Gossiper
 from ..registry import Method, Paper
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ..ad_psgd.wrapper import BilatGossipDataParallel
 from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
 from ..dpwa.wrapper import PairwiseDataParallel
-from ..gossip.choco import Choco
-from ..gossip.deep_squeeze import DeepSqueeze
-from ..gossip.gossiper import Gossiper
-from ..gossip.moniqua import Moniqua
-from ..gossip.power_gossip import PowerGossip
+from ..gossiper.choco import Choco
+from ..gossiper.deep_squeeze import DeepSqueeze
+from ..gossiper.gossiper import Gossiper
+from ..gossiper.moniqua import Moniqua
+from ..gossiper.power_gossip import PowerGossip
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.laplacian import LaplacianMixing
 from ..schedule import Schedule

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.profiler import record_function
 
 from ..flat.vector import FlatVector
-from ..gossip.mixer import Mixer
+from ..gossiper.mixer import Mixer
 from ..graph_manager.butterfly_groups import ButterflyGroups, Phase
 from ..transport.base import Pending, Transport
 

@@ -17,7 +17,7 @@ from torch import nn
 from ..engine.engine import SyncEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
-from ..gossip.mixer import GlobalAverage
+from ..gossiper.mixer import GlobalAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT

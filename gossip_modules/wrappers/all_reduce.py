@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..flat.nonfinite import FiniteCheck, check_policy
 from ..flat.vector import FlatVector
-from ..gossip.mixer import GlobalAverage
+from ..gossiper.mixer import GlobalAverage
 from ..transport.connect import connect
 from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import as_timeout

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression.compressor import Compressor
-from ..gossip.gossiper import Gossiper
+from ..gossiper.gossiper import Gossiper
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..graph_manager.static_graphs import NetworkXGraph

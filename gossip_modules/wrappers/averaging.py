@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
-from ..gossip.mixer import GlobalAverage
+from ..gossiper.mixer import GlobalAverage
 from ..transport.process_group import ProcessGroupTransport
 
 if TYPE_CHECKING:

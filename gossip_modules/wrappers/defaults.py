@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..gossip.gossiper import Gossiper
-from ..gossip.push_pull import PushPull
-from ..gossip.push_sum import PushSum
+from ..gossiper.gossiper import Gossiper
+from ..gossiper.push_pull import PushPull
+from ..gossiper.push_sum import PushSum
 from ..graph_manager.base import GraphManager
 from ..graph_manager.dynamic_graphs import (
     DynamicBipartiteCompleteGraph,

@@ -14,7 +14,7 @@ from torch import nn
 from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
-from ..gossip.gossiper import Gossiper
+from ..gossiper.gossiper import Gossiper
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT

@@ -28,12 +28,12 @@ from gossip_modules import (
     connect,
 )
 from gossip_modules.flat.layout import FlatLayout, Part
-from gossip_modules.gossip.compressed import CompressedGossiper
+from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.harness.reference import Snapshot, flatten
-from tests.library.gossip.contract import vector_of
+from tests.library.gossiper.contract import vector_of
 from tests.library.wrappers.test_oracle import FixedStaleness, assert_equal, irregular_digraph, oracle, run
 
 pytestmark = [

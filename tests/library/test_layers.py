@@ -13,7 +13,7 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.py").exists())
 PACKAGE = "gossip_modules"
 
-_LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossip", "schedule"}
+_LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
 _WRAPPERS = {*_LOCKSTEP, "engine", "wrappers"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
@@ -27,8 +27,8 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "matching": {"matcha"},
         "mixing_manager": {"graph_manager", "matcha"},
         "mpi": {"transport"},
-        "gossip": _LOCKSTEP - {"gossip"},
-        "engine": {"gossip", "flat", "schedule"},
+        "gossiper": _LOCKSTEP - {"gossiper"},
+        "engine": {"gossiper", "flat", "schedule"},
         "wrappers": {*_LOCKSTEP, "engine"},
         "ad_psgd": _WRAPPERS,
         "wagma": _WRAPPERS,
@@ -179,16 +179,19 @@ def test_nothing_unpickles(folder: str) -> None:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"gossip/choco": "from gossip_modules.transport.connect import f\nimport torch, numpy, math"}, None),
-        ({"gossip/choco": "from ..transport.connect import f\nfrom . import push_sum", "gossip/push_sum": ""}, None),
+        ({"gossiper/choco": "from gossip_modules.transport.connect import f\nimport torch, numpy, math"}, None),
         (
-            {"transport/connect": "from gossip_modules.gossip.choco import Choco"},
-            r"connect imports gossip: transport may",
+            {"gossiper/choco": "from ..transport.connect import f\nfrom . import push_sum", "gossiper/push_sum": ""},
+            None,
         ),
-        ({"transport/connect": "def f() -> None:\n    from ..gossip import choco"}, "connect imports gossip"),
-        ({"transport/connect": "from .. import gossip"}, "connect imports gossip"),
-        ({"gossip/choco": "from gossip_modules import PushSum"}, "choco imports __init__"),
-        ({"gossip/choco": "import gossip_modules"}, "choco imports __init__"),
+        (
+            {"transport/connect": "from gossip_modules.gossiper.choco import Choco"},
+            r"connect imports gossiper: transport may",
+        ),
+        ({"transport/connect": "def f() -> None:\n    from ..gossiper import choco"}, "connect imports gossiper"),
+        ({"transport/connect": "from .. import gossiper"}, "connect imports gossiper"),
+        ({"gossiper/choco": "from gossip_modules import PushSum"}, "choco imports __init__"),
+        ({"gossiper/choco": "import gossip_modules"}, "choco imports __init__"),
         ({"wagma/engine": "from ..ad_psgd import engine", "ad_psgd/engine": ""}, "wagma may not"),
         ({"schedule": "from torch import distributed"}, "schedule imports torch.distributed"),
         ({"flat/vector": "import torch.distributed as dist"}, "flat.vector imports torch.distributed"),
@@ -198,12 +201,12 @@ def test_nothing_unpickles(folder: str) -> None:
         ({"dpwa/engine": "import zmq"}, None),
         ({"__init__": "import tqdm"}, "gossip_modules imports tqdm: it is not installed"),
         ({"helpers": ""}, "helpers is in no room that is known"),
-        ({"gossip/choco": "from . import a", "gossip/a": "from .choco import Choco"}, "in a circle: .*choco"),
+        ({"gossiper/choco": "from . import a", "gossiper/a": "from .choco import Choco"}, "in a circle: .*choco"),
     ],
 )
 def test_checker_sees(tmp_path: Path, files: dict[str, str], expected: str | None) -> None:
     library = tmp_path / PACKAGE
-    for module in {"__init__", "transport/connect", "gossip/choco", *files}:
+    for module in {"__init__", "transport/connect", "gossiper/choco", *files}:
         path = library / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(files.get(module, ""), encoding="utf-8")

@@ -31,7 +31,7 @@ from gossip_modules import (
 )
 from gossip_modules.engine.filling import Filling
 from gossip_modules.flat.layout import PIECE_ALIGNMENT, PIECE_BYTES, FlatLayout, Part
-from gossip_modules.gossip.pipelined import is_piecewise, piecewise
+from gossip_modules.gossiper.pipelined import is_piecewise, piecewise
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.library.engine.vectors import BOTH, DIGRAPH, PIECE, random_vector, wide
 

@@ -17,7 +17,7 @@ from torch import nn
 import gossip_modules as gm
 from gossip_modules import methods, registry
 from gossip_modules.flat.vector import FlatVector
-from gossip_modules.gossip.gossiper import Messages
+from gossip_modules.gossiper.gossiper import Messages
 from gossip_modules.methods import METHOD_OPTIONS, METHODS, Context, MethodOptions, gossiper_method, register, wrap
 from gossip_modules.methods.__main__ import methods_table, step_sizes_table
 from gossip_modules.methods.compressors import COMPRESSORS

@@ -27,7 +27,7 @@ from gossip_modules import (
     SimpleGossipDataParallel,
     UniformMixing,
 )
-from gossip_modules.gossip.mixer import Mixer
+from gossip_modules.gossiper.mixer import Mixer
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.ranks import run_ranks, solo_group

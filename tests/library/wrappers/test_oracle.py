@@ -29,7 +29,7 @@ from gossip_modules import (
     TorusGraph,
 )
 from gossip_modules.engine.engine import LockstepEngine
-from gossip_modules.gossip.gossiper import Gossiper
+from gossip_modules.gossiper.gossiper import Gossiper
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.problems import MakeOptimizer, adamw, loss_of, mlp, net, numerator, sgd, train
 from tests.harness.ranks import run_ranks

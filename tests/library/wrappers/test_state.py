@@ -19,9 +19,9 @@ from gossip_modules import (
     NetworkXGraph,
     RingGraph,
     Schedule,
+    gossip,
 )
 from gossip_modules.wrappers.base import GossipWrapper
-from gossip_modules.wrappers.composable import gossip
 from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten

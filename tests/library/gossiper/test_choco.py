@@ -23,12 +23,12 @@ from gossip_modules import (
     TopK,
 )
 from gossip_modules.flat.layout import FlatLayout, Part
-from gossip_modules.gossip.compressed import CompressedGossiper
+from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.problems import loss_of, net, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.library.gossip.contract import STATIC, bound, vector_of
-from tests.library.gossip.test_compressed import rounds_of
+from tests.library.gossiper.contract import STATIC, bound, vector_of
+from tests.library.gossiper.test_compressed import rounds_of
 
 LAYOUT = FlatLayout.of([(torch.float64, [Part((3, 4)), Part((5,))])])
 GRAPHS = ["ring", "star", "path"]

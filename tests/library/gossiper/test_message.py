@@ -9,7 +9,7 @@ import torch
 
 from gossip_modules import FlatVector
 from gossip_modules.flat.layout import FlatLayout, Part
-from gossip_modules.gossip.message import Header, MessageBuffer, tensor_runs
+from gossip_modules.gossiper.message import Header, MessageBuffer, tensor_runs
 from tests.harness.ranks import CPU
 
 SIZES = [(torch.bfloat16, 3), (torch.float64, 2), (torch.uint8, 5), (torch.float32, 0), (torch.float32, 7)]

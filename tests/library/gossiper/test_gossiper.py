@@ -21,7 +21,7 @@ from gossip_modules import (
 )
 from gossip_modules.flat.layout import FlatLayout
 from tests.harness.ranks import CPU, run_ranks, solo_group
-from tests.library.gossip.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
+from tests.library.gossiper.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 
 GOSSIPERS: dict[str, Callable[[], Gossiper]] = {"PushPull": PushPull, "PushSum": PushSum}
 

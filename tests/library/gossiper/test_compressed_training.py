@@ -23,11 +23,11 @@ from gossip_modules import (
     TopK,
 )
 from gossip_modules.flat.buffer import FlatBuffer
-from gossip_modules.gossip.compressed import CompressedGossiper
+from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.problems import loss_of, mlp, net, numerator, sgd
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
-from tests.library.gossip.contract import ANY_NAME, GOSSIPERS, STATIC, bound, restored, ring, train, wrap
+from tests.library.gossiper.contract import ANY_NAME, GOSSIPERS, STATIC, bound, restored, ring, train, wrap
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

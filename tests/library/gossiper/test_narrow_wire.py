@@ -31,7 +31,7 @@ from gossip_modules import (
 from gossip_modules.flat.layout import FlatLayout, Part
 from tests.harness.problems import loss_of, net, sgd
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
-from tests.library.gossip.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
+from tests.library.gossiper.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 
 # [Note: narrow wire]
 

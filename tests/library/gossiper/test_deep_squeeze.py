@@ -9,9 +9,9 @@ import torch.distributed as dist
 from gossip_modules import Compressor, DeepSqueeze, SignNorm, TopK
 from gossip_modules.flat.layout import FlatLayout, Part
 from tests.harness.ranks import run_ranks
-from tests.library.gossip.contract import DYNAMIC, STATIC, bound, vector_of
-from tests.library.gossip.test_choco import CODE_NAMES, CODES, Code
-from tests.library.gossip.test_compressed import rounds_of
+from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, vector_of
+from tests.library.gossiper.test_choco import CODE_NAMES, CODES, Code
+from tests.library.gossiper.test_compressed import rounds_of
 
 LAYOUT = FlatLayout.of([(torch.float64, [Part((3, 4)), Part((5,))])])
 MIXINGS = {"ring": STATIC["ring"], "star": STATIC["star"], "path": STATIC["path"], "bipartite": DYNAMIC["bipartite"]}

@@ -27,9 +27,9 @@ from gossip_modules import (
     UniformMixing,
 )
 from gossip_modules.flat.layout import FlatLayout, Part
-from gossip_modules.gossip.compressed import CompressedGossiper
+from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.ranks import run_ranks, solo_group
-from tests.library.gossip.contract import (
+from tests.library.gossiper.contract import (
     ANY_NAME,
     BUFFERS,
     GOSSIPERS,

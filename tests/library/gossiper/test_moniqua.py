@@ -13,8 +13,8 @@ from torch import Tensor
 from gossip_modules import FlatVector, Moniqua
 from gossip_modules.flat.layout import FlatLayout, Part
 from tests.harness.ranks import run_ranks
-from tests.library.gossip.contract import DYNAMIC, STATIC, bound, ring, vector_of
-from tests.library.gossip.test_compressed import rounds_of
+from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, ring, vector_of
+from tests.library.gossiper.test_compressed import rounds_of
 
 LAYOUT = FlatLayout.of([(torch.float64, [Part((3, 4)), Part((5,))])])
 MIXINGS = {"ring": STATIC["ring"], "star": STATIC["star"], "path": STATIC["path"], "bipartite": DYNAMIC["bipartite"]}

@@ -33,7 +33,7 @@ from gossip_modules import (
     connect,
 )
 from gossip_modules.flat.layout import FlatLayout, Part
-from gossip_modules.gossip.compressed import CompressedGossiper
+from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.problems import train_step
 from tests.harness.ranks import CPU, TIMEOUT
 

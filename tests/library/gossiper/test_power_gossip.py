@@ -23,12 +23,12 @@ from gossip_modules import (
     RingGraph,
 )
 from gossip_modules.flat.layout import FlatLayout, Part
-from gossip_modules.gossip.compressed import CompressedGossiper
+from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.problems import net
 from tests.harness.ranks import CPU, run_ranks, solo_group
-from tests.library.gossip.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of
-from tests.library.gossip.test_choco import coded, train_dense, train_ranks
-from tests.library.gossip.test_compressed import rounds_of
+from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of
+from tests.library.gossiper.test_choco import coded, train_dense, train_ranks
+from tests.library.gossiper.test_compressed import rounds_of
 
 MIXINGS = {**{name: STATIC[name] for name in ("ring", "star", "path")}, **DYNAMIC}
 ITERATIONS = pytest.mark.parametrize("num_iterations", [1, 2, 3])

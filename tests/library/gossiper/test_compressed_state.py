@@ -17,7 +17,7 @@ from gossip_modules import (
 from gossip_modules.flat.layout import FlatLayout, Part
 from tests.harness.problems import net
 from tests.harness.ranks import HangUp, run_ranks, solo_group
-from tests.library.gossip.contract import (
+from tests.library.gossiper.contract import (
     ANY_NAME,
     GOSSIPERS,
     MIXINGS,
