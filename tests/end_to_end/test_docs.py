@@ -37,7 +37,7 @@ def test_pages_name_files_that_exist() -> None:
         (page.relative_to(ROOT).as_posix(), path)
         for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
         for path in re.findall(
-            r"\b(?:gossip_modules|train|tests|docs|benchmarks|visualization|job_scripts|examples)/[\w/.]*\w",
+            r"(?<![/\w.(])(?:gossip_modules|train|tests|docs|benchmarks|visualization|job_scripts|examples)/[\w/.]*\w",
             page.read_text(encoding="utf-8"),
         )
     }
