@@ -13,10 +13,10 @@ import torch
 from ..engine.background import Background
 from ..engine.engine import Engine
 from ..engine.gossip_thread import GossipThread
-from ..engine.shared_model import Mailbox
+from ..engine.shared_model import SharedModel
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..transport.listener import GOODBYE_TIMEOUT
+from ..transport.listener import SHUTDOWN_TIMEOUT
 from ..transport.process_group import ProcessGroupTransport
 from .exchange import BilateralAverage
 
@@ -66,7 +66,7 @@ class BilateralEngine(Engine):
         super().__init__()
         self.mixing = mixing
         self.transport = transport
-        self.shared = Mailbox(x)
+        self.shared = SharedModel(x)
         self._step = 0  # training steps seen so far
         self._published_at = 0  # step
         self._bilateral = BilateralAverage(
@@ -97,7 +97,7 @@ class BilateralEngine(Engine):
     @property
     def is_in_flight(self) -> bool:
         """See `Engine`."""
-        return self._asking is not None or self.shared.has_mail or self._bilateral.is_serving
+        return self._asking is not None or self.shared.has_pending or self._bilateral.is_serving
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`. Never waits.
@@ -192,10 +192,10 @@ class BilateralEngine(Engine):
         if self.is_closed:
             return
         self.is_closed = True
-        deadline = time.monotonic() + GOODBYE_TIMEOUT.total_seconds()
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT.total_seconds()
         asking, self._asking = self._asking, None
         if asking is not None:
-            self._wait_for(asking, GOODBYE_TIMEOUT.total_seconds())
+            self._wait_for(asking, SHUTDOWN_TIMEOUT.total_seconds())
             if not asking.done():
                 asking = None
                 if not self._failed.done():

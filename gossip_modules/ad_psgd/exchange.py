@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..engine.shared_model import Mailbox
+from ..engine.shared_model import SharedModel
 from ..flat.nonfinite import check_policy, is_finite, refuse
 from ..transport.base import Pending
-from ..transport.listener import GOODBYE_TIMEOUT
+from ..transport.listener import SHUTDOWN_TIMEOUT
 from ..transport.process_group import ProcessGroupTransport
 from .presence import Presence
 
@@ -79,7 +79,7 @@ class BilateralAverage:
 
     def __init__(
         self,
-        shared: Mailbox,
+        shared: SharedModel,
         transport: ProcessGroupTransport,
         *,
         clock: Callable[[], int],
@@ -176,7 +176,7 @@ class BilateralAverage:
         """Tell these ranks that this one neither asks nor answers any more. Does not wait."""
         self.presence.shut_down(peers)
 
-    def stop_answering(self, seconds: float = GOODBYE_TIMEOUT.total_seconds()) -> bool:
+    def stop_answering(self, seconds: float = SHUTDOWN_TIMEOUT.total_seconds()) -> bool:
         """Wait for the exchange under way, and from then on reply that this rank has closed.
 
         Args:
@@ -254,7 +254,7 @@ class BilateralAverage:
         sends, recvs = {peer: [self._sent.raw]}, {peer: [self._received.raw]}
         self._wait(self.transport.exchange(sends, recvs, tag=_MODEL_TAG, what=what))
         for buffers in self.shared.buffers_of(self._sent):
-            buffers.zero_()  # [Note: buffers in the mail]: those received are averaged, not their difference
+            buffers.zero_()  # those received are averaged: [Note: buffers of a pending correction]
         self._received.add_segments_(self._sent, alpha=-1.0)  # y_j - y_i
         if self.on_nonfinite != "spread" and not is_finite(self._received):
             if self.on_nonfinite == "raise":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..transport.base import Pending
+from ..transport.exchange import SHUTDOWN
 from ..transport.listener import ConnectionLost, Listener
 from ..transport.process_group import ProcessGroupTransport
 
@@ -64,7 +65,7 @@ class Presence:
                     if kind == _REQUEST:
                         yield sender, first, second
                     elif kind == _SHUTDOWN:
-                        listener.dismiss(sender)
+                        listener.close_peer(sender)
                         self.shut_down([sender])
                     else:
                         self._handle_news(kind, first, second, sender)
@@ -144,7 +145,7 @@ class Presence:
         """Post without waiting, with `_sending`. A peer whose connection is closed needs no message."""
         message = torch.tensor([kind, first, second])
         try:
-            self._posted.append(self.transport.exchange({peer: [message]}, {}, tag=self._tag, what="shutdown"))
+            self._posted.append(self.transport.exchange({peer: [message]}, {}, tag=self._tag, what=SHUTDOWN))
         except ConnectionError:
             return
 

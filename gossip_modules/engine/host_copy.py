@@ -36,9 +36,9 @@ class HostCopy:
         if self._twin is None:
             self._twin, self._stream = x.like(), torch.cuda.Stream(x.raw.device)
         else:
-            training.wait_event(self._landed)  # the last copy to the host reads the twin
+            training.wait_event(self._landed)  # the last copy to the host reads the buffer
         self._twin.raw.copy_(x.raw)
-        self._stream.wait_stream(training)  # the twin is written before it is copied
+        self._stream.wait_stream(training)  # the buffer is written before it is copied
         with torch.cuda.stream(self._stream):
             out.raw.copy_(self._twin.raw, non_blocking=True)
             self._landed = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Mailbox: one object with one lock between training and the threads that talk to peers."""
+"""SharedModel: one object with one lock between training and the threads that talk to peers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ..flat.vector import FlatVector, scale_and_add_
 from .host_copy import HostCopy
 
 
-class Mailbox:
-    """What peers see of a rank, y, and what training has not applied yet, the mail.
+class SharedModel:
+    """y, what peers see of a rank, and the pending correction, which training has not applied yet.
 
     The training thread calls `publish` and `collect` at the safe point, threads of the engine `snapshot` and `deliver`
     at any time. All that a peer gets is a snapshot taken under the lock, so no message is ever half old and half new,
-    and a correction is added to the mail, never written over parameters, so no update is lost.
+    and a correction is added to the pending one, never written over parameters, so no update is lost.
 
-    [Note: pinned mailbox] For parameters on a GPU, y and the mail are in pinned host memory. `publish` is a `HostCopy`,
-    and the background threads wait for it before they read or change y. `collect` queues the way back in training's
-    stream. So training never waits for the bus.
+    [Note: pinned memory] For parameters on a GPU, y and the pending correction are in pinned host memory. `publish` is
+    a `HostCopy`, and the background threads wait for it before they read or change y. `collect` queues the copy to the
+    GPU in the stream of training, which does not wait for it.
 
-    [Note: buffers in the mail] A correction is a difference to what a rank was when an exchange began. Added late to
-    BatchNorm statistics, which decay meanwhile, it can make a variance negative. So the buffers of a peer, r, are
-    averaged with those that are there when mail is applied, b <- (1 - alpha) b + alpha r, and a variance stays one. Of
-    several averages the mail keeps what they come to: a share of b, and a term that is added to it.
+    [Note: buffers of a pending correction] A correction is a difference to what a rank was when an exchange began.
+    Added late to BatchNorm statistics, which decay meanwhile, it can make a variance negative. So the buffers of a
+    peer, r, are averaged with those that are there when the correction is applied, b <- (1 - alpha) b + alpha r, which
+    keeps variances non-negative. Several averages are kept as what they come to: a share of b, and a term added to it.
 
     Args:
         x: the parameters; y starts as a copy of them, which is not for peers yet.
@@ -43,14 +43,14 @@ class Mailbox:
         self._is_pinned = x.raw.is_cuda
         self._layout = x.layout
         self._public = self.host_vector()
-        self._mail: FlatVector | None = None  # with its parcel, made when they are first needed
-        self._parcel: FlatVector
-        self._arrived: FlatVector | None = None  # mail on the GPU
+        self._pending: FlatVector | None = None  # made, with _in_transfer, when it is first needed
+        self._in_transfer: FlatVector
+        self._arrived: FlatVector | None = None  # the pending correction on the GPU
         self._applied: torch.cuda.Event
-        self._has_mail = False
+        self._has_pending = False
         self._first_buffers = tuple(segment.numel for segment in x.layout.where(is_buffer=False).segments)
         self._has_buffers = any(segment.numel for segment in x.layout.where(is_buffer=True).segments)
-        self._buffer_share = 1.0  # [Note: buffers in the mail]
+        self._buffer_share = 1.0  # [Note: buffers of a pending correction]
         self._buffer_terms = [buffers.clone() for buffers in self.buffers_of(self._public)]
         self.is_open = False
         self._copy = HostCopy()
@@ -59,9 +59,9 @@ class Mailbox:
         self.withdraw()
 
     @property
-    def has_mail(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether `collect` would change anything."""
-        return self._has_mail
+        return self._has_pending
 
     def host_vector(self) -> FlatVector:
         """A new vector like y: zeros in host memory, pinned if parameters are on a GPU."""
@@ -81,29 +81,29 @@ class Mailbox:
             self.is_open = False
 
     def collect(self, x: FlatVector) -> bool:
-        """x <- x + mail, and no mail is left; returns whether there was any. Called by the training thread.
+        """x <- x + the pending correction, which is zero then; returns whether there was one. For the training thread.
 
-        Buffers are averaged: [Note: buffers in the mail].
+        Buffers are averaged: [Note: buffers of a pending correction].
         """
         self._check(x)
         with self.lock:
-            if not self._has_mail:
+            if not self._has_pending:
                 return False
-            assert self._mail is not None
+            assert self._pending is not None
             if self._is_pinned and self._arrived is None:  # here: it belongs to training's stream
                 self._arrived, self._applied = x.like(), torch.cuda.Event()
             elif self._is_pinned:
-                self._applied.synchronize()  # the parcel before this one has left the memory that mail goes to now
-            self._mail, self._parcel, self._has_mail = self._parcel, self._mail, False
-            parcel, share = self._parcel, self._buffer_share
+                self._applied.synchronize()  # the memory that corrections go to now has been read
+            self._pending, self._in_transfer, self._has_pending = self._in_transfer, self._pending, False
+            in_transfer, share = self._in_transfer, self._buffer_share
             if self._has_buffers:
-                for buffers, term in zip(self.buffers_of(parcel), self._buffer_terms, strict=True):
+                for buffers, term in zip(self.buffers_of(in_transfer), self._buffer_terms, strict=True):
                     buffers.copy_(term)
             if self._arrived is not None:
-                self._arrived.raw.copy_(parcel.raw, non_blocking=True)
+                self._arrived.raw.copy_(in_transfer.raw, non_blocking=True)
                 self._applied.record(torch.cuda.current_stream(x.raw.device))
-                parcel = self._arrived
-            self._add(x, parcel, alpha=1.0, share=share)
+                in_transfer = self._arrived
+            self._add(x, in_transfer, alpha=1.0, share=share)
             return True
 
     def snapshot(self, out: FlatVector) -> None:
@@ -114,7 +114,7 @@ class Mailbox:
             out.raw.copy_(self._public.raw)
 
     def deliver(self, correction: FlatVector, *, alpha: float) -> None:
-        """y <- y + alpha * correction, and the same to the mail.
+        """y <- y + alpha * correction, and the same to the pending correction.
 
         Args:
             correction: received - sent; where there are buffers, those received. They are overwritten.
@@ -123,16 +123,16 @@ class Mailbox:
         self._wait_for_y()
         with self.lock:
             self._wait_for_y()
-            if self._mail is None:
-                self._mail, self._parcel = self.host_vector(), self.host_vector()
-            if self._has_mail:
-                self._mail.add_segments_(correction, alpha=alpha)
+            if self._pending is None:
+                self._pending, self._in_transfer = self.host_vector(), self.host_vector()
+            if self._has_pending:
+                self._pending.add_segments_(correction, alpha=alpha)
             else:
-                for mail, part in zip(self._mail.segments, correction.segments, strict=True):
-                    torch.mul(part, alpha, out=mail)
+                for pending, part in zip(self._pending.segments, correction.segments, strict=True):
+                    torch.mul(part, alpha, out=pending)
             if self._has_buffers:
                 self._average_buffers(correction, alpha)
-            self._has_mail = True
+            self._has_pending = True
             self._add(self._public, correction, alpha=alpha, share=1 - alpha)
 
     def buffers_of(self, vector: FlatVector) -> list[Tensor]:
@@ -140,11 +140,11 @@ class Mailbox:
         return [segment[first:] for segment, first in zip(vector.segments, self._first_buffers, strict=True)]
 
     def _average_buffers(self, received: FlatVector, alpha: float) -> None:
-        """The share and the terms of the mail <- those with one average more."""
-        share = self._buffer_share if self._has_mail else 1.0
+        """The share and the terms of the pending correction <- those with one average more."""
+        share = self._buffer_share if self._has_pending else 1.0
         self._buffer_share = (1 - alpha) * share
         for term, buffers in zip(self._buffer_terms, self.buffers_of(received), strict=True):
-            if not self._has_mail:
+            if not self._has_pending:
                 term.zero_()
             scale_and_add_(term, buffers, scale=1 - alpha, alpha=alpha)
 
@@ -169,6 +169,6 @@ class Mailbox:
             )
 
     def _wait_for_y(self) -> None:
-        """[Note: pinned mailbox]"""
+        """[Note: pinned memory]"""
         if (written := self._written) is not None:
             written.synchronize()

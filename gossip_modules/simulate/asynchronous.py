@@ -77,20 +77,20 @@ class BilateralMethod(AsynchronousMethod):
         self._is_busy = np.zeros(n, dtype=bool)
         self._free_at = np.zeros(n)  # when a passive rank has answered all that have asked
         self._published: Tensor | None = None
-        self._mail: Tensor | None = None
+        self._pending: Tensor | None = None
         self._changes: Tensor | None = None  # of active ranks, of exchanges under way
 
     def _communicate(self, x: Tensor, ranks: Indices, now: float) -> None:
-        if self._published is None or self._mail is None or self._changes is None:
-            self._published, self._mail, self._changes = x.clone(), torch.zeros_like(x), torch.zeros_like(x)
+        if self._published is None or self._pending is None or self._changes is None:
+            self._published, self._pending, self._changes = x.clone(), torch.zeros_like(x), torch.zeros_like(x)
         done = np.flatnonzero(self._is_busy & (self._ends <= now * (1 + 1e-12)))
         active, passive = torch.from_numpy(done), torch.from_numpy(self._partners[done])
         changes = self._changes.index_select(0, active)
-        self._mail.index_add_(0, active, changes).index_add_(0, passive, changes, alpha=-1.0)
+        self._pending.index_add_(0, active, changes).index_add_(0, passive, changes, alpha=-1.0)
         self._is_busy[done] = False
         own = torch.from_numpy(ranks)
-        x.index_add_(0, own, self._mail.index_select(0, own))
-        self._mail.index_fill_(0, own, 0.0)
+        x.index_add_(0, own, self._pending.index_select(0, own))
+        self._pending.index_fill_(0, own, 0.0)
         self._published.index_copy_(0, own, x.index_select(0, own))
         asking = ranks[self._is_active[ranks] & ~self._is_busy[ranks]]
         asking = asking[np.argsort(self._arrivals[asking], kind="stable")]
@@ -132,11 +132,11 @@ class BilateralMethod(AsynchronousMethod):
     def in_flight(self) -> Tensor:
         """What exchanges have changed and x has not taken in yet: [n, d]."""
         assert self._published is not None, "before the first forward nothing is under way"
-        assert self._mail is not None
+        assert self._pending is not None
         assert self._changes is not None
         busy = np.flatnonzero(self._is_busy)
         active, passive = torch.from_numpy(busy), torch.from_numpy(self._partners[busy])
-        total = self._mail.index_add(0, active, self._changes[active])
+        total = self._pending.index_add(0, active, self._changes[active])
         return total.index_add_(0, passive, self._changes[active], alpha=-1.0)
 
 

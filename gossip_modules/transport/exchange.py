@@ -22,7 +22,7 @@ ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch ha
 
 _num_bytes = attrgetter("nbytes")  # of a tensor on the wire
 LATE = 0.95  # of the timeout: what has taken so long is an error of time
-FAREWELLS = ("goodbye", "leaving")  # exchanges of ranks that end: it does not matter who is gone
+SHUTDOWN = "shutdown"  # what the last message to a peer is called: it does not matter whether that peer has ended
 
 
 class _Work(NamedTuple):
@@ -130,7 +130,7 @@ class Exchange:
             piece = f", piece {k + 1} of {self.num_pieces}" if self.num_pieces > 1 else ""
             what = f"{what}{piece}: {'send to' if is_send else 'receive from'} rank {link.names[peer]}"
         # Who waits for less than a peer may take draws no conclusions.
-        if timeout is not None or self.what in FAREWELLS:
+        if timeout is not None or self.what == SHUTDOWN:
             fail(error, rank=link.names[link.rank], what=what, seconds=seconds, timeout=timeout or link.timeout)
         link.fail(error, what, seconds, peers=() if peer is None else (peer,))
 
@@ -211,14 +211,14 @@ class PointToPoint(ABC):
     ) -> Mapping[int, Sequence[Tensor]]:
         """Staging buffers for what comes, free to be written; num_tensors: of the round."""
         self._staging.expect(num_tensors)
-        inbox = {peer: [self._staging.twin(x, keep=True) for x in xs] for peer, xs in recvs.items()}
-        self._staging.settle()
+        inbox = {peer: [self._staging.buffer_for(x, keep=True) for x in xs] for peer, xs in recvs.items()}
+        self._staging.synchronize()
         return inbox
 
     def _stage_sends(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Staging buffers with what is sent."""
-        outbox = {peer: self._staging.twin(x, fill=True, keep=True) for peer, x in tensors.items()}
-        self._staging.settle()
+        outbox = {peer: self._staging.buffer_for(x, fill=True, keep=True) for peer, x in tensors.items()}
+        self._staging.synchronize()
         return outbox
 
     def wire_tag(self, tag: int, num_bytes: int, *, total_bytes: int | None = None) -> int:

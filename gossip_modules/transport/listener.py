@@ -1,4 +1,4 @@
-"""Listener: messages of a few integers from a rank's peers, until all who might write have said goodbye."""
+"""Listener: messages of a few integers from a rank's peers, until all of them have announced their shutdown."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .exchange import SHUTDOWN
 from .process_group import FOREVER, ProcessGroupTransport
 
-GOODBYE_TIMEOUT = timedelta(seconds=2)
+SHUTDOWN_TIMEOUT = timedelta(seconds=2)
 _AT_EXIT = timedelta(milliseconds=1)
 _AT_EXIT_SECONDS = 1.0
 _SECONDS_OF_GRACE = 1.0
 _CLOSED_HERE = "Application timeout"  # in what Gloo says of connections that a wait of this process has closed
 
 
-def say_goodbye(transport: ProcessGroupTransport, peers: Iterable[int], goodbye: Tensor, *, tag: int) -> None:
-    """Tell the listeners of `peers` that this rank writes no more; waits two seconds at most, for nobody who is gone.
+def announce_shutdown(transport: ProcessGroupTransport, peers: Iterable[int], message: Tensor, *, tag: int) -> None:
+    """Tell the listeners of `peers` that this rank sends no more; waits two seconds at most, for none that ended.
 
     Args:
-        transport: as theirs.
-        peers: who listen.
-        goodbye: a message that they understand so, int64.
-        tag: of their messages.
+        transport: the transport over which they listen.
+        peers: the ranks of the group that listen.
+        message: the message that announces it, int64.
+        tag: the tag of the messages.
     """
     pending = []
     for peer in peers:
-        with contextlib.suppress(ConnectionError):  # it is gone
-            pending.append(transport.exchange({peer: [goodbye]}, {}, tag=tag, what="goodbye"))
+        with contextlib.suppress(ConnectionError):  # it has ended
+            pending.append(transport.exchange({peer: [message]}, {}, tag=tag, what=SHUTDOWN))
     for sending in pending:  # each counts from when it was posted
-        with contextlib.suppress(ConnectionError, TimeoutError):  # gone, or it will find out
-            sending.wait(GOODBYE_TIMEOUT)
+        with contextlib.suppress(ConnectionError, TimeoutError):  # it has ended, or will see the closed connection
+            sending.wait(SHUTDOWN_TIMEOUT)
 
 
 class ConnectionLost(ConnectionError):
-    """The connection to a peer that had not said goodbye is closed.
+    """The connection to a peer that had not announced its shutdown is closed.
 
     Attributes:
         peer: its rank in the group.
@@ -55,11 +56,11 @@ class ConnectionLost(ConnectionError):
         self.is_closed_here = is_closed_here
 
 
-_Letter: TypeAlias = "tuple[int, list[int] | ConnectionLost]"
+_Arrival: TypeAlias = "tuple[int, list[int] | ConnectionLost]"
 
 
 class Listener:
-    """What a thread of its own waits on: the next message from any of `peers`, or the news that one of them is gone.
+    """Waits, in a thread of its own, for the next message from any of `peers`, or for the end of one of them.
 
     [Note: a reader for each peer] Over Gloo a receive from a given rank fails at once when that rank's process ends; a
     receive from any rank does not. A receive can be neither polled nor aborted, and there is no wait for several. So
@@ -67,17 +68,16 @@ class Listener:
     peers, O(log n) on an exponential graph and n / 2 on a complete bipartite one, beside as many connections. The
     messages of one peer are taken one by one: its reader waits for the next when the last has been dealt with.
 
-    [Note: leaving a listener behind] A reader ends when its peer has been dismissed, who said goodbye, or is gone. The
-    reader of one that never says goodbye is left behind. At the exit of the interpreter that is no place to be: a
-    message that arrives then would wake the thread inside C++ code and abort the process. But a wait that times out
-    closes all connections of its group, and that ends every receive. So at exit that is done, and the threads come
-    home.
+    [Note: readers at exit] A reader ends when its peer was closed (`close_peer`) or has ended. The reader of a peer
+    that never announces its shutdown goes on waiting. At the exit of the interpreter it must not: a message that arrives
+    then would wake the thread inside C++ code and abort the process. A wait that times out closes all connections of
+    its group, which ends every receive. So at exit one is made to time out, and the threads are joined.
 
     Args:
-        transport: over Gloo.
-        peers: who may write.
-        num_integers: in a message.
-        tag: of the messages.
+        transport: a transport over Gloo.
+        peers: the ranks that may send.
+        num_integers: the number of integers in a message.
+        tag: the tag of the messages.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Listener:
         self.tag = tag
         self._num_integers = num_integers
         self._present = set(peers)
-        self._letters: queue.SimpleQueue[_Letter] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._may_read = {peer: threading.Semaphore(0) for peer in self._present}
         self._threads: list[threading.Thread] = []  # readers, and who takes the messages
         self._lock = threading.Lock()  # of the count, which readers keep
@@ -97,25 +97,25 @@ class Listener:
 
     @property
     def present(self) -> frozenset[int]:
-        """Those who may still write."""
+        """The peers that may still send."""
         return frozenset(self._present)
 
     def messages(self) -> Iterator[tuple[int, list[int]]]:
-        """(sender, integers) of each message as it comes, until all peers are dismissed; waits without limit.
+        """(sender, integers) of each message as it comes, until all peers are closed; waits without limit.
 
-        One thread takes them. What was not yet taken comes when it calls this again, after an error too.
+        For one thread. After an error it may be called again, and goes on with the next message.
 
         Raises:
-            ConnectionLost: a peer is gone without a goodbye, and dismissed; names it.
+            ConnectionLost: a peer has ended without announcing it; names the peer, which is closed.
         """
         self._start()
         while self._present:
-            sender, message = self._letters.get()
+            sender, message = self._arrivals.get()
             if self._exiting.is_set():
                 return
             if isinstance(message, ConnectionLost):
                 if sender in self._present:
-                    self.dismiss(sender)
+                    self.close_peer(sender)
                     self._let_others_say_why(message)
                     raise message
                 continue
@@ -127,8 +127,8 @@ class Listener:
             finally:
                 self._may_read[sender].release()
 
-    def dismiss(self, peer: int) -> None:
-        """This peer will write no more. Called by who takes the messages, between two of them."""
+    def close_peer(self, peer: int) -> None:
+        """Expect no more from this peer. For the thread that takes the messages, between two of them."""
         self._present.discard(peer)
 
     def _let_others_say_why(self, lost: ConnectionLost) -> None:
@@ -158,10 +158,10 @@ class Listener:
         try:
             while peer in self._present and not self._exiting.is_set():
                 self.transport.group.recv([message], peer, tag).wait(FOREVER)
-                self._letters.put((peer, message.tolist()))
+                self._arrivals.put((peer, message.tolist()))
                 self._may_read[peer].acquire()
         except RuntimeError as error:  # of Gloo
-            self._letters.put((peer, self._lost(peer, error, time.monotonic() - start)))
+            self._arrivals.put((peer, self._lost(peer, error, time.monotonic() - start)))
         finally:
             with self._lock:
                 self._num_reading -= 1
@@ -177,7 +177,7 @@ class Listener:
         return ConnectionLost(message, peer=peer, is_closed_here=is_closed_here)
 
     def _exit(self) -> None:
-        """[Note: leaving a listener behind]"""
+        """[Note: readers at exit]"""
         self._exiting.set()
         nothing = torch.empty(1, dtype=torch.uint8)
         for peer in self._may_read:
@@ -185,7 +185,7 @@ class Listener:
                 self.transport.group.recv([nothing], peer, self.transport.wire_tag(self.tag, 1)).wait(_AT_EXIT)
         for may_read in self._may_read.values():
             may_read.release()  # for those whose last message nobody has taken
-        self._letters.put((-1, []))  # for who takes them
+        self._arrivals.put((-1, []))  # for who takes them
         deadline = time.monotonic() + _AT_EXIT_SECONDS
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -107,14 +107,14 @@ class ProcessGroupTransport(PointToPoint):
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""
-        message = self._staging.twin(x, fill=True)
+        message = self._staging.buffer_for(x, fill=True)
         self._collective(lambda options: self.group.allreduce([message], options), dist.AllreduceOptions(), what)
         self.num_bytes_sent += 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
         Staging.copy_back([(x, message)])
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
-        message = self._staging.twin(x, fill=True)
+        message = self._staging.buffer_for(x, fill=True)
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._collective(lambda options: self.group.broadcast([message], options), options, what)
@@ -123,7 +123,7 @@ class ProcessGroupTransport(PointToPoint):
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
-        gathered, message = self._staging.twin(out), self._staging.twin(x, fill=True)
+        gathered, message = self._staging.buffer_for(out), self._staging.buffer_for(x, fill=True)
         chunks = list(gathered.view(self.world_size, -1).unbind())
         self._collective(
             lambda options: self.group.allgather([chunks], [message], options),
@@ -142,7 +142,7 @@ class ProcessGroupTransport(PointToPoint):
             self._collective(self.group.barrier, dist.BarrierOptions(), what)
 
     def _collective(self, post: Callable[[_Options], dist.Work], options: _Options, what: str) -> None:
-        self._staging.settle()
+        self._staging.synchronize()
         start = time.monotonic()
         left = self.timeout
         # A collective cannot say who is missing; what comes first here can.

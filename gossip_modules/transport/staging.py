@@ -1,4 +1,4 @@
-"""Staging: twins, in memory that can go on the wire, of tensors that cannot."""
+"""Staging buffers: memory that can go on the wire, for tensors that cannot."""
 
 from __future__ import annotations
 
@@ -7,51 +7,57 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MAX_STAGED = 64  # twins kept, and more where a round has more; else addresses change from call to call
+MAX_STAGED = 64  # buffers kept, and more where a round has more; else addresses change from call to call
 
 
 class Staging:
-    """Twins of tensors of another device: pinned memory for a GPU's, kept from round to round.
+    """A buffer for each tensor of another device: pinned memory for those of a GPU, kept from round to round.
 
     Args:
-        device: where messages live on the wire; a tensor there is its own twin.
+        device: the device of messages on the wire; a tensor there needs no buffer.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._twins: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
-        self._max_twins = MAX_STAGED
+        self._buffers: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
+        self._max_buffers = MAX_STAGED
         self._source: torch.device | None = None
 
     def expect(self, num_tensors: int) -> None:
-        """A round of so many tensors begins: a few such rounds' twins are kept."""
-        self._max_twins = max(self._max_twins, 4 * num_tensors)
+        """A round of so many tensors begins: the buffers of a few such rounds are kept."""
+        self._max_buffers = max(self._max_buffers, 4 * num_tensors)
 
-    def twin(self, x: Tensor, *, fill: bool = False, keep: bool = False) -> Tensor:
-        """`x` itself where it can go on the wire, else its twin: filled if asked, kept for the next round."""
+    def buffer_for(self, x: Tensor, *, fill: bool = False, keep: bool = False) -> Tensor:
+        """`x` itself where it can go on the wire, else a buffer like it.
+
+        Args:
+            x: the tensor to send, or to receive into.
+            fill: whether x is copied into the buffer.
+            keep: whether the buffer is kept for the next round.
+        """
         if x.device.type == self.device.type:
             return x
         self._source = x.device
         key = (x.data_ptr(), x.dtype, x.shape)
-        twin = self._twins.get(key)
-        if twin is None:
-            twin = torch.empty(x.shape, dtype=x.dtype, device=self.device, pin_memory=x.is_cuda)
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = torch.empty(x.shape, dtype=x.dtype, device=self.device, pin_memory=x.is_cuda)
             if keep:
-                if len(self._twins) >= self._max_twins:
-                    self._twins.clear()
-                self._twins[key] = twin
-        return twin.copy_(x, non_blocking=True) if fill else twin
+                if len(self._buffers) >= self._max_buffers:
+                    self._buffers.clear()
+                self._buffers[key] = buffer
+        return buffer.copy_(x, non_blocking=True) if fill else buffer
 
-    def settle(self) -> None:
-        """Return when what was copied between twins and tensors since the last call is there."""
+    def synchronize(self) -> None:
+        """Return when the copies between buffers and tensors since the last call have ended."""
         if self._source is not None and self._source.type == "cuda":
-            # Copies into twins must land before a send reads them, copies out of them before a receive overwrites them.
+            # Copies into buffers must end before a send reads them, copies out before a receive overwrites them.
             torch.cuda.current_stream(self._source).synchronize()
         self._source = None
 
     @staticmethod
     def copy_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Each tensor <- its twin."""
-        for x, twin in pairs:
-            if x is not twin:
-                x.copy_(twin, non_blocking=True)
+        """Each tensor <- its buffer."""
+        for x, buffer in pairs:
+            if x is not buffer:
+                x.copy_(buffer, non_blocking=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..engine.shared_model import Mailbox
+from ..engine.shared_model import SharedModel
 from ..flat.vector import FlatVector
 
 
@@ -25,7 +25,7 @@ class GroupResult:
         accumulator: what the worker averages.
     """
 
-    def __init__(self, shared: Mailbox, x: FlatVector) -> None:
+    def __init__(self, shared: SharedModel, x: FlatVector) -> None:
         self.vector, self.accumulator = shared.host_vector(), shared.host_vector()
         self._shared = shared
         self._first_buffers = [segment.numel for segment in x.layout.where(is_buffer=False).segments]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..engine.shared_model import Mailbox
+from ..engine.shared_model import SharedModel
 from ..flat.vector import FlatVector
 
 
@@ -24,7 +24,7 @@ class PublishedModel:
     """
 
     def __init__(self, x: FlatVector) -> None:
-        self.shared = Mailbox(x)
+        self.shared = SharedModel(x)
         self.t = -1
         self._layout, self._device = x.layout, x.raw.device
 

@@ -14,7 +14,7 @@ from gossip_modules import (
     GroupAverageDataParallel,
     PairwiseDataParallel,
 )
-from gossip_modules.engine.shared_model import Mailbox
+from gossip_modules.engine.shared_model import SharedModel
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
@@ -35,28 +35,28 @@ def forwards(model: nn.Module, count: int) -> None:
 
 def test_what_peers_see_is_what_was_published_whatever_training_writes_after_it() -> None:
     x = FlatVector.over(torch.zeros(NUM_ELEMENTS, device="cuda"))
-    mailbox = Mailbox(x)
-    seen = mailbox.host_vector()
+    shared = SharedModel(x)
+    seen = shared.host_vector()
     assert seen.raw.is_pinned()
     for k in range(NUM_ROUNDS):
         x.segments[0].fill_(k)
-        mailbox.publish(x)
+        shared.publish(x)
         x.segments[0].fill_(-1)  # queued at once: the copy must not see it
-        mailbox.snapshot(seen)
+        shared.snapshot(seen)
         assert seen.segments[0].unique().tolist() == [k]
 
 
-def test_mail_is_added_on_the_card_once() -> None:
+def test_corrections_are_added_on_the_card_once() -> None:
     x = FlatVector.over(torch.zeros(NUM_ELEMENTS, device="cuda"))
-    mailbox = Mailbox(x)
-    correction = mailbox.host_vector()
+    shared = SharedModel(x)
+    correction = shared.host_vector()
     for k in range(NUM_ROUNDS):
         correction.segments[0].fill_(2.0 * k)
-        mailbox.deliver(correction, alpha=0.5)
-        correction.segments[0].fill_(1e9)  # the mailbox keeps nothing of it
-        assert mailbox.collect(x)
-        assert not mailbox.collect(x)
-        mailbox.publish(x)
+        shared.deliver(correction, alpha=0.5)
+        correction.segments[0].fill_(1e9)  # the shared keeps nothing of it
+        assert shared.collect(x)
+        assert not shared.collect(x)
+        shared.publish(x)
     assert x.segments[0].unique().tolist() == [sum(range(NUM_ROUNDS))]
 
 
@@ -79,7 +79,7 @@ def test_ad_psgd_keeps_the_mean_and_agrees() -> None:
         torch.testing.assert_close(after.double(), mean, rtol=0, atol=1e-6)
 
 
-def test_ad_psgd_trains_with_stale_mail() -> None:
+def test_ad_psgd_trains_with_stale_corrections() -> None:
     def body(group: dist.ProcessGroup) -> float:
         module = mlp().cuda()
         wrapper = BilatGossipDataParallel(module, process_group=group)
@@ -139,6 +139,6 @@ def test_pairwise_workers_on_the_card_approach_each_other() -> None:
 
 def test_a_model_that_left_the_card_is_refused() -> None:
     buffer = FlatBuffer(mlp().cuda())
-    mailbox = Mailbox(buffer.vector)
+    shared = SharedModel(buffer.vector)
     with pytest.raises(ValueError, match=r"got a model of .* on cpu .* expected the same.*before wrapping"):
-        mailbox.publish(FlatVector(buffer.vector.layout, buffer.vector.raw.cpu()))
+        shared.publish(FlatVector(buffer.vector.layout, buffer.vector.raw.cpu()))

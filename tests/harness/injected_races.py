@@ -21,7 +21,7 @@ from gossip_modules.dpwa.wire.fetcher import ModelFetcher
 from gossip_modules.dpwa.wire.snapshot_pool import Snapshot, SnapshotPool
 from gossip_modules.engine.filling import Filling
 from gossip_modules.engine.overlap import OverlapEngine, _Flight
-from gossip_modules.engine.shared_model import Mailbox
+from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.wagma.group_average import GroupAverage
 from gossip_modules.wagma.group_result import GroupResult
@@ -85,19 +85,19 @@ def linger(k: int) -> None:
 def lose_updates(patch: pytest.MonkeyPatch) -> None:
     """The steps that training has taken since it published y are lost."""
 
-    def overwrite(mailbox: Mailbox, x: FlatVector) -> bool:
-        if not mailbox.has_mail:
+    def overwrite(shared: SharedModel, x: FlatVector) -> bool:
+        if not shared.has_pending:
             return False
-        mailbox._has_mail = False
-        x.raw.copy_(mailbox._public.raw)
+        shared._has_pending = False
+        x.raw.copy_(shared._public.raw)
         return True
 
-    patch.setattr(Mailbox, "collect", overwrite)
+    patch.setattr(SharedModel, "collect", overwrite)
 
 
 def tear_snapshots(patch: pytest.MonkeyPatch) -> None:
     """Copied in halves without the lock."""
-    patch.setattr(Mailbox, "snapshot", lambda mailbox, out: copy_in_halves(out, mailbox._public))
+    patch.setattr(SharedModel, "snapshot", lambda shared, out: copy_in_halves(out, shared._public))
 
 
 def read_early(patch: pytest.MonkeyPatch) -> None:
@@ -119,37 +119,37 @@ def read_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def deliver_without_the_lock(patch: pytest.MonkeyPatch) -> None:
-    """A correction goes into mail that training has taken meanwhile."""
+    """A correction is added to a pending one that training has taken meanwhile."""
 
-    def deliver(mailbox: Mailbox, correction: FlatVector, *, alpha: float) -> None:
-        mailbox._public.add_segments_(correction, alpha=alpha)
-        if mailbox._mail is None:
-            mailbox._mail, mailbox._parcel = mailbox.host_vector(), mailbox.host_vector()
-        mail, has_mail, mailbox._has_mail = mailbox._mail, mailbox._has_mail, True
-        with mailbox.lock, let_go_of(mailbox.lock):
+    def deliver(shared: SharedModel, correction: FlatVector, *, alpha: float) -> None:
+        shared._public.add_segments_(correction, alpha=alpha)
+        if shared._pending is None:
+            shared._pending, shared._in_transfer = shared.host_vector(), shared.host_vector()
+        pending, has_pending, shared._has_pending = shared._pending, shared._has_pending, True
+        with shared.lock, let_go_of(shared.lock):
             linger(1)
-        if has_mail:
-            mail.add_segments_(correction, alpha=alpha)
+        if has_pending:
+            pending.add_segments_(correction, alpha=alpha)
         else:
-            torch.mul(correction.segments[0], alpha, out=mail.segments[0])
+            torch.mul(correction.segments[0], alpha, out=pending.segments[0])
 
-    patch.setattr(Mailbox, "deliver", deliver)
+    patch.setattr(SharedModel, "deliver", deliver)
 
 
 def collect_without_the_lock(patch: pytest.MonkeyPatch) -> None:
-    """What is delivered while the mail is added to x is lost."""
+    """What is delivered while the pending correction is added to x is lost."""
 
-    def collect(mailbox: Mailbox, x: FlatVector) -> bool:
-        if not mailbox.has_mail:
+    def collect(shared: SharedModel, x: FlatVector) -> bool:
+        if not shared.has_pending:
             return False
-        assert mailbox._mail is not None
-        with mailbox.lock, let_go_of(mailbox.lock):
-            x.add_segments_(mailbox._mail, alpha=1.0)
+        assert shared._pending is not None
+        with shared.lock, let_go_of(shared.lock):
+            x.add_segments_(shared._pending, alpha=1.0)
             linger(1)
-            mailbox._has_mail = False
+            shared._has_pending = False
         return True
 
-    patch.setattr(Mailbox, "collect", collect)
+    patch.setattr(SharedModel, "collect", collect)
 
 
 def send_uncopied(patch: pytest.MonkeyPatch) -> None:
@@ -247,12 +247,12 @@ def merge_without_the_lock(patch: pytest.MonkeyPatch) -> None:
 def publish_without_the_lock(patch: pytest.MonkeyPatch) -> None:
     """The worker may take y while it is half written."""
 
-    def publish(mailbox: Mailbox, x: FlatVector) -> None:
-        with mailbox.lock, let_go_of(mailbox.lock):
-            copy_in_halves(mailbox._public, x)
-        mailbox.is_open = True
+    def publish(shared: SharedModel, x: FlatVector) -> None:
+        with shared.lock, let_go_of(shared.lock):
+            copy_in_halves(shared._public, x)
+        shared.is_open = True
 
-    patch.setattr(Mailbox, "publish", publish)
+    patch.setattr(SharedModel, "publish", publish)
 
 
 def reuse_the_inbox(patch: pytest.MonkeyPatch) -> None:

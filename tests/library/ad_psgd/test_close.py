@@ -173,21 +173,21 @@ def test_an_interrupted_flush_loses_nothing() -> None:
 
 
 def test_a_passive_rank_that_closes_while_it_answers_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gossip_modules.ad_psgd.exchange.GOODBYE_TIMEOUT", timedelta(milliseconds=100))
+    monkeypatch.setattr("gossip_modules.ad_psgd.exchange.SHUTDOWN_TIMEOUT", timedelta(milliseconds=100))
     is_answering, is_over = threading.Event(), threading.Event()
 
     def body(group: dist.ProcessGroup) -> None:
         wrapper = wrap(mlp(group.rank()), group)
-        mailbox = engine_of(wrapper).shared
+        shared = engine_of(wrapper).shared
         if group.rank() == 0:
-            snapshot = mailbox.snapshot
+            snapshot = shared.snapshot
 
             def late(out: FlatVector) -> None:
                 is_answering.set()
                 assert is_over.wait(PATIENCE)
                 snapshot(out)
 
-            mailbox.snapshot = late  # type: ignore[method-assign]
+            shared.snapshot = late  # type: ignore[method-assign]
             wrapper(X)
             assert is_answering.wait(PATIENCE)
             with pytest.warns(UserWarning, match="closed while a peer was being answered"):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules.ad_psgd.exchange import BilateralAverage
-from gossip_modules.engine.shared_model import Mailbox
+from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.transport.connect import connect
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, run_ranks
@@ -34,13 +34,13 @@ class Rank:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.x = FlatVector.over(torch.full((4,), start, dtype=dtype))
-        self.shared = Mailbox(self.x)
+        self.shared = SharedModel(self.x)
         self.shared.publish(self.x)
         transport = connect(group, module_device=CPU, timeout=timeout)
         self.bilateral = BilateralAverage(self.shared, transport, clock=lambda: STEP)
 
     def value(self) -> float:
-        """x with its mail."""
+        """x with its pending correction."""
         self.shared.collect(self.x)
         assert len(self.x.segments[0].unique()) == 1
         return float(self.x.segments[0][0])
@@ -127,7 +127,7 @@ def test_a_rank_that_closes_says_so_and_keeps_its_model() -> None:
                 assert not me.bilateral.ask(0, 0, 0.5)
             me.bilateral.shut_down([0])
             assert not me.bilateral.ask(0, 0, 0.5)  # nor is anything sent
-        assert not me.shared.has_mail
+        assert not me.shared.has_pending
         return me.value()
 
     assert run_ranks(2, body) == [0.0, 8.0]
@@ -145,7 +145,7 @@ def test_a_rank_that_has_withdrawn_its_model_is_still_there() -> None:
             listener.start()
             withdrawn.set()
             assert asked.wait(PATIENCE)
-            assert not me.shared.has_mail
+            assert not me.shared.has_pending
             me.shared.publish(me.x)
             withdrawn.set()
             listener.join(PATIENCE)
@@ -153,7 +153,7 @@ def test_a_rank_that_has_withdrawn_its_model_is_still_there() -> None:
             assert withdrawn.wait(PATIENCE)
             withdrawn.clear()
             assert me.bilateral.ask(0, 0, 0.5)
-            assert not me.shared.has_mail
+            assert not me.shared.has_pending
             asked.set()
             assert withdrawn.wait(PATIENCE)
             assert me.bilateral.ask(0, 1, 0.5)
@@ -237,7 +237,7 @@ def test_an_answer_that_does_not_end_is_named() -> None:
         is_over.set()
         listener.join(PATIENCE)
         me.bilateral.wait_until_served()
-        assert me.shared.has_mail
+        assert me.shared.has_pending
 
     run_ranks(2, body)
 
@@ -265,7 +265,7 @@ def test_training_waits_for_the_answer_under_way() -> None:
         me.bilateral.wait_until_served()
         value = me.value()
         listener.join(PATIENCE)
-        assert not me.shared.has_mail
+        assert not me.shared.has_pending
         return value
 
     assert run_ranks(2, body) == [4.0, 4.0]

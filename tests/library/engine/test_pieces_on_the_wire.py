@@ -158,18 +158,20 @@ def test_vectors_of_two_lengths_do_not_meet() -> None:
     run_ranks(2, body)
 
 
-def test_twins_of_a_long_round_are_kept() -> None:
+def test_buffers_of_a_long_round_are_kept() -> None:
     """Tensors that cannot go on the wire: here those of the CPU, on a wire that is no device at all."""
     staging, tensors = Staging(torch.device("meta")), [torch.zeros(4) for _ in range(3 * MAX_STAGED)]
     for _ in range(2):
         staging.expect(len(tensors))
-        twins = [staging.twin(x, keep=True) for x in tensors]
-    assert all(staging.twin(x, fill=True, keep=True) is twin for x, twin in zip(tensors, twins, strict=True))
+        buffers = [staging.buffer_for(x, keep=True) for x in tensors]
+    assert all(
+        staging.buffer_for(x, fill=True, keep=True) is buffer for x, buffer in zip(tensors, buffers, strict=True)
+    )
     others = [torch.zeros(8) for _ in range(40 * MAX_STAGED)]
     for x in others:
-        staging.twin(x, keep=True)
-    assert len(staging._twins) <= 12 * MAX_STAGED
-    assert Staging(CPU).twin(tensors[0]) is tensors[0]
+        staging.buffer_for(x, keep=True)
+    assert len(staging._buffers) <= 12 * MAX_STAGED
+    assert Staging(CPU).buffer_for(tensors[0]) is tensors[0]
 
 
 def train_both(group: dist.ProcessGroup, **options: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Mailbox: nothing torn, nothing lost, whatever the threads do."""
+"""SharedModel: nothing torn, nothing lost, whatever the threads do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossip_modules.engine.shared_model import Mailbox
+from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.vector import FlatVector
 
@@ -27,71 +27,71 @@ def value(x: FlatVector) -> float:
     return float(x.segments[0][0])
 
 
-def snapshot(mailbox: Mailbox) -> FlatVector:
+def snapshot(shared: SharedModel) -> FlatVector:
     """What a peer would get."""
-    out = mailbox.host_vector()
-    mailbox.snapshot(out)
+    out = shared.host_vector()
+    shared.snapshot(out)
     return out
 
 
 def test_y_is_a_copy_that_only_publish_renews() -> None:
     x = vector(1.0)
-    mailbox = Mailbox(x)
-    assert value(snapshot(mailbox)) == 1.0
+    shared = SharedModel(x)
+    assert value(snapshot(shared)) == 1.0
     x.segments[0].fill_(2.0)
-    assert value(snapshot(mailbox)) == 1.0
-    mailbox.publish(x)
-    assert value(snapshot(mailbox)) == 2.0
+    assert value(snapshot(shared)) == 1.0
+    shared.publish(x)
+    assert value(snapshot(shared)) == 2.0
 
 
 def test_a_correction_goes_to_y_at_once_and_to_x_once() -> None:
     x = vector(1.0)
-    mailbox = Mailbox(x)
-    assert not mailbox.has_mail
-    assert not mailbox.collect(x)
-    mailbox.deliver(vector(4.0), alpha=0.5)
-    mailbox.deliver(vector(1.0), alpha=-1.0)
-    assert mailbox.has_mail
-    assert (value(x), value(snapshot(mailbox))) == (1.0, 2.0)
+    shared = SharedModel(x)
+    assert not shared.has_pending
+    assert not shared.collect(x)
+    shared.deliver(vector(4.0), alpha=0.5)
+    shared.deliver(vector(1.0), alpha=-1.0)
+    assert shared.has_pending
+    assert (value(x), value(snapshot(shared))) == (1.0, 2.0)
     x.segments[0].add_(10.0)  # a step of training meanwhile
-    assert mailbox.collect(x)
-    assert (value(x), value(snapshot(mailbox))) == (12.0, 2.0)
-    assert not mailbox.has_mail
-    assert not mailbox.collect(x)
+    assert shared.collect(x)
+    assert (value(x), value(snapshot(shared))) == (12.0, 2.0)
+    assert not shared.has_pending
+    assert not shared.collect(x)
     assert value(x) == 12.0
 
 
-def test_mail_starts_from_zero_each_time() -> None:
-    """The two memories of mail and parcel change places: neither may bring back what it once held."""
+def test_corrections_start_from_zero_each_time() -> None:
+    """The pending correction and the one in transfer change places: neither brings back old values."""
     x = vector(0.0)
-    mailbox = Mailbox(x)
+    shared = SharedModel(x)
     for i in range(5):
-        mailbox.deliver(vector(1.0), alpha=1.0)
-        assert mailbox.collect(x)
+        shared.deliver(vector(1.0), alpha=1.0)
+        assert shared.collect(x)
         assert value(x) == i + 1
 
 
 def test_publish_keeps_the_mail() -> None:
     x = vector(1.0)
-    mailbox = Mailbox(x)
-    mailbox.deliver(vector(1.0), alpha=1.0)
-    mailbox.publish(x)
-    assert value(snapshot(mailbox)) == 1.0
-    assert mailbox.collect(x)
+    shared = SharedModel(x)
+    shared.deliver(vector(1.0), alpha=1.0)
+    shared.publish(x)
+    assert value(snapshot(shared)) == 1.0
+    assert shared.collect(x)
     assert value(x) == 2.0
 
 
 def test_y_is_for_peers_from_publish_to_withdraw() -> None:
     x = vector(1.0)
-    mailbox = Mailbox(x)
-    assert not mailbox.is_open
+    shared = SharedModel(x)
+    assert not shared.is_open
     for _ in range(2):
-        mailbox.publish(x)
-        assert mailbox.is_open
-        mailbox.withdraw()
-        assert not mailbox.is_open
-    mailbox.deliver(vector(1.0), alpha=1.0)  # of an exchange that was under way
-    assert mailbox.collect(x)
+        shared.publish(x)
+        assert shared.is_open
+        shared.withdraw()
+        assert not shared.is_open
+    shared.deliver(vector(1.0), alpha=1.0)  # of an exchange that was under way
+    assert shared.collect(x)
     assert value(x) == 2.0
 
 
@@ -99,12 +99,12 @@ def test_all_dtypes_of_a_model() -> None:
     module = nn.ModuleList([nn.Linear(2, 2).to(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)])
     x = FlatBuffer(module).vector
     start = x.clone()
-    mailbox = Mailbox(x)
-    correction = mailbox.host_vector()
+    shared = SharedModel(x)
+    correction = shared.host_vector()
     for segment in correction.segments:
         segment.fill_(0.5)
-    mailbox.deliver(correction, alpha=0.25)
-    mailbox.collect(x)
+    shared.deliver(correction, alpha=0.25)
+    shared.collect(x)
     assert {segment.dtype for segment in x.segments} == {torch.float32, torch.float64, torch.bfloat16}
     for before, after in zip(start.segments, x.segments, strict=True):
         torch.testing.assert_close(after, before + 0.125)
@@ -115,35 +115,35 @@ def test_buffers_are_averaged_with_what_is_there_when_mail_is_applied(dtype: tor
     """b <- (b / 2 + 8 / 2) * 3 / 4 + 2 / 4 for the b of that moment; parameters get w times the correction."""
     module = nn.BatchNorm1d(3).to(dtype)
     x = FlatBuffer(module).vector
-    mailbox = Mailbox(x)
-    (y,) = mailbox.buffers_of(x)
+    shared = SharedModel(x)
+    (y,) = shared.buffers_of(x)
     assert y.numel() == 6
     for received, alpha in ((8.0, 0.5), (2.0, 0.25)):
-        correction = mailbox.host_vector()
+        correction = shared.host_vector()
         correction.segments[0].fill_(received)
-        mailbox.deliver(correction, alpha=alpha)
-    (published,) = mailbox.buffers_of(snapshot(mailbox))
+        shared.deliver(correction, alpha=alpha)
+    (published,) = shared.buffers_of(snapshot(shared))
     assert published.tolist() == [(0 + 8) / 2 * 3 / 4 + 2 / 4] * 3 + [(1 + 8) / 2 * 3 / 4 + 2 / 4] * 3
-    for start in (16.0, 0.0):  # twice: nothing of the mail before comes back
+    for start in (16.0, 0.0):  # twice: nothing of the correction before comes back
         y.fill_(start)
         before = module.weight.detach().clone()
-        assert mailbox.collect(x)
+        assert shared.collect(x)
         assert y.tolist() == [3 / 8 * start + 3.5] * 6
         assert (module.weight == before + 4.5).all()
         for received, alpha in ((8.0, 0.5), (2.0, 0.25)):
-            correction = mailbox.host_vector()
+            correction = shared.host_vector()
             correction.segments[0].fill_(received)
-            mailbox.deliver(correction, alpha=alpha)
+            shared.deliver(correction, alpha=alpha)
 
 
 @pytest.mark.parametrize("call", ["publish", "collect"])
 def test_another_layout_is_refused(call: str) -> None:
-    mailbox = Mailbox(vector(1.0))
+    shared = SharedModel(vector(1.0))
     for other in (vector(1.0, 6), FlatVector.over(torch.ones(2, dtype=torch.float64))):
         with pytest.raises(
             ValueError, match=r"got a model of \d+ bytes on cpu .* \(16 bytes on cpu\), expected .*before wrapping"
         ):
-            getattr(mailbox, call)(other)
+            getattr(shared, call)(other)
 
 
 @pytest.fixture
@@ -161,15 +161,15 @@ def restless() -> object:
 def test_no_snapshot_is_torn() -> None:
     """Every published vector is of one value; corrections are too."""
     x = vector(0.0, 200_000)
-    mailbox = Mailbox(x)
+    shared = SharedModel(x)
     is_over = threading.Event()
 
     def peer(i: int) -> int:
-        out, correction, seen = mailbox.host_vector(), vector(float(i), 200_000), set()
+        out, correction, seen = shared.host_vector(), vector(float(i), 200_000), set()
         while not is_over.is_set():
-            mailbox.snapshot(out)
+            shared.snapshot(out)
             seen.add(value(out))
-            mailbox.deliver(correction, alpha=1.0)
+            shared.deliver(correction, alpha=1.0)
         return len(seen)
 
     with ThreadPoolExecutor(2) as pool:
@@ -177,8 +177,8 @@ def test_no_snapshot_is_torn() -> None:
         try:
             for i in range(300):
                 x.segments[0].fill_(float(i))
-                mailbox.publish(x)
-                mailbox.collect(x)
+                shared.publish(x)
+                shared.collect(x)
                 value(x)
         finally:
             is_over.set()
@@ -190,11 +190,11 @@ def test_no_correction_is_lost() -> None:
     """Whole numbers below 2**24, so that every sum is exact."""
     num_corrections = 400
     x = vector(0.0, 10_000)
-    mailbox = Mailbox(x)
+    shared = SharedModel(x)
 
     def peer(size: float) -> None:
         for _ in range(num_corrections):
-            mailbox.deliver(vector(size, 10_000), alpha=1.0)
+            shared.deliver(vector(size, 10_000), alpha=1.0)
 
     with ThreadPoolExecutor(3) as pool:
         peers = [pool.submit(peer, size) for size in (1.0, 5.0, -2.0)]
@@ -202,11 +202,11 @@ def test_no_correction_is_lost() -> None:
         while not all(one.done() for one in peers):
             x.segments[0].add_(1.0)
             steps += 1
-            with mailbox.lock:
-                mailbox.collect(x)
-                mailbox.publish(x)
-                assert value(snapshot(mailbox)) == value(x)
+            with shared.lock:
+                shared.collect(x)
+                shared.publish(x)
+                assert value(snapshot(shared)) == value(x)
         for one in peers:
             one.result(PATIENCE)
-    mailbox.collect(x)
+    shared.collect(x)
     assert value(x) == steps + num_corrections * (1 + 5 - 2)
