@@ -69,9 +69,9 @@ class Listener:
     messages of one peer are taken one by one: its reader waits for the next when the last has been dealt with.
 
     [Note: readers at exit] A reader ends when its peer was closed (`close_peer`) or has ended. The reader of a peer
-    that never announces its shutdown goes on waiting. At the exit of the interpreter it must not: a message that arrives
-    then would wake the thread inside C++ code and abort the process. A wait that times out closes all connections of
-    its group, which ends every receive. So at exit one is made to time out, and the threads are joined.
+    that never announces its shutdown goes on waiting. At the exit of the interpreter it must not: a message that
+    arrives then would wake the thread inside C++ code and abort the process. A wait that times out closes all
+    connections of its group, which ends every receive. So at exit one is made to time out, and the threads are joined.
 
     Args:
         transport: a transport over Gloo.
