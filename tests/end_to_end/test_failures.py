@@ -20,7 +20,7 @@ NUM_RANKS = 4
 VICTIM = 1
 NEIGHBOURS = (0, 2)
 ROUND = 3
-SECONDS = {signal.SIGKILL: 10.0, signal.SIGSTOP: 2.0}  # the timeout: a killed peer is noticed long before
+SECONDS = {signal.SIGKILL: 10.0, signal.SIGSTOP: 4.0}  # the timeout: a killed peer is noticed long before
 
 
 def lose_a_peer(rank: int, overlap: bool, how: int, average_every: int) -> None:
