@@ -16,6 +16,7 @@ from .pipelined import cut, difference_, is_piecewise, mix_, piecewise
 
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
 _MAX_PLANS = 4096  # that are kept: of graphs with a longer period each round is planned anew
+_PACKAGE = __name__.partition(".")[0]
 
 
 class Plan(NamedTuple):
@@ -55,7 +56,7 @@ class Gossiper(Mixer):
         """See `Mixer`."""
         super().bind(mixing, transport)
         self._plans: dict[int, Plan] = {}
-        self._period = mixing.period if mixing.period <= _MAX_PLANS else 0
+        self._period = mixing.period if mixing.period <= _MAX_PLANS and _knows_period(mixing) else 0
         self._sends_weight = self.is_weighted
         # 0: messages go whole. A function of what all ranks agree on, so all cut alike.
         self._cut_bytes = self.cut_bytes if transport.device.type == "cpu" and is_piecewise(self) else 0
@@ -180,3 +181,19 @@ class Gossiper(Mixer):
         assert pending is not None, "`_mixes_pieces` has looked"
         is_alone = not (self._out_peers or self._in_peers)  # then nothing is sent that could arrive
         return range(len(self.pieces(s))) if is_alone else pending.arrivals()
+
+
+def _knows_period(mixing: MixingManager) -> bool:
+    """Whether `mixing.period` holds for its weights and its graph's peers.
+
+    A user's class may make them depend on t without saying how often they repeat: then it inherits a `period` that is
+    none of theirs, and nothing is kept.
+    """
+    return _says_period(mixing, "weights", "buffer_weights") and _says_period(mixing.graph, "out_peers", "in_peers")
+
+
+def _says_period(schedule: object, *names: str) -> bool:
+    """Whether no class outside this library overrides one of the methods, or one overrides `period` as well."""
+    own = [vars(cls) for cls in type(schedule).__mro__ if cls.__module__.partition(".")[0] != _PACKAGE]
+    is_overridden = any(name in attributes for attributes in own for name in names)
+    return not is_overridden or any("period" in attributes for attributes in own)

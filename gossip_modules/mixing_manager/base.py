@@ -33,7 +33,8 @@ class MixingManager(ABC):
 
     A new mixing manager has to write `weights` only. If it is known whether rows or columns sum to one, override the
     `is_*_stochastic` properties: here they check all ranks in all distinct rounds, and are False for schedules that are
-    too long to check (see `GraphManager.in_every_round`).
+    too long to check (see `GraphManager.in_every_round`). With a `period` of its own, gossipers keep the weights of
+    each round of it; otherwise they ask again in every round.
 
     Args:
         graph: the graph; W(t) is zero where it has no edge, except on the diagonal.

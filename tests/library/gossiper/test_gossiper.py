@@ -12,7 +12,10 @@ from torch import Tensor
 from gossip_modules import (
     FlatVector,
     Gossiper,
+    GraphManager,
+    MatrixMixing,
     MixingManager,
+    MixingWeights,
     NPeerDynamicDirectedExponentialGraph,
     PushPull,
     PushSum,
@@ -23,6 +26,7 @@ from gossip_modules.flat.layout import FlatLayout
 from tests.harness.ranks import CPU, run_ranks, solo_group
 from tests.library.gossiper.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 
+TWO_WAYS = RingGraph(4, peers_per_itr=2)
 GOSSIPERS: dict[str, Callable[[], Gossiper]] = {"PushPull": PushPull, "PushSum": PushSum}
 
 
@@ -209,3 +213,58 @@ def test_world_of_one_keeps_its_value(make: Callable[[], Gossiper]) -> None:
     gossiper.difference(s)
     assert not s.segments[0].any()
     assert gossiper.transport.num_bytes_sent == 0
+
+
+class Annealed(MixingManager):
+    """Ranks keep more of themselves from round to round, on a graph whose period is 1."""
+
+    def weights(self, rank: int, t: int) -> MixingWeights:
+        """See `MixingManager`."""
+        share = 1 / (2 + t)
+        return MixingWeights(1 - share, dict.fromkeys(self.graph.in_peers(rank, t), share))
+
+
+class Lazy(MixingManager):
+    """Half of another mixing, whose period may be longer than that of its graph."""
+
+    def __init__(self, base: MixingManager) -> None:
+        super().__init__(base.graph)
+        self.base = base
+
+    def weights(self, rank: int, t: int) -> MixingWeights:
+        """See `MixingManager`."""
+        own, inp = self.base.weights(rank, t)
+        return MixingWeights((1 + own) / 2, {peer: weight / 2 for peer, weight in inp.items()})
+
+
+class Squares(GraphManager):
+    """A graph whose peers repeat otherwise than its phone book."""
+
+    def phone_book(self, rank: int) -> tuple[int, ...]:
+        """See `GraphManager`."""
+        return tuple((rank + i) % self.world_size for i in range(1, self.world_size))
+
+    def out_peers(self, rank: int, t: int) -> tuple[int, ...]:
+        """See `GraphManager`."""
+        return ((rank + 1 + t * t % 5 // 2) % self.world_size,)
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        Annealed(RingGraph(4)),
+        Lazy(MatrixMixing(TWO_WAYS, [UniformMixing(TWO_WAYS).matrix(0), torch.eye(4)])),
+        UniformMixing(Squares(4)),
+    ],
+    ids=["annealed", "lazy", "squares"],
+)
+def test_weights_and_peers_of_a_users_class_are_asked_for_in_every_round(mixing: MixingManager) -> None:
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        gossiper, x = bound(PushPull(), mixing, group), value_of(group.rank())
+        return [gossiper.mix(x, t).clone() for t in range(7)]
+
+    ranks = run_ranks(4, body)
+    expected = torch.stack([value_of(rank) for rank in range(4)])
+    for t in range(7):
+        expected = mixing.matrix(t) @ expected
+        torch.testing.assert_close(torch.stack([rank[t] for rank in ranks]), expected, rtol=0, atol=1e-12)
