@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,6 +140,8 @@ class GossipModule(nn.Module):
         """Copies and pickles name the plain class, from which the class of a copy is made again."""
         self._gossip.flush()
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        if reduced[0].__module__ != copyreg.__name__:  # the class makes its copies itself: they are plain modules
+            return reduced
         return _blank, (type(self).__mro__[2],), *reduced[2:]
 
 

@@ -117,6 +117,37 @@ def test_a_copy_gossips_by_itself() -> None:
         assert not torch.equal(own, before)
 
 
+class MakesItsCopies(nn.Module):
+    """A module whose class says how it is copied."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The linear layer."""
+        y: Tensor = self.linear(x)
+        return y
+
+    def __reduce__(self) -> Any:
+        return _copied, (self.linear.in_features, dict(self.linear.state_dict()))
+
+
+def _copied(width: int, state: dict[str, Tensor]) -> MakesItsCopies:
+    module = MakesItsCopies(width)
+    module.linear.load_state_dict(state)
+    return module
+
+
+def test_a_copy_that_the_class_makes_is_plain() -> None:
+    model = gossip(MakesItsCopies(3), process_group=solo_group())
+    twin = copy.deepcopy(model)
+    assert type(twin) is MakesItsCopies
+    assert torch.equal(flatten(twin), flatten(model))
+    assert twin(torch.ones(1, 3)).shape == (1, 3)
+    model.close()
+
+
 def test_averages_and_modes_of_the_wrapper() -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, float, dict[str, Tensor]]:
         model = gossip(mlp(group.rank()), process_group=group, init_sync=False)
