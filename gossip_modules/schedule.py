@@ -26,17 +26,18 @@ class Schedule:
         average_every: rounds from one global average to the next; 0 = never.
 
     Raises:
-        ValueError: a count out of range.
+        ValueError: a count out of range, or no whole number.
     """
 
     gossip_every: int = 1
     average_every: int = 0
 
     def __post_init__(self) -> None:
-        if self.gossip_every < 1 or self.average_every < 0:
+        counts = ((self.gossip_every, 1), (self.average_every, 0))
+        if any(isinstance(count, bool) or not isinstance(count, int) or count < least for count, least in counts):
             raise ValueError(
-                f"got gossip_every={self.gossip_every}, average_every={self.average_every}, expected gossip_every >= 1 "
-                "and average_every >= 0; use average_every=0 for no global averages"
+                f"got gossip_every={self.gossip_every!r}, average_every={self.average_every!r}, expected whole "
+                "numbers, gossip_every >= 1 and average_every >= 0; use average_every=0 for no global averages"
             )
 
     def action(self, step: int) -> Action:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gossip_modules import Schedule
@@ -28,8 +30,8 @@ def test_default_gossips_at_every_step() -> None:
     assert {Schedule().action(step) for step in range(10)} == {Action.GOSSIP}
 
 
-@pytest.mark.parametrize("counts", [(0, 0), (-1, 0), (1, -1)])
-def test_counts_out_of_range(counts: tuple[int, int]) -> None:
-    message = rf"got gossip_every={counts[0]}, average_every={counts[1]}, expected gossip_every >= 1 .*; use average"
+@pytest.mark.parametrize("counts", [(0, 0), (-1, 0), (1, -1), (1, 2.5), (0.5, 0), (1, "8"), (1, True), (1, None)])
+def test_counts_out_of_range(counts: tuple[Any, Any]) -> None:
+    message = rf"got gossip_every={counts[0]!r}, average_every={counts[1]!r}, expected whole .*; use average_every=0"
     with pytest.raises(ValueError, match=message):
         Schedule(*counts)
