@@ -83,6 +83,11 @@ def as_matchings(matchings: Iterable[Iterable[Iterable[int]]]) -> tuple[Matching
         ValueError: a pair is no link, a rank is twice in one matching, a link is there twice, or the links do not
             connect all ranks.
     """
+    if isinstance(matchings, str) or not isinstance(matchings, Iterable):
+        raise ValueError(
+            f"got {matchings!r} as a base graph, expected a networkx graph or its matchings. Write e.g. "
+            "networkx.cycle_graph(8), or [[(0, 1)], [(1, 2)]]."
+        )
     checked = tuple(tuple(sorted(_as_edge(pair) for pair in matching)) for matching in matchings)
     seen: set[Edge] = set()
     for index, matching in enumerate(checked):
@@ -239,7 +244,8 @@ def _as_edge(pair: Iterable[int]) -> Edge:
         u = v = -1
     if u == v or min(u, v) < 0:
         raise ValueError(
-            f"got {pair!r} as a link, expected a pair of different ranks from 0 on. Write e.g. (0, 1)."
+            f"got {pair!r} as a link, expected a pair of different ranks from 0 on. Write matchings as lists "
+            "of links, e.g. [[(0, 1)], [(1, 2)]]."
         ) from None
     return min(u, v), max(u, v)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
+from gossip_modules import RingGraph
 from gossip_modules.graph_manager import edge_coloring
 from gossip_modules.graph_manager.edge_coloring import (
     Edge,
@@ -150,6 +151,12 @@ def test_graphs_that_cannot_gossip_are_refused(graph: nx.Graph, message: str) ->
         ([[(0, 1), (1, 2)]], r"got \[\(0, 1\), \(1, 2\)\] as matching 0, expected .*no rank twice"),
         ([[(0, 1)], []], r"got \[\] as matching 1, expected at least one link"),
         ([[(0, 1)], [(1, 0)]], r"got the links \[\(0, 1\)\] again in matching 1, expected each link in one"),
+        ("ring", r"got 'ring' as a base graph, expected a networkx graph or its matchings. .*cycle_graph\(8\)"),
+        (RingGraph(4), r"got RingGraph.* as a base graph, expected a networkx graph"),
+        (
+            [(0, 1), (1, 2)],
+            r"got 0 as a link, .*Write matchings as lists of links, e.g. \[\[\(0, 1\)\], \[\(1, 2\)\]\]",
+        ),
         ([[(0, 0)]], r"got \(0, 0\) as a link, expected a pair of different ranks"),
         ([[(0, -1)]], r"got \(0, -1\) as a link"),
         ([[(0, 1, 2)]], r"got \(0, 1, 2\) as a link"),
