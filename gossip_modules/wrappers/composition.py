@@ -35,8 +35,8 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
         )
     for name, part in module.named_modules():
         for other, remedy in _tools_of(part):
-            where = f"'{name}' inside is {other}" if name else f"it is {other}"
-            raise ValueError(f"got a module to wrap in {wrapper} of which {where}, expected a plain module; {remedy}")
+            what = f"in which '{name}' is {other}" if name else f"that is {other}"
+            raise ValueError(f"got a module {what}, to wrap in {wrapper}, expected a plain module; {remedy}")
 
 
 def check_outside(module: nn.Module) -> None:

@@ -48,9 +48,9 @@ def test_a_wrapper_in_a_wrapper_is_refused(outer: Callable[..., nn.Module], dept
     inner: nn.Module = wrap(mlp(), solo_group())
     if depth:
         inner = nn.Sequential(nn.Identity(), inner)
-    where = r"'1' inside is a GossipDataParallel" if depth else r"it is a GossipDataParallel"
+    what = "in which '1' is a GossipDataParallel" if depth else "that is a GossipDataParallel"
     with pytest.raises(
-        ValueError, match=rf"got a module to wrap in {outer.__name__} of which {where}.*remove the other"
+        ValueError, match=rf"got a module {what}, to wrap in {outer.__name__}, expected .*remove the other"
     ):
         outer(inner, process_group=solo_group())
 
@@ -66,7 +66,7 @@ def in_one_process(body: Callable[[], None]) -> None:
 
 def test_distributed_data_parallel_in_or_around_is_refused() -> None:
     def body() -> None:
-        with pytest.raises(ValueError, match=r"of which it is a DistributedDataParallel.*wrap the plain module once"):
+        with pytest.raises(ValueError, match=r"a module that is a DistributedDataParallel.*wrap the plain module once"):
             GossipDataParallel(DistributedDataParallel(mlp()))
         around = DistributedDataParallel(GossipDataParallel(mlp()))
         with pytest.raises(
@@ -87,7 +87,7 @@ def test_sharding_is_refused_with_what_is_possible() -> None:
         mesh = init_device_mesh("cpu", (1,))
         sharded = mlp()
         fully_shard(sharded, mesh=mesh)
-        with pytest.raises(ValueError, match=r"it is sharded over processes by fully_shard.*nprocs_per_node"):
+        with pytest.raises(ValueError, match=r"that is sharded over processes by fully_shard.*nprocs_per_node"):
             GossipDataParallel(sharded)
         layer = nn.Sequential(nn.Linear(2, 2))
         layer.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(2), mesh))
