@@ -97,7 +97,11 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             f"{chosen.max_disagreement:g} of their size, so they are not one model."
         )
     if chosen.choice.method in METHODS:
-        sentences.append(f"To train like this: python -m train.gossip_sgd {recipe_options(chosen, setting)}")
+        launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
+        sentences.append(
+            f"To train like this: {launch} {recipe_options(chosen, setting)} "
+            "(in a clone, on one machine; for several see job_scripts/)"
+        )
     return Advice(chosen, tuple(sentences))
 
 
@@ -198,7 +202,8 @@ def _despair(predictions: Sequence[Prediction]) -> tuple[str, ...]:
         return (
             f"No method reaches the target with workers that agree: {nearest.name} gets there with models that differ "
             f"by {nearest.disagreement:.2f} of their size.",
-            "Take a better connected graph (npeer-exponential, hypercube), more --peers, or --average-every 10.",
+            "Take a better connected graph (--methods sgp:npeer-exponential dpsgd:hypercube), more --peers, or "
+            "--average-every 10.",
         )
     if not math.isfinite(nearest.error):
         return (
@@ -208,5 +213,6 @@ def _despair(predictions: Sequence[Prediction]) -> tuple[str, ...]:
     return (
         f"No method reaches the target of {nearest.target:g}: the nearest is {nearest.name} with {nearest.error:.3g} "
         f"after {nearest.num_steps:.0f} steps.",
-        "Give more --max-steps or a higher --target; or a better connected graph, more --peers, or --average-every 10.",
+        "Give more --max-steps or a higher --target; or a better connected graph (as in --methods dpsgd:hypercube), "
+        "more --peers, or --average-every 10.",
     )

@@ -201,7 +201,9 @@ def test_the_advice_has_the_command() -> None:
     setting = replace(CLUSTER, local_steps=7)
     advice = advise([simulate("localsgd", setting, Digits(), target=1e9, max_steps=1)], setting)
     found = [sentence for sentence in advice.sentences if sentence.startswith("To train like this: ")]
-    assert found == ["To train like this: python -m train.gossip_sgd --recipe localsgd --sync-period 7"]
+    assert len(found) == 1
+    launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
+    assert found[0].startswith(f"To train like this: {launch} --recipe localsgd --sync-period 7 (")
 
 
 def test_examples_run() -> None:
