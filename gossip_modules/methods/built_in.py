@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..ad_psgd.wrapper import BilatGossipDataParallel
-from ..dpwa.wrapper import PairwiseDataParallel
+from ..ad_psgd.exchange import BilateralAverage
+from ..dpwa.engine import PairwiseEngine
 from ..engine.overlap import OverlapEngine
 from ..gossiper.choco import Choco
 from ..gossiper.deep_squeeze import DeepSqueeze
@@ -15,7 +15,7 @@ from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper
 from ..schedule import Schedule
-from ..wagma.wrapper import GroupAverageDataParallel
+from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
 from .simulated import (
@@ -229,7 +229,7 @@ BUILT_IN: tuple[Method, ...] = (
         "adpsgd",
         "AD-PSGD",
         "averages pairs of models while both ranks go on training",
-        BilatGossipDataParallel,
+        BilateralAverage,
         make=wrap_bilateral,
         simulate=simulate_ad_psgd,
         paper=Paper(
@@ -248,7 +248,7 @@ BUILT_IN: tuple[Method, ...] = (
         "wagma",
         "WAGMA-SGD",
         "averages changing groups of ranks, and late ranks contribute what they last had",
-        GroupAverageDataParallel,
+        WaitAvoidingEngine,
         make=wrap_group_average,
         simulate=simulate_wagma,
         paper=Paper(
@@ -265,7 +265,7 @@ BUILT_IN: tuple[Method, ...] = (
         "dpwa",
         "dpwa",
         "pulls the model of a random peer, and goes part of the way towards it",
-        PairwiseDataParallel,
+        PairwiseEngine,
         make=wrap_pairwise,
         simulate=simulate_dpwa,
         paper=Paper("Jin, Yuan, Iandola, Keutzer", "How to scale distributed deep learning?", "2016", "1611.04581"),
