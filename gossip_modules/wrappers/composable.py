@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,23 +30,16 @@ def gossip(module: nn.Module, **options: Any) -> GossipModule:
     Raises:
         ValueError: the module has an attribute of a name that is added; or see `GossipDataParallel`.
 
+    Warns:
+        UserWarning: the class of the module has a `__call__` of its own, which may run no hooks.
+
     Example:
         >>> model = gossip(nn.Linear(10, 2), push_sum=False)
         >>> model(torch.randn(4, 10)).sum().backward()  # gossips, then computes
         >>> torch.save(model.state_dict(), "rank0.pt")  # "weight" and "bias"
         >>> model.close()
     """
-    if options.get("nprocs_per_node", 1) != 1:
-        raise ValueError(
-            f"got nprocs_per_node={options['nprocs_per_node']} for gossip(), expected 1: nodes need a wrapper; use "
-            "GossipDataParallel(module, nprocs_per_node=...)"
-        )
-    check_inside(module, wrapper="gossip()")
-    if taken := [name for name in _ADDED if hasattr(module, name)]:
-        raise ValueError(
-            f"got a {type(module).__name__} that has {', '.join(taken)} of its own, expected none of the names that "
-            "gossip() adds; rename them, or use GossipDataParallel(module), which keeps names apart"
-        )
+    _check(module, options)
     wrapper = GossipDataParallel(module, **options)
     module.__dict__["_gossip"] = wrapper  # not a submodule: it would be in the state dict
     module.__class__ = _with_gossip(type(module))
@@ -152,6 +146,28 @@ _ADDED = [name for name in vars(GossipModule) if not name.startswith("_") and no
 def _before_forward(module: Any, inputs: Any) -> None:
     """The pre-hook; it finds the module that it is called with, so that it serves copies too."""
     module._gossip._before_forward()
+
+
+def _check(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise, or warn, as `gossip` says."""
+    if options.get("nprocs_per_node", 1) != 1:
+        raise ValueError(
+            f"got nprocs_per_node={options['nprocs_per_node']} for gossip(), expected 1: nodes need a wrapper; use "
+            "GossipDataParallel(module, nprocs_per_node=...)"
+        )
+    check_inside(module, wrapper="gossip()")
+    if taken := [name for name in _ADDED if hasattr(module, name)]:
+        raise ValueError(
+            f"got a {type(module).__name__} that has {', '.join(taken)} of its own, expected none of the names that "
+            "gossip() adds; rename them, or use GossipDataParallel(module), which keeps names apart"
+        )
+    if type(module).__call__ is not nn.Module.__call__:  # it may run no hooks: every rank would train alone
+        warnings.warn(
+            f"got a {type(module).__name__} that has a __call__ of its own, expected that of nn.Module, which runs the "
+            "rounds of gossip() in a forward pre-hook; let yours call super().__call__, or use "
+            "GossipDataParallel(module)",
+            stacklevel=3,
+        )
 
 
 def _with_gossip(plain: type[nn.Module]) -> type[GossipModule]:

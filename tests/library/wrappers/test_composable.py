@@ -195,6 +195,18 @@ def test_what_cannot_work_is_refused() -> None:
         gossip(nn.Linear)  # type: ignore[arg-type]
     model = gossip(mlp(), process_group=group)
     for wrap in (gossip, GossipDataParallel, BilatGossipDataParallel):
-        with pytest.raises(ValueError, match=r"it is a GossipSequential, which gossip\(\) made"):
+        with pytest.raises(ValueError, match=r"that is a GossipSequential, which gossip\(\) made"):
             wrap(model, process_group=group)
     model.close()
+
+
+class Direct(nn.Linear):
+    """Computes without the hooks of nn.Module."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+def test_a_class_that_may_run_no_hooks_is_told_so() -> None:
+    with pytest.warns(UserWarning, match=r"got a Direct that has a __call__ of its own, .*use GossipDataParallel"):
+        gossip(Direct(2, 2), process_group=solo_group()).close()
