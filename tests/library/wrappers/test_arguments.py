@@ -98,8 +98,14 @@ def gossip_in_ddp() -> Any:
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a class for a module": (lambda: gossip(nn.Linear), r"expected a torch.nn.Module; build the model first"),
     "parameters for a module": (lambda: gossip(list(mlp().parameters())), r"got \[.*; build the model first"),
-    "a module inside DDP": (lambda: gossip(gossip_in_ddp()), r"that is a DistributedDataParallel.*remove the other one"),
-    "a wrapper inside a wrapper": (lambda: gossip(gossip()), r"that is a GossipDataParallel.*wrap the plain module once"),
+    "a module inside DDP": (
+        lambda: gossip(gossip_in_ddp()),
+        r"that is a DistributedDataParallel.*remove the other one",
+    ),
+    "a wrapper inside a wrapper": (
+        lambda: gossip(gossip()),
+        r"that is a GossipDataParallel.*wrap the plain module once",
+    ),
     "device_ids": (
         lambda: gossip(device_ids=[0]),
         r"got device_ids=\[0\], expected none.*\(cpu here\); call module.to\(device\) before wrapping, and leave",
