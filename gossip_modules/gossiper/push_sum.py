@@ -9,8 +9,14 @@ from .push_pull import PushPull
 class PushSum(PushPull):
     """Push-sum: x_i <- sum_j P_ij x_j and w_i <- sum_j P_ij w_j; the estimate of the mean is x_i / w_i.
 
-    Columns of P must sum to one, so that the total of x and of w is kept, on any directed graph. Where P(t) is doubly
-    stochastic w stays one: then it does not travel and nothing is ever divided by it.
+    Columns of P must sum to one, so that the total of x and of w is kept, on any directed graph. A round:
+
+        send (x_i, w_i) to the out-peers                  # `PushPull.encode`; w only where P is not doubly stochastic
+        x_i <- P_ii x_i + sum over in-peers j of P_ij x_j     # `PushPull.decode`, which mixes w_i by the same row
+        w_i <- P_ii w_i + sum over in-peers j of P_ij w_j
+        z_i = x_i / w_i                                   # `Debias`: what the module computes with
+
+    Where P(t) is doubly stochastic w stays one: then it does not travel and nothing is ever divided by it.
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792,
     Algorithm 1; Kempe et al., "Gossip-Based Computation of Aggregate Information", FOCS 2003.
