@@ -174,7 +174,7 @@ class Echo:
         what: str = "",
         fill: Callable[[int], None] | None = None,
     ) -> Echo:
-        """See `gossip_modules.transport.process_group.Transport`."""
+        """See `gossip_modules.transport.base.Transport`."""
         assert fill is None, "only an engine that overlaps fills"
         self.num_pieces = max(map(len, sends.values()), default=0)
         for peer, tensors in sends.items():
@@ -187,18 +187,18 @@ class Echo:
         """Done already."""
 
     def arrivals(self) -> Iterator[int]:
-        """See `gossip_modules.transport.process_group.Pending`."""
+        """See `gossip_modules.transport.base.Pending`."""
         yield from range(self.num_pieces)
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
-        """See `gossip_modules.transport.process_group.Transport`."""
+        """See `gossip_modules.transport.base.Transport`."""
         x.mul_(2)
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
-        """See `gossip_modules.transport.process_group.Transport`."""
+        """See `gossip_modules.transport.base.Transport`."""
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
-        """See `gossip_modules.transport.process_group.Transport`."""
+        """See `gossip_modules.transport.base.Transport`."""
         out.view(2, -1).copy_(x.expand(2, -1))
 
 

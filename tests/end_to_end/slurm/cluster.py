@@ -1,8 +1,8 @@
 """A real SLURM of several nodes on this one machine: configured, started and stopped, with nothing left behind.
 
-    python tests/slurm/cluster.py start /tmp/slurm     # as root, with Debian's packages slurm-wlm and munge
+    python tests/end_to_end/slurm/cluster.py start /tmp/slurm     # as root, with Debian's packages slurm-wlm and munge
     export SLURM_CONF=/tmp/slurm/slurm.conf            # as it says: now sinfo, sbatch, ... speak to this cluster
-    python tests/slurm/cluster.py stop /tmp/slurm      # also after a start that failed; twice does no harm
+    python tests/end_to_end/slurm/cluster.py stop /tmp/slurm      # also after a start that failed; twice does no harm
 
 Everything is in the folder: configuration, MUNGE's key and socket, state, spool and logs. Ports are free ones of this
 machine, so that clusters in several folders do not meet.
