@@ -88,11 +88,9 @@ TORCHVISION_OF_2.6.0 = 0.21.0
 TORCHVISION_OF_2.15.0 = 0.29.2
 TORCH_VENV = .venv-torch-$(TORCH)
 TORCH_INSTALLED = $(TORCH_VENV)/.installed
-# What torch.distributed, autograd and networks decide; the rest reads files, starts SLURM, emulates clusters, computes
-# with graphs and small matrices, or looks for races between threads of ours.
+# What torch.distributed, autograd and networks decide; the rest reads files, starts SLURM or emulates clusters.
 TORCH_TESTS = --ignore=tests/train --ignore=tests/visualization --ignore=tests/benchmarks \
-  $(addprefix --ignore=tests/end_to_end/,test_job_scripts.py test_setup.py test_slurm.py) \
-  $(addprefix --ignore=tests/library/,graph_manager matcha mixing_manager simulate methods test_sanitizer.py)
+  $(addprefix --ignore=tests/end_to_end/,test_job_scripts.py test_setup.py test_slurm.py)
 
 # What is not torch's own (pytest, mpirun, ...) is that of .venv.
 test-torch: $(TORCH_INSTALLED)
