@@ -3,7 +3,7 @@
 # make compare    the exact recipes on the same data and budget, as a table and a picture
 # make consensus  how fast workers agree, by every way to compress, in steps and in bits
 # make test       the tests
-# make soak       those that take longer: jobs that are killed and start again, the table of faults
+# make soak       those that take longer: whole jobs that are killed, preempted and go on, examples, the table of faults
 # make test-torch TORCH=2.15.0  the tests that touch the library, with that torch from .venv-torch-2.15.0, which it makes
 #                 TESTS="-m 'not soak and not e2e'" leaves out those that start processes
 # make check      ruff and mypy

@@ -414,6 +414,7 @@ def network_rights() -> None:
         pytest.skip(why)
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(560)  # starting Python takes most of it, and many times as long on a busy machine
 @pytest.mark.usefixtures("network_rights")

@@ -430,6 +430,7 @@ def test_too_few_images_are_refused(folder: Path, tmp_path: Path) -> None:
         decode(folder, tmp_path / "other")
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(560)
 def test_one_command_from_images_to_a_curve(folder: Path, tmp_path: Path) -> None:

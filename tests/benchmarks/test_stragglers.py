@@ -219,6 +219,7 @@ def test_a_rank_that_fails_is_named() -> None:
         run_group(2, fail_on_one, timeout=40)
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_the_command_makes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(Train(methods=("ar", "dpwa"), settings=("undisturbed",), num_ranks=2, quick=True, out_dir=tmp_path))

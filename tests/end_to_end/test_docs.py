@@ -50,6 +50,7 @@ def run_script(name: str, folder: Path) -> list[str]:
     return script_outputs(folder / name, RANKS)
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_the_examples_of_the_pages_run(tmp_path: Path) -> None:

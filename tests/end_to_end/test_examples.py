@@ -40,6 +40,7 @@ def test_every_example_is_run_here() -> None:
     assert sorted({*tested, "plain_loop.py"}) == list(EXAMPLES)
 
 
+@pytest.mark.soak
 def test_the_plain_loop_under_torchrun() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command = [*launcher, str(EXAMPLES["plain_loop.py"])]
@@ -48,6 +49,7 @@ def test_the_plain_loop_under_torchrun() -> None:
     assert number(r"accuracy ([\d.]+)%", result.stdout) > 85
 
 
+@pytest.mark.soak
 def test_gpu() -> None:
     first, second = outputs("gpu.py", 2)
     assert number(r"averaged model ([\d.]+)%", first) > 60
@@ -67,6 +69,7 @@ def test_fine_tuning_sends_what_is_trained() -> None:
     assert second == ""
 
 
+@pytest.mark.soak
 def test_processes_of_a_node_hold_one_model() -> None:
     first, *others = outputs("processes_per_node.py", 4)
     assert first.count("its processes hold the same model") == 2
@@ -74,6 +77,7 @@ def test_processes_of_a_node_hold_one_model() -> None:
     assert others == ["", "", ""]
 
 
+@pytest.mark.soak
 def test_own_graph() -> None:
     first, *_ = outputs("own_graph.py", 4)
     assert "round 0: 0 -> 1, 1 -> 0, 2 -> 3, 3 -> 2\nround 1: 0 -> 2, 1 -> 3, 2 -> 0, 3 -> 1\n" in first
@@ -87,6 +91,7 @@ def test_own_gossiper() -> None:
     assert number(r"from the average ([-+.e\d]+)", first) < 0.5
 
 
+@pytest.mark.soak
 def test_own_compressor() -> None:
     first, *_ = outputs("own_compressor.py", 4)
     assert number(r"averaged weights ([-+.e\d]+)", first) < 0.05

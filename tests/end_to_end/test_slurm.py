@@ -114,6 +114,7 @@ def train_without_slurm(rank: int, arguments: list[str]) -> None:
 
 
 @needs_slurm
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_a_job_is_preempted_requeued_and_resumed_outlives_a_node_and_is_cancelled(

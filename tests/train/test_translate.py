@@ -88,6 +88,7 @@ def train_by_every_recipe(rank: int, folder: str, corpus: str, world_size: int) 
     return failed
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_every_recipe_trains_a_transformer(tmp_path: Path, corpus: str) -> None:
     for outcome in run_processes(2, train_by_every_recipe, str(tmp_path), corpus, 2, timeout=55):
@@ -121,6 +122,7 @@ def _equal(x: Any, y: Any) -> bool:
     return torch.equal(x, y) if isinstance(x, Tensor) else bool(x == y)
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path, corpus: str) -> None:
     outcomes = run_processes(2, train_twice, "sgp", str(tmp_path), corpus, 2)

@@ -350,7 +350,11 @@ def test_variances_that_decay_while_an_exchange_is_under_way_stay_variances(num_
             wrapper.settle()
         deliver, num_delivered = engine_of(wrapper).shared.deliver, 0
         wrapper(data)
+        # The exchange of this step ends on both sides before the next ones are counted.
+        if is_active(wrapper):
+            wrapper.flush()
         meeting.wait()
+        wrapper.flush()
 
         def decay_then_deliver(correction: FlatVector, *, alpha: float) -> None:
             nonlocal num_delivered

@@ -73,6 +73,7 @@ def launch(num_ranks: int, folder: Path, *checks: Callable[[Path], None]) -> sub
     )
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(2 * SECONDS + 30)
 def test_ranks_do_as_over_gloo_name_one_that_is_missing_and_end_with_one_that_fails(tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ def test_ranks_do_as_over_gloo_name_one_that_is_missing_and_end_with_one_that_fa
     assert "LookupError: this rank has an error of its own" in result.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(2 * SECONDS + 30)
 def test_loss_curves_equal_those_of_gloo(tmp_path: Path) -> None:

@@ -227,6 +227,7 @@ main()
 """
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_a_program_that_ends_without_close_ends_in_order(tmp_path: Path) -> None:
     """[Note: groups at exit] The group is released by a thread, which the end of the interpreter must not overtake."""

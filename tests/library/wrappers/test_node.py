@@ -80,7 +80,7 @@ def body(rank: int, num_nodes: int) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("num_nodes", [2, 3])
+@pytest.mark.parametrize("num_nodes", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_nodes_equal_ranks_with_a_larger_batch(num_nodes: int) -> None:
     results = [outcome.result for outcome in run_processes(PER_NODE * num_nodes, body, num_nodes)]
     for i, (name, options) in enumerate(CASES):
@@ -145,6 +145,7 @@ def share_buffers(rank: int) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_buffers_are_those_of_local_rank_0_and_one_process_may_evaluate_alone() -> None:
     results = [outcome.result for outcome in run_processes(2 * PER_NODE, share_buffers)]
