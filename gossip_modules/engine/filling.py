@@ -30,8 +30,8 @@ class Filling:
 
     def __enter__(self) -> Filling:
         if self._alpha is not None:
-            self._x.weight.add_(self._s.weight, alpha=self._alpha)
-        self._s.weight.copy_(self._x.weight)
+            self._x.push_sum_weight.add_(self._s.push_sum_weight, alpha=self._alpha)
+        self._s.push_sum_weight.copy_(self._x.push_sum_weight)
         return self
 
     def __exit__(self, *_: object) -> None:

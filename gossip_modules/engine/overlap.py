@@ -167,7 +167,7 @@ class OverlapEngine(LockstepEngine):
             self._refuse_nonfinite(flight.mixer, flight.t, is_own=not is_finite(x))
         assert self._snapshot is not None
         self._snapshot.raw.zero_()
-        self._snapshot.weight.zero_()
+        self._snapshot.push_sum_weight.zero_()
         flight.is_finite = flight.is_converted = True
         self.stats.num_skipped += 1
 

@@ -154,7 +154,7 @@ class FlatBuffer:
         # A new vector, not the old one: the tensors may still view the old one at other offsets.
         vector = FlatVector.zeros(layout, slots[0].tensor.device)
         if self._slots:
-            vector.weight.copy_(self.vector.weight)
+            vector.push_sum_weight.copy_(self.vector.push_sum_weight)
         views: list[Tensor] = []
         with torch.no_grad():
             for segment, group in zip(vector.segments, groups.values(), strict=True):

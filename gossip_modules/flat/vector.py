@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -12,12 +13,12 @@ from torch import Tensor
 from .layout import PIECE_BYTES, FlatLayout, Part, Segment
 
 CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a block that is gone over twice, then from cache
-_segments, _weight = attrgetter("segments"), attrgetter("weight")
+_segments, _weight = attrgetter("segments"), attrgetter("push_sum_weight")
 CHUNK = 1 << 18  # elements mixed at a time where the storage is narrower than float32: the scratch stays in cache
 
 
 class FlatVector:
-    """A point of R^d in one piece of memory: `raw` bytes, typed `segments` over them, and a push-sum `weight`.
+    """A point of R^d in one piece of memory: `raw` bytes, typed `segments` over them, and a `push_sum_weight`.
 
     Every quantity of the law x <- x + (W - I) s is a FlatVector: the parameters x, the snapshot s, the messages, the
     correction. All dtypes travel in one message because all are bytes of `raw`. Segments narrower than float32 are
@@ -26,19 +27,29 @@ class FlatVector:
     Args:
         layout: segments and length.
         raw: uint8 [layout.num_bytes], contiguous; shared, not copied.
-        weight: float64 [1] on the device of `raw`; shared. A new weight of one by default.
+        push_sum_weight: float64 [1] on the device of `raw`; shared. A new weight of one by default.
     """
 
-    def __init__(self, layout: FlatLayout, raw: Tensor, weight: Tensor | None = None) -> None:
+    def __init__(self, layout: FlatLayout, raw: Tensor, push_sum_weight: Tensor | None = None) -> None:
         self.layout = layout
         self.raw = raw
-        self.weight = torch.ones(1, dtype=torch.float64, device=raw.device) if weight is None else weight
+        if push_sum_weight is None:
+            push_sum_weight = torch.ones(1, dtype=torch.float64, device=raw.device)
+        self.push_sum_weight = push_sum_weight
         self.segments = tuple(raw[s.start : s.stop].view(s.dtype) for s in layout.segments)
         self._views: dict[tuple[int, ...], tuple[FlatVector, ...]] = {}  # slices and pieces, made once
         self._viewed = raw.data_ptr()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": {}}  # a copy's are views of the copy
+
+    @property
+    def weight(self) -> Tensor:
+        """Deprecated: `push_sum_weight`, its name now."""
+        warnings.warn(
+            "FlatVector.weight is now push_sum_weight; the old name will go", DeprecationWarning, stacklevel=2
+        )
+        return self.push_sum_weight
 
     @classmethod
     def zeros(cls, layout: FlatLayout, device: torch.device) -> FlatVector:
@@ -102,7 +113,7 @@ class FlatVector:
 
     def clone(self) -> FlatVector:
         """A copy in memory of its own."""
-        return FlatVector(self.layout, self.raw.clone(), self.weight.clone())
+        return FlatVector(self.layout, self.raw.clone(), self.push_sum_weight.clone())
 
     def slice(self, index: int, num_slices: int) -> FlatVector:
         """Slice `index` of `num_slices` equal slices; shares memory and weight with this vector. Made once."""
@@ -110,7 +121,8 @@ class FlatVector:
         def make() -> tuple[FlatVector, ...]:
             size = self.layout.num_bytes // num_slices
             start = index * size
-            return (FlatVector(self.layout.cut(start, start + size), self.raw[start : start + size], self.weight),)
+            raw = self.raw[start : start + size]
+            return (FlatVector(self.layout.cut(start, start + size), raw, self.push_sum_weight),)
 
         return self._made_once((index, num_slices), make)[0]
 
@@ -139,13 +151,13 @@ class FlatVector:
     def copy_(self, other: FlatVector) -> FlatVector:
         """self <- other, weight included."""
         self.raw.copy_(other.raw)
-        self.weight.copy_(other.weight)
+        self.push_sum_weight.copy_(other.push_sum_weight)
         return self
 
     def add_(self, other: FlatVector, *, alpha: float = 1.0) -> FlatVector:
         """self <- self + alpha * other, weight included; one pass over memory."""
         self.add_segments_(other, alpha=alpha)
-        self.weight.add_(other.weight, alpha=alpha)
+        self.push_sum_weight.add_(other.push_sum_weight, alpha=alpha)
         return self
 
     def add_segments_(self, other: FlatVector, *, alpha: float) -> None:
@@ -181,7 +193,7 @@ class FlatVector:
 
     def combine_weight_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
         """As `combine_`, the weight alone."""
-        _combine_(self.weight, scale, list(map(_weight, others)), weights)
+        _combine_(self.push_sum_weight, scale, list(map(_weight, others)), weights)
 
     def difference_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> float:
         """self <- c such that alpha * c = scale * self + sum_j weights[j] * others[j]; returns alpha.
@@ -213,17 +225,17 @@ class FlatVector:
         self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
     ) -> None:
         """As `difference_`, the weight alone."""
-        _difference_(self.weight, scale, list(map(_weight, others)), weights, alpha)
+        _difference_(self.push_sum_weight, scale, list(map(_weight, others)), weights, alpha)
 
     def multiply_by_weight_(self) -> None:
         """x = z * w: every segment times the push-sum weight; the weight stays."""
         for x in self.segments:
-            _in_float32(x, lambda piece: piece.mul_(self.weight[0]))
+            _in_float32(x, lambda piece: piece.mul_(self.push_sum_weight[0]))
 
     def divide_by_weight_(self) -> None:
         """z = x / w: every segment over the push-sum weight; the weight stays."""
         for x in self.segments:
-            _in_float32(x, lambda piece: piece.div_(self.weight[0]))
+            _in_float32(x, lambda piece: piece.div_(self.push_sum_weight[0]))
 
 
 def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:

@@ -87,7 +87,7 @@ class Gossiper(Mixer):
     def decode_difference(self, s: FlatVector, weights: MixingWeights) -> float:
         """s <- c with alpha * c = (W - I) s; returns alpha. Override it when `decode` reads s."""
         s.raw.zero_()
-        s.weight.zero_()
+        s.push_sum_weight.zero_()
         self.decode(s, weights)
         return 1.0
 

@@ -180,9 +180,9 @@ class GlobalAverage(Mixer):
             self._average(total)
             x.copy_(total)
         if self._sums_weights:
-            self._average(s.weight)
+            self._average(s.push_sum_weight)
             s.divide_by_weight_()
-        s.weight.fill_(1.0)
+        s.push_sum_weight.fill_(1.0)
 
     def _average(self, x: Tensor) -> None:
         self.transport.all_reduce(x, what=f"global average in round {self._round}")

@@ -23,8 +23,8 @@ _METHODS = ("encode", "decode", "decode_difference", "start", "start_filling", "
 def piecewise(method: _Method) -> _Method:
     """Mark a method of a gossiper that does the same whether vectors travel whole or in pieces.
 
-    For `encode` this means that messages are `(v.raw,)` or `(v.raw, v.weight)` of vectors with the layout of s, and
-    that it does not read s, which may be filled later; for `decode` that it is s <- W_ii s + sum_j W_ij s_j.
+    For `encode` this means that messages are `(v.raw,)` or `(v.raw, v.push_sum_weight)` of vectors with the layout of
+    s, and that it does not read s, which may be filled later; for `decode` that it is s <- W_ii s + sum_j W_ij s_j.
     """
     method.is_piecewise = True  # type: ignore[attr-defined]
     return method

@@ -73,7 +73,9 @@ class PushPull(Gossiper):
         while len(self._inbox) < len(in_peers):
             self._inbox.append(sent.like())
         self.received = self._inbox[: len(in_peers)]
-        message, *inbox = [(v.raw, v.weight) if self._sends_weight else (v.raw,) for v in (sent, *self.received)]
+        message, *inbox = [
+            (v.raw, v.push_sum_weight) if self._sends_weight else (v.raw,) for v in (sent, *self.received)
+        ]
         return dict.fromkeys(out_peers, message), dict(zip(in_peers, inbox, strict=True))
 
     @piecewise
@@ -100,7 +102,7 @@ class PushPull(Gossiper):
         for is_buffer, row in ((False, weights), (True, self._buffer_weights)):
             half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *self.received))
             half.combine_segments_(row.own - 1, halves, list(row.inp.values()))
-        s.weight.zero_()
+        s.push_sum_weight.zero_()
         return 1.0
 
     def _mix(
@@ -114,7 +116,7 @@ class PushPull(Gossiper):
         for message, weight in ((sent, weights.own - 1), *zip(messages, coefficients, strict=True)):
             s.add_segments_(message, alpha=weight)
             if self.is_weighted:
-                s.weight.add_(message.weight, alpha=weight)
+                s.push_sum_weight.add_(message.push_sum_weight, alpha=weight)
 
     def _narrow(self, s: FlatVector) -> FlatVector:
         """A copy of s in the dtype of the wire; numbers beyond its range become its largest."""
@@ -128,7 +130,7 @@ class PushPull(Gossiper):
                 cast.compress(x, message.view(torch.uint8))
             else:
                 message.copy_(x)
-        self._sent.weight.copy_(s.weight)
+        self._sent.push_sum_weight.copy_(s.push_sum_weight)
         return self._sent
 
     def __repr__(self) -> str:

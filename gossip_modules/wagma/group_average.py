@@ -85,9 +85,9 @@ class GroupAverage(Mixer):
             elif phase.in_peer is not None:
                 s.add_segments_(self._inbox, alpha=1.0)
         self.partner = -1
-        s.weight.fill_(num_members)
+        s.push_sum_weight.fill_(num_members)
         s.divide_by_weight_()
-        s.weight.fill_(1.0)
+        s.push_sum_weight.fill_(1.0)
 
     def _post(self, phase: Phase, s: FlatVector) -> None:
         assert self._inbox is not None, "start() makes it"

@@ -216,7 +216,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
 
     def get_extra_state(self) -> dict[str, Any]:
         """See `GossipWrapper`; with the push-sum weight."""
-        return {"weight": self._buffer.vector.weight.clone(), **super().get_extra_state()}
+        return {"weight": self._buffer.vector.push_sum_weight.clone(), **super().get_extra_state()}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """See `GossipWrapper`; without state the push-sum weight is 1.
@@ -230,7 +230,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
                 "wrap as when it was saved, or load the model alone: module.load_state_dict"
             )
         super().set_extra_state(state)
-        self._buffer.vector.weight.copy_(torch.ones(1) if state is None else state["weight"])
+        self._buffer.vector.push_sum_weight.copy_(torch.ones(1) if state is None else state["weight"])
 
 
 class SimpleGossipDataParallel(GossipDataParallel):

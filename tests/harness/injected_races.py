@@ -276,9 +276,9 @@ def reuse_the_inbox(patch: pytest.MonkeyPatch) -> None:
         coming.wait()
         s.add_segments_(average._inbox, alpha=1.0)
         average._pending = None
-        s.weight.fill_(average.groups.num_members(average.transport.rank, average._t))
+        s.push_sum_weight.fill_(average.groups.num_members(average.transport.rank, average._t))
         s.divide_by_weight_()
-        s.weight.fill_(1.0)
+        s.push_sum_weight.fill_(1.0)
 
     patch.setattr(GroupAverage, "finish", finish_early)
 

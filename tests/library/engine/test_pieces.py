@@ -52,7 +52,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.k
 def assert_same_bits(x: FlatVector, y: FlatVector) -> None:
     """Values and weight."""
     assert torch.equal(x.raw, y.raw)
-    assert torch.equal(x.weight, y.weight)
+    assert torch.equal(x.push_sum_weight, y.push_sum_weight)
 
 
 # Cuts.
@@ -158,12 +158,12 @@ def test_apply_and_refresh_is_an_addition_and_a_copy(
 ) -> None:
     monkeypatch.setattr("gossip_modules.flat.vector.CACHED_BYTES", num_bytes)
     x, correction = random_vector(0, layout), random_vector(1, layout)
-    expected, weights = x.clone(), (x.weight.clone(), correction.weight.clone())
+    expected, weights = x.clone(), (x.push_sum_weight.clone(), correction.push_sum_weight.clone())
     expected.add_segments_(correction, alpha=0.3)
     x.apply_and_refresh_(correction, alpha=0.3)
     assert torch.equal(x.raw, expected.raw)
     assert torch.equal(correction.raw, expected.raw)
-    assert (x.weight, correction.weight) == weights
+    assert (x.push_sum_weight, correction.push_sum_weight) == weights
 
 
 def test_ever_more_pieces_are_filled_between_two_posts() -> None:
@@ -270,7 +270,7 @@ def test_a_correction_with_weights_for_buffers_takes_no_copy(monkeypatch: pytest
         y.add_(c, alpha=gossiper.difference(c))
         torch.testing.assert_close(y.segments[0], x.segments[0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(y.segments[1], x.segments[1], rtol=0.02, atol=0.02)
-        assert torch.equal(y.weight, x.weight)
+        assert torch.equal(y.push_sum_weight, x.push_sum_weight)
 
     run_ranks(8, body)
 
@@ -379,7 +379,7 @@ def test_what_is_filled_is_what_is_sent(make: type[PushPull]) -> None:
         plain, filled = (bound(make(piece_bytes=PIECE), mixing, group) for _ in range(2))
         x = random_vector(group.rank(), LAYOUTS["wide"])
         s, calls = x.like(), []
-        s.weight.copy_(x.weight)
+        s.push_sum_weight.copy_(x.push_sum_weight)
 
         def fill(k: int) -> None:
             if k < len(filled.pieces(s)):

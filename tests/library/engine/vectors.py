@@ -31,7 +31,7 @@ def random_vector(seed: int, layout: FlatLayout) -> FlatVector:
     vector = FlatVector.zeros(layout, CPU)
     for segment in vector.segments:
         segment.copy_(torch.randn(segment.shape, generator=generator))
-    vector.weight.copy_(torch.rand(1, generator=generator, dtype=torch.float64) + 0.5)
+    vector.push_sum_weight.copy_(torch.rand(1, generator=generator, dtype=torch.float64) + 0.5)
     return vector
 
 

@@ -217,7 +217,7 @@ def test_complex_parameters_lie_at_multiples_of_their_size() -> None:
 def test_casts_are_taken_in_again(cast: Callable[[nn.Module], nn.Module]) -> None:
     model = net()
     buffer = FlatBuffer(model)
-    buffer.vector.weight.fill_(0.75)
+    buffer.vector.push_sum_weight.fill_(0.75)
     cast(model)
     assert not buffer.is_attached()
     expected = flatten(model)
@@ -226,7 +226,7 @@ def test_casts_are_taken_in_again(cast: Callable[[nn.Module], nn.Module]) -> Non
     assert torch.equal(flatten(model), expected)
     assert buffer.vector.segments[0].dtype is next(model.parameters()).dtype
     assert all(is_view(buffer, tensor) for tensor in buffer.tensors)
-    assert float(buffer.vector.weight) == 0.75
+    assert float(buffer.vector.push_sum_weight) == 0.75
 
 
 def test_channels_last_stays_channels_last() -> None:

@@ -22,18 +22,18 @@ def random_vector(seed: int, layout: FlatLayout = LAYOUT) -> FlatVector:
     vector = FlatVector.zeros(layout, torch.device("cpu"))
     for segment in vector.segments:
         segment.copy_(torch.randn(segment.shape, generator=generator))
-    vector.weight.copy_(torch.rand(1, generator=generator, dtype=torch.float64) + 0.5)
+    vector.push_sum_weight.copy_(torch.rand(1, generator=generator, dtype=torch.float64) + 0.5)
     return vector
 
 
 def tensors(vector: FlatVector) -> list[Tensor]:
     """Segments and weight in float64, copies."""
-    return [x.to(torch.float64, copy=True) for x in (*vector.segments, vector.weight)]
+    return [x.to(torch.float64, copy=True) for x in (*vector.segments, vector.push_sum_weight)]
 
 
 def assert_close(vector: FlatVector, expected: list[Tensor]) -> None:
     """Each segment to two roundings of its dtype."""
-    for x, want in zip((*vector.segments, vector.weight), expected, strict=True):
+    for x, want in zip((*vector.segments, vector.push_sum_weight), expected, strict=True):
         tolerance = 2 * torch.finfo(x.dtype).eps * max(float(want.abs().max()), 1.0)
         torch.testing.assert_close(x.double(), want, rtol=0, atol=tolerance)
 
@@ -55,8 +55,8 @@ def test_slices_partition_every_segment(num_slices: int) -> None:
     slices = [vector.slice(i, num_slices) for i in range(num_slices)]
     for dtype, whole in zip((torch.float32, torch.bfloat16), vector.segments, strict=True):
         assert torch.equal(torch.cat([x for part in slices for x in part.segments if x.dtype is dtype]), whole)
-    slices[0].weight.fill_(3)
-    assert float(vector.weight) == 3, "slices share the weight"
+    slices[0].push_sum_weight.fill_(3)
+    assert float(vector.push_sum_weight) == 3, "slices share the weight"
 
 
 PARTS = [
@@ -135,7 +135,7 @@ def test_narrow_messages_are_added_to_wide_segments() -> None:
     for mine, theirs in zip(x.segments, narrow.segments, strict=True):
         theirs.copy_(torch.arange(theirs.numel()))
         expected.append(mine.double() - 0.5 * theirs.double())
-    weight = float(x.weight)
+    weight = float(x.push_sum_weight)
     x.add_segments_(narrow, alpha=-0.5)
     assert_close(x, [*expected, torch.tensor([weight], dtype=torch.float64)])
 
@@ -158,7 +158,7 @@ def test_combine_leaves_agreement_exactly_alone(weights: list[float]) -> None:
     before = x.clone()
     x.combine_(1 - sum(weights), [before.clone() for _ in weights], weights)
     assert torch.equal(x.raw, before.raw)
-    assert torch.equal(x.weight, before.weight)
+    assert torch.equal(x.push_sum_weight, before.push_sum_weight)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_narrow_corrections_are_rounded_once() -> None:
 
 def test_weight_transitions_are_inverse() -> None:
     x = random_vector(0)
-    before, w = tensors(x), float(x.weight)
+    before, w = tensors(x), float(x.push_sum_weight)
     x.divide_by_weight_()
     assert_close(x, [*(part / w for part in before[:-1]), before[-1]])
     x.multiply_by_weight_()
@@ -234,8 +234,14 @@ def test_copies_are_separate() -> None:
     x = random_vector(0)
     y, z = x.clone(), x.like()
     x.raw.zero_()
-    x.weight.zero_()
+    x.push_sum_weight.zero_()
     assert torch.equal(y.raw, random_vector(0).raw)
-    assert float(z.weight) == 1
+    assert float(z.push_sum_weight) == 1
     assert not z.raw.any()
-    assert torch.equal(z.copy_(y).weight, y.weight)
+    assert torch.equal(z.copy_(y).push_sum_weight, y.push_sum_weight)
+
+
+def test_weight_is_the_old_name_of_push_sum_weight() -> None:
+    x = random_vector(0)
+    with pytest.warns(DeprecationWarning, match=r"FlatVector.weight is now push_sum_weight"):
+        assert x.weight is x.push_sum_weight

@@ -81,7 +81,7 @@ def test_difference_is_finish_minus_what_was_sent(name: str, graph: str) -> None
             alpha = other.difference(s)
             x.add_(s, alpha=alpha)
             torch.testing.assert_close(x.segments[0], finished.segments[0], rtol=0, atol=1e-12)
-            assert float(x.weight) == float(finished.weight) == 1
+            assert float(x.push_sum_weight) == float(finished.push_sum_weight) == 1
             x.copy_(finished)
 
     run_ranks(4, body)

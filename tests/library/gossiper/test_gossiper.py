@@ -62,7 +62,7 @@ def test_difference_is_finish_minus_what_was_sent(make: Callable[[], Gossiper], 
         gossiper = bound(make(), mixing, group)
         for t in range(3):
             s = FlatVector.over(value_of(group.rank()))
-            s.weight.fill_(0.5 + group.rank())
+            s.push_sum_weight.fill_(0.5 + group.rank())
             finished, before = s.clone(), s.clone()
             gossiper.start(finished, t)
             assert torch.equal(finished.raw, before.raw)
@@ -72,7 +72,7 @@ def test_difference_is_finish_minus_what_was_sent(make: Callable[[], Gossiper], 
             before.add_(s, alpha=alpha)
             torch.testing.assert_close(before.segments[0], finished.segments[0], rtol=0, atol=1e-12)
             if gossiper.is_weighted:
-                torch.testing.assert_close(before.weight, finished.weight, rtol=0, atol=1e-12)
+                torch.testing.assert_close(before.push_sum_weight, finished.push_sum_weight, rtol=0, atol=1e-12)
 
     run_ranks(4, body)
 
@@ -109,7 +109,7 @@ def test_push_sum_finds_the_mean_on_an_irregular_digraph() -> None:
         torch.testing.assert_close(average, x.mean(0), rtol=0, atol=1e-12)
     # On the way there: sums of x and of w are kept, and neither is even.
     torch.testing.assert_close(sum(s.segments[0] for _, s in results), x.sum(0), rtol=0, atol=1e-12)
-    weights = torch.cat([s.weight for _, s in results])
+    weights = torch.cat([s.push_sum_weight for _, s in results])
     assert float(weights.sum()) == pytest.approx(4, abs=1e-12)
     assert float(weights.max() - weights.min()) > 0.1
 

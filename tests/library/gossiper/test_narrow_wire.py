@@ -60,14 +60,14 @@ def test_law_holds_of_what_was_sent(make: Callable[..., Gossiper], mixing: Mixin
             corrected = x.clone().add_(s, alpha=alpha)
             gossiper.mix(x, t)
             torch.testing.assert_close(corrected.segments[0], x.segments[0], rtol=0, atol=1e-12)
-            torch.testing.assert_close(corrected.weight, x.weight, rtol=0, atol=1e-12)
+            torch.testing.assert_close(corrected.push_sum_weight, x.push_sum_weight, rtol=0, atol=1e-12)
             seen.append(x.clone())
         return seen
 
     rounds = list(zip(*run_ranks(4, body), strict=True))
     for t, (before, after) in enumerate(pairwise(rounds)):
         x, got = (torch.stack([v.segments[0] for v in row]) for row in (before, after))
-        w, weights = (torch.cat([v.weight for v in row]) for row in (before, after))
+        w, weights = (torch.cat([v.push_sum_weight for v in row]) for row in (before, after))
         law = mixing.matrix(t) - torch.eye(4)
         torch.testing.assert_close(got, x + law @ x.to(wire_dtype).double(), rtol=0, atol=1e-12)
         torch.testing.assert_close(weights, w + law @ w, rtol=0, atol=1e-12)
@@ -83,7 +83,7 @@ def test_narrow_wire_keeps_the_total(make: Callable[..., Gossiper], mixing: Mixi
         s = FlatVector.over(value_of(group.rank(), (64,), torch.float32))
         for t in range(50):
             gossiper.mix(s, t)
-        return s.segments[0].double(), s.weight
+        return s.segments[0].double(), s.push_sum_weight
 
     ranks = run_ranks(4, body)
     x, weights = torch.stack([x for x, _ in ranks]), torch.cat([w for _, w in ranks])
@@ -209,14 +209,14 @@ def test_global_average_is_exact_and_resets_the_weight() -> None:
         s = FlatVector.zeros(layout, CPU)
         for segment in s.segments:
             segment.copy_(value_of(group.rank(), tuple(segment.shape)))
-        s.weight.fill_(0.5 if group.rank() == 0 else 1.25)
+        s.push_sum_weight.fill_(0.5 if group.rank() == 0 else 1.25)
         difference, before = s.clone(), s.clone()
         averager.start(difference, 0)
         alpha = averager.difference(difference)
         averager.mix(s, 0)
         before.add_(difference, alpha=alpha)
         torch.testing.assert_close(before.segments[0], s.segments[0])
-        assert float(before.weight) == float(s.weight) == 1
+        assert float(before.push_sum_weight) == float(s.push_sum_weight) == 1
         return s
 
     results = run_ranks(3, body)

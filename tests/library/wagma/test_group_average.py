@@ -33,7 +33,7 @@ def test_members_get_their_mean_with_equal_bits(n: int, size: int) -> None:
     def body(group: dist.ProcessGroup) -> list[list[Tensor]]:
         average = group_average(group, size)
         vectors = [average.mix(vector_of(group.rank(), t), t) for t in range(NUM_ROUNDS)]
-        assert all(vector.weight.item() == 1 for vector in vectors)
+        assert all(vector.push_sum_weight.item() == 1 for vector in vectors)
         return [list(vector.segments) for vector in vectors]
 
     results = run_ranks(n, body)

@@ -58,7 +58,7 @@ def weighted(seed: int = 0, weight: float = 0.5) -> tuple[nn.Module, Debias]:
     """A model whose push-sum weight is not one."""
     module = mlp(seed)
     buffer = FlatBuffer(module)
-    buffer.vector.weight.fill_(weight)
+    buffer.vector.push_sum_weight.fill_(weight)
     return module, Debias(buffer, is_needed=True)
 
 
