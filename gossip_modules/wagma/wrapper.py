@@ -29,15 +29,15 @@ from .group_average import GroupAverage
 
 
 class GroupAverageDataParallel(GossipWrapper):
-    """WAGMA-SGD: models are averaged in changing groups of S ranks; who is late is represented by its last model.
+    """WAGMA-SGD: averages models in changing groups of S ranks; a rank that is late counts with its previous model.
 
-    The first rank to end a step starts the group averages of that step on all ranks, in background threads. A rank
-    that comes later contributes what it has published last, and merges its model with the newest average when it
-    comes. Every `sync_period`-th round averages over all ranks, waiting for each, which bounds how old a contribution
-    can be. See `ButterflyGroups` and the notes of `WaitAvoidingEngine`; where that differs from the paper is said in
-    its [Note: stragglers]. The optimizer and its state are the user's own and are not averaged.
+    The first rank that ends a step starts the group averages of that step on all ranks, in background threads. A rank
+    that ends it later contributes the model that it published at the end of its previous step, and merges its new model
+    with the newest average. In every `sync_period`-th round all ranks wait for each other and average over all, which
+    bounds how old a contribution can be. See `ButterflyGroups` and the notes of `WaitAvoidingEngine`; where that
+    differs from the paper is said in its [Note: stragglers]. Optimizer state is not averaged.
 
-    Corners, as the paper has them:
+    Special cases, as in the paper:
 
     - `group_size=1`: local SGD with an average over all ranks every `sync_period` steps.
     - `wait_avoiding=False`: blocking averages in groups, in the training thread. With `group_size=2, sync_period=0`
@@ -48,8 +48,13 @@ class GroupAverageDataParallel(GossipWrapper):
     ranks, before training or after `settle()`.
 
     A fast rank does more of the work: ranks that are always late skip rounds. So let training last a number of rounds
-    that all ranks share, as in the example; each rank ends it in the same round. Call `settle()` before something that
-    all ranks do together (checkpoints); `averaged()` and its like call it.
+    that all ranks share, as in the example; each rank ends it in the same round. Call `settle()` on all ranks before a
+    checkpoint that all save together; `averaged()` and its like call it.
+
+    Call `settle()` before a collective of your own too (`dist.barrier()`, an `all_reduce` of the loss). Ranks that skip
+    rounds may come to an average over all ranks in an earlier step than others. Such a rank waits there for one that
+    waits for it in your collective, until the timeout. A rank in `settle()` takes part in the averages of those that
+    still train. With `wait_avoiding=False` ranks are always in the same round, and nothing need be called.
 
     End with `close()` on all ranks. It settles if training went on since `settle()`, so that no rank leaves while
     others need it; loops of equal length may end in it too. It waits as long as the others take steps. In the handler
