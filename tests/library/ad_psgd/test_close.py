@@ -363,7 +363,7 @@ FIRST_STEPS = 10
 MISSED_NOBODY = "missed nobody"
 
 
-SECONDS = 2.0
+SECONDS = 8.0
 
 
 def lose_a_peer(rank: int, victim: int, how: int, seconds: float) -> str:
@@ -400,6 +400,7 @@ def test_a_rank_that_is_killed_is_named_by_all(victim: int) -> None:
         assert outcomes[rank].exit_code == 1
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_a_passive_rank_that_stops_is_named_by_all() -> None:
     outcomes = outcomes_of(0, signal.SIGSTOP)
@@ -409,6 +410,7 @@ def test_a_passive_rank_that_stops_is_named_by_all() -> None:
         assert outcomes[rank].exit_code == 1
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_an_active_rank_that_stops_between_exchanges_is_missed_by_nobody() -> None:
     outcomes = outcomes_of(1, signal.SIGSTOP)
