@@ -130,6 +130,28 @@ method is that of plain gossip on this ring. These figures do not depend on how 
             "megabits_to_0.0001": ("Mbit", ".2f"),
         },
     ),
+    "simulator": Page(
+        "What the simulator predicts for 1,024 workers",
+        "simulator.csv",
+        """\
+1,024 workers, a model of 25 million parameters, 250 ms of compute per step, links of 1 Gbit/s: what
+`python -m gossip_modules.simulate --world-size 1024 --rate-gbit 1 --parameters 25e6 --compute-ms 250`
+prints, which advises as well. [Which method?](../choosing.md#ask-the-simulator) says how to read it.
+The figures are computed, not timed: a busy machine does not change them.
+MATCHA is missing: it is simulated for up to 512 workers. An empty cell means that the target was not
+reached in 320 steps. Disagreement is how far models differ, relative to their size; where they do not
+agree they are not one model, and the method is not advised.""",
+        {
+            "method": ("method", "s"),
+            "steps": ("steps", "d"),
+            "step_seconds": ("s per step", ".3f"),
+            "seconds": ("s to target", ".1f"),
+            "rank_megabytes": ("MB per worker", ",d"),
+            "waiting_percent": ("waiting, %", "d"),
+            "disagreement": ("disagreement", ".3f"),
+            "agreed": ("agree", "s"),
+        },
+    ),
     "restart": Page(
         "Killed and resumed",
         "restart.csv",

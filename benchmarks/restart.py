@@ -9,9 +9,7 @@ goes on, and to the first epoch of new steps (22 of them).
 
 from __future__ import annotations
 
-import datetime
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -22,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.record import RESULTS, ROOT, provenance
 
 
 @dataclass
@@ -35,24 +32,19 @@ class Options:
     recipes: tuple[str, ...] = ("sgp", "adpsgd")
     repeats: int = 3
     num_workers: int = 4
-    output: Path = ROOT / "benchmarks" / "results" / "restart.csv"
+    seed: int = 1
+    """Of training."""
+    output: Path = RESULTS / "restart.csv"
 
 
 def main() -> None:
     """One row for each recipe and repeat, appended as it comes."""
     options = tyro.cli(Options)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
     for repeat in range(options.repeats):
         for recipe in options.recipes:
-            to_resume, to_epoch = measure(recipe, options.num_workers)
+            to_resume, to_epoch = measure(recipe, options.num_workers, seed=options.seed)
             row = {
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "commit": commit.stdout.strip(),
-                "torch": torch.__version__,
-                "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-                "command": " ".join(["python -m benchmarks.restart", *sys.argv[1:]]),
+                **provenance(options.seed),
                 "recipe": recipe,
                 "num_workers": options.num_workers,
                 "repeat": repeat,
@@ -64,13 +56,14 @@ def main() -> None:
             pd.DataFrame([row]).to_csv(options.output, mode="a", header=not options.output.exists(), index=False)
 
 
-def measure(recipe: str, num_workers: int) -> tuple[float, float]:
+def measure(recipe: str, num_workers: int, *, seed: int) -> tuple[float, float]:
     """Seconds from the kill to the resumption, and to the first epoch after it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_workers)),
             *("--max-restarts", "1", "train/gossip_sgd.py", "--recipe", recipe, "--epochs", "1000000"),
             *("--validate-every", "1000000", "--resume", "auto", "--checkpoint-every-steps", "40", "--out-dir", folder),
+            *("--seed", str(seed)),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(

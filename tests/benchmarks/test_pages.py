@@ -21,8 +21,8 @@ def test_every_file_of_results_has_a_page_and_says_how_it_was_measured() -> None
     assert {path.name for path in RESULTS.glob("*.csv")} == {page.csv for page in pages.PAGES.values()}
     for path in RESULTS.glob("*.csv"):
         rows = pd.read_csv(path)
-        assert {"command", "commit", "machine", "date"} <= set(rows), path
-        assert rows[["command", "commit", "machine", "date"]].notna().all(axis=None), path
+        assert {"command", "commit", "machine", "date", "seed"} <= set(rows), path
+        assert rows[["command", "commit", "machine", "date", "seed"]].notna().all(axis=None), path
 
 
 def test_rows_say_when_of_which_code_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
