@@ -67,7 +67,7 @@ class BilatGossipDataParallel(GossipWrapper):
     Example:
         >>> model = BilatGossipDataParallel(model)  # was: DistributedDataParallel(model)
         >>> for x, y in loader:
-        ...     loss = criterion(model(x), y)  # adds what peers have said, then computes
+        ...     loss = criterion(model(x), y)  # adds the corrections of peers, then computes
         ...     loss.backward()
         ...     optimizer.step()
         ...     optimizer.zero_grad()

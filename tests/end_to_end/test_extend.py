@@ -48,8 +48,8 @@ def test_every_page_is_in_the_table() -> None:
 def test_graph() -> None:
     _, output = run_page("graph.md")
     lines = output.splitlines()
-    assert lines[0] == "round 0: rank 0 sends to (1,) and hears (3,)"
-    assert lines[3] == "round 3: rank 0 sends to (4,) and hears (4,)"
+    assert lines[0] == "round 0: rank 0 sends to (1,) and receives from (3,)"
+    assert lines[3] == "round 3: rank 0 sends to (4,) and receives from (4,)"
     assert 0 < float(lines[4].split()[-1]) <= 1
 
 
