@@ -38,6 +38,10 @@ from .setup import Links
 class GossipDataParallel(GossipWrapper, UnevenInputs):
     """Data-parallel training by gossip: ranks average their models with a few peers, where DDP averages with all.
 
+    `help()` prints this text and every method of `nn.Module`. Of the methods, read `averaged` and `averaged_state_dict`
+    (the average of all ranks), `settle` and `flush` (apply what is in flight), `no_sync`, `consensus_distance`,
+    `comm_stats` and `close`.
+
     Round t of rank i, at the first training forward of an optimizer step (z is what the module computes with, w the
     push-sum weight, 1 at the start):
 

@@ -34,6 +34,17 @@ def test_the_table_is_that_of_the_registry() -> None:
         assert paper == "the same" or papers[method.title] in paper
 
 
+def test_the_files_of_the_algorithms_have_the_functions_that_are_named() -> None:
+    """Each function is in one of the files of its row, at the least."""
+    rows = TEXT.partition("<!-- updates: begin -->")[2].partition("<!-- updates: end -->")[0].strip().splitlines()[2:]
+    assert rows
+    for row in rows:
+        _, files, functions = row.strip("| ").split(" | ")
+        code = "".join((ROOT / "gossip_modules" / file).read_text() for file in re.findall(r"`([\w/]+\.py)`", files))
+        for function in re.findall(r"`(?:\w+\.)?(\w+)`", functions):
+            assert f"    def {function}(" in code, row
+
+
 def test_the_academic_version_finds_the_optimum() -> None:
     (code,) = [block for block in blocks(README, "python") if "def sgp" in block]
     assert len(code.splitlines()) <= 40
