@@ -176,7 +176,7 @@ class Echo:
     ) -> Echo:
         """See `gossip_modules.transport.base.Transport`."""
         assert fill is None, "only an engine that overlaps fills"
-        self.num_pieces = max(map(len, sends.values()), default=0)
+        self.num_chunks = max(map(len, sends.values()), default=0)
         for peer, tensors in sends.items():
             for x, y in zip(tensors, recvs[peer], strict=True):
                 y.copy_(x)
@@ -188,7 +188,7 @@ class Echo:
 
     def arrivals(self) -> Iterator[int]:
         """See `gossip_modules.transport.base.Pending`."""
-        yield from range(self.num_pieces)
+        yield from range(self.num_chunks)
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `gossip_modules.transport.base.Transport`."""

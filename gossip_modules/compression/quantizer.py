@@ -148,8 +148,8 @@ def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
     """
     sums = torch.zeros(-(-x.numel() // block_size), dtype=torch.float64, device=x.device)
     for start, stop, blocks in chunks(x, block_size):
-        piece = x[start:stop] if x.dtype == torch.float32 else saturated(x[start:stop], _LARGEST)
-        rows = piece.view(blocks.stop - blocks.start, -1)
+        chunk = x[start:stop] if x.dtype == torch.float32 else saturated(x[start:stop], _LARGEST)
+        rows = chunk.view(blocks.stop - blocks.start, -1)
         sums[blocks] += torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float64).pow_(p)
     return sums.pow_(1 / p)
 

@@ -1,4 +1,4 @@
-"""Filling: the gossip thread corrects a model and copies it into the snapshot, piece by piece as it sends it."""
+"""Filling: the gossip thread corrects a model and copies it into the snapshot, chunk by chunk as it sends it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..flat.vector import FlatVector
 
 
 class Filling:
-    """x <- x + alpha * s, then s <- x, piece by piece on the gossip thread.
+    """x <- x + alpha * s, then s <- x, chunk by chunk on the gossip thread.
 
     Inside a `with` of it, so that x is whole when training goes on, whatever happens to the round.
 
     Args:
         x, s: of one layout; s is the correction of the last round, if there is one.
-        pieces: of both, in pairs.
+        chunks: of both, in pairs.
         alpha: of that correction; None = there is none.
     """
 
     def __init__(
-        self, x: FlatVector, s: FlatVector, pieces: Sequence[tuple[FlatVector, FlatVector]], *, alpha: float | None
+        self, x: FlatVector, s: FlatVector, chunks: Sequence[tuple[FlatVector, FlatVector]], *, alpha: float | None
     ) -> None:
-        self._x, self._s, self._pieces, self._alpha = x, s, pieces, alpha
+        self._x, self._s, self._chunks, self._alpha = x, s, chunks, alpha
         self._num_done = 0
         self._is_done = threading.Event()
 
@@ -36,28 +36,28 @@ class Filling:
 
     def __exit__(self, *_: object) -> None:
         try:
-            for k in range(self._num_done, len(self._pieces)):
+            for k in range(self._num_done, len(self._chunks)):
                 self._fill(k)
         finally:
             self._is_done.set()
 
     def fill(self, k: int) -> None:
-        """Pieces up to k; see `Mixer.start_filling`.
+        """Chunks up to k; see `Mixer.start_filling`.
 
         Twice as many with each call: see [Note: Filling] of `OverlapEngine`.
         """
-        for piece in range(self._num_done, min((2 << k) - 1, len(self._pieces))):
-            self._fill(piece)
+        for index in range(self._num_done, min((2 << k) - 1, len(self._chunks))):
+            self._fill(index)
 
     def _fill(self, k: int) -> None:
-        x, s = self._pieces[k]
-        self._num_done = k + 1  # before the work: a piece that fails may not be corrected twice
+        x, s = self._chunks[k]
+        self._num_done = k + 1  # before the work: a chunk that fails may not be corrected twice
         with record_function("gossip.fill"):
             if self._alpha is None:
                 s.raw.copy_(x.raw)
             else:
                 x.apply_and_refresh_(s, alpha=self._alpha)
-        if self._num_done == len(self._pieces):
+        if self._num_done == len(self._chunks):
             self._is_done.set()
 
     def wait(self) -> None:

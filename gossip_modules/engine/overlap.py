@@ -50,10 +50,10 @@ class OverlapEngine(LockstepEngine):
     their speed, and with one in flight the recursion s(t + 1) = W(t) s(t) + u(t) is stable for every k; a pipeline of
     k stale corrections is not. A round is applied as soon as it is complete, and waited for at its last forward.
 
-    [Note: Filling] Where x is sent in pieces, the gossip thread corrects x, copies it into the snapshot and sends it,
-    piece by piece: the first leaves after 4 MB and not after two passes over the model. Training waits until the last
+    [Note: Filling] Where x is sent in chunks, the gossip thread corrects x, copies it into the snapshot and sends it,
+    chunk by chunk: the first leaves after 4 MB and not after two passes over the model. Training waits until the last
     is copied, but not until all are posted: on a fast link that takes the gossip thread longer than copying, since a
-    send first copies into the socket. So ever more pieces are filled between two posts. A correction belongs to the
+    send first copies into the socket. So ever more chunks are filled between two posts. A correction belongs to the
     flight in `_flight`, to apply it or to fill with it, and one assignment hands it on: an interrupt before or after
     that loses nothing, and who flushes then ends what was begun.
 
@@ -105,7 +105,7 @@ class OverlapEngine(LockstepEngine):
             if is_last or (self.is_eager and flight.future.done()):
                 alpha, staleness = self._arrive(flight, x), self._staleness_of(flight)
         mixer = self._next_mixer()
-        if mixer is not None and not x.raw.is_cuda and len(mixer.pieces(x)) > 1:
+        if mixer is not None and not x.raw.is_cuda and len(mixer.chunks(x)) > 1:
             self._fill_and_depart(mixer, x, alpha)
         else:
             if alpha is not None:
@@ -179,10 +179,10 @@ class OverlapEngine(LockstepEngine):
         if own == 1.0:
             return
         for b, c, s in zip(x.buffers, self._snapshot.buffers, self._sent_buffers, strict=True):
-            part = s.mul_((1 - own) / alpha)
-            c.add_(part)
+            given_away = s.mul_((1 - own) / alpha)
+            c.add_(given_away)
             # What rounding leaves of W_ii s - W_ii s is nothing that a peer has given.
-            c.masked_fill_(c.abs() <= _ROUNDING * torch.finfo(c.dtype).eps * part.abs(), 0.0)
+            c.masked_fill_(c.abs() <= _ROUNDING * torch.finfo(c.dtype).eps * given_away.abs(), 0.0)
             b.mul_(own)
 
     def _apply(self, x: FlatVector, alpha: float) -> None:
@@ -214,7 +214,7 @@ class OverlapEngine(LockstepEngine):
         """[Note: Filling] alpha: of the round that has arrived; None = there is none."""
         assert alpha is not None or self._flight is None, "one round in flight at a time"
         snapshot, t = self._snapshot_of(x), self.t
-        pairs = tuple(zip(mixer.pieces(x), mixer.pieces(snapshot), strict=True))
+        pairs = tuple(zip(mixer.chunks(x), mixer.chunks(snapshot), strict=True))
         filling = Filling(x, snapshot, pairs, alpha=alpha)
         self.t += 1
 

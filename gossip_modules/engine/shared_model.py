@@ -128,15 +128,15 @@ class SharedModel:
             if self._has_pending:
                 self._pending.add_segments_(correction, alpha=alpha)
             else:
-                for pending, part in zip(self._pending.segments, correction.segments, strict=True):
-                    torch.mul(part, alpha, out=pending)
+                for pending, segment in zip(self._pending.segments, correction.segments, strict=True):
+                    torch.mul(segment, alpha, out=pending)
             if self._has_buffers:
                 self._average_buffers(correction, alpha)
             self._has_pending = True
             self._add(self._public, correction, alpha=alpha, share=1 - alpha)
 
     def buffers_of(self, vector: FlatVector) -> list[Tensor]:
-        """The part of each segment that is buffers."""
+        """The buffers of each segment."""
         return [segment[first:] for segment, first in zip(vector.segments, self._first_buffers, strict=True)]
 
     def _average_buffers(self, received: FlatVector, alpha: float) -> None:

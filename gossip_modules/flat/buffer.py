@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import FlatLayout
+from .renamed import Renamed, renamed_argument
 from .slots import Slot, check, in_order, real_dtype, real_numel, view_like
 from .vector import FlatVector
 
@@ -31,12 +32,12 @@ class FlatBuffer:
     Args:
         module: mutated: `.data` of its trained tensors is re-pointed. Values do not change.
         include_buffers: whether floating-point buffers travel too.
-        num_slices: the vector is padded to this many equal, aligned slices.
+        num_shards: the vector is padded to this many equal, aligned shards.
 
     Attributes:
         vector: what the tensors are views of.
         parameters: the trained parameters that view it, in their order there.
-        parameter_segments: the part of each segment that is parameters.
+        parameter_segments: the parameters of each segment.
 
     Raises:
         ValueError: nothing to train, tensors on several devices, on the meta device, uninitialised or sharded, or
@@ -48,10 +49,13 @@ class FlatBuffer:
         >>> buffer.vector.segments[0].zero_()  # also zeroes model.weight and model.bias
     """
 
-    def __init__(self, module: nn.Module, *, include_buffers: bool = True, num_slices: int = 1) -> None:
+    num_slices = Renamed("num_shards")
+
+    @renamed_argument("num_slices", "num_shards")
+    def __init__(self, module: nn.Module, *, include_buffers: bool = True, num_shards: int = 1) -> None:
         self.module = module
         self.include_buffers = include_buffers
-        self.num_slices = num_slices
+        self.num_shards = num_shards
         self._excluded: frozenset[str] = frozenset(self._non_finite_buffers()) if include_buffers else frozenset()
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
@@ -66,7 +70,7 @@ class FlatBuffer:
 
     @property
     def buffer_segments(self) -> list[Tensor]:
-        """The part of each segment that is buffers."""
+        """The buffers of each segment."""
         pairs = zip(self.vector.segments, self.parameter_segments, strict=True)
         return [segment[parameters.numel() :] for segment, parameters in pairs]
 
@@ -149,8 +153,8 @@ class FlatBuffer:
     def _lay_out(self, slots: list[Slot]) -> None:
         dtypes = list(dict.fromkeys(real_dtype(slot.tensor) for slot in slots))
         groups = {dtype: [slot for slot in slots if real_dtype(slot.tensor) == dtype] for dtype in dtypes}
-        parts = {dtype: [slot.part for slot in group] for dtype, group in groups.items()}
-        layout = FlatLayout.of(parts.items(), self.num_slices)
+        specs = {dtype: [slot.spec for slot in group] for dtype, group in groups.items()}
+        layout = FlatLayout.of(specs.items(), self.num_shards)
         # A new vector, not the old one: the tensors may still view the old one at other offsets.
         vector = FlatVector.zeros(layout, slots[0].tensor.device)
         if self._slots:

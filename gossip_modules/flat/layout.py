@@ -1,4 +1,8 @@
-"""What lies where in a flat vector: segments of one dtype, made of the parts that tensors are."""
+"""What lies where in a flat vector: segments of one dtype, made of whole tensors.
+
+Three words mean part of a vector. A *segment* has all elements of one dtype, tensor after tensor. A *chunk* is what is
+sent or mixed at once; see [Note: chunks]. A *shard* is the share of one process; see `FlatVector.shard`.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes; every segment and every slice starts on a cache line, so any dtype may be viewed there
-PIECE_BYTES = 4 << 20  # 35 ms of a 1 Gbit/s link, 3 ms of mixing: short beside a model, long beside a latency
-PIECE_ALIGNMENT = 256  # bytes from the start of a segment; see [Note: pieces]
+ALIGNMENT = 64  # bytes; every segment and every shard starts on a cache line, so any dtype may be viewed there
+CHUNK_BYTES = 4 << 20  # 35 ms of a 1 Gbit/s link, 3 ms of mixing: short beside a model, long beside a latency
+CHUNK_ALIGNMENT = 256  # bytes from the start of a segment; see [Note: chunks]
 
 
-class Part(NamedTuple):
-    """One tensor of a segment. A buffer is a statistic, which no lossy code may touch."""
+class TensorSpec(NamedTuple):
+    """The shape of one tensor of a segment. A buffer is a statistic, which no lossy code may touch."""
 
     shape: tuple[int, ...]
     is_buffer: bool = False
 
     @classmethod
-    def of(cls, x: Tensor, *, is_buffer: bool = False) -> Part:
+    def of(cls, x: Tensor, *, is_buffer: bool = False) -> TensorSpec:
         """What a code may know of a tensor. Complex numbers are pairs: columns of a matrix, elements of a vector."""
         pair = (2,) if x.is_complex() else ()
         return cls((*x.shape, *pair) if x.dim() > 1 else (x.numel() * prod(pair),), is_buffer)
@@ -37,7 +41,7 @@ class Part(NamedTuple):
         """Whether it is a parameter of two or more dimensions: dim 0 by the rest."""
         return not self.is_buffer and len(self.shape) > 1
 
-    def cut(self, first: int, last: int) -> Iterator[Part]:
+    def cut(self, first: int, last: int) -> Iterator[TensorSpec]:
         """Elements [first, last): the whole rows of a matrix stay one, the ends of a torn row are vectors."""
         if (first, last) == (0, self.numel):
             yield self
@@ -45,45 +49,45 @@ class Part(NamedTuple):
         row = prod(self.shape[1:]) if self.is_matrix else 0
         top, bottom = (-(-first // row), last // row) if row else (0, 0)
         if top >= bottom:
-            yield Part((last - first,), self.is_buffer)
+            yield TensorSpec((last - first,), self.is_buffer)
             return
         if first < top * row:
-            yield Part((top * row - first,))
-        yield Part((bottom - top, *self.shape[1:]))
+            yield TensorSpec((top * row - first,))
+        yield TensorSpec((bottom - top, *self.shape[1:]))
         if bottom * row < last:
-            yield Part((last - bottom * row,))
+            yield TensorSpec((last - bottom * row,))
 
 
 class Segment(NamedTuple):
-    """All elements of one dtype: bytes [start, start + numel * itemsize) of the vector; `parts` are its tensors."""
+    """All elements of one dtype: bytes [start, start + numel * itemsize) of the vector; `specs` are its tensors."""
 
     dtype: torch.dtype
     start: int
     numel: int
-    parts: tuple[Part, ...] = ()
+    specs: tuple[TensorSpec, ...] = ()
 
     @property
     def stop(self) -> int:
         return self.start + self.numel * self.dtype.itemsize
 
-    def places(self) -> Iterator[tuple[int, Part]]:
-        """Every part with its first element; one vector where the parts are not known."""
+    def places(self) -> Iterator[tuple[int, TensorSpec]]:
+        """Every tensor with its first element; one vector where the tensors are not known."""
         first = 0
-        for part in self.parts or (Part((self.numel,)),):
-            yield first, part
-            first += part.numel
+        for spec in self.specs or (TensorSpec((self.numel,)),):
+            yield first, spec
+            first += spec.numel
 
-    def cut(self, first: int, last: int) -> tuple[Part, ...]:
-        """The parts of elements [first, last)."""
-        pieces = ((part, max(first - a, 0), min(last - a, part.numel)) for a, part in self.places())
-        return tuple(piece for part, start, stop in pieces if start < stop for piece in part.cut(start, stop))
+    def cut(self, first: int, last: int) -> tuple[TensorSpec, ...]:
+        """The tensors, or what the cuts leave of them, in elements [first, last)."""
+        ranges = ((spec, max(first - a, 0), min(last - a, spec.numel)) for a, spec in self.places())
+        return tuple(cut for spec, start, stop in ranges if start < stop for cut in spec.cut(start, stop))
 
 
-def check_piece_bytes(num_bytes: int) -> None:
-    """Raise ValueError where vectors cannot be cut into pieces of so many bytes."""
-    if num_bytes <= 0 or num_bytes % PIECE_ALIGNMENT:
+def check_chunk_bytes(num_bytes: int) -> None:
+    """Raise ValueError where vectors cannot be cut into chunks of so many bytes."""
+    if num_bytes <= 0 or num_bytes % CHUNK_ALIGNMENT:
         raise ValueError(
-            f"got piece_bytes={num_bytes}, expected a positive multiple of {PIECE_ALIGNMENT}, so that every cut is "
+            f"got chunk_bytes={num_bytes}, expected a positive multiple of {CHUNK_ALIGNMENT}, so that every cut is "
             "between two elements of any dtype"
         )
 
@@ -101,58 +105,58 @@ class FlatLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, sizes: Iterable[tuple[torch.dtype, int | Sequence[Part]]], num_slices: int = 1) -> FlatLayout:
-        """One segment for each (dtype, elements or parts), padded so that `num_slices` equal slices are aligned."""
+    def of(cls, sizes: Iterable[tuple[torch.dtype, int | Sequence[TensorSpec]]], num_shards: int = 1) -> FlatLayout:
+        """One segment for each (dtype, elements or tensors), padded so that `num_shards` equal shards are aligned."""
         segments, start = [], 0
         for dtype, size in sizes:
-            parts = () if isinstance(size, int) else tuple(size)
-            numel = size if isinstance(size, int) else sum(part.numel for part in parts)
-            segments.append(Segment(dtype, start, numel, parts))
+            specs = () if isinstance(size, int) else tuple(size)
+            numel = size if isinstance(size, int) else sum(spec.numel for spec in specs)
+            segments.append(Segment(dtype, start, numel, specs))
             start = align(segments[-1].stop)
-        return cls(tuple(segments), align(start, ALIGNMENT * num_slices))
+        return cls(tuple(segments), align(start, ALIGNMENT * num_shards))
 
     @lru_cache(maxsize=64)  # noqa: B019 (layouts are few, small and equal by value)
     def cut(self, start: int, stop: int) -> FlatLayout:
-        """The layout of bytes [start, stop): each segment's part in that range, counted from `start`."""
-        parts = []
+        """The layout of bytes [start, stop): what of each segment is in that range, counted from `start`."""
+        segments = []
         for segment in self.segments:
             first, last = max(segment.start, start), min(segment.stop, stop)
             if first < last:
                 elements = [(byte - segment.start) // segment.dtype.itemsize for byte in (first, last)]
                 numel = elements[1] - elements[0]
-                parts.append(Segment(segment.dtype, first - start, numel, segment.cut(*elements)))
-        return FlatLayout(tuple(parts), stop - start)
+                segments.append(Segment(segment.dtype, first - start, numel, segment.cut(*elements)))
+        return FlatLayout(tuple(segments), stop - start)
 
-    def pieces(self, num_bytes: int = PIECE_BYTES) -> tuple[tuple[int, int], ...]:
-        """[start, stop) in bytes of consecutive pieces of at most `num_bytes` that are all of the vector.
+    def chunks(self, num_bytes: int = CHUNK_BYTES) -> tuple[tuple[int, int], ...]:
+        """[start, stop) in bytes of consecutive chunks of at most `num_bytes` that are all of the vector.
 
-        [Note: pieces] Long vectors travel and are mixed in pieces, so that work on one hides under the transfer of the
-        next. Cuts are a pure function of the layout, so ranks agree without a word. They are `PIECE_ALIGNMENT` apart
+        [Note: chunks] Long vectors travel and are mixed in chunks, so that work on one hides under the transfer of the
+        next. Cuts are a pure function of the layout, so ranks agree without a word. They are `CHUNK_ALIGNMENT` apart
         in their segment, twice the longest step of a vectorised loop: such loops round their last elements another way
-        than the others, and so the last ones stay the last ones, and pieces give the bits of the whole.
+        than the others, and so the last ones stay the last ones, and chunks give the bits of the whole.
 
         Args:
-            num_bytes: a positive multiple of PIECE_ALIGNMENT.
+            num_bytes: a positive multiple of CHUNK_ALIGNMENT.
 
         Raises:
             ValueError: `num_bytes` is something else.
         """
-        check_piece_bytes(num_bytes)
-        pieces, start = [], 0
+        check_chunk_bytes(num_bytes)
+        chunks, start = [], 0
         while self.num_bytes - start > num_bytes:
             target = start + num_bytes
             begin = max((segment.start for segment in self.segments if segment.start <= target), default=0)
-            stop = begin + (target - begin) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
-            pieces.append((start, stop))
+            stop = begin + (target - begin) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+            chunks.append((start, stop))
             start = stop
-        return (*pieces, (start, self.num_bytes))
+        return (*chunks, (start, self.num_bytes))
 
     @lru_cache(maxsize=64)  # noqa: B019 (as above)
     def where(self, *, is_buffer: bool) -> FlatLayout:
-        """The part of each segment that is buffers, or that is not; over the same bytes."""
+        """The buffers of each segment, or what is none; over the same bytes."""
         halves = []
         for segment in self.segments:
-            num_buffers = sum(part.numel for _, part in segment.places() if part.is_buffer)
+            num_buffers = sum(spec.numel for _, spec in segment.places() if spec.is_buffer)
             middle = segment.numel - num_buffers  # buffers are last
             first, last = (middle, segment.numel) if is_buffer else (0, middle)
             start = segment.start + first * segment.dtype.itemsize
@@ -161,4 +165,4 @@ class FlatLayout:
 
     def with_dtypes(self, choose: Callable[[torch.dtype], torch.dtype]) -> FlatLayout:
         """The same segments in other dtypes."""
-        return FlatLayout.of((choose(segment.dtype), segment.parts or segment.numel) for segment in self.segments)
+        return FlatLayout.of((choose(segment.dtype), segment.specs or segment.numel) for segment in self.segments)

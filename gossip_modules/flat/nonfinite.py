@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from .vector import CHUNK, FlatVector
+from .vector import SCRATCH_NUMEL, FlatVector
 
 POLICIES = ("raise", "skip", "spread")
 
@@ -55,7 +55,7 @@ class FiniteCheck:
 
     def __call__(self, x: FlatVector) -> bool:
         """Whether x, on a GPU the x of the last call, has no infinities or NaN."""
-        if not x.segments:  # the shard of a process, of a model with fewer parts than processes
+        if not x.segments:  # the shard of a process, of a model with fewer elements than processes
             return True
         totals = torch.stack(tuple(map(_total, x.segments)))
         return self._is_finite(totals.sum(), lambda: is_finite(x))
@@ -91,4 +91,4 @@ def _total(segment: Tensor) -> Tensor:
 
 def _all_finite(segment: Tensor) -> bool:
     """The exact answer: a sum of large finite numbers may overflow."""
-    return all(bool(torch.isfinite(piece).all()) for piece in segment.split(CHUNK))
+    return all(bool(torch.isfinite(chunk).all()) for chunk in segment.split(SCRATCH_NUMEL))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .layout import Part
+from .layout import TensorSpec
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -30,9 +30,9 @@ class Slot(NamedTuple):
         return self.owner._parameters if self.is_parameter else self.owner._buffers
 
     @property
-    def part(self) -> Part:
+    def spec(self) -> TensorSpec:
         """What a code may know of it. Memory order is dim 0 by the rest in any memory format."""
-        return Part.of(self.tensor, is_buffer=not self.is_parameter)
+        return TensorSpec.of(self.tensor, is_buffer=not self.is_parameter)
 
     def signature(self) -> str:
         """Everything that two ranks must agree on."""
@@ -49,9 +49,9 @@ def in_order(slots: Iterable[Slot]) -> list[Slot]:
                 f"got the uninitialised lazy parameter '{slot.name}', expected known shapes; "
                 "run one forward pass before wrapping"
             )
-        part = slot.part
+        spec = slot.spec
         # Complex first, since their addresses must be multiples of twice as many bytes.
-        return part.is_buffer, not slot.tensor.is_complex(), not part.is_matrix, part.shape if part.is_matrix else ()
+        return spec.is_buffer, not slot.tensor.is_complex(), not spec.is_matrix, spec.shape if spec.is_matrix else ()
 
     return sorted(slots, key=key)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -10,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import PIECE_BYTES, FlatLayout, Part, Segment
+from .layout import CHUNK_BYTES, FlatLayout, Segment, TensorSpec
+from .renamed import Renamed
 
-CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a block that is gone over twice, then from cache
+CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a chunk that is gone over twice, then from cache
 _segments, _weight = attrgetter("segments"), attrgetter("push_sum_weight")
-CHUNK = 1 << 18  # elements mixed at a time where the storage is narrower than float32: the scratch stays in cache
+SCRATCH_NUMEL = 1 << 18  # elements of a chunk that is mixed in a float32 copy, so that the copy stays in cache
 
 
 class FlatVector:
-    """A point of R^d in one piece of memory: `raw` bytes, typed `segments` over them, and a `push_sum_weight`.
+    """A point of R^d in contiguous memory: `raw` bytes, typed `segments` over them, and a `push_sum_weight`.
 
     Every quantity of the law x <- x + (W - I) s is a FlatVector: the parameters x, the snapshot s, the messages, the
     correction. All dtypes travel in one message because all are bytes of `raw`. Segments narrower than float32 are
@@ -30,6 +30,8 @@ class FlatVector:
         push_sum_weight: float64 [1] on the device of `raw`; shared. A new weight of one by default.
     """
 
+    weight, slice, pieces = Renamed("push_sum_weight"), Renamed("shard"), Renamed("chunks")
+
     def __init__(self, layout: FlatLayout, raw: Tensor, push_sum_weight: Tensor | None = None) -> None:
         self.layout = layout
         self.raw = raw
@@ -37,19 +39,11 @@ class FlatVector:
             push_sum_weight = torch.ones(1, dtype=torch.float64, device=raw.device)
         self.push_sum_weight = push_sum_weight
         self.segments = tuple(raw[s.start : s.stop].view(s.dtype) for s in layout.segments)
-        self._views: dict[tuple[int, ...], tuple[FlatVector, ...]] = {}  # slices and pieces, made once
+        self._views: dict[tuple[int, ...], tuple[FlatVector, ...]] = {}  # shards and chunks, made once
         self._viewed = raw.data_ptr()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": {}}  # a copy's are views of the copy
-
-    @property
-    def weight(self) -> Tensor:
-        """Deprecated: `push_sum_weight`, its name now."""
-        warnings.warn(
-            "FlatVector.weight is now push_sum_weight; the old name will go", DeprecationWarning, stacklevel=2
-        )
-        return self.push_sum_weight
 
     @classmethod
     def zeros(cls, layout: FlatLayout, device: torch.device) -> FlatVector:
@@ -69,7 +63,7 @@ class FlatVector:
                 "complex tensor; pass x.contiguous(), or x.float() for integers"
             )
         flat = _as_real(x).view(-1)
-        segment = Segment(flat.dtype, 0, flat.numel(), (Part.of(x),))
+        segment = Segment(flat.dtype, 0, flat.numel(), (TensorSpec.of(x),))
         layout = FlatLayout((segment,), flat.numel() * flat.element_size())
         return cls(layout, flat.view(torch.uint8))
 
@@ -103,7 +97,7 @@ class FlatVector:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The part of each segment that is buffers, where there is one; shares memory. Made once."""
+        """The buffers of each segment that has some; shares memory. Made once."""
         half = self._made_once((-1,), lambda: (self.where(is_buffer=True),))[0]
         return [x for x in half.segments if x.numel()]
 
@@ -115,27 +109,27 @@ class FlatVector:
         """A copy in memory of its own."""
         return FlatVector(self.layout, self.raw.clone(), self.push_sum_weight.clone())
 
-    def slice(self, index: int, num_slices: int) -> FlatVector:
-        """Slice `index` of `num_slices` equal slices; shares memory and weight with this vector. Made once."""
+    def shard(self, index: int, num_shards: int) -> FlatVector:
+        """Shard `index` of `num_shards` equal shards; shares memory and weight with this vector. Made once."""
 
         def make() -> tuple[FlatVector, ...]:
-            size = self.layout.num_bytes // num_slices
+            size = self.layout.num_bytes // num_shards
             start = index * size
             raw = self.raw[start : start + size]
             return (FlatVector(self.layout.cut(start, start + size), raw, self.push_sum_weight),)
 
-        return self._made_once((index, num_slices), make)[0]
+        return self._made_once((index, num_shards), make)[0]
 
-    def pieces(self, num_bytes: int = PIECE_BYTES) -> tuple[FlatVector, ...]:
-        """Consecutive pieces of at most `num_bytes` that share memory with this vector; see [Note: pieces]. Made once.
+    def chunks(self, num_bytes: int = CHUNK_BYTES) -> tuple[FlatVector, ...]:
+        """Consecutive chunks of at most `num_bytes` that share memory with this vector; see [Note: chunks]. Made once.
 
-        The weight is in none of them: theirs are of no use. A vector of one piece is its own piece, weight included.
+        The weight is in none of them: theirs are of no use. A vector of one chunk is its own chunk, weight included.
         """
         if self.layout.num_bytes <= num_bytes:
             return (self,)
 
         def make() -> tuple[FlatVector, ...]:
-            places = self.layout.pieces(num_bytes)
+            places = self.layout.chunks(num_bytes)
             return tuple(FlatVector(self.layout.cut(start, stop), self.raw[start:stop]) for start, stop in places)
 
         return self._made_once((num_bytes,), make)
@@ -168,13 +162,13 @@ class FlatVector:
     def apply_and_refresh_(self, correction: FlatVector, *, alpha: float) -> None:
         """self <- self + alpha * correction, then correction <- self, without the weights; of one layout.
 
-        As `add_segments_` and a copy, to the bit, but in blocks that are still in cache when they are copied.
+        As `add_segments_` and a copy, to the bit, but in chunks that are still in cache when they are copied.
         """
         for x, y in zip(self.segments, correction.segments, strict=True):
             size = torch.get_num_threads() * CACHED_BYTES // x.element_size()
-            for block, other in zip(x.split(size), y.split(size), strict=True):
-                add_(block, other, alpha=alpha)
-                other.copy_(block)
+            for chunk, other in zip(x.split(size), y.split(size), strict=True):
+                add_(chunk, other, alpha=alpha)
+                other.copy_(chunk)
 
     def combine_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> FlatVector:
         """self <- scale * self + sum_j weights[j] * others[j], weight included.
@@ -188,8 +182,8 @@ class FlatVector:
 
     def combine_segments_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
         """As `combine_`, without the weight."""
-        for x, *parts in zip(self.segments, *map(_segments, others), strict=True):
-            _combine_(x, scale, parts, weights)
+        for x, *messages in zip(self.segments, *map(_segments, others), strict=True):
+            _combine_(x, scale, messages, weights)
 
     def combine_weight_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
         """As `combine_`, the weight alone."""
@@ -208,7 +202,7 @@ class FlatVector:
     def factor(self, weights: Sequence[float]) -> float | None:
         """What `difference_` factors out of these weights; None, which is as good as one: nothing.
 
-        A property of the whole vector: all its pieces have the same.
+        A property of the whole vector: all its chunks have the same.
         """
         if any(x.element_size() < 4 for x in self.segments) or not any(weights):
             return None  # c / alpha may leave the range of a narrow type
@@ -218,8 +212,8 @@ class FlatVector:
         self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
     ) -> None:
         """As `difference_`, without the weight. alpha: `factor(weights)` of the whole vector."""
-        for x, *parts in zip(self.segments, *map(_segments, others), strict=True):
-            _difference_(x, scale, parts, weights, alpha)
+        for x, *messages in zip(self.segments, *map(_segments, others), strict=True):
+            _difference_(x, scale, messages, weights, alpha)
 
     def difference_weight_(
         self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
@@ -230,12 +224,12 @@ class FlatVector:
     def multiply_by_weight_(self) -> None:
         """x = z * w: every segment times the push-sum weight; the weight stays."""
         for x in self.segments:
-            _in_float32(x, lambda piece: piece.mul_(self.push_sum_weight[0]))
+            _in_float32(x, lambda chunk: chunk.mul_(self.push_sum_weight[0]))
 
     def divide_by_weight_(self) -> None:
         """z = x / w: every segment over the push-sum weight; the weight stays."""
         for x in self.segments:
-            _in_float32(x, lambda piece: piece.div_(self.push_sum_weight[0]))
+            _in_float32(x, lambda chunk: chunk.div_(self.push_sum_weight[0]))
 
 
 def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:
@@ -244,9 +238,9 @@ def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:
         _combine_(x, 1.0, [y], [alpha])
     elif x.dtype is y.dtype:
         x.add_(y, alpha=alpha)
-    else:  # converted a piece at a time, which is six times as fast as torch's own addition of two dtypes
-        for piece, part in zip(x.split(CHUNK), y.split(CHUNK), strict=True):
-            piece.add_(part.to(x.dtype), alpha=alpha)
+    else:  # converted a chunk at a time, which is six times as fast as torch's own addition of two dtypes
+        for chunk, other in zip(x.split(SCRATCH_NUMEL), y.split(SCRATCH_NUMEL), strict=True):
+            chunk.add_(other.to(x.dtype), alpha=alpha)
 
 
 def scale_and_add_(x: Tensor, y: Tensor, *, scale: float, alpha: float) -> None:
@@ -264,16 +258,16 @@ def _in_float32(x: Tensor, change_: Callable[[Tensor], Tensor]) -> None:
     if x.element_size() >= 4:
         change_(x)
         return
-    for piece in x.split(CHUNK):
-        piece.copy_(change_(piece.float()))
+    for chunk in x.split(SCRATCH_NUMEL):
+        chunk.copy_(change_(chunk.float()))
 
 
 def _combine_(x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float]) -> None:
     if x.element_size() < 4:
-        for piece, *parts in zip(x.split(CHUNK), *(m.split(CHUNK) for m in messages), strict=True):
-            total = piece.float()
-            _combine_(total, scale, [part.float() for part in parts], weights)
-            piece.copy_(total)
+        for chunk, *others in zip(x.split(SCRATCH_NUMEL), *(m.split(SCRATCH_NUMEL) for m in messages), strict=True):
+            total = chunk.float()
+            _combine_(total, scale, [other.float() for other in others], weights)
+            chunk.copy_(total)
         return
     total_weight = scale
     if scale > 0 and min(weights, default=0.0) >= 0 and abs(scale + sum(weights) - 1) < 1e-9:

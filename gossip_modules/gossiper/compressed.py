@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..flat.layout import FlatLayout, Part
+from ..flat.layout import FlatLayout, TensorSpec
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager, MixingWeights
 from .gossiper import Gossiper, Messages
@@ -85,9 +85,9 @@ class CompressedGossiper(Gossiper):
                 "DeepSqueeze, Moniqua or PowerGossip on this graph"
             )
 
-    def is_compressed(self, part: Part) -> bool:
+    def is_compressed(self, spec: TensorSpec) -> bool:
         """Whether a tensor is compressed; the others are sent exactly."""
-        return not part.is_buffer
+        return not spec.is_buffer
 
     remedy_for_exact = "leave the gossiper out, or choose another one"
     """The advice for a model most of whose parameters are sent exactly."""
@@ -203,8 +203,8 @@ class CompressedGossiper(Gossiper):
         self._layout, self._device = None, s.raw.device
         self._compressed_runs = tensor_runs(s.layout, self.is_compressed)
         # Buffers apart from parameters, which may have another step size and other weights.
-        self._exact_runs = tensor_runs(s.layout, lambda part: not part.is_buffer and not self.is_compressed(part))
-        self._exact_runs += tensor_runs(s.layout, lambda part: part.is_buffer)
+        self._exact_runs = tensor_runs(s.layout, lambda spec: not spec.is_buffer and not self.is_compressed(spec))
+        self._exact_runs += tensor_runs(s.layout, lambda spec: spec.is_buffer)
         self.exact_sizes = [(s.layout.segments[run.segment].dtype, run.last - run.first) for run in self._exact_runs]
         self.allocate_state(self.values_to_compress(s))
         if loaded:
@@ -218,7 +218,7 @@ class CompressedGossiper(Gossiper):
         """Warn where compression saves little or nothing; a model that is mostly matrices gets no warning."""
         exact, compressed = (
             sum((run.last - run.first) * layout.segments[run.segment].dtype.itemsize for run in runs)
-            for runs in ([run for run in self._exact_runs if not run.parts[0].is_buffer], self._compressed_runs)
+            for runs in ([run for run in self._exact_runs if not run.specs[0].is_buffer], self._compressed_runs)
         )
         if exact + compressed < _MIN_BYTES:
             return
@@ -251,7 +251,7 @@ class CompressedGossiper(Gossiper):
         """s <- s + (W - I) s for the tensors that are sent exactly, from the first fields of the messages."""
         for peer, buffers in self._buffers.items():
             for run, mine, theirs in zip(self._exact_runs, *(buffer.fields for buffer in buffers), strict=False):
-                if run.parts[0].is_buffer:
+                if run.specs[0].is_buffer:
                     alpha = self._buffer_weights.inp[peer]
                 else:
                     alpha = self.exact_step_size * weights.inp[peer]

@@ -12,7 +12,7 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
 from ..transport.base import Pending, Transport
 from .mixer import Mixer
-from .pipelined import cut, difference_, is_piecewise, mix_, piecewise
+from .pipelined import chunkwise, cut, difference_, is_chunkwise, mix_
 
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
 _MAX_PLANS = 4096  # that are kept: of graphs with a longer period each round is planned anew
@@ -39,8 +39,8 @@ class Gossiper(Mixer):
                        decode(s, weights)                # s <- s + (W(t) - I) s
 
     [Note: whole messages] `decode` gets whole messages, and `encode` may read all of s. A class whose messages are the
-    vectors themselves may have them sent and mixed in pieces: it names their size in `cut_bytes`, marks its methods
-    with `piecewise`, and leaves what arrives in `received`. A subclass that overrides a marked method without the mark
+    vectors themselves may have them sent and mixed in chunks: it names their size in `cut_bytes`, marks its methods
+    with `chunkwise`, and leaves what arrives in `received`. A subclass that overrides a marked method without the mark
     gets whole messages again.
 
     Raises (in `start`, `finish` and `difference`):
@@ -59,11 +59,11 @@ class Gossiper(Mixer):
         self._period = mixing.period if mixing.period <= _MAX_PLANS and _knows_period(mixing) else 0
         self._sends_weight = self.is_weighted
         # 0: messages go whole. A function of what all ranks agree on, so all cut alike.
-        self._cut_bytes = self.cut_bytes if transport.device.type == "cpu" and is_piecewise(self) else 0
+        self._cut_bytes = self.cut_bytes if transport.device.type == "cpu" and is_chunkwise(self) else 0
 
     @property
     def cut_bytes(self) -> int:
-        """Vectors that are longer are sent in pieces of at most so many bytes; 0: all are sent whole."""
+        """Vectors that are longer are sent in chunks of at most so many bytes; 0: all are sent whole."""
         return 0
 
     @property
@@ -91,17 +91,17 @@ class Gossiper(Mixer):
         self.decode(s, weights)
         return 1.0
 
-    @piecewise
+    @chunkwise
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`."""
         self._begin(t)
         self._post(s, phase=0)
 
-    @piecewise
+    @chunkwise
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`. If a round in pieces breaks off, s is as before, to rounding."""
+        """See `Mixer`. If a round in chunks breaks off, s is as before, to rounding."""
         # What keeps nothing of itself could not be put back.
-        if self._is_cut(s) and self._mixes_pieces() and self._weights.own != 0:
+        if self._is_cut(s) and self._mixes_chunks() and self._weights.own != 0:
             mix_(s, self.received, self._weights, self._arrivals(s), num_bytes=self._cut_bytes)
             return
         self._wait()
@@ -111,12 +111,12 @@ class Gossiper(Mixer):
             self._wait()
             self.decode(s, self._weights)
 
-    @piecewise
+    @chunkwise
     def difference(self, s: FlatVector) -> float:
         """See `Mixer`. Costs a copy of s where a round has several phases."""
         if self.num_phases > 1:
             return super().difference(s)
-        if self._is_cut(s) and self._mixes_pieces():
+        if self._is_cut(s) and self._mixes_chunks():
             return difference_(s, self.received, self._weights, self._arrivals(s), num_bytes=self._cut_bytes)
         self._wait()
         return self.decode_difference(s, self._weights)
@@ -146,16 +146,16 @@ class Gossiper(Mixer):
         pending, self._pending = self._pending, None
         pending.wait()
 
-    # In pieces.
+    # In chunks.
 
-    def pieces(self, s: FlatVector) -> Sequence[FlatVector]:
+    def chunks(self, s: FlatVector) -> Sequence[FlatVector]:
         """See `Mixer`."""
-        return s.pieces(self._cut_bytes) if self._is_cut(s) else (s,)
+        return s.chunks(self._cut_bytes) if self._is_cut(s) else (s,)
 
     def _is_cut(self, s: FlatVector) -> bool:
         return 0 < self._cut_bytes < s.layout.num_bytes
 
-    @piecewise
+    @chunkwise
     def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
         """See `Mixer`."""
         if not self._is_cut(s):
@@ -165,22 +165,22 @@ class Gossiper(Mixer):
         self.phase = 0
         sends, recvs = self.encode(s, self._out_peers, self._in_peers)
         if not (sends or recvs):  # nothing travels that could be filled on its way
-            for k in range(len(self.pieces(s))):
+            for k in range(len(self.chunks(s))):
                 fill(k)
         sends, recvs = (cut(side, s.layout, num_bytes=self._cut_bytes) for side in (sends, recvs))
         self._pending = self.transport.exchange(sends, recvs, tag=self._t, fill=fill)
 
-    def _mixes_pieces(self) -> bool:
-        """Whether pieces are mixed as they arrive. Buffers with weights of their own wait for the whole."""
+    def _mixes_chunks(self) -> bool:
+        """Whether chunks are mixed as they arrive. Buffers with weights of their own wait for the whole."""
         # Without a round in flight the error is raised where whole messages are waited for.
         return self._pending is not None and self._buffer_weights == self._weights
 
     def _arrivals(self, s: FlatVector) -> Iterable[int]:
-        """The pieces that may be mixed, one after the other."""
+        """The chunks that may be mixed, one after the other."""
         pending, self._pending = self._pending, None
-        assert pending is not None, "`_mixes_pieces` has looked"
+        assert pending is not None, "`_mixes_chunks` has looked"
         is_alone = not (self._out_peers or self._in_peers)  # then nothing is sent that could arrive
-        return range(len(self.pieces(s))) if is_alone else pending.arrivals()
+        return range(len(self.chunks(s))) if is_alone else pending.arrivals()
 
 
 def _knows_period(mixing: MixingManager) -> bool:

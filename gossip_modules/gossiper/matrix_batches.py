@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..flat.layout import Part
+from ..flat.layout import TensorSpec
 
 
 class Batch(NamedTuple):
@@ -41,12 +41,12 @@ class Batch(NamedTuple):
         return self.num_matrices, self.columns if side else self.rows, self.rank
 
 
-def batches_of(run: int, parts: Sequence[Part], *, rank: int) -> Iterator[Batch]:
+def batches_of(run: int, specs: Sequence[TensorSpec], *, rank: int) -> Iterator[Batch]:
     """Neighbouring matrices of one shape as one batch; neighbouring vectors as one nearly square matrix.
 
     Args:
         run: the index of the run of tensors.
-        parts: the tensors of the run.
+        specs: the tensors of the run.
         rank: the number of columns of the factors, at most; a matrix with a shorter side has fewer.
     """
 
@@ -54,9 +54,9 @@ def batches_of(run: int, parts: Sequence[Part], *, rank: int) -> Iterator[Batch]
         return Batch(run, first, num_matrices, rows, columns, min(rank, rows, columns))
 
     first = 0
-    for shape, group in groupby(parts, key=lambda p: (p.shape[0], prod(p.shape[1:])) if p.is_matrix else None):
+    for shape, group in groupby(specs, key=lambda p: (p.shape[0], prod(p.shape[1:])) if p.is_matrix else None):
         members = list(group)
-        numel = sum(part.numel for part in members)
+        numel = sum(spec.numel for spec in members)
         if shape is not None:
             yield batch(len(members), *shape)
         else:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..flat.layout import FlatLayout, Part, align
+from ..flat.layout import FlatLayout, TensorSpec, align
 from ..flat.vector import FlatVector
 
 _ALIGNMENT = 8  # bytes; a tensor of any dtype may start there
@@ -66,34 +66,34 @@ class TensorRun(NamedTuple):
     Attributes:
         segment: the index of the segment.
         first, last: the run is the elements [first, last) of that segment.
-        parts: the tensors, in order.
+        specs: the tensors, in order.
     """
 
     segment: int
     first: int
     last: int
-    parts: tuple[Part, ...]
+    specs: tuple[TensorSpec, ...]
 
     def of(self, vector: FlatVector) -> Tensor:
         """These elements of a vector; shares its memory."""
         return vector.segments[self.segment][self.first : self.last]
 
 
-def tensor_runs(layout: FlatLayout, predicate: Callable[[Part], bool]) -> list[TensorRun]:
+def tensor_runs(layout: FlatLayout, predicate: Callable[[TensorSpec], bool]) -> list[TensorRun]:
     """The tensors of a layout for which `predicate` is true, in as few runs as possible."""
     return list(_joined(layout, predicate))
 
 
-def _joined(layout: FlatLayout, predicate: Callable[[Part], bool]) -> Iterator[TensorRun]:
+def _joined(layout: FlatLayout, predicate: Callable[[TensorSpec], bool]) -> Iterator[TensorRun]:
     for index, segment in enumerate(layout.segments):
-        run: list[Part] = []
+        run: list[TensorSpec] = []
         start = 0
-        for first, part in segment.places():
-            if part.numel and predicate(part):
+        for first, spec in segment.places():
+            if spec.numel and predicate(spec):
                 start = start if run else first
-                run.append(part)
-            elif run and part.numel:
+                run.append(spec)
+            elif run and spec.numel:
                 yield TensorRun(index, start, first, tuple(run))
                 run = []
         if run:
-            yield TensorRun(index, start, start + sum(part.numel for part in run), tuple(run))
+            yield TensorRun(index, start, start + sum(spec.numel for spec in run), tuple(run))

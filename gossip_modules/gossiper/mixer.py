@@ -76,7 +76,7 @@ class Mixer(ABC):
     def start(self, s: FlatVector, t: int) -> None:
         """Post round t without waiting. s: the vector that is mixed, with its push-sum weight."""
 
-    def pieces(self, s: FlatVector) -> Sequence[FlatVector]:
+    def chunks(self, s: FlatVector) -> Sequence[FlatVector]:
         """What s is sent as, one after the other; s itself where it is sent whole. The same on all ranks."""
         return (s,)
 
@@ -86,10 +86,10 @@ class Mixer(ABC):
         Args:
             s: its weight is there.
             t: the round.
-            fill: `fill(k)` writes piece k of `pieces(s)`; called once for each, in their order, just before it is sent
-                where s is sent in pieces. Calls with larger numbers (the weight's) may follow; they mean nothing.
+            fill: `fill(k)` writes chunk k of `chunks(s)`; called once for each, in their order, just before it is sent
+                where s is sent in chunks. Calls with larger numbers (the weight's) may follow; they mean nothing.
         """
-        for k in range(len(self.pieces(s))):
+        for k in range(len(self.chunks(s))):
             fill(k)
         self.start(s, t)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import checked_seed
-from ..flat.layout import Part
+from ..flat.layout import TensorSpec
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
 from ..mixing_manager.step_size import best_step_size
@@ -158,9 +158,9 @@ class PowerGossip(CompressedGossiper):
         if not self._has_own_step_size and mixing.period == 1:
             self.step_size = best_step_size(mixing)
 
-    def is_compressed(self, part: Part) -> bool:
+    def is_compressed(self, spec: TensorSpec) -> bool:
         """See `CompressedGossiper`."""
-        return part.is_matrix or (self.compress_vectors and not part.is_buffer and part.numel > 1)
+        return spec.is_matrix or (self.compress_vectors and not spec.is_buffer and spec.numel > 1)
 
     @property
     def exact_step_size(self) -> float:
@@ -170,7 +170,7 @@ class PowerGossip(CompressedGossiper):
     def allocate_state(self, values: Sequence[Tensor]) -> None:
         """See `CompressedGossiper`."""
         self._batches: list[Batch] = [
-            batch for k, run in enumerate(self._compressed_runs) for batch in batches_of(k, run.parts, rank=self.rank)
+            batch for k, run in enumerate(self._compressed_runs) for batch in batches_of(k, run.specs, rank=self.rank)
         ]
         self._factors = LinkFactors(
             self.transport.rank,

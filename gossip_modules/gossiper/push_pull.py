@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ..compression.compressor import Cast
-from ..flat.layout import PIECE_BYTES, check_piece_bytes
+from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
+from ..flat.renamed import Renamed, renamed_argument
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
 from .gossiper import Gossiper, Messages
-from .pipelined import piecewise
+from .pipelined import chunkwise
 
 
 class PushPull(Gossiper):
@@ -23,13 +24,13 @@ class PushPull(Gossiper):
     what was sent: x <- x + (W - I) s'. Every rank gives away exactly what its peers add, so the mean is kept to the
     rounding of x, not of the wire, and no rank drifts. Ranks agree up to the resolution of the wire.
 
-    A message longer than `piece_bytes` goes in pieces ([Note: pieces]), of which each is mixed while the next one is on
+    A message longer than `chunk_bytes` goes in chunks ([Note: chunks]), of which each is mixed while the next one is on
     its way, with the bits of the whole. A narrow wire sends whole messages, and a GPU's own wire too.
 
     Args:
         wire_dtype: torch.bfloat16 or torch.float16, for segments that are wider; None sends what is there. Costs one
             narrow copy of the model. float16 saturates at 65,504.
-        piece_bytes: of a piece at most, a multiple of 256; the same on all ranks.
+        chunk_bytes: of a chunk at most, a multiple of 256; the same on all ranks.
 
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056,
     Algorithm 1.
@@ -40,14 +41,17 @@ class PushPull(Gossiper):
         >>> mean = gossiper.average(torch.randn(10), num_rounds=50)
     """
 
-    def __init__(self, *, wire_dtype: torch.dtype | None = None, piece_bytes: int = PIECE_BYTES) -> None:
+    piece_bytes = Renamed("chunk_bytes")
+
+    @renamed_argument("piece_bytes", "chunk_bytes")
+    def __init__(self, *, wire_dtype: torch.dtype | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16; None sends what is there"
             )
-        check_piece_bytes(piece_bytes)
+        check_chunk_bytes(chunk_bytes)
         self.wire_dtype = wire_dtype
-        self.piece_bytes = piece_bytes
+        self.chunk_bytes = chunk_bytes
         self._inbox: list[FlatVector] = []
         self._sent: FlatVector | None = None
 
@@ -62,9 +66,9 @@ class PushPull(Gossiper):
     @property
     def cut_bytes(self) -> int:
         """See `Gossiper`."""
-        return self.piece_bytes if self.wire_dtype is None else 0
+        return self.chunk_bytes if self.wire_dtype is None else 0
 
-    @piecewise
+    @chunkwise
     def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
         """See `Gossiper`. The message is the vector itself, so nothing is copied; or a narrow copy of it."""
         sent = s if self.wire_dtype is None else self._narrow(s)
@@ -78,7 +82,7 @@ class PushPull(Gossiper):
         ]
         return dict.fromkeys(out_peers, message), dict(zip(in_peers, inbox, strict=True))
 
-    @piecewise
+    @chunkwise
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
         """x_i <- W_ii x_i + sum_j W_ij x_j; buffers may have weights of their own. See also [Note: narrow wire]."""
         has_one_row = self._buffer_weights == weights
@@ -92,7 +96,7 @@ class PushPull(Gossiper):
             sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
             self._mix(s.where(is_buffer=is_buffer), sent, [m.where(is_buffer=is_buffer) for m in self.received], row)
 
-    @piecewise
+    @chunkwise
     def decode_difference(self, s: FlatVector, weights: MixingWeights) -> float:
         """See `Gossiper`. Costs one pass more where buffers have weights of their own, since no factor is common."""
         if self._sent is not None:
@@ -135,5 +139,5 @@ class PushPull(Gossiper):
 
     def __repr__(self) -> str:
         wire = [] if self.wire_dtype is None else [f"wire_dtype={self.wire_dtype}"]
-        pieces = [] if self.piece_bytes == PIECE_BYTES else [f"piece_bytes={self.piece_bytes}"]
-        return f"{type(self).__name__}({', '.join(wire + pieces)})"
+        chunks = [] if self.chunk_bytes == CHUNK_BYTES else [f"chunk_bytes={self.chunk_bytes}"]
+        return f"{type(self).__name__}({', '.join(wire + chunks)})"

@@ -111,8 +111,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         def split() -> None:
             finish()
             flat.copy_(message)
-            for x, part in zip(tensors, flat.split([x.numel() for x in tensors])):
-                x.copy_(part.view_as(x))
+            for x, reduced in zip(tensors, flat.split([x.numel() for x in tensors])):
+                x.copy_(reduced.view_as(x))
 
         request = self._comm.Iallreduce(self._mpi.IN_PLACE, elements_of(message), op)
         return self._post(request, "all-reduce", opts, buffers=[message], tensors=tensors, finish=split)
@@ -170,14 +170,14 @@ class MpiProcessGroup(dist.ProcessGroup):
         """output <- the root's inputs[rank]."""
         (x,), root = output_tensors, opts.rootRank
         message = self._message(x)
-        parts = None
+        shards = None
         if self.rank() == root:
             (inputs,) = input_tensors
             if len(inputs) != self.size():
                 raise ValueError(f"got {len(inputs)} input tensors, expected {self.size()}, one for each rank")
-            parts = self._message(torch.stack([part.reshape(x.shape) for part in inputs]))
-        request = self._comm.Iscatter(bytes_of(parts) if parts is not None else None, bytes_of(message), root)
-        return self._post(request, f"scatter from rank {self._names[root]}", opts, [(x, message)], buffers=[parts])
+            shards = self._message(torch.stack([shard.reshape(x.shape) for shard in inputs]))
+        request = self._comm.Iscatter(bytes_of(shards) if shards is not None else None, bytes_of(message), root)
+        return self._post(request, f"scatter from rank {self._names[root]}", opts, [(x, message)], buffers=[shards])
 
     def barrier(self, opts: Any = None) -> MpiWork:
         """Complete when every rank has called it."""

@@ -47,21 +47,21 @@ def check_agreement(transport: ProcessGroupTransport, description: Mapping[str, 
 
 
 def broadcast_tensors(
-    transport: ProcessGroupTransport, tensors: Sequence[Tensor], *, bucket_bytes: int = 1 << 26
+    transport: ProcessGroupTransport, tensors: Sequence[Tensor], *, chunk_bytes: int = 1 << 26
 ) -> None:
-    """Every tensor <- its value on rank 0, in place, a few large messages at a time; collective."""
-    bucket: list[Tensor] = []
+    """Every tensor <- its value on rank 0, in place, a chunk of several tensors at a time; collective."""
+    chunk: list[Tensor] = []
     num_bytes = 0
     for i, tensor in enumerate(tensors):
-        bucket.append(tensor)
+        chunk.append(tensor)
         num_bytes += _num_bytes(tensor)
         is_last = i == len(tensors) - 1
-        if is_last or num_bytes >= bucket_bytes or tensors[i + 1].device != tensor.device:
-            flat = torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in bucket])
+        if is_last or num_bytes >= chunk_bytes or tensors[i + 1].device != tensor.device:
+            flat = torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in chunk])
             transport.broadcast(flat, source=0, what="broadcasting the model of rank 0")
-            for x, piece in zip(bucket, flat.split([_num_bytes(x) for x in bucket]), strict=True):
-                x.detach().copy_(piece.clone().view(x.dtype).view(x.shape))
-            bucket, num_bytes = [], 0
+            for x, value in zip(chunk, flat.split([_num_bytes(x) for x in chunk]), strict=True):
+                x.detach().copy_(value.clone().view(x.dtype).view(x.shape))
+            chunk, num_bytes = [], 0
 
 
 def _num_bytes(x: Tensor) -> int:

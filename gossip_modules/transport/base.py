@@ -21,7 +21,7 @@ class Pending(Protocol):
         """
 
     def arrivals(self) -> Iterator[int]:
-        """As `wait()`, piece by piece: yields 0, 1, ... as the tensors of that index may be touched again.
+        """As `wait()`, chunk by chunk: yields 0, 1, ... as the tensors of that index may be touched again.
 
         That is when those of all in-peers have arrived and those to all out-peers have left, since who mixes in place
         writes over what was sent. On NCCL, which orders streams, all are yielded at once.

@@ -1,4 +1,4 @@
-"""Rounds between pairs of ranks: one is posted, and on its way piece by piece; the error says who waited for whom."""
+"""Rounds between pairs of ranks: one is posted, and on its way chunk by chunk; the error says who waited for whom."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SHUTDOWN = "shutdown"  # what the last message to a peer is called: it does not 
 
 
 class _Work(NamedTuple):
-    """One posted message, or a piece of one; without a peer: all of a round on NCCL."""
+    """One posted message, or a chunk of one; without a peer: all of a round on NCCL."""
 
     work: dist.Work
     peer: int | None = None
     is_send: bool = False
 
 
-class _Piece(NamedTuple):
+class _Chunk(NamedTuple):
     """The tensors of one index, to and from all peers: what was posted, and what is copied back when it is there."""
 
     works: list[_Work]
@@ -45,27 +45,27 @@ class Exchange:
 
     Args:
         link: whose messages these are.
-        num_pieces: the most tensors that a peer gets or gives.
+        num_chunks: the most tensors that a peer gets or gives.
         tag: of the round.
         what: names it in errors.
     """
 
-    def __init__(self, link: PointToPoint, num_pieces: int, *, tag: int, what: str) -> None:
-        self.link, self.num_pieces, self.tag, self.what = link, num_pieces, tag, what
-        self._pieces: deque[_Piece] = deque()  # those that are still under way
-        for _ in range(num_pieces):
-            self._pieces.append(_Piece([], []))
+    def __init__(self, link: PointToPoint, num_chunks: int, *, tag: int, what: str) -> None:
+        self.link, self.num_chunks, self.tag, self.what = link, num_chunks, tag, what
+        self._chunks: deque[_Chunk] = deque()  # those that are still under way
+        for _ in range(num_chunks):
+            self._chunks.append(_Chunk([], []))
         self._batch: list[dist.P2POp] = []
         self._start = time.monotonic()
 
     def post(self, k: int, peer: int, x: Tensor, *, total_bytes: int, is_send: bool) -> None:
-        """Send piece k, or receive it.
+        """Send chunk k, or receive it.
 
         Args:
             k: its index.
             peer: to whom, or from whom.
             x: on the wire's device.
-            total_bytes: of all pieces to or from this peer.
+            total_bytes: of all chunks to or from this peer.
             is_send: whether it is sent.
         """
         link = self.link
@@ -77,43 +77,43 @@ class Exchange:
             work = post([x], peer, link.wire_tag(self.tag, x.nbytes, total_bytes=total_bytes))
         except RuntimeError as error:
             self._fail(error, k, peer, is_send=is_send, seconds=0.0)
-        self._pieces[k].works.append(_Work(work, peer, is_send))
+        self._chunks[k].works.append(_Work(work, peer, is_send))
 
     def copy_back(self, k: int, x: Tensor, buffer: Tensor) -> None:
-        """When piece k is there, x <- its staging buffer."""
-        self._pieces[k].staged.append((x, buffer))
+        """When chunk k is there, x <- its staging buffer."""
+        self._chunks[k].staged.append((x, buffer))
 
     def begin(self) -> None:
         """All is posted: the time of the waits runs from now."""
         if self._batch:
-            self._pieces[0].works.extend(map(_Work, dist.batch_isend_irecv(self._batch)))
+            self._chunks[0].works.extend(map(_Work, dist.batch_isend_irecv(self._batch)))
         self._start = time.monotonic()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """See `Pending`."""
-        while self._pieces:
+        while self._chunks:
             self._wait(timeout)
 
     def arrivals(self) -> Iterator[int]:
         """See `Pending`."""
-        while self._pieces:
+        while self._chunks:
             self._wait(None)
-            yield self.num_pieces - len(self._pieces) - 1
+            yield self.num_chunks - len(self._chunks) - 1
 
     def _wait(self, timeout: timedelta | None) -> None:
-        """Until the first piece that is under way has come and gone."""
-        piece = self._pieces[0]
-        for work, peer, is_send in piece.works:
+        """Until the first chunk that is under way has come and gone."""
+        chunk = self._chunks[0]
+        for work, peer, is_send in chunk.works:
             elapsed = time.monotonic() - self._start
             left = max((timeout or self.link.timeout) - timedelta(seconds=elapsed), timedelta(milliseconds=1))
             try:
                 wait_for(work, left, backend=self.link.backend)
             except RuntimeError as error:
-                k, seconds = self.num_pieces - len(self._pieces), time.monotonic() - self._start
+                k, seconds = self.num_chunks - len(self._chunks), time.monotonic() - self._start
                 self._fail(error, k, peer, is_send=is_send, seconds=seconds, timeout=timeout)
-        if piece.staged:
-            Staging.copy_back(piece.staged)
-        self._pieces.popleft()
+        if chunk.staged:
+            Staging.copy_back(chunk.staged)
+        self._chunks.popleft()
 
     def _fail(
         self,
@@ -127,8 +127,8 @@ class Exchange:
     ) -> NoReturn:
         link, what = self.link, self.what
         if peer is not None:
-            piece = f", piece {k + 1} of {self.num_pieces}" if self.num_pieces > 1 else ""
-            what = f"{what}{piece}: {'send to' if is_send else 'receive from'} rank {link.names[peer]}"
+            which = f", chunk {k + 1} of {self.num_chunks}" if self.num_chunks > 1 else ""
+            what = f"{what}{which}: {'send to' if is_send else 'receive from'} rank {link.names[peer]}"
         # Who waits for less than a peer may take draws no conclusions.
         if timeout is not None or self.what == SHUTDOWN:
             fail(error, rank=link.names[link.rank], what=what, seconds=seconds, timeout=timeout or link.timeout)
@@ -182,11 +182,11 @@ class PointToPoint(ABC):
         0.69 the other way round: Gloo answers a send only once the receive is there.
         """
         messages = (*recvs.values(), *sends.values())
-        num_pieces = max(map(len, messages), default=0)
+        num_chunks = max(map(len, messages), default=0)
         is_staged = any(x.device.type != self.device.type for xs in messages for x in xs)
         inbox = self._stage_receives(recvs, num_tensors=sum(map(len, messages))) if is_staged else recvs
         self._use.is_active = True
-        exchange = Exchange(self, num_pieces, tag=tag, what=what or f"round {tag}")
+        exchange = Exchange(self, num_chunks, tag=tag, what=what or f"round {tag}")
         for peer, xs in inbox.items():
             total_bytes = sum(map(_num_bytes, xs))
             for k, x in enumerate(xs):
@@ -194,7 +194,7 @@ class PointToPoint(ABC):
                 if is_staged and x is not recvs[peer][k]:
                     exchange.copy_back(k, recvs[peer][k], x)
         total = {peer: sum(map(_num_bytes, xs)) for peer, xs in sends.items()}
-        for k in range(num_pieces):
+        for k in range(num_chunks):
             if fill is not None:
                 fill(k)
             outbox = {peer: xs[k] for peer, xs in sends.items() if k < len(xs)}
@@ -225,13 +225,13 @@ class PointToPoint(ABC):
         """The backend's tag of a message of round `tag` on this channel.
 
         It depends on the size, so that messages of two sizes do not meet: Gloo ends the process when a message is
-        longer than what the receiver has room for. Such a receiver waits in vain instead, and says for whom. A piece's
-        depends on the size of all pieces too: who expects fewer would take the first ones for the whole.
+        longer than what the receiver has room for. Such a receiver waits in vain instead, and says for whom. A chunk's
+        depends on the size of all chunks too: who expects fewer would take the first ones for the whole.
 
         Args:
             tag: the round.
             num_bytes: of what is sent at once.
-            total_bytes: of the message that they are a piece of; None: they are all.
+            total_bytes: of the message that they are a chunk of; None: they are all.
         """
         rest = 0 if total_bytes is None else total_bytes - num_bytes
         size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two

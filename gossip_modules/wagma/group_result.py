@@ -80,7 +80,7 @@ class GroupResult:
         """average - y, in host memory."""
         if self._correction is None:
             self._correction = self._shared.host_vector()
-            self._bounds = [(torch.empty_like(part), torch.empty_like(part)) for part in self._buffers_of(x)]
+            self._bounds = [(torch.empty_like(buffers), torch.empty_like(buffers)) for buffers in self._buffers_of(x)]
         elif self._is_on_gpu:
             self._copied.synchronize()  # the copy of the last correction to the GPU reads this memory
         self._shared.snapshot(self._correction)

@@ -54,7 +54,7 @@ class AveragingMixin(ABC):
 
     @abstractmethod
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
-        """The part of each segment that is parameters, without buffers."""
+        """The parameters of each segment, without buffers."""
 
     @contextlib.contextmanager
     def _calling(self, name: str) -> Iterator[None]:
@@ -182,4 +182,4 @@ class FlatAveraging(AveragingMixin):
         }
 
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
-        return [x[: part.numel()] for x, part in zip(vector.segments, self._buffer.parameter_segments, strict=True)]
+        return [x[: own.numel()] for x, own in zip(vector.segments, self._buffer.parameter_segments, strict=True)]

@@ -52,7 +52,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are mixed too, or stay local.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled are training forwards too.
-        num_slices: the vector is padded to this many equal slices.
+        num_shards: the vector is padded to this many equal shards.
 
     Raises:
         ValueError: the module is wrapped or sharded by another tool, or has nothing to train.
@@ -64,7 +64,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         *,
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
-        num_slices: int = 1,
+        num_shards: int = 1,
     ) -> None:
         super().__init__()
         check_inside(module, wrapper=type(self).__name__)
@@ -79,7 +79,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self._trains = False  # in this forward
         self._place: tuple[int, int] | None = None  # rank and world size, where there are such
         self._description: dict[str, str] = {}  # what ranks agree on, by name
-        self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_slices=num_slices)
+        self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_shards=num_shards)
 
     def _open(self, links: Links, **options: Any) -> ProcessGroupTransport:
         """See `open_transport`; the ranks agree on the class and on `_description`."""

@@ -143,7 +143,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         refuse_device_ids(device_ids, module)
         check_overlap(overlap, max_staleness)
         g = max(nprocs_per_node, 1)  # count_nodes refuses less
-        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_slices=g)
+        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_shards=g)
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness = overlap, max_staleness
         self._on_nonfinite = check_policy(on_nonfinite)

@@ -58,7 +58,7 @@ class UnevenInputs(Joinable):
         """See `torch.distributed.algorithms.Joinable`: shadows one round per training step of the others."""
         if self._node is not None:
             raise ValueError(
-                f"got nprocs_per_node={self._node.num_slices} inside Join, expected 1; "
+                f"got nprocs_per_node={self._node.num_shards} inside Join, expected 1; "
                 "give the processes of a node equally many batches"
             )
         if self._transport.world_size != dist.get_world_size():

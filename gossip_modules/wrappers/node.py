@@ -1,4 +1,4 @@
-"""Several processes per node: gradients averaged inside the node, the vector gossiped in slices between nodes."""
+"""Several processes per node: gradients averaged inside the node, the vector gossiped in shards between nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Node:
     """The g processes of one node, which together are one gossip rank.
 
     Gradients are averaged inside the node by DistributedDataParallel, so all its processes take equal steps. Then
-    local rank l gossips slice l of the flat vector with local rank l of the peer node, and the slices are gathered
+    local rank l gossips shard l of the flat vector with local rank l of the peer node, and the shards are gathered
     inside the node: every network card of the node works. Equal to one process per node with g times the batch.
 
     Buffers are those of local rank 0, as in DistributedDataParallel.
@@ -26,16 +26,16 @@ class Node:
     Args:
         module: already flat; DistributedDataParallel adds hooks to its parameters.
         links: as for `open_transport`.
-        num_slices: g, the number of processes per node; consecutive ranks form a node.
+        num_shards: g, the number of processes per node; consecutive ranks form a node.
         find_unused_parameters: as for DistributedDataParallel.
     """
 
-    def __init__(self, module: nn.Module, links: Links, num_slices: int, *, find_unused_parameters: bool) -> None:
-        first = dist.get_rank() // num_slices * num_slices
+    def __init__(self, module: nn.Module, links: Links, num_shards: int, *, find_unused_parameters: bool) -> None:
+        first = dist.get_rank() // num_shards * num_shards
         self.local_rank = dist.get_rank() - first
-        self.num_slices = num_slices
+        self.num_shards = num_shards
         self.find_unused_parameters = find_unused_parameters
-        members = range(first, first + num_slices)
+        members = range(first, first + num_shards)
         self.transport = links.connect(next(module.parameters()).device, ranks=members)
         self.replica = self._replicate(module)
 
@@ -48,17 +48,17 @@ class Node:
         return node
 
     @staticmethod
-    def peers(num_slices: int) -> list[int] | None:
-        """The global ranks with this process's local rank, one per node, whom its slice gossips with; None = all."""
-        return None if num_slices == 1 else list(range(dist.get_rank() % num_slices, dist.get_world_size(), num_slices))
+    def peers(num_shards: int) -> list[int] | None:
+        """The global ranks with this process's local rank, one per node, whom its shard gossips with; None = all."""
+        return None if num_shards == 1 else list(range(dist.get_rank() % num_shards, dist.get_world_size(), num_shards))
 
-    def slice(self, vector: FlatVector) -> FlatVector:
-        """The part of the vector that this process gossips; shares memory."""
-        return vector.slice(self.local_rank, self.num_slices)
+    def shard(self, vector: FlatVector) -> FlatVector:
+        """The shard of the vector that this process gossips; shares memory."""
+        return vector.shard(self.local_rank, self.num_shards)
 
     def gather(self, vector: FlatVector) -> None:
-        """vector <- every local rank's slice of it, in place."""
-        self.transport.all_gather(vector.raw, self.slice(vector).raw.clone(), what="gathering slices in the node")
+        """vector <- every local rank's shard of it, in place."""
+        self.transport.all_gather(vector.raw, self.shard(vector).raw.clone(), what="gathering shards in the node")
 
     def share_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Every process of the node takes the buffers of local rank 0, in place."""

@@ -102,8 +102,8 @@ class TrainingStep(nn.Module):
 
     @property
     def _gossiped(self) -> FlatVector:
-        """What this process mixes: the vector, or its slice of it."""
-        return self._buffer.vector if self._node is None else self._node.slice(self._buffer.vector)
+        """What this process mixes: the vector, or its shard of it."""
+        return self._buffer.vector if self._node is None else self._node.shard(self._buffer.vector)
 
     def _share_buffers(self) -> None:
         """Every process of a node takes the buffers of the first one, before they travel."""

@@ -27,7 +27,7 @@ from gossip_modules import (
     TopK,
     connect,
 )
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
@@ -132,9 +132,9 @@ COMPRESSED: dict[str, Callable[[], CompressedGossiper]] = {
 # Values whose order of magnitude decides (TopK, the levels of Moniqua) are compared and rounded without sums.
 CODED = FlatLayout.of(
     [
-        (torch.float64, [Part((40, 30)), Part((40, 30)), Part((64, 3, 3, 3)), Part((50,)), Part((7,), True)]),
-        (torch.float32, [Part((16, 16)), Part((9,), True)]),
-        (torch.bfloat16, [Part((8, 16))]),
+        (torch.float64, [*map(TensorSpec, [(40, 30), (40, 30), (64, 3, 3, 3), (50,)]), TensorSpec((7,), True)]),
+        (torch.float32, [TensorSpec((16, 16)), TensorSpec((9,), True)]),
+        (torch.bfloat16, [TensorSpec((8, 16))]),
     ]
 )
 

@@ -161,7 +161,7 @@ class AdPsgd(Conserving):
 
 
 class Osgp(Conserving):
-    """`GossipDataParallel(overlap=True)`, in pieces: ranks take equally many steps, and are late within rounds."""
+    """`GossipDataParallel(overlap=True)`, in chunks: ranks take equally many steps, and are late within rounds."""
 
     name = "osgp"
     local = (Rank.evaluate, Rank.save)
@@ -171,7 +171,7 @@ class Osgp(Conserving):
         kind = rank.plan.choice((PushSum, PushPull))
         return GossipDataParallel(
             rank.module,
-            gossiper=kind(piece_bytes=rank.board.length),  # eight pieces
+            gossiper=kind(chunk_bytes=rank.board.length),  # eight chunks
             push_sum=kind is PushSum,
             overlap=True,
             max_staleness=rank.plan.choice((0, 0, 1, 3)),

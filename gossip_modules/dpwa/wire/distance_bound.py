@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ...flat.vector import CHUNK, FlatVector
+from ...flat.vector import SCRATCH_NUMEL, FlatVector
 from .message import RefusedModelError
 
 DEFAULT_MAX_DISTANCE = 1e6
@@ -77,8 +77,8 @@ def is_finite(x: FlatVector) -> bool:
     have overflowed, so then each is looked at.
     """
     for segment in x.segments:
-        for piece in segment.split(CHUNK):
-            wide = piece.float() if piece.element_size() < 4 else piece
+        for chunk in segment.split(SCRATCH_NUMEL):
+            wide = chunk.float() if chunk.element_size() < 4 else chunk
             if not (math.isfinite(wide.sum().item()) or bool(torch.isfinite(wide).all())):
                 return False
     return True
@@ -86,9 +86,10 @@ def is_finite(x: FlatVector) -> bool:
 
 def _rms(y: FlatVector, x: FlatVector | None) -> float:
     """The root mean square of y - x, or of y, in float32 where they are: infinite where that overflows."""
-    scratch = {a.dtype: torch.empty(min(CHUNK, a.numel()), dtype=a.dtype) for a in y.segments if a.element_size() >= 4}
+    wide = [a for a in y.segments if a.element_size() >= 4]
+    scratch = {a.dtype: torch.empty(min(SCRATCH_NUMEL, a.numel()), dtype=a.dtype) for a in wide}
     total = 0.0
-    for a, b in _pieces(y, x):
+    for a, b in _chunks(y, x):
         if a.element_size() < 4:
             difference = a.float() if b is None else a.float().sub_(b.float())
         else:
@@ -100,16 +101,16 @@ def _rms(y: FlatVector, x: FlatVector | None) -> float:
 def _exact_rms(y: FlatVector, x: FlatVector | None = None) -> float:
     """The same in float64, where the numbers of float32 do not overflow."""
     total = 0.0
-    for a, b in _pieces(y, x):
+    for a, b in _chunks(y, x):
         difference = a.double() if b is None else a.double() - b.double()
         total = math.hypot(total, torch.linalg.vector_norm(difference).item())
     return total / math.sqrt(_numel(y))
 
 
-def _pieces(y: FlatVector, x: FlatVector | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _chunks(y: FlatVector, x: FlatVector | None) -> Iterator[tuple[Tensor, Tensor | None]]:
     for k, segment in enumerate(y.segments):
-        for start in range(0, segment.numel(), CHUNK):
-            stop = start + CHUNK
+        for start in range(0, segment.numel(), SCRATCH_NUMEL):
+            stop = start + SCRATCH_NUMEL
             yield segment[start:stop], None if x is None else x.segments[k][start:stop]
 
 

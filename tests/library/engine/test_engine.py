@@ -58,7 +58,7 @@ class ScriptedTransport:
         fill: Callable[[int], None] | None = None,
     ) -> ScriptedPending:
         """See `Transport`."""
-        assert fill is None, "vectors of one piece are copied by the training thread"
+        assert fill is None, "vectors of one chunk are copied by the training thread"
         self.posted.append(tag)
         self.sent.append(sends[1][0].view(torch.float32).clone())
         return ScriptedPending(self, tag, recvs[1][0])

@@ -12,14 +12,14 @@ from gossip_modules import (
     FlatVector,
     NetworkXGraph,
 )
-from gossip_modules.flat.layout import PIECE_ALIGNMENT, FlatLayout
+from gossip_modules.flat.layout import CHUNK_ALIGNMENT, FlatLayout
 from tests.harness.problems import fill_
 from tests.harness.ranks import CPU
 
-PIECE = PIECE_ALIGNMENT
+CHUNK = CHUNK_ALIGNMENT
 
 
-BOTH: tuple[dict[str, Any], ...] = ({}, {"piece_bytes": PIECE})  # options of a gossiper: whole, in pieces
+BOTH: tuple[dict[str, Any], ...] = ({}, {"chunk_bytes": CHUNK})  # options of a gossiper: whole, in chunks
 
 
 DIGRAPH = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))
@@ -39,5 +39,5 @@ def random_vector(seed: int, layout: FlatLayout) -> FlatVector:
 
 
 def wide(seed: int = 0) -> nn.Module:
-    """Some 1500 bytes, so that it is sent in seven pieces."""
+    """Some 1500 bytes, so that it is sent in seven chunks."""
     return fill_(nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 2)), seed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules import FlatBuffer
-from gossip_modules.flat.layout import Part
+from gossip_modules.flat.layout import TensorSpec
 from tests.harness.problems import fill_, net, train_step
 from tests.harness.reference import flatten
 
@@ -146,19 +146,19 @@ def test_order_is_matrices_by_shape_then_vectors_then_buffers(channels_last: boo
     if channels_last:
         model.conv.to(memory_format=torch.channels_last)
     buffer = FlatBuffer(model)
-    layout = {segment.dtype: segment.parts for segment in buffer.vector.layout.segments}
+    layout = {segment.dtype: segment.specs for segment in buffer.vector.layout.segments}
     assert layout == {
         torch.float32: (
-            *(Part((3, 2, 2)), Part((3, 2, 2, 2)), Part((3, 5)), Part((3, 5))),
-            *(Part((4,)), Part((1,)), Part((3,)), Part((3,))),
-            *(Part((6,), True), Part((2, 2), True)),
+            *(TensorSpec((3, 2, 2)), TensorSpec((3, 2, 2, 2)), TensorSpec((3, 5)), TensorSpec((3, 5))),
+            *(TensorSpec((4,)), TensorSpec((1,)), TensorSpec((3,)), TensorSpec((3,))),
+            *(TensorSpec((6,), True), TensorSpec((2, 2), True)),
         ),
-        torch.float16: (Part((2, 2)), Part((2,), True)),
+        torch.float16: (TensorSpec((2, 2)), TensorSpec((2,), True)),
     }
     offset, (segment,) = 0, [x for x in buffer.vector.segments if x.dtype is torch.float32]
-    for part, tensor in zip(layout[torch.float32], (x for x in buffer.tensors if x.dtype is not torch.float16)):
+    for spec, tensor in zip(layout[torch.float32], (x for x in buffer.tensors if x.dtype is not torch.float16)):
         assert tensor.data_ptr() == segment.data_ptr() + 4 * offset
-        offset += part.numel
+        offset += spec.numel
     assert {x.dtype: x.numel() for x in buffer.buffer_segments} == {torch.float32: 6 + 4, torch.float16: 2}
 
 
@@ -167,7 +167,7 @@ def test_rows_of_a_part_are_filters_in_any_memory_format() -> None:
     model = nn.Conv2d(2, 3, 2, bias=False).to(memory_format=torch.channels_last)
     buffer = FlatBuffer(model)
     (segment,) = buffer.vector.layout.segments
-    assert [part.shape for _, part in segment.places()] == [(3, 2, 2, 2)]
+    assert [spec.shape for _, spec in segment.places()] == [(3, 2, 2, 2)]
     for k in range(3):
         model.weight.detach()[k] = k
     assert buffer.vector.segments[0].view(3, 8).tolist() == [[float(k)] * 8 for k in range(3)]
@@ -188,14 +188,14 @@ def test_narrow_dtypes_are_mixed_in_float32() -> None:
     assert float((vectors[0].segments[0] != exact.bfloat16()).float().mean()) < 0.01
 
 
-@pytest.mark.parametrize("num_slices", [1, 2, 3])
-def test_padding_divides_into_slices(num_slices: int) -> None:
-    buffer = FlatBuffer(net(), num_slices=num_slices)
-    slices = [buffer.vector.slice(i, num_slices) for i in range(num_slices)]
-    assert len({x.raw.numel() for x in slices}) == 1
-    assert sum(x.segments[0].numel() for x in slices if x.segments) == buffer.vector.segments[0].numel()
-    for i, part in enumerate(slices):
-        for segment in part.segments:
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_padding_divides_into_shards(num_shards: int) -> None:
+    buffer = FlatBuffer(net(), num_shards=num_shards)
+    shards = [buffer.vector.shard(i, num_shards) for i in range(num_shards)]
+    assert len({x.raw.numel() for x in shards}) == 1
+    assert sum(x.segments[0].numel() for x in shards if x.segments) == buffer.vector.segments[0].numel()
+    for i, shard in enumerate(shards):
+        for segment in shard.segments:
             segment.fill_(i + 1)
     assert bool((buffer.vector.segments[0] > 0).all())
 

@@ -32,8 +32,8 @@ def test_a_total_that_overflows_is_no_bad_element() -> None:
 
 def test_the_empty_shard_of_a_process_is_finite() -> None:
     """A small model over several processes leaves some of them without any element."""
-    layout = FlatLayout.of([(torch.float32, 15)], num_slices=2)
-    shard = FlatVector.zeros(layout, CPU).slice(1, 2)
+    layout = FlatLayout.of([(torch.float32, 15)], num_shards=2)
+    shard = FlatVector.zeros(layout, CPU).shard(1, 2)
     assert not shard.segments
     assert is_finite(shard)
     assert FiniteCheck()(shard)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gossip_modules import FlatVector
-from gossip_modules.flat.layout import ALIGNMENT, FlatLayout, Part
-from gossip_modules.flat.vector import CHUNK, add_
+from gossip_modules.flat.layout import ALIGNMENT, FlatLayout, TensorSpec
+from gossip_modules.flat.vector import SCRATCH_NUMEL, add_
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LAYOUT = FlatLayout.of([(torch.float32, 7), (torch.bfloat16, 5), (torch.float64, 3)])
@@ -39,7 +39,7 @@ def assert_close(vector: FlatVector, expected: list[Tensor]) -> None:
 
 
 def test_segments_are_aligned_and_do_not_overlap() -> None:
-    layout = FlatLayout.of([(dtype, numel) for dtype, numel in zip(DTYPES, (1, 0, 33, 100), strict=True)], num_slices=3)
+    layout = FlatLayout.of([(dtype, numel) for dtype, numel in zip(DTYPES, (1, 0, 33, 100), strict=True)], num_shards=3)
     assert layout.num_bytes % (3 * ALIGNMENT) == 0
     stop = 0
     for segment in layout.segments:
@@ -49,79 +49,74 @@ def test_segments_are_aligned_and_do_not_overlap() -> None:
     assert stop <= layout.num_bytes
 
 
-@pytest.mark.parametrize("num_slices", [1, 2, 4])
-def test_slices_partition_every_segment(num_slices: int) -> None:
-    vector = random_vector(0, FlatLayout.of([(torch.float32, 50), (torch.bfloat16, 99)], num_slices))
-    slices = [vector.slice(i, num_slices) for i in range(num_slices)]
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_shards_partition_every_segment(num_shards: int) -> None:
+    vector = random_vector(0, FlatLayout.of([(torch.float32, 50), (torch.bfloat16, 99)], num_shards))
+    shards = [vector.shard(i, num_shards) for i in range(num_shards)]
     for dtype, whole in zip((torch.float32, torch.bfloat16), vector.segments, strict=True):
-        assert torch.equal(torch.cat([x for part in slices for x in part.segments if x.dtype is dtype]), whole)
-    slices[0].push_sum_weight.fill_(3)
-    assert float(vector.push_sum_weight) == 3, "slices share the weight"
+        assert torch.equal(torch.cat([x for shard in shards for x in shard.segments if x.dtype is dtype]), whole)
+    shards[0].push_sum_weight.fill_(3)
+    assert float(vector.push_sum_weight) == 3, "shards share the weight"
 
 
-PARTS = [
-    Part((3, 5)),
-    Part((2, 2, 3)),
-    Part((7,)),
-    Part(()),
-    Part((0, 4)),
-    Part((4, 6), True),
-    Part((1, 9)),
-    Part((9, 1)),
+SPECS = [
+    *map(TensorSpec, [(3, 5), (2, 2, 3), (7,), (), (0, 4)]),
+    TensorSpec((4, 6), True),
+    *map(TensorSpec, [(1, 9), (9, 1)]),
 ]
 
 
-@pytest.mark.parametrize("part", PARTS, ids=str)
-def test_a_cut_keeps_all_elements_and_whole_rows(part: Part) -> None:
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_cut_keeps_all_elements_and_whole_rows(spec: TensorSpec) -> None:
     """Cut anywhere: no element is lost, a matrix is whole rows of the same shape, buffers stay buffers."""
-    row = prod(part.shape[1:])
-    for first in range(part.numel + 1):
-        for last in range(first + 1, part.numel + 1):
-            pieces = list(part.cut(first, last))
-            assert sum(piece.numel for piece in pieces) == last - first
-            assert all(piece.is_buffer is part.is_buffer and piece.numel > 0 for piece in pieces)
+    row = prod(spec.shape[1:])
+    for first in range(spec.numel + 1):
+        for last in range(first + 1, spec.numel + 1):
+            cuts = list(spec.cut(first, last))
+            assert sum(cut.numel for cut in cuts) == last - first
+            assert all(cut.is_buffer is spec.is_buffer and cut.numel > 0 for cut in cuts)
             place = first
-            for piece in pieces:
-                if piece.is_matrix:
-                    assert piece.shape[1:] == part.shape[1:]
+            for cut in cuts:
+                if cut.is_matrix:
+                    assert cut.shape[1:] == spec.shape[1:]
                     assert place % row == 0
-                place += piece.numel
-            whole = max(last // row - -(-first // row), 0) * row if part.is_matrix and row else 0
-            assert sum(piece.numel for piece in pieces if piece.is_matrix) == whole, "some whole row is no matrix"
-    assert list(part.cut(0, part.numel)) == [part]
+                place += cut.numel
+            whole = max(last // row - -(-first // row), 0) * row if spec.is_matrix and row else 0
+            assert sum(cut.numel for cut in cuts if cut.is_matrix) == whole, "some whole row is no matrix"
+    assert list(spec.cut(0, spec.numel)) == [spec]
 
 
-@pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
-def test_slices_know_their_parts(num_slices: int) -> None:
-    layout = FlatLayout.of([(torch.float32, PARTS), (torch.float64, PARTS[::-1]), (torch.bfloat16, 9)], num_slices)
-    size = layout.num_bytes // num_slices
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+def test_shards_know_their_tensors(num_shards: int) -> None:
+    layout = FlatLayout.of([(torch.float32, SPECS), (torch.float64, SPECS[::-1]), (torch.bfloat16, 9)], num_shards)
+    size = layout.num_bytes // num_shards
     numels: dict[torch.dtype, int] = {}
-    for index in range(num_slices):
+    for index in range(num_shards):
         for segment in layout.cut(index * size, (index + 1) * size).segments:
-            assert sum(part.numel for part in segment.parts) == segment.numel
+            assert sum(spec.numel for spec in segment.specs) == segment.numel
             numels[segment.dtype] = numels.get(segment.dtype, 0) + segment.numel
     assert numels == {segment.dtype: segment.numel for segment in layout.segments}
 
 
-def test_places_are_those_of_the_parts() -> None:
-    layout = FlatLayout.of([(torch.float32, PARTS), (torch.float64, 5)])
+def test_places_are_those_of_the_tensors() -> None:
+    layout = FlatLayout.of([(torch.float32, SPECS), (torch.float64, 5)])
     known, unknown = layout.segments
-    assert [part for _, part in known.places()] == PARTS
+    assert [spec for _, spec in known.places()] == SPECS
     assert [first for first, _ in known.places()] == [0, 15, 27, 34, 35, 35, 59, 68]
-    assert list(unknown.places()) == [(0, Part((5,)))]
+    assert list(unknown.places()) == [(0, TensorSpec((5,)))]
 
 
 def test_matrices_are_parameters_of_two_dimensions_or_more() -> None:
-    assert [part.is_matrix for part in PARTS] == [True, True, False, False, True, False, True, True]
-    assert [part.numel for part in PARTS] == [15, 12, 7, 1, 0, 24, 9, 9]
+    assert [spec.is_matrix for spec in SPECS] == [True, True, False, False, True, False, True, True]
+    assert [spec.numel for spec in SPECS] == [15, 12, 7, 1, 0, 24, 9, 9]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("other", DTYPES)
 def test_addition_of_two_dtypes_rounds_once(dtype: torch.dtype, other: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(CHUNK + 5, generator=generator).to(dtype)
-    y = torch.randn(CHUNK + 5, generator=generator).to(other)
+    x = torch.randn(SCRATCH_NUMEL + 5, generator=generator).to(dtype)
+    y = torch.randn(SCRATCH_NUMEL + 5, generator=generator).to(other)
     expected = x.double() + 0.3 * y.double()
     add_(x, y, alpha=0.3)
     tolerance = 1.01 * max(torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps) if dtype.itemsize < 8 else 1e-15
@@ -146,8 +141,8 @@ def test_narrow_messages_are_added_to_wide_segments() -> None:
 def test_combine_is_a_linear_combination(scale: float, weights: list[float]) -> None:
     x, others = random_vector(0), [random_vector(1 + i) for i in range(len(weights))]
     expected = [
-        scale * parts[0] + sum(w * part for w, part in zip(weights, parts[1:], strict=True))
-        for parts in zip(*map(tensors, (x, *others)), strict=True)
+        scale * own + sum(w * message for w, message in zip(weights, messages, strict=True))
+        for own, *messages in zip(*map(tensors, (x, *others)), strict=True)
     ]
     assert_close(x.combine_(scale, others, weights), expected)
 
@@ -175,7 +170,7 @@ def test_difference_is_the_correction(own: float, weights: list[float]) -> None:
 
 
 def test_narrow_segments_longer_than_a_chunk() -> None:
-    layout = FlatLayout.of([(torch.bfloat16, CHUNK + 3)])
+    layout = FlatLayout.of([(torch.bfloat16, SCRATCH_NUMEL + 3)])
     x, y = random_vector(0, layout), random_vector(1, layout)
     expected = (0.5 * x.segments[0].float() + 0.5 * y.segments[0].float()).bfloat16()
     x.combine_(0.5, [y], [0.5])
@@ -201,7 +196,7 @@ def test_weight_transitions_are_inverse() -> None:
     x = random_vector(0)
     before, w = tensors(x), float(x.push_sum_weight)
     x.divide_by_weight_()
-    assert_close(x, [*(part / w for part in before[:-1]), before[-1]])
+    assert_close(x, [*(segment / w for segment in before[:-1]), before[-1]])
     x.multiply_by_weight_()
     assert_close(x, before)
 
@@ -239,9 +234,3 @@ def test_copies_are_separate() -> None:
     assert float(z.push_sum_weight) == 1
     assert not z.raw.any()
     assert torch.equal(z.copy_(y).push_sum_weight, y.push_sum_weight)
-
-
-def test_weight_is_the_old_name_of_push_sum_weight() -> None:
-    x = random_vector(0)
-    with pytest.warns(DeprecationWarning, match=r"FlatVector.weight is now push_sum_weight"):
-        assert x.weight is x.push_sum_weight

@@ -32,7 +32,7 @@ from gossip_modules import (
     TopK,
     connect,
 )
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.problems import train_step
 from tests.harness.ranks import CPU, TIMEOUT
@@ -81,13 +81,13 @@ DYNAMIC: dict[str, MixingManager] = {
 MIXINGS = STATIC | DYNAMIC
 
 
-PARTS = [Part((4, 3)), Part((4, 3)), Part((3, 2, 2)), Part((1, 7)), Part((7,)), Part(()), Part((0, 3))]
+SPECS = [*map(TensorSpec, [(4, 3), (4, 3), (3, 2, 2), (1, 7), (7,), (), (0, 3)])]
 
 
-BUFFERS = [Part((3,), True), Part((), True)]
+BUFFERS = [TensorSpec((3,), True), TensorSpec((), True)]
 
 
-LAYOUT = FlatLayout.of([(torch.float64, [*PARTS, *BUFFERS])])
+LAYOUT = FlatLayout.of([(torch.float64, [*SPECS, *BUFFERS])])
 
 
 def cases(*graphs: str) -> pytest.MarkDecorator:

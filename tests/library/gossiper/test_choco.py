@@ -22,7 +22,7 @@ from gossip_modules import (
     SignNorm,
     TopK,
 )
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.problems import loss_of, net, train_step
 from tests.harness.ranks import run_ranks, solo_group
@@ -30,7 +30,7 @@ from tests.harness.reference import flatten
 from tests.library.gossiper.contract import STATIC, bound, vector_of
 from tests.library.gossiper.test_compressed import rounds_of
 
-LAYOUT = FlatLayout.of([(torch.float64, [Part((3, 4)), Part((5,))])])
+LAYOUT = FlatLayout.of([(torch.float64, [TensorSpec((3, 4)), TensorSpec((5,))])])
 GRAPHS = ["ring", "star", "path"]
 Code = Callable[[Tensor], Tensor]
 
@@ -135,7 +135,7 @@ def test_a_graph_that_changes_is_refused(mixing: MixingManager) -> None:
 
 def test_bytes_are_the_compressors_and_a_header() -> None:
     compressor = TopK(0.1)
-    layout = FlatLayout.of([(torch.float32, [Part((40, 10)), Part((30,)), Part((3,), True)])])
+    layout = FlatLayout.of([(torch.float32, [TensorSpec((40, 10)), TensorSpec((30,)), TensorSpec((3,), True)])])
     size = compressor.num_bytes(430, torch.float32)
 
     def body(group: dist.ProcessGroup) -> None:

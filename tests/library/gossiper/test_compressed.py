@@ -26,7 +26,7 @@ from gossip_modules import (
     TopK,
     UniformMixing,
 )
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.ranks import run_ranks, solo_group
 from tests.library.gossiper.contract import (
@@ -35,7 +35,7 @@ from tests.library.gossiper.contract import (
     GOSSIPERS,
     LAYOUT,
     MIXINGS,
-    PARTS,
+    SPECS,
     Make,
     bound,
     cases,
@@ -90,7 +90,7 @@ def test_difference_is_finish_minus_what_was_sent(name: str, graph: str) -> None
 @cases("path", "negative", "bipartite")
 def test_the_mean_is_kept(name: str, graph: str) -> None:
     for dtype in (torch.float32, torch.float64):
-        first, *rest = rounds_of(GOSSIPERS[name], MIXINGS[graph], 6, FlatLayout.of([(dtype, [*PARTS, *BUFFERS])]))
+        first, *rest = rounds_of(GOSSIPERS[name], MIXINGS[graph], 6, FlatLayout.of([(dtype, [*SPECS, *BUFFERS])]))
         assert not torch.equal(first, rest[0]), "nothing was mixed"
         tolerance = 20 * torch.finfo(dtype).eps
         for x in rest:
@@ -104,7 +104,7 @@ RESIDUES = {"DeepSqueeze SignNorm": 0.6, "DeepSqueeze RandomK": 0.4, "PowerGossi
 
 @cases("path", "bipartite")
 def test_ranks_come_to_agree(name: str, graph: str) -> None:
-    layout = FlatLayout.of([(torch.float64, [Part((6, 5)), Part((7,))])])
+    layout = FlatLayout.of([(torch.float64, [TensorSpec((6, 5)), TensorSpec((7,))])])
     first, *_, last = rounds_of(GOSSIPERS[name], MIXINGS[graph], 30, layout)
     spread = [float((x - x.mean(0)).norm()) for x in (first, last)]
     assert spread[1] < RESIDUES.get(name, 0.2) * spread[0]
@@ -129,11 +129,11 @@ def test_buffers_are_mixed_exactly_by_weights_that_are_not_negative(name: str, g
 
 MANY = FlatLayout.of(
     [
-        (torch.bfloat16, [Part((6, 4)), Part((5,))]),
-        (torch.float32, [Part((3, 4)), Part((2,), True)]),
-        (torch.float16, [Part((9, 2))]),
-        (torch.float64, [Part((2, 3)), Part(())]),
-        (torch.bfloat16, [Part((8,), True)]),
+        (torch.bfloat16, [TensorSpec((6, 4)), TensorSpec((5,))]),
+        (torch.float32, [TensorSpec((3, 4)), TensorSpec((2,), True)]),
+        (torch.float16, [TensorSpec((9, 2))]),
+        (torch.float64, [TensorSpec((2, 3)), TensorSpec(())]),
+        (torch.bfloat16, [TensorSpec((8,), True)]),
         (torch.float32, 0),
     ]
 )
@@ -182,18 +182,17 @@ def test_any_shape(name: str) -> None:
 
 
 @ANY_NAME
-def test_slices_of_a_vector(name: str) -> None:
+def test_shards_of_a_vector(name: str) -> None:
     """As the processes of a node gossip: cut anywhere, in the middle of matrices too."""
-    layout = FlatLayout.of(
-        [(torch.float32, [Part((9, 11)), Part((9, 11)), Part((21,)), *BUFFERS]), (torch.float64, [Part((5, 5))])], 4
-    )
+    specs = [*map(TensorSpec, [(9, 11), (9, 11), (21,)]), *BUFFERS]
+    layout = FlatLayout.of([(torch.float32, specs), (torch.float64, [TensorSpec((5, 5))])], 4)
 
     def body(group: dist.ProcessGroup) -> FlatVector:
         s = vector_of(group.rank(), layout)
-        pieces = [(bound(GOSSIPERS[name](), ring(4), group), s.slice(i, 4)) for i in range(4)]
+        shards = [(bound(GOSSIPERS[name](), ring(4), group), s.shard(i, 4)) for i in range(4)]
         for t in range(6):
-            for gossiper, piece in pieces:
-                gossiper.mix(piece, t)
+            for gossiper, shard in shards:
+                gossiper.mix(shard, t)
         return s
 
     ranks = run_ranks(4, body)
@@ -218,7 +217,7 @@ def test_world_of_one_keeps_its_value(name: str) -> None:
 
 @ANY_NAME
 def test_autocast_changes_no_bit(name: str) -> None:
-    layout = FlatLayout.of([(torch.float32, PARTS)])
+    layout = FlatLayout.of([(torch.float32, SPECS)])
 
     def body(group: dist.ProcessGroup) -> None:
         results = []

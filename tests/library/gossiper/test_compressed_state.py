@@ -14,14 +14,14 @@ from gossip_modules import (
     PowerGossip,
     PushPull,
 )
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from tests.harness.problems import net
 from tests.harness.ranks import HangUp, run_ranks, solo_group
 from tests.library.gossiper.contract import (
     ANY_NAME,
     GOSSIPERS,
     MIXINGS,
-    PARTS,
+    SPECS,
     bound,
     cases,
     restored,
@@ -80,7 +80,7 @@ def test_the_keys_of_a_state_never_change(name: str) -> None:
 def test_a_state_written_by_hand_with_these_keys_is_loaded() -> None:
     """CHOCO in a world of one: x <- x + step_size drift, and nothing is exchanged."""
     gossiper, s = bound(GOSSIPERS["Choco SignNorm"](), ring(1), solo_group()), vector_of(0)
-    num_compressed = sum(part.numel for part in PARTS)
+    num_compressed = sum(spec.numel for spec in SPECS)
     tensors = {name: torch.full((num_compressed,), value, dtype=torch.float64) for name, value in _VALUES.items()}
     state = {"algorithm": "Choco", "peers": [], "digests": [], "num_messages": 5, "sections": [tensors]}
     gossiper.load_state_dict({"mixing": repr(gossiper.mixing), **state})
@@ -158,7 +158,7 @@ def test_a_state_of_another_algorithm_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Choco TopK", "DeepSqueeze SignNorm", "PowerGossip"])
 def test_a_state_of_another_model_is_refused(name: str) -> None:
-    other = FlatLayout.of([(torch.float64, [Part((6, 6))])])
+    other = FlatLayout.of([(torch.float64, [TensorSpec((6, 6))])])
 
     def body(group: dist.ProcessGroup) -> None:
         gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank())
@@ -190,7 +190,7 @@ def test_a_state_of_other_neighbours_is_refused(name: str) -> None:
 
 @ANY_NAME
 def test_other_tensors_restart_the_state_with_a_warning(name: str) -> None:
-    other = FlatLayout.of([(torch.float64, [Part((6, 6))])])
+    other = FlatLayout.of([(torch.float64, [TensorSpec((6, 6))])])
 
     def body(group: dist.ProcessGroup) -> None:
         gossiper = bound(GOSSIPERS[name](), ring(2), group)

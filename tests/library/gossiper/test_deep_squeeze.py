@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import Compressor, DeepSqueeze, SignNorm, TopK
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from tests.harness.ranks import run_ranks
 from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, vector_of
 from tests.library.gossiper.test_choco import CODE_NAMES, CODES, Code
 from tests.library.gossiper.test_compressed import rounds_of
 
-LAYOUT = FlatLayout.of([(torch.float64, [Part((3, 4)), Part((5,))])])
+LAYOUT = FlatLayout.of([(torch.float64, [TensorSpec((3, 4)), TensorSpec((5,))])])
 MIXINGS = {"ring": STATIC["ring"], "star": STATIC["star"], "path": STATIC["path"], "bipartite": DYNAMIC["bipartite"]}
 
 
@@ -66,7 +66,7 @@ def test_what_is_not_sent_is_remembered(compressor: Compressor) -> None:
 
 
 def test_bytes_are_the_compressors_and_a_header() -> None:
-    layout = FlatLayout.of([(torch.float32, [Part((40, 10)), Part((30,))])])
+    layout = FlatLayout.of([(torch.float32, [TensorSpec((40, 10)), TensorSpec((30,))])])
     size = SignNorm(64).num_bytes(430, torch.float32)
 
     def body(group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gossip_modules import FlatVector
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.gossiper.message import Header, MessageBuffer, tensor_runs
 from tests.harness.ranks import CPU
 
@@ -50,21 +50,21 @@ def test_header_holds_words_modulo_2_to_the_32(word: int) -> None:
 
 LAYOUT = FlatLayout.of(
     [
-        (torch.float32, [Part((2, 3)), Part((2, 3)), Part((0,)), Part((4, 5)), Part((7,)), Part(()), Part((3,), True)]),
-        (torch.float64, [Part((2,)), Part((0, 4))]),
+        (torch.float32, [*map(TensorSpec, [(2, 3), (2, 3), (0,), (4, 5), (7,), ()]), TensorSpec((3,), True)]),
+        (torch.float64, [TensorSpec((2,)), TensorSpec((0, 4))]),
         (torch.float32, 6),
-        (torch.bfloat16, [Part((2, 2), True)]),
+        (torch.bfloat16, [TensorSpec((2, 2), True)]),
     ]
 )
 
 
 def test_runs_are_the_parts_in_as_few_runs_as_possible() -> None:
-    matrices = tensor_runs(LAYOUT, lambda part: part.is_matrix)
+    matrices = tensor_runs(LAYOUT, lambda spec: spec.is_matrix)
     assert [(s.segment, s.first, s.last) for s in matrices] == [(0, 0, 32)]
-    assert [part.shape for part in matrices[0].parts] == [(2, 3), (2, 3), (4, 5)]
-    rest = tensor_runs(LAYOUT, lambda part: not part.is_matrix)
+    assert [spec.shape for spec in matrices[0].specs] == [(2, 3), (2, 3), (4, 5)]
+    rest = tensor_runs(LAYOUT, lambda spec: not spec.is_matrix)
     assert [(s.segment, s.first, s.last) for s in rest] == [(0, 32, 43), (1, 0, 2), (2, 0, 6), (3, 0, 4)]
-    buffers = tensor_runs(LAYOUT, lambda part: part.is_buffer)
+    buffers = tensor_runs(LAYOUT, lambda spec: spec.is_buffer)
     assert [(s.segment, s.first, s.last) for s in buffers] == [(0, 40, 43), (3, 0, 4)]
 
 
@@ -75,15 +75,15 @@ def test_runs_of_a_predicate_and_of_its_opposite_partition_a_layout(seed: int) -
     def draw(high: int) -> int:
         return int(torch.randint(high, (1,), generator=generator))
 
-    parts = [Part((draw(4), draw(3)) if draw(2) else (draw(5),), bool(draw(2))) for _ in range(8)]
-    layout = FlatLayout.of([(torch.float32, parts), (torch.float64, parts[::-1])])
-    found = [*tensor_runs(layout, lambda part: part.is_buffer), *tensor_runs(layout, lambda part: not part.is_buffer)]
+    specs = [TensorSpec((draw(4), draw(3)) if draw(2) else (draw(5),), bool(draw(2))) for _ in range(8)]
+    layout = FlatLayout.of([(torch.float32, specs), (torch.float64, specs[::-1])])
+    found = [*tensor_runs(layout, lambda spec: spec.is_buffer), *tensor_runs(layout, lambda spec: not spec.is_buffer)]
     vector = FlatVector.zeros(layout, CPU)
     for run in found:
-        assert run.of(vector).numel() == sum(part.numel for part in run.parts) > 0
-        assert len({part.is_buffer for part in run.parts}) == 1
+        assert run.of(vector).numel() == sum(spec.numel for spec in run.specs) > 0
+        assert len({spec.is_buffer for spec in run.specs}) == 1
         run.of(vector).add_(1)
     assert all(bool((segment == 1).all()) for segment in vector.segments)
     for one, other in itertools.combinations(found, 2):
         is_joined = one.segment == other.segment and (one.last == other.first or other.last == one.first)
-        assert not is_joined or one.parts[0].is_buffer is not other.parts[0].is_buffer
+        assert not is_joined or one.specs[0].is_buffer is not other.specs[0].is_buffer

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import FlatVector, Moniqua
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from tests.harness.ranks import run_ranks
 from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, ring, vector_of
 from tests.library.gossiper.test_compressed import rounds_of
 
-LAYOUT = FlatLayout.of([(torch.float64, [Part((3, 4)), Part((5,))])])
+LAYOUT = FlatLayout.of([(torch.float64, [TensorSpec((3, 4)), TensorSpec((5,))])])
 MIXINGS = {"ring": STATIC["ring"], "star": STATIC["star"], "path": STATIC["path"], "bipartite": DYNAMIC["bipartite"]}
 BITS = pytest.mark.parametrize("bits", [2, 4, 8])
 
@@ -161,7 +161,7 @@ def test_agreement_far_from_zero() -> None:
 
 @BITS
 def test_bytes_are_the_bits_a_checksum_and_a_header(bits: int) -> None:
-    layout = FlatLayout.of([(torch.float32, [Part((40, 10)), Part((31,)), Part((3,), True)])])
+    layout = FlatLayout.of([(torch.float32, [TensorSpec((40, 10)), TensorSpec((31,)), TensorSpec((3,), True)])])
 
     def body(group: dist.ProcessGroup) -> None:
         gossiper = bound(Moniqua(20.0, bits=bits), STATIC["star"], group)
@@ -173,7 +173,7 @@ def test_bytes_are_the_bits_a_checksum_and_a_header(bits: int) -> None:
     run_ranks(4, body)
 
 
-def test_pieces_of_a_long_vector_fit_together() -> None:
+def test_chunks_of_a_long_vector_fit_together() -> None:
     """Longer than what is coded at a time, in an odd number of entries."""
     x = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
     y = x + 0.4 * (torch.rand(300_001, generator=torch.Generator().manual_seed(1)) - 0.5)

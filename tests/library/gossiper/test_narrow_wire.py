@@ -28,7 +28,7 @@ from gossip_modules import (
     connect,
     select_graph,
 )
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from tests.harness.problems import loss_of, net, sgd
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.library.gossiper.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
@@ -231,7 +231,7 @@ def test_global_average_is_exact_and_resets_the_weight() -> None:
 def test_statistics_stay_positive_where_self_weights_are_negative(wire_dtype: torch.dtype | None) -> None:
     """Node 1 of this graph has five links and the self-weight -0.43; its running variance is 100 times the others'."""
     mixing = LaplacianMixing(MatchaGraph(select_graph(0), budget=1.0))
-    layout = FlatLayout.of([(torch.float32, [Part((3, 2)), Part((4,), is_buffer=True)])])
+    layout = FlatLayout.of([(torch.float32, [TensorSpec((3, 2)), TensorSpec((4,), is_buffer=True)])])
 
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         gossiper = bound(PushPull(wire_dtype=wire_dtype), mixing, group)

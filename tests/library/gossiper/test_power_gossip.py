@@ -22,7 +22,7 @@ from gossip_modules import (
     PowerGossip,
     RingGraph,
 )
-from gossip_modules.flat.layout import FlatLayout, Part
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.gossiper.compressed import CompressedGossiper
 from tests.harness.problems import net
 from tests.harness.ranks import CPU, run_ranks, solo_group
@@ -102,7 +102,7 @@ def begin_with(gossiper: CompressedGossiper, s: FlatVector, factors: list[dict[t
 def test_rounds_are_those_of_the_paper(graph: str, rank: int, num_iterations: int) -> None:
     """Two matrices and a vector, float64, starting from factors that the test has chosen."""
     mixing, num_rounds = MIXINGS[graph], 6
-    layout = FlatLayout.of([(torch.float64, [Part((4, 5)), Part((6, 2, 2)), Part((3,))])])
+    layout = FlatLayout.of([(torch.float64, [TensorSpec((4, 5)), TensorSpec((6, 2, 2)), TensorSpec((3,))])])
     factors = [first_factors(mixing, columns, rank) for columns in (5, 4)]
 
     def body(group: dist.ProcessGroup) -> list[Tensor]:
@@ -187,7 +187,7 @@ def test_a_fixed_difference_of_low_rank_is_gone_in_two_iterations(rank: int, idl
 
 def test_convergence_is_linear_with_nothing_tuned() -> None:
     """The logarithm of the error falls at a constant rate, down to rounding."""
-    layout = FlatLayout.of([(torch.float64, [Part((5, 5))])])
+    layout = FlatLayout.of([(torch.float64, [TensorSpec((5, 5))])])
     _, *rest = rounds_of(PowerGossip, ring(4), 100, layout)
     errors = [float((x - x.mean(0)).square().sum()) for x in rest]
     digits = [np.log10(errors[t] / errors[t + 30]) for t in (9, 39, 69)]
@@ -222,10 +222,10 @@ def test_default_step_size_is_the_best_of_plain_gossip(mixing: MixingManager, ex
 
 DTYPES = FlatLayout.of(
     [
-        (torch.float32, [Part((6, 4)), Part((6, 4)), Part((5, 3)), Part((9,))]),
-        (torch.bfloat16, [Part((7, 3))]),
-        (torch.float64, [Part((3, 8)), Part((2, 2, 2, 2)), Part((3,), True)]),
-        (torch.float16, [Part((4, 4)), Part((5,))]),
+        (torch.float32, [TensorSpec((6, 4)), TensorSpec((6, 4)), TensorSpec((5, 3)), TensorSpec((9,))]),
+        (torch.bfloat16, [TensorSpec((7, 3))]),
+        (torch.float64, [TensorSpec((3, 8)), TensorSpec((2, 2, 2, 2)), TensorSpec((3,), True)]),
+        (torch.float16, [TensorSpec((4, 4)), TensorSpec((5,))]),
     ]
 )
 
@@ -327,7 +327,7 @@ SHAPES = [(3, 50), (3, 50), (11, 7), (64, 64)]
 @pytest.mark.parametrize("rank", [1, 4])
 def test_bytes_are_those_of_one_factor(rank: int, num_iterations: int) -> None:
     """r m or r n numbers in turn; vectors and buffers in full, once a round; a header and a message per iteration."""
-    layout = FlatLayout.of([(torch.float32, [*map(Part, SHAPES), Part((13,)), Part((5,), True)])])
+    layout = FlatLayout.of([(torch.float32, [*map(TensorSpec, SHAPES), TensorSpec((13,)), TensorSpec((5,), True)])])
 
     def body(group: dist.ProcessGroup) -> None:
         gossiper = bound(PowerGossip(rank=rank, num_iterations=num_iterations), STATIC["star"], group)
@@ -355,7 +355,7 @@ def test_bytes_are_those_of_one_factor(rank: int, num_iterations: int) -> None:
 
 def test_vectors_in_code_are_one_matrix() -> None:
     """100 numbers in 10 x 10 and one that stays exact: 10 numbers a message, and they come to agree."""
-    layout = FlatLayout.of([(torch.float32, [Part((60,)), Part((40,)), Part((5,), True)])])
+    layout = FlatLayout.of([(torch.float32, [TensorSpec((60,)), TensorSpec((40,)), TensorSpec((5,), True)])])
 
     def body(group: dist.ProcessGroup) -> Tensor:
         gossiper, s = bound(PowerGossip(compress_vectors=True), ring(2), group), vector_of(group.rank(), layout)
@@ -371,25 +371,25 @@ def test_vectors_in_code_are_one_matrix() -> None:
 
 
 @pytest.mark.parametrize("compress_vectors", [False, True])
-def test_matrices_are_found_in_any_slice(compress_vectors: bool) -> None:
+def test_matrices_are_found_in_any_shard(compress_vectors: bool) -> None:
     """A cut leaves torn rows and whole ones: a difference of rank one is gone in two iterations, row by row."""
-    layout = FlatLayout.of([(torch.float64, [Part((10, 7)), Part((10, 7)), Part((9,))])], num_slices=3)
+    layout = FlatLayout.of([(torch.float64, [*map(TensorSpec, [(10, 7), (10, 7), (9,)])])], num_shards=3)
     difference = torch.cat([low_rank(10, 7, 1, seed).flatten() for seed in (0, 1)])
 
     def body(group: dist.ProcessGroup) -> None:
         s = FlatVector.zeros(layout, CPU)
         s.segments[0][:140] += group.rank() * difference
         for k in range(3):
-            piece = s.slice(k, 3)
+            shard = s.shard(k, 3)
             gossiper = bound(PowerGossip(compress_vectors=compress_vectors), ring(2), group)
             for t in range(2):
-                gossiper.mix(piece, t)
-            for segment in piece.layout.segments:
-                for first, part in segment.places():
-                    if part.is_matrix:
-                        got = piece.segments[0][first : first + part.numel]
-                        start = k * piece.raw.numel() // 8 + first
-                        want = difference[start : start + part.numel] / 2
+                gossiper.mix(shard, t)
+            for segment in shard.layout.segments:
+                for first, spec in segment.places():
+                    if spec.is_matrix:
+                        got = shard.segments[0][first : first + spec.numel]
+                        start = k * shard.raw.numel() // 8 + first
+                        want = difference[start : start + spec.numel] / 2
                         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
     run_ranks(2, body)
@@ -435,7 +435,7 @@ def test_a_directed_link_is_refused() -> None:
 
 def test_ends_out_of_step_by_one_iteration() -> None:
     """One sends left factors, the other right ones, of other sizes: an error all the same, on both."""
-    layout = FlatLayout.of([(torch.float32, [Part((40, 3))])])
+    layout = FlatLayout.of([(torch.float32, [TensorSpec((40, 3))])])
 
     def body(group: dist.ProcessGroup) -> None:
         gossiper, s = bound(PowerGossip(), ring(2), group), vector_of(group.rank(), layout)

@@ -90,12 +90,12 @@ TENSORS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 26])
-def test_broadcast_brings_every_tensor_of_rank_0(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 1 << 26])
+def test_broadcast_brings_every_tensor_of_rank_0(chunk_bytes: int) -> None:
     def body(group: dist.ProcessGroup) -> list[Tensor]:
         tensors = [make(group.rank()) for make in TENSORS.values()]
         pointers = [tensor.data_ptr() for tensor in tensors]
-        broadcast_tensors(transport_of(group), tensors, bucket_bytes=bucket_bytes)
+        broadcast_tensors(transport_of(group), tensors, chunk_bytes=chunk_bytes)
         assert [tensor.data_ptr() for tensor in tensors] == pointers
         return tensors
 

@@ -10,10 +10,10 @@ import torch
 
 from gossip_modules.dpwa.wire.distance_bound import DEFAULT_MAX_DISTANCE, DistanceBound
 from gossip_modules.dpwa.wire.message import RefusedModelError
-from gossip_modules.flat.vector import CHUNK, FlatVector
+from gossip_modules.flat.vector import SCRATCH_NUMEL, FlatVector
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-NUMEL = CHUNK + 1000  # two pieces
+NUMEL = SCRATCH_NUMEL + 1000  # two chunks
 
 
 def vector_of(value: float, dtype: torch.dtype = torch.float32) -> FlatVector:
@@ -35,7 +35,7 @@ def test_the_bound_is_exact(dtype: torch.dtype) -> None:
     assert torch.equal(own.raw, before[1])
 
 
-@pytest.mark.parametrize("place", [0, CHUNK, NUMEL - 1])
+@pytest.mark.parametrize("place", [0, SCRATCH_NUMEL, NUMEL - 1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_told_from_what_is(bad: float, place: int) -> None:
     good, sick = vector_of(1.0), vector_of(1.0)

@@ -1,4 +1,4 @@
-"""Vectors that are sent and mixed in pieces: the bits of the whole."""
+"""Vectors that are sent and mixed in chunks: the bits of the whole."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from gossip_modules import (
     select_graph,
 )
 from gossip_modules.engine.filling import Filling
-from gossip_modules.flat.layout import PIECE_ALIGNMENT, PIECE_BYTES, FlatLayout, Part
-from gossip_modules.gossiper.pipelined import is_piecewise, piecewise
+from gossip_modules.flat.layout import CHUNK_ALIGNMENT, CHUNK_BYTES, FlatLayout, TensorSpec
+from gossip_modules.gossiper.pipelined import chunkwise, is_chunkwise
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
-from tests.library.engine.vectors import BOTH, DIGRAPH, PIECE, random_vector, wide
+from tests.library.engine.vectors import BOTH, CHUNK, DIGRAPH, random_vector, wide
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -41,7 +41,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 LAYOUTS = {
     "one segment": FlatLayout.of([(torch.float32, 1003)]),
     "wide": FlatLayout.of([(torch.float32, 333), (torch.float64, 200)]),
-    "mixed": FlatLayout.of([(torch.float32, 333), (torch.bfloat16, 711), (torch.float64, 97)], num_slices=2),
+    "mixed": FlatLayout.of([(torch.float32, 333), (torch.bfloat16, 711), (torch.float64, 97)], num_shards=2),
     "tails": FlatLayout.of([(torch.bfloat16, 1), (torch.float64, 65), (torch.float32, 129), (torch.float16, 131)]),
 }
 
@@ -59,64 +59,64 @@ def assert_same_bits(x: FlatVector, y: FlatVector) -> None:
 
 
 @every_layout
-@pytest.mark.parametrize("num_bytes", [PIECE, 2 * PIECE, 5 * PIECE, PIECE_BYTES])
-def test_pieces_partition_the_vector(layout: FlatLayout, num_bytes: int) -> None:
-    places = layout.pieces(num_bytes)
+@pytest.mark.parametrize("num_bytes", [CHUNK, 2 * CHUNK, 5 * CHUNK, CHUNK_BYTES])
+def test_chunks_partition_the_vector(layout: FlatLayout, num_bytes: int) -> None:
+    places = layout.chunks(num_bytes)
     assert places[0][0] == 0
     assert places[-1][1] == layout.num_bytes
     assert all(stop == start for (_, stop), (start, _) in pairwise(places))
     assert all(0 < stop - start <= num_bytes for start, stop in places)
     vector = random_vector(0, layout)
-    pieces = vector.pieces(num_bytes)
-    assert len(pieces) == len(places)
+    chunks = vector.chunks(num_bytes)
+    assert len(chunks) == len(places)
     for dtype, whole in zip((s.dtype for s in layout.segments), vector.segments, strict=True):
-        assert torch.equal(torch.cat([x for piece in pieces for x in piece.segments if x.dtype is dtype]), whole)
+        assert torch.equal(torch.cat([x for chunk in chunks for x in chunk.segments if x.dtype is dtype]), whole)
 
 
 @every_layout
 def test_cuts_keep_vectorised_loops_in_step(layout: FlatLayout) -> None:
-    for start, _ in layout.pieces(PIECE)[1:]:
+    for start, _ in layout.chunks(CHUNK)[1:]:
         segment = max((s for s in layout.segments if s.start <= start), key=lambda s: s.start)
-        assert (start - segment.start) % PIECE_ALIGNMENT == 0
+        assert (start - segment.start) % CHUNK_ALIGNMENT == 0
 
 
-@pytest.mark.parametrize("num_bytes", [0, -PIECE, PIECE - 1, 64])
+@pytest.mark.parametrize("num_bytes", [0, -CHUNK, CHUNK - 1, 64])
 def test_other_sizes_are_refused(num_bytes: int) -> None:
-    with pytest.raises(ValueError, match=rf"got piece_bytes={num_bytes}, expected a positive multiple of 256"):
-        PushPull(piece_bytes=num_bytes)
-    with pytest.raises(ValueError, match="got piece_bytes="):
-        LAYOUTS["mixed"].pieces(num_bytes)
+    with pytest.raises(ValueError, match=rf"got chunk_bytes={num_bytes}, expected a positive multiple of 256"):
+        PushPull(chunk_bytes=num_bytes)
+    with pytest.raises(ValueError, match="got chunk_bytes="):
+        LAYOUTS["mixed"].chunks(num_bytes)
 
 
-def test_pieces_share_memory_and_are_made_once() -> None:
+def test_chunks_share_memory_and_are_made_once() -> None:
     vector = random_vector(0, LAYOUTS["mixed"])
-    pieces = vector.pieces(PIECE)
-    assert vector.pieces(PIECE) is pieces
-    assert vector.slice(1, 2) is vector.slice(1, 2)
-    assert vector.slice(1, 2).pieces(PIECE) is vector.slice(1, 2).pieces(PIECE)
-    for piece in pieces:
-        piece.raw.fill_(7)
+    chunks = vector.chunks(CHUNK)
+    assert vector.chunks(CHUNK) is chunks
+    assert vector.shard(1, 2) is vector.shard(1, 2)
+    assert vector.shard(1, 2).chunks(CHUNK) is vector.shard(1, 2).chunks(CHUNK)
+    for chunk in chunks:
+        chunk.raw.fill_(7)
     assert bool((vector.raw == 7).all())
-    assert vector.pieces(vector.layout.num_bytes) == (vector,)
-    assert len(vector.pieces()) == 1, "no test vector is longer than a piece of real size"
+    assert vector.chunks(vector.layout.num_bytes) == (vector,)
+    assert len(vector.chunks()) == 1, "no test vector is longer than a chunk of real size"
 
 
-def test_pieces_of_a_copy_are_those_of_the_copy() -> None:
+def test_chunks_of_a_copy_are_those_of_the_copy() -> None:
     vector = random_vector(0, LAYOUTS["mixed"])
-    before = [piece.raw.clone() for piece in vector.pieces(PIECE)]
+    before = [chunk.raw.clone() for chunk in vector.chunks(CHUNK)]
     for twin in (copy.deepcopy(vector), vector.clone()):
-        for piece in twin.pieces(PIECE):
-            piece.raw.zero_()
+        for chunk in twin.chunks(CHUNK):
+            chunk.raw.zero_()
         assert not twin.raw.any()
-    assert all(torch.equal(piece.raw, x) for piece, x in zip(vector.pieces(PIECE), before, strict=True))
+    assert all(torch.equal(chunk.raw, x) for chunk, x in zip(vector.chunks(CHUNK), before, strict=True))
 
 
-def test_pieces_follow_storage_that_is_replaced() -> None:
+def test_chunks_follow_storage_that_is_replaced() -> None:
     vector = random_vector(0, LAYOUTS["mixed"])
-    vector.pieces(PIECE)
+    vector.chunks(CHUNK)
     vector.raw = vector.raw.clone()
-    vector.pieces(PIECE)[0].raw.zero_()
-    assert not vector.raw[:PIECE].any()
+    vector.chunks(CHUNK)[0].raw.zero_()
+    assert not vector.raw[:CHUNK].any()
 
 
 # Arithmetic.
@@ -126,28 +126,28 @@ COEFFICIENTS = [(0.5, [0.5]), (0.2, [0.5, 0.3]), (1.0, []), (1.0, [0.0]), (-0.43
 
 @every_layout
 @pytest.mark.parametrize(("own", "weights"), COEFFICIENTS)
-def test_arithmetic_in_pieces_gives_the_bits_of_the_whole(layout: FlatLayout, own: float, weights: list[float]) -> None:
+def test_arithmetic_in_chunks_gives_the_bits_of_the_whole(layout: FlatLayout, own: float, weights: list[float]) -> None:
     others = [random_vector(1 + i, layout) for i in range(len(weights))]
-    combined, pieced = random_vector(0, layout), random_vector(0, layout)
+    combined, chunked = random_vector(0, layout), random_vector(0, layout)
     combined.combine_(own, others, weights)
-    for k, piece in enumerate(pieced.pieces(PIECE)):
-        piece.combine_segments_(own, [other.pieces(PIECE)[k] for other in others], weights)
-    pieced.combine_weight_(own, others, weights)
-    assert_same_bits(pieced, combined)
+    for k, chunk in enumerate(chunked.chunks(CHUNK)):
+        chunk.combine_segments_(own, [other.chunks(CHUNK)[k] for other in others], weights)
+    chunked.combine_weight_(own, others, weights)
+    assert_same_bits(chunked, combined)
 
-    whole, pieced = random_vector(0, layout), random_vector(0, layout)
-    alpha, factor = whole.difference_(own - 1, others, weights), pieced.factor(weights)
+    whole, chunked = random_vector(0, layout), random_vector(0, layout)
+    alpha, factor = whole.difference_(own - 1, others, weights), chunked.factor(weights)
     assert alpha == (1.0 if factor is None else factor)
-    for k, piece in enumerate(pieced.pieces(PIECE)):
-        parts = [other.pieces(PIECE)[k] for other in others]
-        piece.difference_segments_(own - 1, parts, weights, alpha=factor)
-    pieced.difference_weight_(own - 1, others, weights, alpha=factor)
-    assert_same_bits(pieced, whole)
+    for k, chunk in enumerate(chunked.chunks(CHUNK)):
+        messages = [other.chunks(CHUNK)[k] for other in others]
+        chunk.difference_segments_(own - 1, messages, weights, alpha=factor)
+    chunked.difference_weight_(own - 1, others, weights, alpha=factor)
+    assert_same_bits(chunked, whole)
 
     x, y = random_vector(9, layout), random_vector(9, layout)
     x.add_segments_(whole, alpha=alpha)
-    for piece, part in zip(y.pieces(PIECE), pieced.pieces(PIECE), strict=True):
-        piece.add_segments_(part, alpha=alpha)
+    for chunk, other in zip(y.chunks(CHUNK), chunked.chunks(CHUNK), strict=True):
+        chunk.add_segments_(other, alpha=alpha)
     assert_same_bits(y, x)
 
 
@@ -166,13 +166,13 @@ def test_apply_and_refresh_is_an_addition_and_a_copy(
     assert (x.push_sum_weight, correction.push_sum_weight) == weights
 
 
-def test_ever_more_pieces_are_filled_between_two_posts() -> None:
-    layout = FlatLayout.of([(torch.float32, 12 * PIECE // 4)])
+def test_ever_more_chunks_are_filled_between_two_posts() -> None:
+    layout = FlatLayout.of([(torch.float32, 12 * CHUNK // 4)])
     x, s = random_vector(0, layout), random_vector(1, layout)
     expected = x.clone().add_(s, alpha=0.5)
-    pieces = tuple(zip(x.pieces(PIECE), s.pieces(PIECE), strict=True))
+    chunks = tuple(zip(x.chunks(CHUNK), s.chunks(CHUNK), strict=True))
     counts = []
-    with Filling(x, s, pieces, alpha=0.5) as filling:
+    with Filling(x, s, chunks, alpha=0.5) as filling:
         for k in range(5):
             filling.fill(k)
             counts.append(filling._num_done)
@@ -201,7 +201,7 @@ def bound(gossiper: PushPull, mixing: MixingManager, group: dist.ProcessGroup) -
 
 @pytest.mark.parametrize(("make", "mixing"), MIXINGS.values(), ids=MIXINGS.keys())
 @pytest.mark.parametrize("name", ["one segment", "mixed"])
-def test_rounds_in_pieces_give_the_bits_of_the_whole(make: type[PushPull], mixing: MixingManager, name: str) -> None:
+def test_rounds_in_chunks_give_the_bits_of_the_whole(make: type[PushPull], mixing: MixingManager, name: str) -> None:
     """Synchronous and as a correction, with as many bytes sent."""
     layout = LAYOUTS[name]
 
@@ -217,37 +217,37 @@ def test_rounds_in_pieces_give_the_bits_of_the_whole(make: type[PushPull], mixin
         return results
 
     def body(group: dist.ProcessGroup) -> None:
-        whole, pieced = (bound(make(**options), mixing, group) for options in BOTH)
-        x, y = rounds(whole, group.rank()), rounds(pieced, group.rank())
-        assert len(pieced.pieces(x[0])) > 5
+        whole, chunked = (bound(make(**options), mixing, group) for options in BOTH)
+        x, y = rounds(whole, group.rank()), rounds(chunked, group.rank())
+        assert len(chunked.chunks(x[0])) > 5
         for one, other in zip(x, y, strict=True):
             assert_same_bits(one, other)
-        assert whole.transport.num_bytes_sent == pieced.transport.num_bytes_sent > 0
+        assert whole.transport.num_bytes_sent == chunked.transport.num_bytes_sent > 0
 
     run_ranks(4, body)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128])
 @pytest.mark.parametrize("shape", [(1,), (3, 100), (257,)])
-def test_any_tensor_in_pieces(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_any_tensor_in_chunks(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     def body(group: dist.ProcessGroup) -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(group.rank()), dtype=dtype)
         mixing = UniformMixing(RingGraph(3, peers_per_itr=2))
-        whole, pieced = (bound(PushSum(**options), mixing, group) for options in BOTH)
-        assert torch.equal(whole.average(x, num_rounds=2), pieced.average(x, num_rounds=2))
+        whole, chunked = (bound(PushSum(**options), mixing, group) for options in BOTH)
+        assert torch.equal(whole.average(x, num_rounds=2), chunked.average(x, num_rounds=2))
 
     run_ranks(3, body)
 
 
 def test_buffers_with_weights_of_their_own_wait_for_the_whole() -> None:
     mixing = LaplacianMixing(MatchaGraph(select_graph(0), budget=1.0))
-    layout = FlatLayout.of([(torch.float32, [Part((30, 9)), Part((130,), is_buffer=True)])])
+    layout = FlatLayout.of([(torch.float32, [TensorSpec((30, 9)), TensorSpec((130,), is_buffer=True)])])
 
     def body(group: dist.ProcessGroup) -> None:
-        whole, pieced = (bound(PushPull(**options), mixing, group) for options in BOTH)
+        whole, chunked = (bound(PushPull(**options), mixing, group) for options in BOTH)
         for step in (PushPull.finish, PushPull.difference):
             x, y = random_vector(group.rank(), layout), random_vector(group.rank(), layout)
-            for gossiper, s in ((whole, x), (pieced, y)):
+            for gossiper, s in ((whole, x), (chunked, y)):
                 gossiper.start(s, 0)
                 step(gossiper, s)
             assert_same_bits(x, y)
@@ -257,7 +257,8 @@ def test_buffers_with_weights_of_their_own_wait_for_the_whole() -> None:
 
 def test_a_correction_with_weights_for_buffers_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     mixing = LaplacianMixing(MatchaGraph(select_graph(0), budget=1.0))
-    layout = FlatLayout.of([(torch.float32, [Part((30, 9)), Part((130,), is_buffer=True)]), (torch.bfloat16, 70)])
+    specs = [TensorSpec((30, 9)), TensorSpec((130,), is_buffer=True)]
+    layout = FlatLayout.of([(torch.float32, specs), (torch.bfloat16, 70)])
     monkeypatch.setattr(FlatVector, "clone", lambda _: pytest.fail("a copy of the model"))
 
     def body(group: dist.ProcessGroup) -> None:
@@ -275,36 +276,36 @@ def test_a_correction_with_weights_for_buffers_takes_no_copy(monkeypatch: pytest
     run_ranks(8, body)
 
 
-def test_a_rank_without_peers_mixes_all_its_pieces() -> None:
-    gossiper = bound(PushSum(piece_bytes=PIECE), UniformMixing(RingGraph(1)), solo_group())
+def test_a_rank_without_peers_mixes_all_its_chunks() -> None:
+    gossiper = bound(PushSum(chunk_bytes=CHUNK), UniformMixing(RingGraph(1)), solo_group())
     s = random_vector(0, LAYOUTS["mixed"])
     assert_same_bits(gossiper.mix(s.clone(), 0), s)
     calls: list[int] = []
     gossiper.start_filling(s, 1, calls.append)
-    assert calls == list(range(len(gossiper.pieces(s))))
+    assert calls == list(range(len(gossiper.chunks(s))))
     gossiper.difference(s)
     assert not any(x.any() for x in s.segments)
 
 
 def test_nothing_ends_that_has_not_begun() -> None:
-    gossiper = bound(PushSum(piece_bytes=PIECE), UniformMixing(RingGraph(1)), solo_group())
+    gossiper = bound(PushSum(chunk_bytes=CHUNK), UniformMixing(RingGraph(1)), solo_group())
     for step in (gossiper.finish, gossiper.difference):
         with pytest.raises(AssertionError, match=r"no round is in flight: start\(\) comes first"):
             step(random_vector(0, LAYOUTS["mixed"]))
 
 
 def test_narrow_messages_stay_whole() -> None:
-    gossiper = bound(PushPull(wire_dtype=torch.bfloat16, piece_bytes=PIECE), UniformMixing(RingGraph(1)), solo_group())
+    gossiper = bound(PushPull(wire_dtype=torch.bfloat16, chunk_bytes=CHUNK), UniformMixing(RingGraph(1)), solo_group())
     s = random_vector(0, LAYOUTS["mixed"])
-    assert gossiper.pieces(s) == (s,)
-    assert repr(gossiper) == "PushPull(wire_dtype=torch.bfloat16, piece_bytes=256)"
-    assert repr(PushSum(piece_bytes=PIECE_BYTES)) == "PushSum()"
+    assert gossiper.chunks(s) == (s,)
+    assert repr(gossiper) == "PushPull(wire_dtype=torch.bfloat16, chunk_bytes=256)"
+    assert repr(PushSum(chunk_bytes=CHUNK_BYTES)) == "PushSum()"
 
 
 def test_ranks_must_cut_alike() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        with pytest.raises(ValueError, match="piece_bytes=256"):
-            GossipDataParallel(wide(), gossiper=PushSum(piece_bytes=PIECE << group.rank()), process_group=group)
+        with pytest.raises(ValueError, match="chunk_bytes=256"):
+            GossipDataParallel(wide(), gossiper=PushSum(chunk_bytes=CHUNK << group.rank()), process_group=group)
 
     run_ranks(2, body)
 
@@ -344,7 +345,7 @@ class Quiet(PushSum):
 class Outspoken(Halved):
     """Says that it knows what it does."""
 
-    @piecewise
+    @chunkwise
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
         """See `Halved`."""
         super().decode(s, weights)
@@ -352,43 +353,43 @@ class Outspoken(Halved):
 
 def test_who_overrides_a_method_gets_whole_messages() -> None:
     classes = (PushPull, PushSum, Quiet, Outspoken, Halved, Doubled)
-    assert list(map(is_piecewise, classes)) == [True, True, True, True, False, False]
+    assert list(map(is_chunkwise, classes)) == [True, True, True, True, False, False]
 
     class Heir(Halved):
-        """Of a class that is not piecewise."""
+        """Of a class that is not chunkwise."""
 
-    assert not is_piecewise(Heir)
+    assert not is_chunkwise(Heir)
 
     def body(group: dist.ProcessGroup) -> None:
         mixing = UniformMixing(RingGraph(2))
         for make in (Halved, Doubled):
-            whole, pieced = (bound(make(**options), mixing, group) for options in BOTH)
+            whole, chunked = (bound(make(**options), mixing, group) for options in BOTH)
             x, y = (random_vector(group.rank(), LAYOUTS["mixed"]) for _ in range(2))
-            assert_same_bits(whole.mix(x, 0), pieced.mix(y, 1))
-            assert pieced.pieces(y) == (y,)
+            assert_same_bits(whole.mix(x, 0), chunked.mix(y, 1))
+            assert chunked.chunks(y) == (y,)
 
     run_ranks(2, body)
 
 
 @pytest.mark.parametrize("make", [PushPull, Doubled])
 def test_what_is_filled_is_what_is_sent(make: type[PushPull]) -> None:
-    """In pieces, and for a gossiper that wants the whole; each piece is filled once and in order."""
+    """In chunks, and for a gossiper that wants the whole; each chunk is filled once and in order."""
 
     def body(group: dist.ProcessGroup) -> None:
         mixing = UniformMixing(RingGraph(2))
-        plain, filled = (bound(make(piece_bytes=PIECE), mixing, group) for _ in range(2))
+        plain, filled = (bound(make(chunk_bytes=CHUNK), mixing, group) for _ in range(2))
         x = random_vector(group.rank(), LAYOUTS["wide"])
         s, calls = x.like(), []
         s.push_sum_weight.copy_(x.push_sum_weight)
 
         def fill(k: int) -> None:
-            if k < len(filled.pieces(s)):
+            if k < len(filled.chunks(s)):
                 calls.append(k)
-                filled.pieces(s)[k].raw.copy_(filled.pieces(x)[k].raw)
+                filled.chunks(s)[k].raw.copy_(filled.chunks(x)[k].raw)
 
         filled.start_filling(s, 1, fill)
         filled.finish(s)
-        assert calls == list(range(len(filled.pieces(s))))
+        assert calls == list(range(len(filled.chunks(s))))
         assert_same_bits(plain.mix(x.clone(), 0), s)
 
     run_ranks(2, body)

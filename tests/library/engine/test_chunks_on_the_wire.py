@@ -1,4 +1,4 @@
-"""Pieces on the wire and in the overlapping engine, against real and scripted networks."""
+"""Chunks on the wire and in the overlapping engine, against real and scripted networks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gossip_modules.transport.staging import MAX_STAGED, Staging
 from tests.harness.problems import loss_of, sgd, train
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, assert_no_gossip_threads, run_ranks
 from tests.harness.reference import Oracle, flatten, uniform
-from tests.library.engine.vectors import BOTH, DIGRAPH, PIECE, random_vector, wide
+from tests.library.engine.vectors import BOTH, CHUNK, DIGRAPH, random_vector, wide
 
 SECONDS = 0.4
 
@@ -45,12 +45,12 @@ PATIENCE = 10.0
 
 
 def numbered(rank: int, k: int, length: int = 4) -> Tensor:
-    """Piece k of this rank."""
+    """Chunk k of this rank."""
     return torch.arange(length) + 100.0 * rank + 10.0 * k
 
 
-def test_a_piece_arrives_before_the_next_is_filled() -> None:
-    """So filling and mixing hide under the transfer: rank 1 fills piece k + 1 when rank 0 has got piece k."""
+def test_a_chunk_arrives_before_the_next_is_filled() -> None:
+    """So filling and mixing hide under the transfer: rank 1 fills chunk k + 1 when rank 0 has got chunk k."""
     arrived = [threading.Event() for _ in range(4)]
 
     def body(group: dist.ProcessGroup) -> None:
@@ -62,7 +62,7 @@ def test_a_piece_arrives_before_the_next_is_filled() -> None:
         def fill(k: int) -> None:
             calls.append(k)
             if transport.rank == 1 and k > 0:
-                assert arrived[k - 1].wait(PATIENCE), f"piece {k - 1} waits for piece {k}"
+                assert arrived[k - 1].wait(PATIENCE), f"chunk {k - 1} waits for chunk {k}"
             sends[k].copy_(numbered(transport.rank, k))
 
         pending = transport.exchange({peer: sends}, {peer: recvs}, tag=0, fill=fill)
@@ -79,7 +79,7 @@ def test_a_piece_arrives_before_the_next_is_filled() -> None:
     run_ranks(2, body)
 
 
-def test_a_piece_has_arrived_when_all_peers_have_sent_it() -> None:
+def test_a_chunk_has_arrived_when_all_peers_have_sent_it() -> None:
     """Also where peers send different numbers of tensors, and where a rank only sends."""
 
     def body(group: dist.ProcessGroup) -> None:
@@ -119,7 +119,7 @@ def test_wait_goes_on_where_arrivals_were_left() -> None:
 @pytest.mark.parametrize("is_dead", [False, True])
 @pytest.mark.parametrize("is_iterated", [False, True])
 def test_who_breaks_off_in_mid_vector_is_named(is_dead: bool, is_iterated: bool) -> None:
-    """Of three pieces the first comes: rank 1 then dies, or says nothing more for longer than the timeout."""
+    """Of three chunks the first comes: rank 1 then dies, or says nothing more for longer than the timeout."""
     timeout = timedelta(seconds=20 if is_dead else SECONDS)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -132,7 +132,7 @@ def test_who_breaks_off_in_mid_vector_is_named(is_dead: bool, is_iterated: bool)
             return
         recvs = [torch.zeros(4) for _ in range(3)]
         pending = transport.exchange({}, {1: recvs}, tag=7)
-        pattern = r"^rank 0: round 7, piece [123] of 3: receive from rank 1 failed after \d+\.\d s"
+        pattern = r"^rank 0: round 7, chunk [123] of 3: receive from rank 1 failed after \d+\.\d s"
         seen: list[int] = []
         with pytest.raises((ConnectionError, TimeoutError), match=pattern) as caught:
             seen.extend(pending.arrivals()) if is_iterated else pending.wait()
@@ -143,14 +143,14 @@ def test_who_breaks_off_in_mid_vector_is_named(is_dead: bool, is_iterated: bool)
 
 
 def test_vectors_of_two_lengths_do_not_meet() -> None:
-    """The pieces of the shorter one are as long as the first ones of the longer, but they are not the whole."""
+    """The chunks of the shorter one are as long as the first ones of the longer, but they are not the whole."""
 
     def body(group: dist.ProcessGroup) -> None:
-        gossiper, rank = PushPull(piece_bytes=PIECE), group.rank()
+        gossiper, rank = PushPull(chunk_bytes=CHUNK), group.rank()
         transport = connect(group, module_device=CPU, timeout=timedelta(seconds=SECONDS))
         gossiper.bind(UniformMixing(RingGraph(2)), transport)
-        x = torch.full((PIECE // 4 * (2 + rank),), float(rank))
-        pattern = rf"^rank {rank}: round 0, piece \d of {2 + rank}: (send to|receive from) rank {1 - rank} failed"
+        x = torch.full((CHUNK // 4 * (2 + rank),), float(rank))
+        pattern = rf"^rank {rank}: round 0, chunk \d of {2 + rank}: (send to|receive from) rank {1 - rank} failed"
         with pytest.raises((ConnectionError, TimeoutError), match=pattern):
             gossiper.mix(x, 0)
         assert bool((x == rank).all())
@@ -175,14 +175,14 @@ def test_buffers_of_a_long_round_are_kept() -> None:
 
 
 def train_both(group: dist.ProcessGroup, **options: Any) -> list[Any]:
-    """The same training whole and in pieces."""
+    """The same training whole and in chunks."""
     results = []
-    for pieces in BOTH:
-        gossiper = PushSum(**pieces)
+    for chunks in BOTH:
+        gossiper = PushSum(**chunks)
         wrapper = GossipDataParallel(
             wide(group.rank()), gossiper=gossiper, init_sync=False, process_group=group, **options
         )
-        assert len(gossiper.pieces(wrapper._gossiped)) == (7 if pieces else 1)
+        assert len(gossiper.chunks(wrapper._gossiped)) == (7 if chunks else 1)
         steps = train(wrapper, sgd(wrapper.module), group.rank(), 6)
         wrapper.close()
         stats = wrapper.comm_stats()
@@ -193,7 +193,7 @@ def train_both(group: dist.ProcessGroup, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("graph", [NPeerDynamicDirectedExponentialGraph(4), DIGRAPH], ids=str)
-def test_training_in_pieces_gives_the_bits_of_the_whole(graph: Any, overlap: bool) -> None:
+def test_training_in_chunks_gives_the_bits_of_the_whole(graph: Any, overlap: bool) -> None:
     for schedule in (Schedule(), Schedule(gossip_every=2, average_every=2)):
         body = partial(train_both, graph=graph, overlap=overlap, schedule=schedule)
         for (steps, end, *counts), (other_steps, other_end, *other_counts) in run_ranks(4, body):
@@ -203,9 +203,9 @@ def test_training_in_pieces_gives_the_bits_of_the_whole(graph: Any, overlap: boo
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_overlap_in_pieces_equals_the_oracle(max_staleness: int) -> None:
+def test_overlap_in_chunks_equals_the_oracle(max_staleness: int) -> None:
     def body(group: dist.ProcessGroup) -> Any:
-        gossiper = PushSum(piece_bytes=PIECE)
+        gossiper = PushSum(chunk_bytes=CHUNK)
         wrapper = GossipDataParallel(
             wide(group.rank()),
             graph=DIGRAPH,
@@ -238,7 +238,7 @@ PEER = 10.0
 
 
 class Scripted:
-    """Rank 0 of two. `error` is raised after `num_sent` pieces of the next round."""
+    """Rank 0 of two. `error` is raised after `num_sent` chunks of the next round."""
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.num_bytes_sent = 0, 2, 0
@@ -289,11 +289,11 @@ class Scripted:
         """See `Transport`."""
 
 
-NUM_PIECES = 3
+NUM_CHUNKS = 3
 
 
 class BreakingOff(Scripted):
-    """`error` is raised when `num_sent` pieces have come."""
+    """`error` is raised when `num_sent` chunks have come."""
 
     def exchange(self, sends: Any, recvs: Mapping[int, Sequence[Tensor]], **options: Any) -> BreakingOff:
         """See `Transport`."""
@@ -316,15 +316,15 @@ class Forgetful(UniformMixing):
 
 
 @pytest.mark.parametrize("error", [ConnectionError("rank 1 has gone"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("num_sent", range(NUM_PIECES))
+@pytest.mark.parametrize("num_sent", range(NUM_CHUNKS))
 @pytest.mark.parametrize("make", [UniformMixing, Forgetful])
 def test_a_synchronous_round_that_breaks_off_leaves_no_vector_torn(
     make: type[UniformMixing], num_sent: int, error: BaseException
 ) -> None:
-    gossiper, transport = PushSum(piece_bytes=PIECE), BreakingOff()
+    gossiper, transport = PushSum(chunk_bytes=CHUNK), BreakingOff()
     transport.error, transport.num_sent = error, num_sent
     gossiper.bind(make(RingGraph(2)), transport)
-    s = random_vector(0, FlatLayout.of([(torch.float32, PIECE // 4 * NUM_PIECES)]))
+    s = random_vector(0, FlatLayout.of([(torch.float32, CHUNK // 4 * NUM_CHUNKS)]))
     before = s.clone()
     with pytest.raises(type(error)):
         gossiper.mix(s, 0)
@@ -334,9 +334,9 @@ def test_a_synchronous_round_that_breaks_off_leaves_no_vector_torn(
 
 def scripted() -> tuple[OverlapEngine, Scripted, FlatVector]:
     """An engine, its network, and x: 2.0 everywhere."""
-    gossiper, transport = PushPull(piece_bytes=PIECE), Scripted()
+    gossiper, transport = PushPull(chunk_bytes=CHUNK), Scripted()
     gossiper.bind(UniformMixing(RingGraph(2)), transport)
-    return OverlapEngine(gossiper, Schedule()), transport, FlatVector.over(torch.full((PIECE // 4 * NUM_PIECES,), 2.0))
+    return OverlapEngine(gossiper, Schedule()), transport, FlatVector.over(torch.full((CHUNK // 4 * NUM_CHUNKS,), 2.0))
 
 
 def value(x: FlatVector) -> float:
@@ -354,7 +354,7 @@ def test_the_gossip_thread_corrects_copies_and_sends() -> None:
     assert value(x) == 2.0 + 1.0 + (PEER - 2.0) / 2
     assert engine.flush(x)
     assert value(x) == 7.0 + (PEER - 7.0) / 2
-    assert transport.sent == [2.0] * NUM_PIECES + [7.0] * NUM_PIECES
+    assert transport.sent == [2.0] * NUM_CHUNKS + [7.0] * NUM_CHUNKS
     assert (engine.t, engine.step, engine.stats.num_rounds, engine.stats.max_staleness) == (2, 2, 2, 0)
     engine.close()
     assert_no_gossip_threads()
@@ -382,7 +382,7 @@ def test_an_interrupt_between_landing_and_submission_loses_nothing(
     assert engine.is_in_flight
     assert engine.flush(x)  # as who saves a checkpoint
     assert value(x) == 6.0 + (PEER - 6.0) / 2, "the correction was lost, or applied twice"
-    assert transport.sent == [2.0] * NUM_PIECES + [6.0] * NUM_PIECES
+    assert transport.sent == [2.0] * NUM_CHUNKS + [6.0] * NUM_CHUNKS
     assert not engine.flush(x)
     engine.round(x)
     engine.flush(x)
@@ -424,7 +424,7 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(PATIENCE), "nobody went on"
 
 
-@pytest.mark.parametrize("num_sent", range(NUM_PIECES))
+@pytest.mark.parametrize("num_sent", range(NUM_CHUNKS))
 def test_a_round_that_fails_while_it_is_sent_leaves_x_whole(num_sent: int) -> None:
     """The correction of the round before is applied in full, once; the error is raised by who waits for the round."""
     engine, transport, x = scripted()
@@ -458,11 +458,11 @@ def test_a_copy_of_an_engine_goes_on_alone() -> None:
 
 def test_rounds_that_are_late_are_filled_too() -> None:
     """max_staleness: the correction lands in the forward that starts the next round, or before it."""
-    gossiper, transport = PushPull(piece_bytes=PIECE), Scripted()
+    gossiper, transport = PushPull(chunk_bytes=CHUNK), Scripted()
     gossiper.bind(UniformMixing(RingGraph(2)), transport)
     for is_eager in (True, False):
         engine = OverlapEngine(gossiper, Schedule(), max_staleness=1, is_eager=is_eager)
-        x = FlatVector.over(torch.full((PIECE // 4 * NUM_PIECES,), 2.0))
+        x = FlatVector.over(torch.full((CHUNK // 4 * NUM_CHUNKS,), 2.0))
         written = []
         for _ in range(5):
             written.append(engine.round(x))
