@@ -16,7 +16,7 @@ TRAIN = [
     "tensorboard>=2.15",
     "torchvision>=0.21",
     "tqdm>=4.66",
-    "tyro>=0.9",
+    "tyro>=1.0",
     *PAIRWISE,
 ]
 # What train/translate.py needs besides.

@@ -11,11 +11,10 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
-import tyro
-
 from train.job.errors import UsageError, leave, own_rank, refuse, usage_errors
 from train.job.preemption import ignore_signals
 from train.job.world import World
+from train.option_groups import read_groups
 from train.run.run import run
 from train.run_config import RunConfig
 from train.tasks.base import Task
@@ -75,7 +74,7 @@ def read_command_line(
             import is not there.
         SystemExit: an option that does not exist, or --help.
     """
-    # tyro takes the defaults before it reads the options, so this one is read first.
+    # tyro takes the defaults, and help the methods, before it reads the options, so these two are read first.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", choices=sorted(config_type.PRESETS), default=None)
     parser.add_argument("--import", dest="modules", action="append", default=[])
@@ -84,10 +83,8 @@ def read_command_line(
         for module in known.modules:
             importlib.import_module(module)
     preset = config_type.PRESETS[known.preset] if known.preset else {}
-    default = replace(config_type(), **preset)
-    description = f"{description or ''}\n--import MODULE: a module that registers methods, which are recipes then."
+    shown = {"import MODULE": "A module that registers methods, which are recipes then; may be given several times."}
     if config_type.PRESETS:
-        names = ", ".join(config_type.PRESETS)
-        description = f"{description or ''}\n--preset NAME: other defaults of the options; one of {names}."
+        shown["preset NAME"] = f"Other defaults of the options; one of {', '.join(config_type.PRESETS)}."
     with usage_errors():
-        return tyro.cli(config_type, description=description, args=others, default=default)
+        return read_groups(replace(config_type(), **preset), description=description, arguments=others, shown=shown)

@@ -30,6 +30,7 @@ from train.job.errors import UsageError, refuse
 from train.job.outputs import outputs_in, tables_in
 from train.run.evaluate import title_of
 from train.run.report import table
+from visualization.command import read_arguments
 from visualization.curves import draw
 
 
@@ -144,6 +145,6 @@ def main(comparison: Comparison) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Comparison, description=__doc__))
+        main(read_arguments(Comparison, description=__doc__))
     except UsageError as error:
         refuse(error, 0)

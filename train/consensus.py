@@ -31,7 +31,6 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor
 
 # Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
@@ -44,6 +43,7 @@ from train.consensus_experiment.data import DATA, make_matrices
 from train.consensus_experiment.methods import VARIANTS, Variant
 from train.job.errors import UsageError, refuse, usage_errors
 from train.run.report import table
+from visualization.command import read_arguments
 from visualization.consensus import THRESHOLDS, best_runs, draw
 
 TIMEOUT = timedelta(seconds=60)
@@ -279,6 +279,6 @@ def main(experiment: Experiment) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Experiment, description=__doc__))
+        main(read_arguments(Experiment, description=__doc__))
     except UsageError as error:
         refuse(error, 0)

@@ -92,6 +92,19 @@ class RunConfig(MethodOptions, ABC):
     """What a run shares with every checkpoint it can go on from."""
     SETTINGS: ClassVar[tuple[str, ...]] = ("label_smoothing", "compile", "num_threads")
     """What may change from there on, but makes it another run."""
+    GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "general": ("recipe", "out_dir", "resume", "overwrite", "seed"),
+        "training": ("epochs", "accumulation_steps", "label_smoothing", "amp", "compile"),
+        "process": ("backend", "comm_device", "timeout_seconds", "num_threads", "deterministic"),
+        "checkpoint and log": (
+            "checkpoint_every",
+            "checkpoint_every_steps",
+            "keep_last",
+            "validate_every",
+            "log_every",
+        ),
+    }
+    """For --help, which adds those of methods; fields of a task that are in no group are its "task options"."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Defaults by the name that --preset takes; see train/command_line.py."""
 

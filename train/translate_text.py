@@ -30,6 +30,7 @@ from train.tasks.translation.token_batches import by_length
 from train.tasks.translation.token_sequences import Sequences
 from train.tasks.translation.tokenization import PAD, BytePairs
 from train.tasks.translation.transformer import SIZES, Beam, Translator
+from visualization.command import read_arguments
 
 LINES_AT_ONCE = 1000
 """That are sorted by length and translated before the first of them is written."""
@@ -122,7 +123,7 @@ def translate_lines(lines: Iterable[str], translator: TrainedTranslator) -> Iter
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Arguments, description=__doc__)
+    arguments = read_arguments(Arguments, description=__doc__)
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     try:
         with usage_errors():

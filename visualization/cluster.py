@@ -1,4 +1,4 @@
-"""The emulated cluster: time per step by method and its parts, scaling over hosts, share of line rate.
+"""The emulated cluster: time per step by method, its parts, scaling over hosts, share of line rate.
 
 python -m visualization.cluster runs/cluster/cluster.csv
 """

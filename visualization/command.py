@@ -1,10 +1,41 @@
-"""Commands of this package: what a user can mend is one line and exit code 2, not a traceback."""
+"""How a script reads its arguments, and how a command of this package ends: one line and code 2 for a user's error."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+import tyro
+
+Arguments = TypeVar("Arguments")
+
+
+def read_arguments(
+    kind: type[Arguments], *, description: str | None, arguments: Sequence[str] | None = None
+) -> Arguments:
+    """The instance of a dataclass that `arguments` describe.
+
+    Args:
+        kind: its fields are the options; those of a dataclass within it are a group of them in --help.
+        description: for --help, above the options, line by line as it is.
+        arguments: of the command; None: those of this process.
+
+    Raises:
+        SystemExit: an option that does not exist, or --help.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if description and not {"-h", "--help"}.isdisjoint(own):
+        print(f"{description.strip()}\n")  # not by tyro, which makes a paragraph one line
+    markers = (tyro.conf.OmitArgPrefixes,)
+    return tyro.cli(kind, prog=command(), description="", args=arguments, config=markers)
+
+
+def command() -> str:
+    """How this process was started, such as python -m train.compare."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:

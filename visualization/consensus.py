@@ -1,6 +1,6 @@
-"""Curves of the consensus experiment: error against steps and against bits sent, each method with its best step size.
+"""Curves of the consensus experiment: error against steps and bits, methods at their best step size.
 
-python -m visualization.consensus runs/consensus/consensus.csv          # writes consensus.png beside it
+python -m visualization.consensus runs/consensus/consensus.csv  # writes consensus.png beside it
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Curves of a run, and of several side by side, in one picture: error or NLL and BLEU, loss, consensus distance.
+"""Curves of runs side by side in one picture: error, or NLL and BLEU, loss, consensus distance.
 
 python -m visualization.curves runs/digits_sgp                        # writes curves.png there
 python -m visualization.curves runs/a runs/b --output compare.png     # one colour per run

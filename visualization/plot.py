@@ -1,13 +1,13 @@
-"""The figures of the papers, from the CSVs of any number of runs: each as a file of its own, a column wide.
+"""The figures of the papers, from the CSVs of any number of runs: each as a file, a column wide.
 
-    python -m visualization.plot runs/compare                              # every run below that folder
+    python -m visualization.plot runs/compare                     # every run below that folder
     python -m visualization.plot runs/ar runs/sgp --out-dir figures --format pdf
     python -m visualization.plot runs/* --figures error_time scaling
 
-Draws what the runs have data for, and says what not and why: error and loss against epochs and wall time, time per
-iteration against ranks, accuracy or BLEU against bytes sent, consensus distance, NLL and BLEU against steps. Logs that
-are missing, cut off or mixed up are named by file and line, the rest is drawn, and the exit code is 1;
-it is 2 where there is no run at all.
+Draws what the runs have data for, and says what not and why: error and loss against epochs and
+wall time, time per iteration against ranks, accuracy or BLEU against bytes sent, consensus
+distance, NLL and BLEU against steps. Logs that are missing, cut off or mixed up are named by file
+and line, the rest is drawn, and the exit code is 1; it is 2 where there is no run at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated
 
 import tyro
 
-from visualization.command import run_command
+from visualization.command import read_arguments, run_command
 from visualization.logs.runs import Run, read_runs
 from visualization.panels import scaling
 from visualization.panels.panel import CAPTION, PANELS, Panel
@@ -116,4 +116,4 @@ def main(plot: Plot) -> int:
 
 
 if __name__ == "__main__":
-    run_command(lambda: main(tyro.cli(Plot, description=__doc__)))
+    run_command(lambda: main(read_arguments(Plot, description=__doc__)))

@@ -1,10 +1,10 @@
-"""The report of one run as a single HTML file: results, curves, ranks, graph and configuration, nothing loaded.
+"""The report of one run as a single HTML file: results, curves, ranks, graph and configuration.
 
     python -m visualization.report runs/digits_sgp          # writes report.html there
     python -m visualization.report runs/digits_sgp --output sgp.html
 
-What cannot be read is said in the report and on the terminal, by file and line; the exit code is then 1, or 2
-where there is no run.
+The file loads nothing. What cannot be read is said in it and on the terminal, by file and line; the
+exit code is then 1, or 2 where there is no run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import tyro
 from matplotlib.figure import Figure
 
-from visualization.command import run_command
+from visualization.command import read_arguments, run_command
 from visualization.curves import PANELS, draw_runs
 from visualization.graphs import rounds_of_run
 from visualization.logs.runs import Run, read_run
@@ -180,4 +180,4 @@ def main(report: Report) -> int:
 
 
 if __name__ == "__main__":
-    run_command(lambda: main(tyro.cli(Report, description=__doc__)))
+    run_command(lambda: main(read_arguments(Report, description=__doc__)))

@@ -1,11 +1,12 @@
-"""How fast ranks agree on every graph: spectral gap, and rounds to consensus, against the number of ranks.
+"""How fast ranks agree on every graph: spectral gap, rounds to consensus, by the number of ranks.
 
-    python -m visualization.spectra                                        # writes figures/spectra.png
+    python -m visualization.spectra                               # writes figures/spectra.png
     python -m visualization.spectra --sizes 4 8 16 --graphs ring torus --format pdf
 
-By dense linear algebra on the mixing matrices that training uses. Of graphs that change, over a whole period. Rounds to
-consensus count from round 0 until the distance from the average is at most --error times that of the worst start; the
-spectral gap says how it shrinks per round in the long run. A gap of 1: the average is exact after some rounds.
+By dense linear algebra on the mixing matrices that training uses. Of graphs that change, over a
+whole period. Rounds to consensus count from round 0 until the distance from the average is at most
+--error times that of the worst start; the spectral gap says how it shrinks per round in the long
+run. A gap of 1: the average is exact after some rounds.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from gossip_modules.graph_manager.named_graphs import GRAPHS, STATIC_GRAPHS, named_graph
-from visualization.command import run_command
+from visualization.command import read_arguments, run_command
 from visualization.graphs import Rounds, make_mixing
 from visualization.style import COLORS, DASHES, MUTED, PAGE, Format, add_legend, new_figure, save, styled
 
@@ -188,4 +188,4 @@ def main(spectra: Spectra) -> int:
 
 
 if __name__ == "__main__":
-    run_command(lambda: main(tyro.cli(Spectra, description=__doc__)))
+    run_command(lambda: main(read_arguments(Spectra, description=__doc__)))

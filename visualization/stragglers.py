@@ -1,4 +1,4 @@
-"""Accuracy against seconds in each setting, and the rate that fast ranks keep, of benchmarks/stragglers.
+"""Accuracy against seconds in each setting of benchmarks/stragglers, and the rate of fast ranks.
 
 python -m visualization.stragglers runs/stragglers/stragglers.csv runs/stragglers/curves.csv
 """

@@ -1,12 +1,12 @@
-"""Who sends to whom in each round, and with what mixing weight: ranks on a circle, a panel per round.
+"""Who sends to whom in each round, with what mixing weight: ranks on a circle, a panel per round.
 
     python -m visualization.topology --graph ring --num-nodes 8
     python -m visualization.topology --graph npeer-exponential --num-nodes 16 --peers 2
     python -m visualization.topology --graph matcha0 --num-nodes 8 --budget 0.5 --format svg
-    python -m visualization.topology --graph all --num-nodes 8             # every graph that has so many ranks
+    python -m visualization.topology --graph all --num-nodes 8  # every graph of so many ranks
 
-A line is a link whose two ends give each other the same weight, an arrow points from sender to receiver. Of a graph
-that changes the first rounds are drawn, and the title says of how many.
+A line is a link whose two ends give each other the same weight, an arrow points from sender to
+receiver. Of a graph that changes the first rounds are drawn, and the title says of how many.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import networkx as nx
 import numpy as np
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -28,7 +27,7 @@ from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
-from visualization.command import run_command
+from visualization.command import read_arguments, run_command
 from visualization.graphs import Matrix, Rounds, circle, make_mixing
 from visualization.style import COLORS, COLUMN, DASHES, MUTED, PAGE, Format, legend_columns, new_figure, save, styled
 
@@ -241,4 +240,4 @@ def main(topology: Topology) -> int:
 
 
 if __name__ == "__main__":
-    run_command(lambda: main(tyro.cli(Topology, description=__doc__)))
+    run_command(lambda: main(read_arguments(Topology, description=__doc__)))

@@ -8,14 +8,15 @@
 
 from ..registry import METHODS, Method, Paper, name_of, register
 from .built_in import BUILT_IN
-from .options import METHOD_OPTIONS, Context, MethodOptions
+from .options import METHOD_OPTIONS, OPTION_GROUPS, Context, MethodOptions
 from .own import gossiper_method
-from .usage import unused_options, used_options, without_unused, wrap
+from .usage import possible_options, unused_options, used_options, without_unused, wrap
 from .wrapping import Wrapper
 
 __all__ = [
     "METHODS",
     "METHOD_OPTIONS",
+    "OPTION_GROUPS",
     "Context",
     "Method",
     "MethodOptions",
@@ -23,6 +24,7 @@ __all__ = [
     "Wrapper",
     "gossiper_method",
     "name_of",
+    "possible_options",
     "register",
     "unused_options",
     "used_options",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
@@ -18,12 +18,12 @@ class MethodOptions:
     graph: str = "auto"
     """Who talks to whom: a name of gossip_modules/methods/graphs.py. auto: the library's choice for dpsgd, sgp, osgp
     and adpsgd (adpsgd needs a bipartite graph), a ring for the others. Those take torus, hypercube, complete and
-    matcha0 to matcha5 too, with all neighbours. ar, localsgd, wagma and dpwa have no graph."""
+    matcha0 to matcha5 too, with all neighbours."""
     peers_per_itr: str = "1"
     """Peers per round, a number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one."""
     overlap: bool = False
-    """Run each round under the next step, not before it; osgp always does, ar and sgp never. wagma: take the average
-    of a group one step later instead of waiting for it."""
+    """Run each round under the next step, not before it; osgp always does. wagma: take the average of a group one step
+    later instead of waiting for it."""
     max_staleness: int = 0
     """With overlap: forwards that a round may complete late before training waits for it."""
     gossip_every: int = 1
@@ -35,49 +35,57 @@ class MethodOptions:
     wire_dtype: str = "none"
     """none, bfloat16 or float16: what parameters are rounded to when they travel."""
 
-    budget: float = 0.5
-    """matcha: share of the base graph's links in use, on average over the rounds."""
-    plan: str = ""
-    """matcha: JSON file that python -m gossip_modules.matcha --output wrote, the same on every machine, instead of
-    graph and budget; empty: the plan is made from these."""
-
+    # Compressed gossip
     compressor: str = "sign"
-    """choco, deepsqueeze: sign, topk, randomk, qsgd, bfloat16, float16."""
+    """sign, topk, randomk, qsgd, bfloat16, float16."""
     compression_ratio: float = 0.01
     """topk, randomk: share of the entries that is sent."""
     compression_bits: int = 8
     """qsgd, moniqua: bits per entry, 2, 4 or 8."""
     step_size: float = 0.0
-    """Of consensus, for compressed gossip. 0: the published one (python -m gossip_modules.methods lists them), and for
-    powergossip the best for the spectrum of the graph. Other codes have none and must be given one."""
-    theta: float = 1.0
-    """moniqua: more than any parameter of two neighbours ever differs by; the resolution is theta / 127 at 8 bits."""
-    power_rank: int = 1
-    """powergossip: rank of what is sent of a matrix."""
-    power_iterations: int = 1
-    """powergossip: power iterations, hence messages per neighbour, in a round."""
-    warm_start: bool = True
-    """powergossip: iterations go on from the last round's; otherwise they start at random."""
-    compress_vectors: bool = False
-    """powergossip: parameters of one dimension are compressed too, as one matrix."""
+    """Of consensus. 0: the published one (python -m gossip_modules.methods lists them), and for powergossip the best
+    for the spectrum of the graph. Other codes have none and must be given one."""
 
+    # MATCHA
+    budget: float = 0.5
+    """Share of the base graph's links in use, on average over the rounds."""
+    plan: str = ""
+    """JSON file that python -m gossip_modules.matcha --output wrote, the same on every machine, instead of graph and
+    budget; empty: the plan is made from these."""
+
+    # Moniqua
+    theta: float = 1.0
+    """More than any parameter of two neighbours ever differs by; the resolution is theta / 127 at 8 bits."""
+
+    # PowerGossip
+    power_rank: int = 1
+    """Rank of what is sent of a matrix."""
+    power_iterations: int = 1
+    """Power iterations, hence messages per neighbour, in a round."""
+    warm_start: bool = True
+    """Iterations go on from the last round's; otherwise they start at random."""
+    compress_vectors: bool = False
+    """Parameters of one dimension are compressed too, as one matrix."""
+
+    # Local SGD and WAGMA-SGD
     group_size: int = 0
-    """wagma: ranks that average in a round, a power of two; 1: none, local SGD; 0: about the square root of all."""
+    """Ranks that average in a round, a power of two; 1: none, local SGD; 0: about the square root of all."""
     sync_period: int = 10
     """localsgd: steps from one average over all ranks to the next. wagma: rounds from one average over all ranks,
     which wait for each other there, to the next; 0: never."""
     wait_avoiding: bool = True
-    """wagma: a late rank contributes what it last had; otherwise the ranks of a group wait for each other."""
+    """A late rank contributes what it last had; otherwise the ranks of a group wait for each other."""
 
+    # dpwa
     interpolation: Literal["constant", "clock", "loss"] = "constant"
-    """dpwa: how far to go towards a peer's model: always as far, the further the more often it has published, or the
-    further the higher the own loss."""
+    """How far to go towards a peer's model: always as far, the further the more often it has published, or the further
+    the higher the own loss."""
     interpolation_value: float = 0.5
-    """dpwa: that part of the way, with constant."""
+    """That part of the way, with constant."""
     divergence_threshold: float = 0.0
-    """dpwa: a loss below which a rank goes less far, in proportion; 0: none."""
+    """A loss below which a rank goes less far, in proportion; 0: none."""
     fetch_probability: float = 1.0
-    """dpwa: share of the steps at which a rank asks a peer for its model."""
+    """Share of the steps at which a rank asks a peer for its model."""
 
     @property
     def weighs_losses(self) -> bool:
@@ -87,6 +95,20 @@ class MethodOptions:
 
 METHOD_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(MethodOptions))
 """The names of all options of methods."""
+
+OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "gossip": (
+        *("graph", "peers_per_itr", "overlap", "max_staleness", "gossip_every", "average_every", "nprocs_per_node"),
+        "wire_dtype",
+    ),
+    "compressed gossip": ("compressor", "compression_ratio", "compression_bits", "step_size"),
+    "MATCHA": ("budget", "plan"),
+    "Moniqua": ("theta",),
+    "PowerGossip": ("power_rank", "power_iterations", "warm_start", "compress_vectors"),
+    "Local SGD and WAGMA-SGD": ("group_size", "sync_period", "wait_avoiding"),
+    "dpwa": ("interpolation", "interpolation_value", "divergence_threshold", "fetch_probability"),
+}
+"""All of them by what they belong to, for --help: a way to communicate, or the titles of the methods that use them."""
 
 
 def _alone(function: Callable[[], Any]) -> list[Any]:

@@ -31,6 +31,18 @@ def used_options(method: Method, options: MethodOptions) -> frozenset[str]:
     return used
 
 
+def possible_options(method: Method) -> frozenset[str]:
+    """The names of the options that `method` can use, some of them only beside a certain value of another one."""
+    possible = method.options
+    if "compressor" in possible:
+        possible |= {code.option for code in COMPRESSORS.values() if code.option}
+    if "interpolation" in possible:
+        possible |= {"interpolation_value"}
+    if method.always_overlaps or {"overlap", "gossip_every"} <= possible:
+        possible |= {"max_staleness"}
+    return possible
+
+
 def unused_options(method: Method, options: MethodOptions) -> list[str]:
     """The names of the options that are set and have no effect with `method`."""
     used = used_options(method, options)

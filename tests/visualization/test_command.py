@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from visualization.command import command
+
 
 @pytest.mark.parametrize(
     ("name", "num_files"),
@@ -41,3 +43,25 @@ def test_a_file_that_is_not_there_or_another_one(
     assert lines
     assert all(re.match(r"error: .*got .*expected|error: got ", line) for line in lines), lines
     assert any(str(tmp_path / "file_0") in line for line in lines)
+
+
+def test_help_shows_the_docstring_as_it_is_and_how_the_script_was_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "argv", ["visualization/report.py", "--help"])
+    monkeypatch.delitem(sys.modules, "visualization.report", raising=False)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("visualization.report", run_name="__main__", alter_sys=True)
+    assert not end.value.code
+    text = capsys.readouterr().out
+    assert text.startswith("The report of one run as a single HTML file: results, curves,")
+    assert "\n    python -m visualization.report runs/digits_sgp          # writes report.html there\n" in text
+    assert "usage: python -m visualization.report [-h]" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_script_that_was_started_by_its_path_is_named_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train/compare.py", "--help"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert command() == "python train/compare.py"

@@ -73,6 +73,15 @@ class Config(RunConfig):
         *("lr", "warmup_epochs", "warmup_lr", "milestones", "milestone_factor"),
         *("momentum", "nesterov", "weight_decay", "decay_all", "channels_last"),
     )
+    GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **RunConfig.GROUPS,
+        "data": ("dataset", "data_dir", "download", "image_size", "dirichlet_alpha", "num_workers"),
+        "model": ("model", "channels_last"),
+        "optimizer": (
+            *("batch_size", "images_per_node", "lr", "warmup_epochs", "warmup_lr", "milestones", "milestone_factor"),
+            *("momentum", "nesterov", "weight_decay", "decay_all"),
+        ),
+    }
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Assran et al., ICML 2019, arXiv 1811.10792, section 6: the recipe of Goyal et al., arXiv 1706.02677, for which
         # a node with all its GPUs takes 256 images per step.

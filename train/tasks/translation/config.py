@@ -106,6 +106,17 @@ class TranslationConfig(RunConfig):
         *("source", "target", "model", "max_tokens", "max_length"),
     )
     SETTINGS: ClassVar[tuple[str, ...]] = (*RunConfig.SETTINGS, "lr", "warmup_steps", "dropout")
+    GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **RunConfig.GROUPS,
+        "data": (
+            *("source", "target", "data_dir", "train_prefix", "validation_prefix", "test_prefix", "subword_joiner"),
+            "num_numbers",
+        ),
+        "token": ("tokenizer", "vocabulary_size", "max_length", "max_tokens"),
+        "model": ("model", "dropout"),
+        "optimizer": ("lr", "warmup_steps"),
+        "test": ("beam_size", "length_penalty", "num_validation", "num_test", "bleu_tokenizer"),
+    }
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "multi30k": {
             "data_dir": "data/multi30k",
