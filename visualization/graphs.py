@@ -70,6 +70,9 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
     num_nodes = world_size // int(config.get("nprocs_per_node", 1))
     if recipe == "ar":
         return "AllReduce: gradients are averaged over all ranks in every step; there is no graph."
+    if recipe == "localsgd":
+        period = config.get("sync_period", 10)
+        return f"Local SGD: parameters are averaged over all ranks every {period} steps; there is no graph."
     if recipe == "dpwa":
         return "dpwa: each rank pulls the model of a random live peer; there is no fixed graph."
     if num_nodes < 2:

@@ -267,7 +267,10 @@ def test_nodes_gossip_not_processes() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "n", "reason"),
-    [("ar", 4, "there is no graph"), ("dpwa", 4, "a random live peer"), ("sgp", 1, "A single node has no peers")],
+    [
+        *[("ar", 4, "there is no graph"), ("dpwa", 4, "a random live peer"), ("sgp", 1, "A single node has no peers")],
+        ("localsgd", 4, "over all ranks every 10 steps; there is no graph"),
+    ],
 )
 def test_runs_without_a_graph_say_so(recipe: str, n: int, reason: str) -> None:
     said = rounds_of_run({**OPTIONS, "recipe": recipe}, n)
