@@ -164,8 +164,9 @@ def finished(config: Config, num_workers: int) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     summary: dict[str, Any] = json.loads(path.read_text())
-    asked = json.loads(json.dumps(asdict(config)))
-    made = {**summary["config"], "overwrite": asked["overwrite"]}  # what became of the folder makes no other run
+    asked = json.loads(json.dumps(config.used_choices))
+    made = {name: summary["config"].get(name) for name in asked}
+    made["overwrite"] = asked["overwrite"]  # what became of the folder makes no other run
     return summary if (made, summary["world_size"]) == (asked, num_workers) else None
 
 

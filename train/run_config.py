@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +13,15 @@ from typing_extensions import Self
 
 from gossip_modules import MatchaGraph
 from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS
-from gossip_modules.methods import METHOD_OPTIONS, METHODS, MethodOptions, name_of, without_unused
+from gossip_modules.methods import (
+    METHOD_OPTIONS,
+    METHODS,
+    MethodOptions,
+    name_of,
+    unused_options,
+    used_options,
+    without_unused,
+)
 from gossip_modules.methods.compressors import COMPRESSORS, WIRE_DTYPES
 from gossip_modules.methods.graphs import GRAPHS
 from train.job.world import World
@@ -159,6 +167,18 @@ class RunConfig(MethodOptions, ABC):
     def settings(self) -> dict[str, Any]:
         """The choices that may change from there on, but make it another run; plain JSON values."""
         return {name: _plain(getattr(self, name)) for name in self.SETTINGS}
+
+    @property
+    def used_choices(self) -> dict[str, Any]:
+        """The choices that hold for this run, the recipe first: all but the options that the recipe does not use."""
+        unused = {*METHOD_OPTIONS} - used_options(METHODS[self.recipe], self)
+        names = ["recipe", *(option.name for option in fields(self) if option.name not in unused)]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def unused_choices(self) -> dict[str, Any]:
+        """The options that are set and that the recipe does not use."""
+        return {name: getattr(self, name) for name in unused_options(METHODS[self.recipe], self)}
 
     @property
     def run_dir(self) -> Path:

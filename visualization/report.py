@@ -95,15 +95,11 @@ def make_report(run: Run, problems: Sequence[Problem]) -> str:
     if run.summary:
         ranks = [{"rank": str(rank), **result} for rank, result in enumerate(run.summary["ranks"])]
         parts += ["<h2>Ranks</h2>", _table(ranks), "<h2>Who talks to whom</h2>", _topology(run)]
-        options = "".join(
-            f"<tr><td>{escape(key)}</td><td>{escape(_option(value))}</td></tr>" for key, value in run.config.items()
-        )
-        parts += ["<h2>Configuration</h2>", f'<table class="options">{options}</table>']
+        parts += ["<h2>Configuration</h2>", _options(run.config)]
+    if isinstance(unused := run.summary.get("unused"), dict) and unused:
+        parts += [f'<p class="muted">Set, and not used by {escape(str(run.recipe))}:</p>', _options(unused)]
     if isinstance(made := run.summary.get("made"), dict):
-        lines = "".join(
-            f"<tr><td>{escape(str(key))}</td><td>{escape(_option(value))}</td></tr>" for key, value in made.items()
-        )
-        parts += ["<h2>How it was made</h2>", f'<table class="options">{lines}</table>']
+        parts += ["<h2>How it was made</h2>", _options(made)]
     return TEMPLATE.substitute(title=name, body="\n".join(parts))
 
 
@@ -160,6 +156,12 @@ def _cell(name: str, value: Any) -> str:
         if name.endswith(end):
             return format(value / size, form)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _options(values: Mapping[str, Any]) -> str:
+    """Names and values as a table."""
+    rows = (f"<tr><td>{escape(name)}</td><td>{escape(_option(value))}</td></tr>" for name, value in values.items())
+    return f'<table class="options">{"".join(rows)}</table>'
 
 
 def _option(value: Any) -> str:

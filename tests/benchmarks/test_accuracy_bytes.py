@@ -40,7 +40,7 @@ def summary(config: Config, *, accuracy: float = 60.0, megabytes: float = 90.0) 
         "consensus_distance": 0.5,
         "world_size": 8,
         "ranks": [rank] * 8,
-        "config": asdict(config),
+        "config": config.used_choices,
     }
 
 
@@ -112,6 +112,9 @@ def test_a_run_is_finished_when_all_of_it_is_the_same(tmp_path: Path) -> None:
     assert finished(config, 8) is not None
     assert finished(config, 4) is None
     assert finished(Benchmark(out_dir=tmp_path, epochs=3).config("dpsgd", 1), 8) is None
+    every_option = {**summary(config), "config": asdict(config)}  # as runs left it until summaries named used ones only
+    (config.run_dir / "summary.json").write_text(json.dumps(every_option))
+    assert finished(config, 8) is not None
 
 
 def test_runs_make_a_table_and_one_that_fails_is_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import cos, log2, pi
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from matplotlib.patches import FancyArrowPatch
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import GRAPHS, named_graph
 from gossip_modules.matcha.__main__ import main as write_plan
+from gossip_modules.methods import METHODS
 from gossip_modules.methods import graphs as method_graphs
 from gossip_modules.wrappers.defaults import choose_bipartite_mixing, choose_mixing
+from train.tasks.images.config import Config
 from visualization import spectra, topology
 from visualization.graphs import Rounds, make_mixing, rounds_of_run
 from visualization.spectra import Spectra, measure, rounds_to_consensus
@@ -257,6 +260,18 @@ def test_groups_average_and_come_around(n: int, group_size: int) -> None:
         np.testing.assert_allclose(matrix.sum(0), 1)
         np.testing.assert_array_equal(matrix, rounds.matrix(t + rounds.period))
         assert tuple(np.flatnonzero(matrix[1])) == groups.members(1, t)
+
+
+@pytest.mark.parametrize("recipe", METHODS)
+def test_the_options_that_a_recipe_uses_say_its_graph(recipe: str) -> None:
+    config = Config(recipe=recipe, graph="auto" if recipe == "adpsgd" else "ring", seed=3)
+    used, every = rounds_of_run(config.used_choices, 8), rounds_of_run(asdict(config), 8)
+    if isinstance(used, str) or isinstance(every, str):
+        assert used == every
+    else:
+        assert used.title == every.title
+        for t in range(20):
+            np.testing.assert_array_equal(used.matrix(t), every.matrix(t))
 
 
 def test_nodes_gossip_not_processes() -> None:

@@ -106,6 +106,20 @@ def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_draws_nothing")
+def test_options_without_effect_stand_apart(tmp_path: Path) -> None:
+    _, page = report_of(write_run(tmp_path / "before"))
+    assert "Set, and not used by sgp:" not in page.texts
+    folder = write_run(tmp_path / "run")
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**summary, "unused": {"theta": 2.5}}), encoding="utf-8")
+    _, page = report_of(folder)
+    begin = page.texts.index("Set, and not used by sgp:")
+    assert page.texts.index("peers_per_itr") < begin
+    assert [text for text in page.texts[begin + 1 :] if text.strip()][:2] == ["theta", "2.5"]
+
+
+@pytest.mark.usefixtures("_draws_nothing")
 def test_problems_are_in_the_report_and_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "summary.json").unlink()

@@ -76,7 +76,8 @@ def write_report(
         "consensus_distance": validation.consensus_distance,
         "world_size": len(results),
         "ranks": [result.columns for result in results],
-        "config": asdict(config),
+        "config": config.used_choices,
+        "unused": config.unused_choices,
         "made": {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join(sys.orig_argv),

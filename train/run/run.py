@@ -226,7 +226,7 @@ class Run:
             self.task.finish(self.wrapper.module)
         if self.world.rank == 0:
             write_report(self.folder, self.config, self.task.score, validation, results)
-            self.log.hyper_parameters(asdict(self.config), validation.averaged)
+            self.log.hyper_parameters(self.config.used_choices, validation.averaged)
 
     def finish(self) -> None:
         """Collective, before `close`: leave no message on its way, and come to say goodbye together."""

@@ -196,6 +196,19 @@ def test_options_without_effect_make_no_other_run() -> None:
             assert (changed.identity != config.identity) == (name in options)
 
 
+def test_the_choices_of_a_run_are_those_that_its_recipe_uses() -> None:
+    config = Config(recipe="choco", compressor="topk", compression_bits=2, theta=0.5, milestones=(3, 5))
+    used = config.used_choices
+    expected = {"graph", "overlap", "gossip_every", "average_every", "nprocs_per_node", "step_size", "compressor"}
+    assert used.keys() & set(METHOD_OPTIONS) == expected | {"compression_ratio"}
+    assert used.keys() - set(METHOD_OPTIONS) == {option.name for option in fields(Config)} - set(METHOD_OPTIONS)
+    assert used["milestones"] == (3, 5)
+    assert config.unused_choices == {"compression_bits": 2, "theta": 0.5}
+    assert Config(recipe="ar").unused_choices == {}
+    assert not Config(recipe="ar").used_choices.keys() & set(METHOD_OPTIONS)
+    assert "max_staleness" in Config(recipe="osgp").used_choices
+
+
 USED_BY_COMPRESSORS: dict[str, set[str]] = {
     "sign": set(),
     "topk": {"compression_ratio"},
