@@ -198,15 +198,15 @@ def page(name: str) -> str:
     own = PAGES[name]
     rows = pd.read_csv(RESULTS / own.csv, dtype={"commit": str, "victims": str, "named": str})
     figures = own.render(rows) if own.render else f"{sources(rows)}\n\n{table(rows, own.columns)}\n"
-    return f"{MADE.format(csv=own.csv)}\n\n# {own.title}\n\n{own.text}\n\n{figures}"
+    return f"# {own.title}\n\n{MADE.format(csv=own.csv)}\n\n{own.text}\n\n{figures}"
 
 
 def index() -> str:
     """The list of all pages."""
     lines = [
-        "<!-- Written by `python -m benchmarks.pages`: change that, not this. -->",
-        "",
         "# Benchmarks",
+        "",
+        "<!-- Written by `python -m benchmarks.pages`: change that, not this. -->",
         "",
         "Every figure was measured by the command on its page, on the machine and with the commit that stand",
         "beside it. Compare ratios within one page: absolute times depend on the machine. `benchmarks/README.md`",
