@@ -42,7 +42,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
 
-from benchmarks.published_methods import BASELINE, METHODS, OPTIONAL
+from benchmarks.published_methods import BASELINE, OPTIONAL, PUBLISHED_METHODS
 from benchmarks.small_images import shrink
 from train.tasks.images.config import Config
 from visualization.accuracy_bytes import draw
@@ -56,7 +56,7 @@ ARCHIVE = "cifar10-jpeg.tar.gz"
 class Benchmark:
     """Which runs to make."""
 
-    methods: tuple[str, ...] = tuple(name for name in METHODS if name not in OPTIONAL)
+    methods: tuple[str, ...] = tuple(name for name in PUBLISHED_METHODS if name not in OPTIONAL)
     """Rows of the table; also matcha-1.0 (D-PSGD's links with MATCHA's weights), moniqua-8 and dpsgd-bfloat16."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """A run of each method for each."""
@@ -82,11 +82,11 @@ class Benchmark:
     """Folder of everything this writes."""
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.methods if name not in METHODS]
+        unknown = [name for name in self.methods if name not in PUBLISHED_METHODS]
         if unknown or not self.methods or not self.seeds:
             raise ValueError(
-                f"got methods={self.methods} and seeds={self.seeds}, expected some of {', '.join(METHODS)} and a seed; "
-                "see --help"
+                f"got methods={self.methods} and seeds={self.seeds}, expected some of "
+                f"{', '.join(PUBLISHED_METHODS)} and a seed; see --help"
             )
         if not 0 < self.lr_scale < float("inf") or not all(0 < share <= 1 for share in self.milestones):
             raise ValueError(
@@ -127,7 +127,7 @@ class Benchmark:
         if self.has_images:
             data = {"dataset": "imagefolder", "data_dir": str(self.images), "image_size": self.image_size}
         epochs = self.epochs or (8 if self.has_images else 24)
-        options = METHODS[method].options
+        options = PUBLISHED_METHODS[method].options
         return Config(
             **{**options, "lr": options["lr"] * self.lr_scale},
             **data,
@@ -185,7 +185,7 @@ def row_of(method: str, seed: int, summary: Mapping[str, Any]) -> dict[str, Any]
     validation_megabytes = ranks["last_validation_bytes_sent"].mean() / 1e6
     return {
         "method": method,
-        "title": METHODS[method].title,
+        "title": PUBLISHED_METHODS[method].title,
         "seed": seed,
         "accuracy_percent": summary["averaged_test"]["accuracy_percent"],
         "own_accuracy_percent": ranks["own_test_accuracy_percent"].mean(),
@@ -204,8 +204,8 @@ def markdown(rows: pd.DataFrame) -> str:
     Args:
         rows: of `row_of`.
     """
-    baseline = METHODS[BASELINE].title
-    names = [name for name in METHODS if name in set(rows["method"])]
+    baseline = PUBLISHED_METHODS[BASELINE].title
+    names = [name for name in PUBLISHED_METHODS if name in set(rows["method"])]
     accuracies = rows.pivot(index="seed", columns="method", values="accuracy_percent")
     means = rows.groupby("method").mean(numeric_only=True)
     lines = [
@@ -222,7 +222,7 @@ def markdown(rows: pd.DataFrame) -> str:
             if len(gaps):
                 gap, extent = f"{gaps.mean():+.2f}", f"{gaps.min():+.2f} to {gaps.max():+.2f}"
         lines.append(
-            f"| {METHODS[name].title}{mark} | {len(accuracy)} | {mean.accuracy_percent:.2f} "
+            f"| {PUBLISHED_METHODS[name].title}{mark} | {len(accuracy)} | {mean.accuracy_percent:.2f} "
             f"| {accuracy.max() - accuracy.min():.2f} | {gap} | {extent} | {mean.sent_megabytes:.1f} | {factor} "
             f"| {mean.evaluation_megabytes:.1f} | {mean.consensus_distance:.3g} | {mean.train_seconds:.0f} |"
         )
@@ -256,7 +256,7 @@ def main(benchmark: Benchmark) -> None:
     for seed in dict.fromkeys(benchmark.seeds):
         for method in dict.fromkeys(benchmark.methods):
             config = benchmark.config(method, seed)
-            print(f"== {METHODS[method].title}, seed {seed}: {config.model} on {config.dataset}", flush=True)
+            print(f"== {PUBLISHED_METHODS[method].title}, seed {seed}: {config.model} on {config.dataset}", flush=True)
             summary = run(config, benchmark.num_workers)
             if summary is None:
                 failed.append(str(config.run_dir))

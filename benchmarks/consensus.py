@@ -20,7 +20,7 @@ import pandas as pd
 from benchmarks.record import ROOT, write_rows
 from visualization.consensus import THRESHOLDS, best_runs
 
-METHODS = ("plain", "bfloat16", "power-r1-i1", "power-r1-i2")
+CONSENSUS_METHODS = ("plain", "bfloat16", "power-r1-i1", "power-r1-i2")
 
 
 def rows_of(points: pd.DataFrame) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def rows_of(points: pd.DataFrame) -> list[dict[str, Any]]:
 def main() -> None:
     """Run the experiment, print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="as of train/consensus.py")
+    parser.add_argument("--methods", nargs="+", default=CONSENSUS_METHODS, help="as of train/consensus.py")
     parser.add_argument("--steps", type=int, default=1500, help="rounds of each run")
     parser.add_argument("--output", type=Path, help="a CSV file to write")
     arguments = parser.parse_args()

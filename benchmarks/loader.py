@@ -49,7 +49,7 @@ SMALL = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class LoaderBenchmark:
     """What is measured."""
 
     data_dir: str = os.environ.get("GOSSIP_DATA", "")
@@ -105,7 +105,9 @@ def make_small_images(target: Path, large: ImageFolder) -> None:
             image.resize((SMALL, SMALL)).save(target / "class" / Path(path).name, quality=QUALITY)
 
 
-def plain_batches(folder: ImageFolder, indices: np.ndarray, options: Options, num_workers: int) -> Iterable[Any]:
+def plain_batches(
+    folder: ImageFolder, indices: np.ndarray, options: LoaderBenchmark, num_workers: int
+) -> Iterable[Any]:
     """The batches as the examples of torchvision read them."""
     return DataLoader(
         folder,
@@ -116,7 +118,7 @@ def plain_batches(folder: ImageFolder, indices: np.ndarray, options: Options, nu
     )
 
 
-def our_batches(images: FolderImages, indices: np.ndarray, options: Options, num_workers: int) -> Iterable[Any]:
+def our_batches(images: FolderImages, indices: np.ndarray, options: LoaderBenchmark, num_workers: int) -> Iterable[Any]:
     """The same images through train/."""
     parts = (indices[i : i + options.batch_size] for i in range(0, len(indices), options.batch_size))
     keys = [BatchKey(part, seed=seed) for seed, part in enumerate(parts)]
@@ -138,7 +140,7 @@ def read_all(batches: Iterable[tuple[Tensor, Tensor]], images: FolderImages | No
     return Pass(time.perf_counter() - start, core_seconds() - start_core)
 
 
-def measure(title: str, images: FolderImages, plain: ImageFolder, options: Options, num_images: int) -> float:
+def measure(title: str, images: FolderImages, plain: ImageFolder, options: LoaderBenchmark, num_images: int) -> float:
     """Print the table of one kind of images; returns our images per second and core, with the most loaders."""
     indices = np.random.default_rng(0).permutation(len(images))[:num_images]
     passes: dict[tuple[str, int], list[Pass]] = {}
@@ -170,7 +172,7 @@ def measure(title: str, images: FolderImages, plain: ImageFolder, options: Optio
     return rate("ours", max(options.num_workers), "core_seconds")
 
 
-def main(options: Options) -> None:
+def main(options: LoaderBenchmark) -> None:
     """Make the images, read them, print the tables."""
     torch.set_num_threads(1)
     to_tensor = [transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
@@ -192,4 +194,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main(tyro.cli(LoaderBenchmark, description=__doc__))

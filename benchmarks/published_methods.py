@@ -11,28 +11,36 @@ LR = 0.1 / 4  # the published base, for 256 images per step instead of 1,024
 
 
 @dataclass(frozen=True)
-class Method:
+class PublishedMethod:
     """A row of the table: its name there, and how its runs differ from others."""
 
     title: str
     options: Mapping[str, Any]
 
 
-METHODS: Mapping[str, Method] = {
-    "ar": Method("AllReduce", {"recipe": "ar", "lr": 11.3 * LR}),
-    "dpsgd": Method("D-PSGD", {"recipe": "dpsgd", "lr": 11.3 * LR, "graph": "ring", "peers_per_itr": "2"}),
-    "matcha-1.0": Method("MATCHA, budget 1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 1.0}),
-    "matcha-0.5": Method("MATCHA, budget 0.5", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 0.5}),
-    "matcha-0.1": Method("MATCHA, budget 0.1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 0.1}),
-    "choco-sign": Method("CHOCO, signs", {"recipe": "choco", "lr": 16 * LR, "compressor": "sign"}),
-    "choco-topk": Method("CHOCO, top 1 %", {"recipe": "choco", "lr": 11.3 * LR, "compressor": "topk"}),
-    "deepsqueeze-sign": Method("DeepSqueeze, signs", {"recipe": "deepsqueeze", "lr": 4.8 * LR, "compressor": "sign"}),
-    "powergossip-1": Method("PowerGossip, 1 iteration", {"recipe": "powergossip", "lr": 11.3 * LR}),
-    "powergossip-2": Method(
+PUBLISHED_METHODS: Mapping[str, PublishedMethod] = {
+    "ar": PublishedMethod("AllReduce", {"recipe": "ar", "lr": 11.3 * LR}),
+    "dpsgd": PublishedMethod("D-PSGD", {"recipe": "dpsgd", "lr": 11.3 * LR, "graph": "ring", "peers_per_itr": "2"}),
+    "matcha-1.0": PublishedMethod(
+        "MATCHA, budget 1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 1.0}
+    ),
+    "matcha-0.5": PublishedMethod(
+        "MATCHA, budget 0.5", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 0.5}
+    ),
+    "matcha-0.1": PublishedMethod(
+        "MATCHA, budget 0.1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 0.1}
+    ),
+    "choco-sign": PublishedMethod("CHOCO, signs", {"recipe": "choco", "lr": 16 * LR, "compressor": "sign"}),
+    "choco-topk": PublishedMethod("CHOCO, top 1 %", {"recipe": "choco", "lr": 11.3 * LR, "compressor": "topk"}),
+    "deepsqueeze-sign": PublishedMethod(
+        "DeepSqueeze, signs", {"recipe": "deepsqueeze", "lr": 4.8 * LR, "compressor": "sign"}
+    ),
+    "powergossip-1": PublishedMethod("PowerGossip, 1 iteration", {"recipe": "powergossip", "lr": 11.3 * LR}),
+    "powergossip-2": PublishedMethod(
         "PowerGossip, 2 iterations", {"recipe": "powergossip", "lr": 11.3 * LR, "power_iterations": 2}
     ),
-    "moniqua-8": Method("Moniqua, 8 bits", {"recipe": "moniqua", "lr": 11.3 * LR}),
-    "dpsgd-bfloat16": Method(
+    "moniqua-8": PublishedMethod("Moniqua, 8 bits", {"recipe": "moniqua", "lr": 11.3 * LR}),
+    "dpsgd-bfloat16": PublishedMethod(
         "D-PSGD, bfloat16 wire",
         {"recipe": "dpsgd", "lr": 11.3 * LR, "graph": "ring", "peers_per_itr": "2", "wire_dtype": "bfloat16"},
     ),

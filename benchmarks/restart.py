@@ -26,7 +26,7 @@ from benchmarks.record import RESULTS, ROOT, provenance
 
 
 @dataclass
-class Options:
+class RestartBenchmark:
     """What is run."""
 
     recipes: tuple[str, ...] = ("sgp", "adpsgd")
@@ -39,7 +39,7 @@ class Options:
 
 def main() -> None:
     """One row for each recipe and repeat, appended as it comes."""
-    options = tyro.cli(Options)
+    options = tyro.cli(RestartBenchmark)
     for repeat in range(options.repeats):
         for recipe in options.recipes:
             to_resume, to_epoch = measure(recipe, options.num_workers, seed=options.seed)

@@ -16,10 +16,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from visualization.command import run_command
-from visualization.logs.runs import SUMMARY, Run, find_runs, read_run, read_summary
-from visualization.logs.tables import Problem
+from visualization.logs.runs import SUMMARY, LoggedRun, find_runs, read_run, read_summary
+from visualization.logs.tables import FileProblem
 from visualization.panels.panel import BLEU_STEPS, CAPTION, CONSENSUS, ERROR_EPOCHS, ERROR_TIME, LOSS_EPOCHS, NLL_STEPS
-from visualization.style import METHODS, PAGE, add_legend, as_label, new_figure, save, styled
+from visualization.style import METHOD_STYLES, PAGE, add_legend, as_label, new_figure, save, styled
 
 PANELS = (ERROR_EPOCHS, ERROR_TIME, NLL_STEPS, BLEU_STEPS, LOSS_EPOCHS, CONSENSUS)
 
@@ -47,7 +47,7 @@ def draw(runs: Mapping[str, Path], path: Path) -> Path:
         return save(draw_runs(found), path)
 
 
-def draw_runs(runs: Sequence[Run]) -> Figure:
+def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
     """The panels that the runs have data for, two in a row; to be called within `styled`.
 
     Raises:
@@ -69,17 +69,17 @@ def draw_runs(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def title_of(runs: Sequence[Run]) -> str:
+def title_of(runs: Sequence[LoggedRun]) -> str:
     """The name of one run with its method and ranks, as far as they are known; of several how many they are."""
     if len(runs) > 1:
         return f"{len(runs)} runs"
     (run,) = runs
-    name, method = as_label(run.name), METHODS.get(run.recipe or "")
+    name, method = as_label(run.name), METHOD_STYLES.get(run.recipe or "")
     ranks = f"{run.world_size} rank{'' if run.world_size == 1 else 's'}"
     return f"{name}: {method.title if method else run.recipe}, {ranks}" if run.recipe else f"{name}: {ranks}"
 
 
-def _read(runs: Mapping[str, Path]) -> tuple[list[Run], list[Problem]]:
+def _read(runs: Mapping[str, Path]) -> tuple[list[LoggedRun], list[FileProblem]]:
     found, problems = [], []
     for name, folder in runs.items():
         run, wrong = read_run(folder, name=name, has_ended=False)

@@ -29,7 +29,7 @@ MAX_CIRCLE = 32
 """Up to so many ranks without a place stand in a circle, where no link runs through a third rank."""
 NEVER = "darkgray"
 COLORS = mpl.colormaps["viridis_r"]
-METHODS = ("MATCHA", "MATCHA, p and alpha jointly", "equal p", "periodic D-PSGD")
+MATCHA_METHODS = ("MATCHA", "MATCHA, p and alpha jointly", "equal p", "periodic D-PSGD")
 """In the order of their looks."""
 
 
@@ -104,7 +104,7 @@ def draw_graph(axis: Axes, plan: Mapping[str, Any]) -> None:
 
 def draw_rhos(axis: Axes, plan: Mapping[str, Any]) -> None:
     """rho of every method against the budget, D-PSGD as a line, and the budget of this plan."""
-    looks = method_styles(["D-PSGD", *METHODS])
+    looks = method_styles(["D-PSGD", *MATCHA_METHODS])
     for name, rhos in plan["rhos"].items():
         axis.plot(plan["budgets"], rhos, label=name, **looks[name])
     axis.axhline(plan["dpsgd"]["rho"], label="D-PSGD, budget 1", **{**looks["D-PSGD"], "marker": ""})

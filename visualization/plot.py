@@ -21,7 +21,7 @@ from typing import Annotated
 import tyro
 
 from visualization.command import read_arguments, run_command
-from visualization.logs.runs import Run, read_runs
+from visualization.logs.runs import LoggedRun, read_runs
 from visualization.panels import scaling
 from visualization.panels.panel import CAPTION, PANELS, Panel
 from visualization.style import Format, add_legend, new_figure, save, styled
@@ -52,7 +52,7 @@ class Plot:
 
 
 def draw_figures(
-    runs: Sequence[Run], out_dir: Path, *, ending: Format = "png", figures: Collection[str] = FIGURES
+    runs: Sequence[LoggedRun], out_dir: Path, *, ending: Format = "png", figures: Collection[str] = FIGURES
 ) -> tuple[list[Path], dict[str, str]]:
     """Draw the figures that the runs have data for.
 
@@ -88,7 +88,7 @@ def draw_figures(
     return paths, left_out
 
 
-def _draw_panel(panel: Panel, runs: Sequence[Run], path: Path) -> Path:
+def _draw_panel(panel: Panel, runs: Sequence[LoggedRun], path: Path) -> Path:
     # Legends below take room from the axes, of which a figure of many runs has none to spare.
     figure = new_figure(height=2.3 + LEGEND_LINE * max(0, len(runs) - 2))
     axis = figure.subplots()

@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from visualization.command import read_arguments, run_command
 from visualization.curves import PANELS, draw_runs
 from visualization.graphs import rounds_of_run
-from visualization.logs.runs import Run, read_run
-from visualization.logs.tables import Problem
+from visualization.logs.runs import LoggedRun, read_run
+from visualization.logs.tables import FileProblem
 from visualization.style import styled
 from visualization.topology import draw_rounds
 
@@ -74,7 +74,7 @@ class Report:
     """File to write; none: report.html in the folder of the run."""
 
 
-def make_report(run: Run, problems: Sequence[Problem]) -> str:
+def make_report(run: LoggedRun, problems: Sequence[FileProblem]) -> str:
     """The report as HTML.
 
     Args:
@@ -103,14 +103,14 @@ def make_report(run: Run, problems: Sequence[Problem]) -> str:
     return TEMPLATE.substitute(title=name, body="\n".join(parts))
 
 
-def _curves(run: Run) -> str:
+def _curves(run: LoggedRun) -> str:
     if not any(panel.runs_with([run]) for panel in PANELS):
         return '<p class="muted">The tables of the ranks have nothing to draw.</p>'
     with styled():
         return _image(draw_runs([run]), "Test error or score, training loss and consensus distance")
 
 
-def _topology(run: Run) -> str:
+def _topology(run: LoggedRun) -> str:
     try:
         rounds = rounds_of_run(run.config, run.world_size)
     except (ValueError, KeyError) as error:

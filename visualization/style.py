@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 Format: TypeAlias = Literal["png", "svg", "pdf"]
 
 
-class Method(NamedTuple):
+class MethodStyle(NamedTuple):
     """How a method looks and what it is called.
 
     Attributes:
@@ -42,21 +42,21 @@ MUTED = "#767676"
 """Of what is no data: contrast 4.5 to 1 on white."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito, "Color Universal Design", 2008, without the yellow that white paper swallows."""
-METHODS: Mapping[str, Method] = {
-    "none": Method("no communication", "#767676", ("no communication", "none", "local")),
-    "ar": Method("AllReduce SGD", "#000000", ("allreduce", "all-reduce", "ar", "ddp")),
-    "dpsgd": Method("D-PSGD", "#D55E00", ("d-psgd", "dpsgd", "plain", "bfloat16")),
-    "sgp": Method("SGP", "#0072B2", ("sgp",)),
-    "osgp": Method("Overlap SGP", "#56B4E9", ("osgp", "overlap sgp", "sgp, overlap")),
-    "matcha": Method("MATCHA", "#009E73", ("matcha", "equal p")),
-    "choco": Method("CHOCO-SGD", "#CC79A7", ("choco", "choco-sgd")),
-    "deepsqueeze": Method("DeepSqueeze", "#882255", ("deepsqueeze",)),
-    "moniqua": Method("Moniqua", "#332288", ("moniqua",)),
-    "powergossip": Method("PowerGossip", "#E69F00", ("powergossip", "power")),
-    "adpsgd": Method("AD-PSGD", "#8A7500", ("ad-psgd", "adpsgd")),
-    "wagma": Method("WAGMA-SGD", "#7F3B08", ("wagma", "wagma-sgd")),
-    "dpwa": Method("dpwa", "#E7298A", ("dpwa",)),
-    "localsgd": Method("Local SGD", "#66A61E", ("local sgd", "localsgd", "post-local sgd", "local-average")),
+METHOD_STYLES: Mapping[str, MethodStyle] = {
+    "none": MethodStyle("no communication", "#767676", ("no communication", "none", "local")),
+    "ar": MethodStyle("AllReduce SGD", "#000000", ("allreduce", "all-reduce", "ar", "ddp")),
+    "dpsgd": MethodStyle("D-PSGD", "#D55E00", ("d-psgd", "dpsgd", "plain", "bfloat16")),
+    "sgp": MethodStyle("SGP", "#0072B2", ("sgp",)),
+    "osgp": MethodStyle("Overlap SGP", "#56B4E9", ("osgp", "overlap sgp", "sgp, overlap")),
+    "matcha": MethodStyle("MATCHA", "#009E73", ("matcha", "equal p")),
+    "choco": MethodStyle("CHOCO-SGD", "#CC79A7", ("choco", "choco-sgd")),
+    "deepsqueeze": MethodStyle("DeepSqueeze", "#882255", ("deepsqueeze",)),
+    "moniqua": MethodStyle("Moniqua", "#332288", ("moniqua",)),
+    "powergossip": MethodStyle("PowerGossip", "#E69F00", ("powergossip", "power")),
+    "adpsgd": MethodStyle("AD-PSGD", "#8A7500", ("ad-psgd", "adpsgd")),
+    "wagma": MethodStyle("WAGMA-SGD", "#7F3B08", ("wagma", "wagma-sgd")),
+    "dpwa": MethodStyle("dpwa", "#E7298A", ("dpwa",)),
+    "localsgd": MethodStyle("Local SGD", "#66A61E", ("local sgd", "localsgd", "post-local sgd", "local-average")),
 }
 """The one colour of each method in all pictures, by the name of its recipe: see `method_of` and `method_styles`."""
 OTHERS = ("#A6A6A6", "#B8A36A", "#7A8FB0", "#B07A7A", "#6FA08B")
@@ -133,14 +133,14 @@ def line_style(index: int, num_points: int) -> dict[str, Any]:
 
 
 def method_of(label: str) -> str | None:
-    """The key of METHODS that a label names first: "osgp" of "OSGP, bfloat16 on the wire"; None: it names no method.
+    """The key of METHOD_STYLES that a label names first: "osgp" of "OSGP, bfloat16 on the wire"; None: no method.
 
     Args:
         label: title of a line or bar, or the name of a run.
     """
     text = label.lower()
     found = []
-    for name, method in METHODS.items():
+    for name, method in METHOD_STYLES.items():
         for word in method.words:
             if match := re.search(rf"(?<![a-z-]){re.escape(word)}(?![a-z])", text):
                 found.append((match.start(), -len(word), name))
@@ -155,17 +155,17 @@ def method_styles(labels: Sequence[str], methods: Sequence[str | None] | None = 
 
     Args:
         labels: of all that a picture shows, each once.
-        methods: keys of METHODS, one per label; where it is None, or left out, the label tells.
+        methods: keys of METHOD_STYLES, one per label; where it is None, or left out, the label tells.
     """
     given = methods or [None] * len(labels)
-    names = [name if name in METHODS else method_of(label) for label, name in zip(labels, given, strict=True)]
-    used = {METHODS[name].color for name in names if name is not None}
+    names = [name if name in METHOD_STYLES else method_of(label) for label, name in zip(labels, given, strict=True)]
+    used = {METHOD_STYLES[name].color for name in names if name is not None}
     others = OTHERS if used else COLORS
-    order, counts = list(METHODS), dict[str | None, int]()
+    order, counts = list(METHOD_STYLES), dict[str | None, int]()
     looks = {}
     for place, (label, name) in enumerate(zip(labels, names, strict=True)):
         variant = counts[name] = counts.get(name, -1) + 1
-        color = others[variant % len(others)] if name is None else METHODS[name].color
+        color = others[variant % len(others)] if name is None else METHOD_STYLES[name].color
         marker = MARKERS[(variant + (0 if name is None else order.index(name))) % len(MARKERS)]
         looks[label] = {"color": color, "linestyle": DASHES[place % len(DASHES)], "marker": marker}
     return looks

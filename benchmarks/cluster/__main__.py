@@ -24,8 +24,8 @@ from typing import Any
 
 import tyro
 
-from benchmarks.cluster.methods import METHODS, require_methods
-from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, Links, Network
+from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
+from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.cluster.processes import Fleet, TrialError
 from benchmarks.cluster.table import failed_row, frame, markdown, rows_of
@@ -42,7 +42,7 @@ class Cluster:
     """Hosts, a rank each."""
     rates: tuple[float, ...] = (1.0,)
     """Of each link, both ways, in Gbit/s; 0: not shaped."""
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = tuple(CLUSTER_METHODS)
     """Rows of the table."""
     compute: float = 150.0
     """Forward and backward of a step, waited, in ms."""
@@ -80,7 +80,7 @@ class Cluster:
             raise ValueError(f"got {self}, expected repeats, steps and parameters >= 1, and compute >= 0; see --help")
         self.delays(0)
         for rate in self.rates:
-            Links(rate * 1e9, self.slow_link_share)
+            LinkRates(rate * 1e9, self.slow_link_share)
 
     def delays(self, repeat: int) -> Delays:
         """Of all methods in a repeat."""
@@ -115,8 +115,8 @@ class Cluster:
         order = random.Random(self.seed)
         for num_hosts, rate in product(self.hosts, self.rates):
             print(f"== {num_hosts} hosts, {rate:g} Gbit/s", flush=True)
-            links = Links(rate * 1e9, self.slow_link_share)
-            with Network(num_hosts, links) as network, closing(Fleet(network, self.out / "logs")) as fleet:
+            links = LinkRates(rate * 1e9, self.slow_link_share)
+            with EmulatedNetwork(num_hosts, links) as network, closing(Fleet(network, self.out / "logs")) as fleet:
                 if network.has_neighbours():
                     print("   another cluster runs on this machine: times are no measure", flush=True)
                 for repeat in range(self.repeats):

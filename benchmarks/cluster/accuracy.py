@@ -31,13 +31,13 @@ from typing import Any
 import pandas as pd
 import tyro
 
-from benchmarks.cluster.methods import METHODS, require_methods
-from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, Links, Network
+from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
+from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.cluster.processes import Fleet, TrialError
 from benchmarks.cluster.workload.delays import Delays
 from benchmarks.cluster.workload.images import decode
-from benchmarks.cluster.workload.training import SPLITS, Images, SmallNetwork, Training
+from benchmarks.cluster.workload.training import SPLITS, SmallNetwork, SplitImages, Training
 
 EVALUATE_EVERY = 40
 """Steps; a multiple of all periods, so that methods that average now and then have just done so."""
@@ -56,7 +56,7 @@ class Accuracy:
 
     data: Path
     """Folder with train/ and test/, in each a folder per class, ten of them at most."""
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = tuple(CLUSTER_METHODS)
     """To train."""
     learning_rates: tuple[float, ...] = (0.05,)
     """Of SGD with momentum 0.9."""
@@ -99,7 +99,7 @@ class Accuracy:
                 f"got parameters={self.parameters}, expected 0 or at least {SmallNetwork.NUM_PARAMETERS}: so many learn"
             )
         self._delays(0)
-        Links(self.rate * 1e9)
+        LinkRates(self.rate * 1e9)
 
     def _delays(self, repeat: int) -> Delays:
         return Delays(
@@ -137,7 +137,7 @@ class Accuracy:
         """
         images = self.out / "images"
         decode(self.data, images)
-        num_train, num_test = (len(Images(images, split)) for split in SPLITS)
+        num_train, num_test = (len(SplitImages(images, split)) for split in SPLITS)
         batch = self.hosts * self.batch_size
         if num_train < batch or num_test < self.hosts:
             raise ValueError(
@@ -147,7 +147,7 @@ class Accuracy:
         rows: list[dict[str, Any]] = []
         numbers = count()
         with (
-            Network(self.hosts, Links(self.rate * 1e9)) as network,
+            EmulatedNetwork(self.hosts, LinkRates(self.rate * 1e9)) as network,
             closing(Fleet(network, self.out / "logs")) as fleet,
         ):
             if self.compute and network.has_neighbours():
@@ -157,7 +157,7 @@ class Accuracy:
                 key = {
                     **asdict(self._delays(repeat)),
                     "method": method,
-                    "title": METHODS[method].title,
+                    "title": CLUSTER_METHODS[method].title,
                     "hosts": self.hosts,
                     "rate_gbit": self.rate,
                     "num_parameters": self.parameters,

@@ -16,7 +16,7 @@ class Job:
     """What all ranks know.
 
     Args:
-        method: of METHODS.
+        method: of CLUSTER_METHODS.
         number: of the job in its run, which names all that is its own: keys of the store, ports.
         num_steps: of each rank.
         compute_seconds: of a step, waited.

@@ -21,7 +21,7 @@ SYNC_PERIOD = 10
 
 
 @dataclass(frozen=True)
-class Method:
+class ClusterMethod:
     """A row of the table.
 
     Args:
@@ -70,69 +70,77 @@ _pairs = partial(_gossip, push_sum=False)
 
 BOUND = "local"
 """What nobody can beat, and to which the processor time of the others is compared."""
-OURS: Mapping[str, Method] = {
-    "sgp": Method("SGP, one-peer exponential", _gossip()),
-    "osgp": Method("OSGP", _gossip(overlap=True)),
-    "osgp-bf16": Method("OSGP, bfloat16 on the wire", _gossip(overlap=True, wire_dtype=torch.bfloat16)),
-    "dpsgd": Method("D-PSGD, pairs", _pairs(graph=gm.DynamicBipartiteExponentialGraph)),
-    "dpsgd-overlap": Method(
+OURS: Mapping[str, ClusterMethod] = {
+    "sgp": ClusterMethod("SGP, one-peer exponential", _gossip()),
+    "osgp": ClusterMethod("OSGP", _gossip(overlap=True)),
+    "osgp-bf16": ClusterMethod("OSGP, bfloat16 on the wire", _gossip(overlap=True, wire_dtype=torch.bfloat16)),
+    "dpsgd": ClusterMethod("D-PSGD, pairs", _pairs(graph=gm.DynamicBipartiteExponentialGraph)),
+    "dpsgd-overlap": ClusterMethod(
         "D-PSGD, pairs, overlapped", _pairs(graph=gm.DynamicBipartiteExponentialGraph, overlap=True)
     ),
-    "matcha": Method("MATCHA, budget 0.5", _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.5))),
-    "matcha-sparse": Method("MATCHA, budget 0.1", _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.1))),
-    "matcha-overlap": Method(
+    "matcha": ClusterMethod("MATCHA, budget 0.5", _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.5))),
+    "matcha-sparse": ClusterMethod(
+        "MATCHA, budget 0.1", _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.1))
+    ),
+    "matcha-overlap": ClusterMethod(
         "MATCHA, budget 0.1, overlapped",
         _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.1), overlap=True),
     ),
-    "choco": Method("CHOCO, sign, ring", _pairs(gossiper=lambda n: gm.Choco(gm.SignNorm(), step_size=0.45))),
-    "deepsqueeze": Method(
+    "choco": ClusterMethod("CHOCO, sign, ring", _pairs(gossiper=lambda n: gm.Choco(gm.SignNorm(), step_size=0.45))),
+    "deepsqueeze": ClusterMethod(
         "DeepSqueeze, sign, ring", _pairs(gossiper=lambda n: gm.DeepSqueeze(gm.SignNorm(), step_size=0.01))
     ),
-    "moniqua": Method("Moniqua, 8 bits, ring", _pairs(gossiper=lambda n: gm.Moniqua(theta=0.5, bits=8))),
-    "powergossip": Method("PowerGossip, rank 1, ring", _pairs(gossiper=lambda n: gm.PowerGossip())),
-    "powergossip-overlap": Method(
+    "moniqua": ClusterMethod("Moniqua, 8 bits, ring", _pairs(gossiper=lambda n: gm.Moniqua(theta=0.5, bits=8))),
+    "powergossip": ClusterMethod("PowerGossip, rank 1, ring", _pairs(gossiper=lambda n: gm.PowerGossip())),
+    "powergossip-overlap": ClusterMethod(
         "PowerGossip, rank 1, ring, overlapped", _pairs(gossiper=lambda n: gm.PowerGossip(), overlap=True)
     ),
-    "adpsgd": Method("AD-PSGD", _ours(gm.BilatGossipDataParallel), is_asynchronous=True),
-    "wagma": Method(
+    "adpsgd": ClusterMethod("AD-PSGD", _ours(gm.BilatGossipDataParallel), is_asynchronous=True),
+    "wagma": ClusterMethod(
         "WAGMA",
         _ours(gm.GroupAverageDataParallel, sync_period=SYNC_PERIOD),
         period=SYNC_PERIOD,
         is_asynchronous=True,
     ),
-    "owagma": Method(
+    "owagma": ClusterMethod(
         "WAGMA, overlapped",
         _ours(gm.GroupAverageDataParallel, sync_period=SYNC_PERIOD, overlap=True),
         period=SYNC_PERIOD,
         is_asynchronous=True,
     ),
-    "dpwa": Method("dpwa", _dpwa, is_asynchronous=True),
-    "local-average": Method(
+    "dpwa": ClusterMethod("dpwa", _dpwa, is_asynchronous=True),
+    "local-average": ClusterMethod(
         f"local SGD, average every {peers.PERIOD}",
         _ours(gm.GroupAverageDataParallel, group_size=lambda n: 1, sync_period=peers.PERIOD),
         period=peers.PERIOD,
     ),
 }
-OTHERS: Mapping[str, Method] = {
-    "hand": Method("hand-written SGP, one-way ring", _plain(HandWrittenBlocking)),
-    "hand-overlap": Method("hand-written OSGP, one-way ring", _plain(HandWrittenOverlapped)),
-    "ddp": Method("DDP", peers.ddp()),
-    "ddp-view": Method("DDP, gradient_as_bucket_view", peers.ddp(gradient_as_bucket_view=True)),
-    "ddp-fp16": Method("DDP, fp16 hook", peers.ddp_fp16()),
-    "ddp-powersgd": Method("DDP, PowerSGD hook, rank 1, one bucket", peers.ddp_power_sgd()),
-    "post-local": Method(f"torch post-local SGD, period {peers.PERIOD}", peers.post_local(), period=peers.PERIOD),
-    "decent-ring": Method("Decent-DP, ring", peers.decent(topology="ring")),
-    "decent-exp": Method("Decent-DP, one-peer exponential", peers.decent(topology="one-peer-exp")),
-    "torchft-local": Method(
+OTHERS: Mapping[str, ClusterMethod] = {
+    "hand": ClusterMethod("hand-written SGP, one-way ring", _plain(HandWrittenBlocking)),
+    "hand-overlap": ClusterMethod("hand-written OSGP, one-way ring", _plain(HandWrittenOverlapped)),
+    "ddp": ClusterMethod("DDP", peers.ddp()),
+    "ddp-view": ClusterMethod("DDP, gradient_as_bucket_view", peers.ddp(gradient_as_bucket_view=True)),
+    "ddp-fp16": ClusterMethod("DDP, fp16 hook", peers.ddp_fp16()),
+    "ddp-powersgd": ClusterMethod("DDP, PowerSGD hook, rank 1, one bucket", peers.ddp_power_sgd()),
+    "post-local": ClusterMethod(
+        f"torch post-local SGD, period {peers.PERIOD}", peers.post_local(), period=peers.PERIOD
+    ),
+    "decent-ring": ClusterMethod("Decent-DP, ring", peers.decent(topology="ring")),
+    "decent-exp": ClusterMethod("Decent-DP, one-peer exponential", peers.decent(topology="one-peer-exp")),
+    "torchft-local": ClusterMethod(
         f"torchft LocalSGD, period {peers.PERIOD}", peers.torchft_local(), peers.PERIOD, is_alone=True
     ),
-    "torchft-diloco": Method(
+    "torchft-diloco": ClusterMethod(
         f"torchft DiLoCo, period {peers.PERIOD}", peers.torchft_diloco(), peers.PERIOD, is_alone=True
     ),
-    "hivemind": Method("hivemind averager", peers.hivemind(), is_alone=True),
-    "slowmo": Method("fairscale SlowMo on SGP", peers.slowmo(), is_alone=True),
+    "hivemind": ClusterMethod("hivemind averager", peers.hivemind(), is_alone=True),
+    "slowmo": ClusterMethod("fairscale SlowMo on SGP", peers.slowmo(), is_alone=True),
 }
-METHODS: Mapping[str, Method] = {BOUND: Method("no communication", _plain(Local)), **OURS, **OTHERS}
+CLUSTER_METHODS: Mapping[str, ClusterMethod] = {
+    BOUND: ClusterMethod("no communication", _plain(Local)),
+    **OURS,
+    **OTHERS,
+}
 
 
 def require_methods(names: Sequence[str]) -> None:
@@ -141,5 +149,7 @@ def require_methods(names: Sequence[str]) -> None:
     Raises:
         ValueError: otherwise.
     """
-    if not names or len(set(names)) < len(names) or not set(names) <= set(METHODS):
-        raise ValueError(f"got methods={tuple(names)}, expected some of {', '.join(METHODS)}, each once; see --help")
+    if not names or len(set(names)) < len(names) or not set(names) <= set(CLUSTER_METHODS):
+        raise ValueError(
+            f"got methods={tuple(names)}, expected some of {', '.join(CLUSTER_METHODS)}, each once; see --help"
+        )

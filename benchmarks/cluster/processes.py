@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.cluster import rank as rank_module
 from benchmarks.cluster.job import Job
-from benchmarks.cluster.methods import METHODS
+from benchmarks.cluster.methods import CLUSTER_METHODS
 from benchmarks.cluster.network import namespaces
-from benchmarks.cluster.network.links import Network
+from benchmarks.cluster.network.links import EmulatedNetwork
 
 START_SECONDS = 300.0
 """For all ranks to be ready: the first ones wait for the imports of the server that they are forks of."""
@@ -29,7 +29,7 @@ class TrialError(Exception):
     """Why a trial has no result, in one line."""
 
 
-class Processes:
+class TrialProcesses:
     """A process per rank, for trials one after another. `close()` it.
 
     They are forks of a server that has imported what they need: 32 imports of torch would take minutes of two cores.
@@ -73,7 +73,7 @@ class Processes:
             raise
 
     @classmethod
-    def in_hosts(cls, network: Network, folder: Path) -> Processes:
+    def in_hosts(cls, network: EmulatedNetwork, folder: Path) -> TrialProcesses:
         """Ranks that run trials, one in each host.
 
         Raises:
@@ -157,10 +157,10 @@ class Fleet:
         folder: for what they print.
     """
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network: EmulatedNetwork, folder: Path) -> None:
         self._network = network
         self._folder = folder
-        self._processes: Processes | None = None
+        self._processes: TrialProcesses | None = None
 
     def run(self, job: Job) -> list[dict[str, Any]]:
         """The answers of the ranks, in their order.
@@ -168,11 +168,11 @@ class Fleet:
         Raises:
             TrialError: there is no result.
         """
-        is_alone = METHODS[job.method].is_alone
+        is_alone = CLUSTER_METHODS[job.method].is_alone
         if is_alone:
             self.close()
         try:
-            self._processes = self._processes or Processes.in_hosts(self._network, self._folder)
+            self._processes = self._processes or TrialProcesses.in_hosts(self._network, self._folder)
             # A rank's own waits end first, and say for whom they were.
             answers = self._processes.run(job.as_message(), 1.2 * job.limit_seconds)
         except TrialError:

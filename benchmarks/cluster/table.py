@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.cluster.methods import BOUND, METHODS
+from benchmarks.cluster.methods import BOUND, CLUSTER_METHODS
 from benchmarks.cluster.network.links import LINE_SHARE
 
 MAX_ERROR = 160
@@ -56,13 +56,13 @@ def rows_of(key: dict[str, Any], answers: Sequence[dict[str, Any]], *, rate: flo
             "link_share": bits / answer["mean_step_ms"] / rate if rate else None,
             "line_share": bits / answer["wire_ms"] / rate if rate and answer["wire_ms"] else None,
         }
-        rows.append({**key, **answer, **own, **shared, "rank": rank, "title": METHODS[key["method"]].title})
+        rows.append({**key, **answer, **own, **shared, "rank": rank, "title": CLUSTER_METHODS[key["method"]].title})
     return rows
 
 
 def failed_row(key: dict[str, Any], error: str) -> dict[str, Any]:
     """The row of a trial without a result."""
-    return {**key, "title": METHODS[key["method"]].title, "error": error}
+    return {**key, "title": CLUSTER_METHODS[key["method"]].title, "error": error}
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:

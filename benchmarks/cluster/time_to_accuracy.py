@@ -23,7 +23,7 @@ import pandas as pd
 import tyro
 
 from benchmarks.cluster import accuracy
-from benchmarks.cluster.methods import METHODS, OTHERS, OURS
+from benchmarks.cluster.methods import CLUSTER_METHODS, OTHERS, OURS
 from benchmarks.cluster.table import COLUMNS, medians
 from visualization.logs.tables import read_columns
 
@@ -35,7 +35,7 @@ RUN = ["method", *CELL, "learning_rate"]
 
 
 @dataclass(frozen=True)
-class Options:
+class TimeToAccuracy:
     """What is joined."""
 
     accuracy: tuple[Path, ...]
@@ -80,9 +80,11 @@ def _read(paths: Sequence[Path], columns: Sequence[str], *, source: str) -> pd.D
     parts = []
     for path in paths:
         rows = read_columns(path, columns, source=source)
-        if unknown := set(rows["method"]) - set(METHODS):
-            raise ValueError(f"got {path} with the methods {', '.join(sorted(unknown))}, expected some of METHODS")
-        rows["title"] = rows["method"].map(lambda name: METHODS[name].title)
+        if unknown := set(rows["method"]) - set(CLUSTER_METHODS):
+            raise ValueError(
+                f"got {path} with the methods {', '.join(sorted(unknown))}, expected some of CLUSTER_METHODS"
+            )
+        rows["title"] = rows["method"].map(lambda name: CLUSTER_METHODS[name].title)
         rows.loc[rows["straggle_chance"] == 0, "slow_factor"] = 1.0  # without stragglers it says nothing
         parts.append(rows)
     return pd.concat(parts, ignore_index=True)
@@ -146,7 +148,7 @@ def times(steps: pd.DataFrame, seconds: pd.DataFrame) -> pd.DataFrame:
     Returns:
         Beside the cells: num_steps, best and learning_rate of lockstep methods; NaN of the others.
     """
-    is_asynchronous = steps["method"].map(lambda name: METHODS[name].is_asynchronous)
+    is_asynchronous = steps["method"].map(lambda name: CLUSTER_METHODS[name].is_asynchronous)
     lockstep = steps[~is_asynchronous].drop_duplicates(["method", "hosts"])
     joined = pd.concat(
         [
@@ -177,7 +179,7 @@ def paces(seconds: pd.DataFrame) -> str:
     ]
     lines = [f"| method | {' | '.join(table.columns)} |", "|---|" + "---:|" * len(table.columns)]
     lines += [
-        f"| {METHODS[str(method)].title} | {' | '.join(_number(1e3 * value) for value in row)} |"
+        f"| {CLUSTER_METHODS[str(method)].title} | {' | '.join(_number(1e3 * value) for value in row)} |"
         for method, row in table.sort_values(table.columns[0]).iterrows()
     ]
     return "\n".join(lines)
@@ -217,7 +219,7 @@ def markdown(table: pd.DataFrame, target: float) -> str:
     for method, row in table.sort_values(["num_steps", "best"], ascending=[True, False]).iterrows():
         values = [_number(row["best"], digits=1), _number(row["learning_rate"], digits=2), _number(row["num_steps"])]
         values += [_number(row[cell]) for cell in cells]
-        lines.append(f"| {METHODS[str(method)].title} | {' | '.join(values)} |")
+        lines.append(f"| {CLUSTER_METHODS[str(method)].title} | {' | '.join(values)} |")
     for name, methods in (("ours", OURS), ("the others", OTHERS)):
         best = [_fastest(table.loc[table.index.isin(list(methods)), cell]) for cell in cells]
         lines.append(f"| fastest of {name} | | | | {' | '.join(best)} |")
@@ -226,7 +228,7 @@ def markdown(table: pd.DataFrame, target: float) -> str:
 
 def _fastest(seconds: pd.Series) -> str:
     finite = seconds[seconds < float("inf")]
-    return f"{METHODS[str(finite.idxmin())].title} {finite.min():.0f}" if len(finite) else "none"
+    return f"{CLUSTER_METHODS[str(finite.idxmin())].title} {finite.min():.0f}" if len(finite) else "none"
 
 
 def _number(value: float, *, digits: int = 0) -> str:
@@ -237,7 +239,7 @@ def _number(value: float, *, digits: int = 0) -> str:
 
 def main() -> None:
     """Run the command line."""
-    tyro.cli(Options, description=__doc__).main()
+    tyro.cli(TimeToAccuracy, description=__doc__).main()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.cluster.job import Job
-from benchmarks.cluster.methods import METHODS, Method
+from benchmarks.cluster.methods import CLUSTER_METHODS, ClusterMethod
 from benchmarks.cluster.network.place import Counters, Place, forget_peak_memory, peak_memory_bytes
 from benchmarks.cluster.workload.split import Split
 from benchmarks.cluster.workload.waited_model import WaitedModel
@@ -43,7 +43,7 @@ def measure(trial: Trial, place: Place) -> dict[str, Any]:
         What goes to the table, of this rank: `step_ms` is a list; the others are numbers, per timed step unless their
         names say otherwise. None: it is not known.
     """
-    method = METHODS[trial.method]
+    method = CLUSTER_METHODS[trial.method]
     before = forget_peak_memory()
     # Gradients differ from rank to rank, or there would be nothing to agree about.
     model = WaitedModel(
@@ -60,7 +60,7 @@ def measure(trial: Trial, place: Place) -> dict[str, Any]:
 
 
 def _timed_steps(
-    trial: Trial, method: Method, contender: Contender, model: WaitedModel, place: Place
+    trial: Trial, method: ClusterMethod, contender: Contender, model: WaitedModel, place: Place
 ) -> dict[str, Any]:
     x = torch.zeros(())
     split = Split(contender)

@@ -32,7 +32,7 @@ from benchmarks.record import commit, cpu_model
 from .cell import Cell, Key
 from .fault import FAULTS, STORE
 from .fork_server import ForkServer
-from .table import WRAPPERS, Table, markdown
+from .table import WRAPPERS, FaultTable, markdown
 
 POLL_SECONDS = 0.01
 
@@ -93,7 +93,7 @@ class Faults:
 
     def main(self) -> None:
         """Run the cells that are not in the file yet, then write and print the table."""
-        table, setting = Table(self.output), self.setting()
+        table, setting = FaultTable(self.output), self.setting()
         done = table.done(setting)
         keys = [Key(*each) for each in itertools.product(self.wrappers, self.faults, range(self.repeats))]
         # Faults side by side, so that not all that wait for long come last.

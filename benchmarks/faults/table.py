@@ -43,7 +43,7 @@ EXIT_GRACE = 5.0
 """Seconds that the interpreter may take to exit, on a busy machine; torch alone takes one."""
 
 
-class Table:
+class FaultTable:
     """A CSV file that is appended to.
 
     Args:

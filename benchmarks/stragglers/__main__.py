@@ -33,10 +33,10 @@ import tyro
 
 from benchmarks.stragglers import elastic, pauses, training
 from benchmarks.stragglers.elastic import Death
-from benchmarks.stragglers.methods import BOUND, METHODS
+from benchmarks.stragglers.methods import BOUND, STRAGGLER_METHODS
 from benchmarks.stragglers.pauses import DECENT, HAS_DECENT, Pauses
 from benchmarks.stragglers.processes import run_group
-from benchmarks.stragglers.training import SETTINGS, Run
+from benchmarks.stragglers.training import SETTINGS, StragglerRun
 from visualization.stragglers import draw
 
 OUT_DIR = Path("runs/stragglers")
@@ -46,7 +46,7 @@ OUT_DIR = Path("runs/stragglers")
 class Train:
     """Eight ranks: undisturbed, with one slow rank, and with two random ones late in each step."""
 
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = tuple(STRAGGLER_METHODS)
     """Rows of the table."""
     settings: tuple[str, ...] = tuple(SETTINGS)
     """Parts of the table; rates that are kept need "undisturbed"."""
@@ -66,18 +66,18 @@ class Train:
     """Folder of everything this writes."""
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.methods if name not in METHODS]
+        unknown = [name for name in self.methods if name not in STRAGGLER_METHODS]
         unknown += [name for name in self.settings if name not in SETTINGS]
         if unknown or not self.methods or not self.settings or not self.seeds or self.num_ranks < 2:
             raise ValueError(
                 f"got methods={self.methods}, settings={self.settings}, seeds={self.seeds} and num_ranks="
-                f"{self.num_ranks}, expected some of {', '.join(METHODS)}, some of {', '.join(SETTINGS)}, a seed and 2 "
-                "ranks or more; see --help"
+                f"{self.num_ranks}, expected some of {', '.join(STRAGGLER_METHODS)}, some of {', '.join(SETTINGS)}, "
+                "a seed and 2 ranks or more; see --help"
             )
 
-    def run(self, method: str, setting: str, seed: int) -> Run:
+    def run(self, method: str, setting: str, seed: int) -> StragglerRun:
         """One of the runs."""
-        run = Run(method, setting, seed, self.num_ranks, self.num_rounds, self.step_seconds)
+        run = StragglerRun(method, setting, seed, self.num_ranks, self.num_rounds, self.step_seconds)
         return replace(run, num_rounds=20, step_seconds=0.01, extra_seconds=0.05) if self.quick else run
 
     def main(self) -> None:
@@ -90,7 +90,7 @@ class Train:
             for method in self.methods:
                 for setting in self.settings:
                     run = self.run(method, setting, seed)
-                    print(f"== {METHODS[method].title}, {setting}, seed {seed}", flush=True)
+                    print(f"== {STRAGGLER_METHODS[method].title}, {setting}, seed {seed}", flush=True)
                     try:
                         records = run_group(
                             run.num_ranks,
@@ -128,7 +128,7 @@ class Train:
 class PausesCommand:
     """Four ranks with a million parameters that pause 100 ms with probability 1/4 before each step."""
 
-    methods: tuple[str, ...] = (*METHODS, *([DECENT] if HAS_DECENT else []))
+    methods: tuple[str, ...] = (*STRAGGLER_METHODS, *([DECENT] if HAS_DECENT else []))
     """Rows of the table; decent-dp too where its package is installed."""
     num_ranks: int = 4
     """Processes."""
@@ -146,7 +146,7 @@ class PausesCommand:
     """Folder of everything this writes."""
 
     def __post_init__(self) -> None:
-        known = (*METHODS, DECENT)
+        known = (*STRAGGLER_METHODS, DECENT)
         if BOUND not in self.methods or any(name not in known for name in self.methods):
             raise ValueError(f"got methods={self.methods}, expected {BOUND} and some of {', '.join(known)}; see --help")
 

@@ -43,7 +43,7 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ElasticPlan:
     """What all workers of a run know.
 
     Args:
@@ -65,7 +65,7 @@ class Plan:
     peak_lr: float = 0.1
 
 
-def train_until_the_end(name: str, life: int, plan: Plan) -> dict[str, Any]:
+def train_until_the_end(name: str, life: int, plan: ElasticPlan) -> dict[str, Any]:
     """One life of a worker: train until the time is over, and serve until all have.
 
     Returns:
@@ -113,7 +113,7 @@ def run(num_workers: int, deaths: Sequence[Death], *, seconds: float, step_secon
     names = [f"worker{rank}" for rank in range(num_workers)]
     peers = dict(zip(names, free_addresses(num_workers)))
     start = time.monotonic() + START_SECONDS
-    plan = Plan(peers, start + seconds, seconds, step_seconds, seed)
+    plan = ElasticPlan(peers, start + seconds, seconds, step_seconds, seed)
     events = sorted(
         [(death.killed_at, "kill", death.name) for death in deaths]
         + [(death.restarted_at, "restart", death.name) for death in deaths]

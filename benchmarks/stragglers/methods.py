@@ -28,7 +28,7 @@ SYNC_PERIOD = 10
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """A rank among the others.
 
     Args:
@@ -46,13 +46,13 @@ class Place:
     wrapper_group: dist.ProcessGroup | None = None
 
 
-class Pace(ABC):
+class BenchmarkPace(ABC):
     """When a rank's training ends, and which share of the whole is done.
 
     All methods get the same number of optimizer steps, summed over ranks: `num_rounds` for each rank.
     """
 
-    def __init__(self, place: Place, num_rounds: int) -> None:
+    def __init__(self, place: RankContext, num_rounds: int) -> None:
         self.place = place
         self.num_rounds = num_rounds
         self.num_own_steps = 0
@@ -71,20 +71,20 @@ class Pace(ABC):
         """Count an optimizer step of this rank."""
 
 
-class LockstepPace(Pace):
+class LockstepPace(BenchmarkPace):
     """All ranks take `num_rounds` steps, so nobody waits for a rank that has gone."""
 
     def stepped(self) -> None:
-        """See `Pace`."""
+        """See `BenchmarkPace`."""
         self.num_own_steps += 1
         self.share = self.num_own_steps / self.num_rounds
 
 
-class SharedPace(Pace):
+class SharedPace(BenchmarkPace):
     """The sum over ranks counts, so fast ranks do more of the work and all end together."""
 
     def stepped(self) -> None:
-        """See `Pace`."""
+        """See `BenchmarkPace`."""
         self.num_own_steps += 1
         self.share = self.place.progress.add(1) / (self.num_rounds * self.place.group.size())
 
@@ -96,11 +96,11 @@ class GlobalAveragePace(SharedPace):
 
     @property
     def is_over(self) -> bool:
-        """See `Pace`."""
+        """See `BenchmarkPace`."""
         return self._is_last_step  # which is done whenever this is asked
 
     def gossiped(self, wrapped: nn.Module) -> None:
-        """See `Pace`. Asked after the step instead, all would wait for the step of the slowest."""
+        """See `BenchmarkPace`. Asked after the step instead, all would wait for the step of the slowest."""
         assert isinstance(wrapped, GroupAverageDataParallel), "only WAGMA has rounds that all ranks share"
         if wrapped.round % SYNC_PERIOD == 0:
             total = torch.tensor([self.num_own_steps])
@@ -109,38 +109,38 @@ class GlobalAveragePace(SharedPace):
 
 
 @dataclass(frozen=True)
-class Method:
+class StragglerMethod:
     """A row of the tables: its name there, its wrapper, and its pace."""
 
     title: str
-    wrap: Callable[[nn.Module, Place], nn.Module]
-    pace: Callable[[Place, int], Pace]
+    wrap: Callable[[nn.Module, RankContext], nn.Module]
+    pace: Callable[[RankContext, int], BenchmarkPace]
 
 
-def _pairwise(model: nn.Module, place: Place) -> nn.Module:
+def _pairwise(model: nn.Module, place: RankContext) -> nn.Module:
     peers = {f"worker{rank}": address for rank, address in enumerate(place.addresses)}
     patience = timedelta(minutes=5)  # stragglers come late to an average
     return PairwiseDataParallel(model, name=f"worker{place.rank}", peers=peers, average_timeout=patience)
 
 
-def _wrap(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], nn.Module]:
+def _wrap(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, RankContext], nn.Module]:
     """A wrapper that needs to know its process group only."""
     return lambda model, place: wrapper(model, process_group=place.wrapper_group, **options)
 
 
-METHODS: Mapping[str, Method] = {
-    "none": Method("no communication", lambda model, place: model, SharedPace),
-    "ar": Method("AllReduce", _wrap(AllReduceDataParallel), LockstepPace),
-    "sgp": Method("SGP", _wrap(GossipDataParallel), LockstepPace),
-    "osgp": Method("OSGP", _wrap(GossipDataParallel, overlap=True), LockstepPace),
-    "adpsgd": Method("AD-PSGD", _wrap(BilatGossipDataParallel), SharedPace),
-    "wagma": Method("WAGMA", _wrap(GroupAverageDataParallel, sync_period=SYNC_PERIOD), GlobalAveragePace),
-    "owagma": Method(
+STRAGGLER_METHODS: Mapping[str, StragglerMethod] = {
+    "none": StragglerMethod("no communication", lambda model, place: model, SharedPace),
+    "ar": StragglerMethod("AllReduce", _wrap(AllReduceDataParallel), LockstepPace),
+    "sgp": StragglerMethod("SGP", _wrap(GossipDataParallel), LockstepPace),
+    "osgp": StragglerMethod("OSGP", _wrap(GossipDataParallel, overlap=True), LockstepPace),
+    "adpsgd": StragglerMethod("AD-PSGD", _wrap(BilatGossipDataParallel), SharedPace),
+    "wagma": StragglerMethod("WAGMA", _wrap(GroupAverageDataParallel, sync_period=SYNC_PERIOD), GlobalAveragePace),
+    "owagma": StragglerMethod(
         "WAGMA, overlapped",
         _wrap(GroupAverageDataParallel, sync_period=SYNC_PERIOD, overlap=True),
         GlobalAveragePace,
     ),
-    "dpwa": Method("dpwa", _pairwise, SharedPace),
+    "dpwa": StragglerMethod("dpwa", _pairwise, SharedPace),
 }
 BOUND, BASELINE = "none", "ar"
 

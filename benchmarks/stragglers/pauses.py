@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.contenders import Contender, DecentDP, Wrapped
-from benchmarks.stragglers.methods import BOUND, METHODS, SYNC_PERIOD, Place
+from benchmarks.stragglers.methods import BOUND, STRAGGLER_METHODS, SYNC_PERIOD, RankContext
 
 DECENT = "decent-dp"
 HAS_DECENT = importlib.util.find_spec("decent_dp") is not None
@@ -28,7 +28,7 @@ class Pauses:
     """What is measured.
 
     Args:
-        methods: of METHODS, or "decent-dp".
+        methods: of STRAGGLER_METHODS, or "decent-dp".
         num_cycles: turns of each method, after one to warm up.
         num_steps: of a turn, for each rank; a multiple of the period of the global averages.
         batch_size: rows per rank and step.
@@ -57,7 +57,7 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 464), nn.ReLU(), nn.Linear(464, 10))
 
 
-def measure(place: Place, pauses: Pauses) -> dict[str, list[float]]:
+def measure(place: RankContext, pauses: Pauses) -> dict[str, list[float]]:
     """Milliseconds per own step of this rank in each cycle, by method.
 
     All methods take turns in the same processes, in an order shuffled every cycle; in a cycle a rank pauses at the
@@ -91,10 +91,10 @@ def measure(place: Place, pauses: Pauses) -> dict[str, list[float]]:
     return times
 
 
-def _contender(method: str, place: Place) -> Contender:
+def _contender(method: str, place: RankContext) -> Contender:
     if method == DECENT:
         return DecentDP(perceptron())
-    return Wrapped(perceptron(), wrap=lambda model: METHODS[method].wrap(model, place))
+    return Wrapped(perceptron(), wrap=lambda model: STRAGGLER_METHODS[method].wrap(model, place))
 
 
 def markdown(times: Sequence[Mapping[str, list[float]]]) -> str:
@@ -109,6 +109,6 @@ def markdown(times: Sequence[Mapping[str, list[float]]]) -> str:
         low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
         ratio = statistics.median(a / b for a, b in zip(values, means[BOUND]))
         target = f"<= {TARGETS[method]:.2f}" if method in TARGETS else ""
-        title = "Decent-DP" if method == DECENT else METHODS[method].title
+        title = "Decent-DP" if method == DECENT else STRAGGLER_METHODS[method].title
         lines.append(f"| {title} | {middle:.1f} | {low:.1f}-{high:.1f} | {ratio:.2f} | {target} |")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.stragglers.methods import Place
+from benchmarks.stragglers.methods import RankContext
 from gossip_modules import Progress
 
 HOST = "127.0.0.1"
@@ -124,7 +124,7 @@ def _member(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     group = dist.group.WORLD
     assert group is not None
-    result = body(Place(rank, group, Progress(store), addresses), *args)
+    result = body(RankContext(rank, group, Progress(store), addresses), *args)
     group.barrier().wait()  # nobody's connections close while others still use them
     dist.destroy_process_group()
     return result

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from benchmarks.stragglers.methods import (
     BASELINE,
     BOUND,
-    METHODS,
     NUM_CLASSES,
-    Place,
+    STRAGGLER_METHODS,
+    RankContext,
     accuracy_percent,
     digits,
     learning_rate,
@@ -39,11 +39,11 @@ NUM_WARM_UP_STEPS = 5
 
 
 @dataclass(frozen=True)
-class Run:
+class StragglerRun:
     """A training run.
 
     Args:
-        method: of METHODS.
+        method: of STRAGGLER_METHODS.
         setting: of SETTINGS.
         seed: of the first model, the batches and the delays.
         num_ranks: processes.
@@ -83,7 +83,7 @@ class Run:
         return range(self.num_ranks - (self.setting == "one-slow"))
 
 
-def train(place: Place, run: Run) -> dict[str, Any]:
+def train(place: RankContext, run: StragglerRun) -> dict[str, Any]:
     """Train on one rank.
 
     Returns:
@@ -95,10 +95,10 @@ def train(place: Place, run: Run) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     model = small_cnn(1, NUM_CLASSES)
     _warm_up(model, images[: run.batch_size], labels[: run.batch_size])
-    wrapped = METHODS[run.method].wrap(model, place)
+    wrapped = STRAGGLER_METHODS[run.method].wrap(model, place)
     optimizer = make_optimizer(model, run.peak_lr)
     generator = torch.Generator().manual_seed(run.seed * 1000 + place.rank)
-    pace = METHODS[run.method].pace(place, run.num_rounds)
+    pace = STRAGGLER_METHODS[run.method].pace(place, run.num_rounds)
 
     place.group.barrier().wait()
     start = time.monotonic()
@@ -151,7 +151,7 @@ def rates(stamps: Sequence[Tensor]) -> list[float]:
     return values
 
 
-def curve(records: Sequence[dict[str, Any]], run: Run) -> list[tuple[float, float]]:
+def curve(records: Sequence[dict[str, Any]], run: StragglerRun) -> list[tuple[float, float]]:
     """Seconds since the start and test accuracy, in percent, of the averaged model at each mark and at the end."""
     _, _, images, labels = digits()
     model = small_cnn(1, NUM_CLASSES)
@@ -180,14 +180,14 @@ def seconds_to(points: Sequence[tuple[float, float]], accuracy: float) -> float:
 
 
 def row_of(
-    run: Run, records: list[dict[str, Any]], curve: list[tuple[float, float]], *, target_percent: float
+    run: StragglerRun, records: list[dict[str, Any]], curve: list[tuple[float, float]], *, target_percent: float
 ) -> dict[str, Any]:
     """A line of stragglers.csv: what a run says."""
     speeds = pd.Series(rates([record["stamps"] for record in records]))
     return {
         "setting": run.setting,
         "method": run.method,
-        "title": METHODS[run.method].title,
+        "title": STRAGGLER_METHODS[run.method].title,
         "seed": run.seed,
         "steps_per_second": speeds[list(run.fast_ranks)].mean(),
         "seconds_to_target": seconds_to(curve, target_percent),
@@ -210,7 +210,7 @@ def markdown(rows: pd.DataFrame, *, target_percent: float) -> str:
     rates, accuracies = means["steps_per_second"], means["accuracy_percent"]
     lines = [
         "| setting | method | steps/s of fast ranks | of undisturbed | of no communication "
-        f"| s to {target_percent:g} % | final accuracy, % | to {METHODS[BASELINE].title}, points "
+        f"| s to {target_percent:g} % | final accuracy, % | to {STRAGGLER_METHODS[BASELINE].title}, points "
         "| steps, all ranks | s |",
         "|---|---|" + "---:|" * 8,
     ]
@@ -219,7 +219,7 @@ def markdown(rows: pd.DataFrame, *, target_percent: float) -> str:
         return f"{100 * rate / rates[of]:.1f} %" if of in rates else ""
 
     for setting in (name for name in SETTINGS if name in set(rows["setting"])):
-        for method in (name for name in METHODS if (setting, name) in means.index):
+        for method in (name for name in STRAGGLER_METHODS if (setting, name) in means.index):
             mean, rate = means.loc[setting, method], rates[setting, method]
             kept, bound = share(rate, ("undisturbed", method)), share(rate, (setting, BOUND))
             gap = (
@@ -229,7 +229,7 @@ def markdown(rows: pd.DataFrame, *, target_percent: float) -> str:
             if method == BOUND:
                 accuracy = " |  | "  # its models are not meant to agree
             lines.append(
-                f"| {setting} | {METHODS[method].title} | {rate:.2f} | {kept} | {bound} | {accuracy} "
+                f"| {setting} | {STRAGGLER_METHODS[method].title} | {rate:.2f} | {kept} | {bound} | {accuracy} "
                 f"| {mean.num_steps:.0f} | {mean.train_seconds:.1f} |"
             )
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from ..gossiper.gossiper import Gossiper
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..simulate.codes import CODE_PASSES, UNKNOWN_PASSES
-from ..simulate.delays import LinkModel, Message
+from ..simulate.delays import LinkModel, MessageCost
 from ..simulate.gossip import Rule
 from ..simulate.mixing import Round
 
@@ -159,7 +159,7 @@ def make_transports(world_size: int) -> list[OneThreadTransport]:
     return [OneThreadTransport(post, rank, world_size) for rank in range(world_size)]
 
 
-def measured_message(make: Callable[[], Gossiper], num_parameters: int, links: LinkModel) -> Message:
+def measured_message(make: Callable[[], Gossiper], num_parameters: int, links: LinkModel) -> MessageCost:
     """What a message of the gossiper takes: its bytes on a model of 65,536 float32 parameters, for `num_parameters`.
 
     Its time to encode and decode is that of its compressor, if it has one that was measured, else that of a slow one.
@@ -170,4 +170,4 @@ def measured_message(make: Callable[[], Gossiper], num_parameters: int, links: L
     compressor: Any = getattr(rule.gossipers[0], "compressor", None)
     encode, decode = CODE_PASSES.get(type(compressor), UNKNOWN_PASSES)
     one_pass = links.memory_seconds(4 * num_parameters)
-    return Message(num_bytes, encode_seconds=(encode + decode) * one_pass, decode_seconds=decode * one_pass)
+    return MessageCost(num_bytes, encode_seconds=(encode + decode) * one_pass, decode_seconds=decode * one_pass)

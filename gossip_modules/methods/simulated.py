@@ -13,7 +13,7 @@ from ..simulate.asynchronous import BilateralMethod, PullMethod
 from ..simulate.choice import Choice
 from ..simulate.clocks import BucketClock, OverlapClock, SyncClock
 from ..simulate.codes import coded_message
-from ..simulate.delays import Message
+from ..simulate.delays import MessageCost
 from ..simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule, SimulatedMethod
 from ..simulate.groups import GroupMethod
 from ..simulate.mixing import SimulatedMixing, mixing_for
@@ -47,7 +47,7 @@ def static(world_size: int) -> str:
 
 
 def _lockstep(
-    rule: Rule, mixing: MixingManager | None, setting: Setting, message: Message, *, num_phases: int = 1
+    rule: Rule, mixing: MixingManager | None, setting: Setting, message: MessageCost, *, num_phases: int = 1
 ) -> LockstepMethod:
     clock = SyncClock(setting.compute, setting.network, message, num_phases=num_phases, model_bytes=setting.model_bytes)
     return LockstepMethod(rule, None if mixing is None else SimulatedMixing(mixing), setting.schedule, clock)
@@ -56,13 +56,13 @@ def _lockstep(
 def simulate_all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
     """AllReduce SGD."""
     kind = BucketClock if setting.has_gradients else SyncClock
-    clock = kind(setting.compute, setting.network, Message(setting.model_bytes))
+    clock = kind(setting.compute, setting.network, MessageCost(setting.model_bytes))
     return LockstepMethod(Plain(), None, Schedule(average_every=1), clock)
 
 
 def simulate_local_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Local SGD."""
-    clock = SyncClock(setting.compute, setting.network, Message(setting.model_bytes))
+    clock = SyncClock(setting.compute, setting.network, MessageCost(setting.model_bytes))
     return LockstepMethod(Plain(), None, Schedule(gossip_every=setting.local_steps, average_every=1), clock)
 
 
@@ -149,7 +149,7 @@ def simulate_deep_squeeze(choice: Choice, setting: Setting) -> SimulatedMethod:
 def simulate_moniqua(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Moniqua."""
     one_pass = setting.links.memory_seconds(setting.model_bytes)
-    message = Message(setting.num_parameters, encode_seconds=4 * one_pass, decode_seconds=4 * one_pass)  # 8 bits
+    message = MessageCost(setting.num_parameters, encode_seconds=4 * one_pass, decode_seconds=4 * one_pass)  # 8 bits
     step_size = step_size_of(options_of(choice, setting), "moniqua", MONIQUA_STEP_SIZES, "moniqua", "compression_bits")
     rule = MoniquaRule(setting.theta or MethodOptions.theta, step_size=step_size, seed=setting.seed)
     return _lockstep(rule, undirected(choice, setting), setting, message)

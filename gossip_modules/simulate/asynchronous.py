@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .delays import ComputeModel, Message, Network
+from .delays import ComputeModel, MessageCost, Network
 from .gossip import OwnPace
 from .mixing import Array, Indices, SimulatedMixing
 
@@ -26,7 +26,7 @@ class AsynchronousMethod(OwnPace):
         message: a model.
     """
 
-    def __init__(self, compute: ComputeModel, network: Network, message: Message) -> None:
+    def __init__(self, compute: ComputeModel, network: Network, message: MessageCost) -> None:
         super().__init__(compute, network, message)
         self.is_overlapped = True
         self.tick_seconds = compute.overhead_seconds + compute.seconds * float(
@@ -66,7 +66,7 @@ class BilateralMethod(AsynchronousMethod):
         compute, network, message: see `AsynchronousMethod`.
     """
 
-    def __init__(self, mixing: SimulatedMixing, compute: ComputeModel, network: Network, message: Message) -> None:
+    def __init__(self, mixing: SimulatedMixing, compute: ComputeModel, network: Network, message: MessageCost) -> None:
         super().__init__(compute, network, message)
         self.mixing = mixing
         n = self.num_ranks
@@ -150,7 +150,7 @@ class PullMethod(AsynchronousMethod):
     """
 
     def __init__(
-        self, compute: ComputeModel, network: Network, message: Message, *, factor: float = 0.5, seed: int = 0
+        self, compute: ComputeModel, network: Network, message: MessageCost, *, factor: float = 0.5, seed: int = 0
     ) -> None:
         super().__init__(compute, network, message)
         self.factor = factor
@@ -179,6 +179,6 @@ class PullMethod(AsynchronousMethod):
         self._is_fetching[asking], self._peers[asking] = True, peers
         # Fetches from one worker share its link.
         num_fetches = np.bincount(self._peers[self._is_fetching], minlength=self.num_ranks)[peers]
-        wire = self.network.pair_seconds(asking, peers, Message(self.message.num_bytes)) * num_fetches
+        wire = self.network.pair_seconds(asking, peers, MessageCost(self.message.num_bytes)) * num_fetches
         self._ends[asking] = self._arrivals[asking] + wire + self.message.decode_seconds
         self.sent_bytes += len(asking) * self.message.num_bytes / self.num_ranks

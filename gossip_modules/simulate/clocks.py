@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from ..schedule import Action
-from .delays import ComputeModel, Message, Network
+from .delays import ComputeModel, MessageCost, Network
 from .mixing import Array, Round
 
 FORWARD_SHARE = 1 / 3
@@ -40,7 +40,7 @@ class Clock(ABC):
         self,
         compute: ComputeModel,
         network: Network,
-        message: Message,
+        message: MessageCost,
         *,
         num_phases: int = 1,
         model_bytes: float | None = None,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..compression.compressor import Cast, Compressor, chunks, random_words
 from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import RandomK, TopK
-from .delays import LinkModel, Message
+from .delays import LinkModel, MessageCost
 
 CODE_PASSES: Mapping[type[Compressor], tuple[float, float]] = {
     Cast: (1.5, 2.5),
@@ -57,11 +57,11 @@ def code_rows(compressor: Compressor, x: Tensor, t: int) -> Tensor:
     return torch.stack([_decompressed(compressor, row, t) for row in x])
 
 
-def coded_message(compressor: Compressor, num_parameters: int, links: LinkModel) -> Message:
+def coded_message(compressor: Compressor, num_parameters: int, links: LinkModel) -> MessageCost:
     """What it costs to send a model of so many float32 parameters in this code."""
     encode, decode = CODE_PASSES.get(type(compressor), UNKNOWN_PASSES)
     one_pass = links.memory_seconds(4 * num_parameters)
-    return Message(
+    return MessageCost(
         compressor.num_bytes(num_parameters, torch.float32),
         encode_seconds=(encode + decode + _MEMORY_PASSES) * one_pass,  # a rank hears itself as well
         decode_seconds=decode * one_pass,

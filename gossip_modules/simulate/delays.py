@@ -125,7 +125,7 @@ class LinkModel:
         return slowness
 
 
-class Message(NamedTuple):
+class MessageCost(NamedTuple):
     """What a rank says to one peer in one exchange.
 
     num_bytes: on the wire.
@@ -150,11 +150,11 @@ class Network:
         self.links, self.num_ranks = links, num_ranks
         self.slowness = links.slowness(num_ranks)
 
-    def plain_message(self, num_bytes: float) -> Message:
+    def plain_message(self, num_bytes: float) -> MessageCost:
         """The model as it is; to mix it takes three passes: read the message, read and write the own model."""
-        return Message(num_bytes, decode_seconds=3 * self.links.memory_seconds(num_bytes))
+        return MessageCost(num_bytes, decode_seconds=3 * self.links.memory_seconds(num_bytes))
 
-    def exchange_seconds(self, round_: Round, message: Message) -> Array:
+    def exchange_seconds(self, round_: Round, message: MessageCost) -> Array:
         """From when a rank and its in-peers have encoded until the rank has mixed their messages: float64 [n].
 
         A link carries all the messages of its rank, those out beside those in; a rank waits for the slowest of its
@@ -166,7 +166,7 @@ class Network:
         seconds += message.decode_seconds * round_.in_degrees + self.links.latency_s
         return np.where(round_.in_degrees > 0, seconds, 0.0)
 
-    def pair_seconds(self, ranks: Indices, peers: Indices, message: Message) -> Array:
+    def pair_seconds(self, ranks: Indices, peers: Indices, message: MessageCost) -> Array:
         """One message from each of `peers` to each of `ranks`, with nothing else on their links, and mixing it."""
         slowness = np.maximum(self.slowness[ranks], self.slowness[peers])
         fixed = self.links.latency_s + message.decode_seconds

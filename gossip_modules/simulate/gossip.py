@@ -15,7 +15,7 @@ from ..compression.compressor import Compressor, random_words
 from ..schedule import Action, Schedule
 from .clocks import Clock
 from .codes import code_rows
-from .delays import ComputeModel, Message, Network
+from .delays import ComputeModel, MessageCost, Network
 from .mixing import Array, Round, SimulatedMixing
 
 
@@ -82,7 +82,7 @@ class OwnPace(SimulatedMethod):
         message: a model.
     """
 
-    def __init__(self, compute: ComputeModel, network: Network, message: Message) -> None:
+    def __init__(self, compute: ComputeModel, network: Network, message: MessageCost) -> None:
         super().__init__(network.num_ranks)
         self.compute, self.network, self.message = compute, network, message
         n = self.num_ranks

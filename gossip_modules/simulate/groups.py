@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..graph_manager.butterfly_groups import ButterflyGroups
-from .delays import ComputeModel, Message, Network
+from .delays import ComputeModel, MessageCost, Network
 from .gossip import OwnPace
 from .mixing import Array, Flags, Indices
 
@@ -32,7 +32,7 @@ class GroupMethod(OwnPace):
         self,
         compute: ComputeModel,
         network: Network,
-        message: Message,
+        message: MessageCost,
         groups: ButterflyGroups,
         *,
         sync_period: int = 10,

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..compression.orthonormal import orthonormalize
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import best_step_size
-from .delays import LinkModel, Message
+from .delays import LinkModel, MessageCost
 from .gossip import Rule
 from .mixing import Indices, Round
 
@@ -90,11 +90,11 @@ class PowerGossipRule(Rule):
         return numbers
 
 
-def power_message(num_parameters: int, links: LinkModel, *, rank: int = 1) -> Message:
+def power_message(num_parameters: int, links: LinkModel, *, rank: int = 1) -> MessageCost:
     """What one power iteration of one link sends of so many float32 parameters, in matrices of `MATRIX_SIDE`."""
     one_pass = links.memory_seconds(4 * num_parameters)
     num_bytes = 4 * num_parameters * min(1.0, rank / MATRIX_SIDE)
-    return Message(num_bytes, encode_seconds=_ENCODE_PASSES * one_pass, decode_seconds=_DECODE_PASSES * one_pass)
+    return MessageCost(num_bytes, encode_seconds=_ENCODE_PASSES * one_pass, decode_seconds=_DECODE_PASSES * one_pass)
 
 
 def power_step_size(mixing: MixingManager) -> float:

@@ -12,7 +12,7 @@ import tyro
 from PIL import Image
 
 from benchmarks import accuracy_bytes
-from benchmarks.accuracy_bytes import METHODS, Benchmark, arguments, finished, main, write
+from benchmarks.accuracy_bytes import PUBLISHED_METHODS, Benchmark, arguments, finished, main, write
 from benchmarks.small_images import shrink
 from train.tasks.images.config import Config
 
@@ -44,7 +44,7 @@ def summary(config: Config, *, accuracy: float = 60.0, megabytes: float = 90.0) 
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PUBLISHED_METHODS)
 def test_the_command_line_says_the_configuration(method: str, tmp_path: Path) -> None:
     benchmark = Benchmark(methods=(method,), data_dir=str(image_folder(tmp_path / "images")), out_dir=tmp_path)
     config = benchmark.config(method, 2)
@@ -64,7 +64,7 @@ def test_options_of_all_runs(tmp_path: Path) -> None:
 
 
 def test_learning_rates_are_the_published_ratios() -> None:
-    rates = {name: Benchmark().config(name, 1).lr / 0.025 for name in METHODS}
+    rates = {name: Benchmark().config(name, 1).lr / 0.025 for name in PUBLISHED_METHODS}
     assert rates.pop("choco-sign") == pytest.approx(16)
     assert rates.pop("deepsqueeze-sign") == pytest.approx(4.8)
     assert all(rate == pytest.approx(11.3) for rate in rates.values())

@@ -24,12 +24,12 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from benchmarks.cluster.__main__ import Cluster, main
-from benchmarks.cluster.methods import METHODS
+from benchmarks.cluster.methods import CLUSTER_METHODS
 from benchmarks.cluster.network import namespaces
-from benchmarks.cluster.network.links import Links, Network
+from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import ClusterUnavailableError
 from benchmarks.cluster.network.place import Place, bytes_sent
-from benchmarks.cluster.processes import Processes, TrialError
+from benchmarks.cluster.processes import TrialError, TrialProcesses
 from benchmarks.cluster.rank import STORE_PORT, last_line
 from benchmarks.cluster.table import failed_row, frame, markdown, medians, rows_of
 from benchmarks.cluster.trials import Trial
@@ -95,7 +95,9 @@ def test_delays_are_a_pure_function_of_seed_rank_and_step() -> None:
 
 def test_all_methods_of_a_repeat_get_the_same_delays() -> None:
     cluster = Cluster(spread=0.3, straggle_chance=0.1)
-    trials = [cluster.trial(method, number, repeat=1, limit_seconds=1.0) for number, method in enumerate(METHODS)]
+    trials = [
+        cluster.trial(method, number, repeat=1, limit_seconds=1.0) for number, method in enumerate(CLUSTER_METHODS)
+    ]
     assert len({trial.delays for trial in trials}) == 1
     assert cluster.delays(0) != cluster.delays(1)
 
@@ -344,8 +346,8 @@ def test_ports_of_trials_are_those_that_nobody_is_given() -> None:
 
 
 def test_links() -> None:
-    assert Links(1e9, 0.1).rates(3) == [1e9, 1e9, 1e8]
-    assert Links(1e9).rates(2) == [1e9, 1e9]
+    assert LinkRates(1e9, 0.1).rates(3) == [1e9, 1e9, 1e8]
+    assert LinkRates(1e9).rates(2) == [1e9, 1e9]
 
 
 # Trials that go wrong.
@@ -369,7 +371,7 @@ def test_errors_fit_into_a_row() -> None:
 )
 @pytest.mark.timeout(330)  # the first process waits for the imports of the server that all are forks of
 def test_a_trial_that_goes_wrong_says_why(what: str, expected: str, tmp_path: Path) -> None:
-    ranks = Processes(misbehave, [("fine",), (what,)], tmp_path)
+    ranks = TrialProcesses(misbehave, [("fine",), (what,)], tmp_path)
     try:
         with pytest.raises(TrialError, match=expected):
             ranks.run({}, 200.0)
@@ -380,7 +382,7 @@ def test_a_trial_that_goes_wrong_says_why(what: str, expected: str, tmp_path: Pa
 
 @pytest.mark.timeout(330)
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
-    ranks = Processes(misbehave, [("fine",), ("hangs",)], tmp_path)
+    ranks = TrialProcesses(misbehave, [("fine",), ("hangs",)], tmp_path)
     try:
         for connection in ranks._connections:
             connection.send_bytes(b"{}")
@@ -441,8 +443,8 @@ def test_one_command_from_namespaces_to_pictures(tmp_path: Path) -> None:
 
 HOLD = """
 import time
-from benchmarks.cluster.network.links import Links, Network
-network = Network(2, Links(1e8))
+from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates
+network = EmulatedNetwork(2, LinkRates(1e8))
 print("built", flush=True)
 time.sleep(300)
 """
@@ -480,15 +482,15 @@ def test_a_killed_run_leaves_nothing_behind() -> None:
 def test_leftovers_of_a_dead_run_are_removed() -> None:
     left = f"gossip-4194305-{os.getpid()}-0-0"  # a name of its own: other runs of the tests make one too
     namespaces.run("ip", "netns", "add", left)
-    network = Network(2, Links(0))
+    network = EmulatedNetwork(2, LinkRates(0))
     try:
         assert namespaces.names(left) == []
-        with Network(2, Links(0)) as other:
+        with EmulatedNetwork(2, LinkRates(0)) as other:
             assert network.has_neighbours()
             assert other.has_neighbours()
         assert all(host in namespaces.names() for host in network.hosts)
         with pytest.raises(ValueError, match="got 1 hosts, expected 2 to 250"):
-            Network(1, Links(0))
+            EmulatedNetwork(1, LinkRates(0))
     finally:
         network.close()
     network.close()

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from benchmarks.cluster.accuracy import COLUMNS as accuracy_columns
 from benchmarks.cluster.accuracy import EVALUATE_EVERY, Accuracy, curve
 from benchmarks.cluster.job import Job
-from benchmarks.cluster.methods import METHODS, Method, require_methods
+from benchmarks.cluster.methods import CLUSTER_METHODS, ClusterMethod, require_methods
 from benchmarks.cluster.network.place import Place
 from benchmarks.cluster.peers import PERIOD
-from benchmarks.cluster.processes import Fleet, Processes, TrialError
+from benchmarks.cluster.processes import Fleet, TrialError, TrialProcesses
 from benchmarks.cluster.table import failed_row, frame, rows_of
-from benchmarks.cluster.time_to_accuracy import Options, markdown, paces, seconds_per_step, steps_to, times
+from benchmarks.cluster.time_to_accuracy import TimeToAccuracy, markdown, paces, seconds_per_step, steps_to, times
 from benchmarks.cluster.trials import Trial
 from benchmarks.cluster.workload.delays import Delays
 from benchmarks.cluster.workload.images import decode
-from benchmarks.cluster.workload.training import SIZE, Images, SmallNetwork, Training, train
+from benchmarks.cluster.workload.training import SIZE, SmallNetwork, SplitImages, Training, train
 from benchmarks.contenders import Contender, Loss, Wrapped
 from tests.benchmarks.test_cluster import ROOT, answer, cannot_make_namespaces
 
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_decoded_images_are_those_of_the_folder(folder: Path, tmp_path: Path) -> None:
     decode(folder, tmp_path / "arrays")
-    images = Images(tmp_path / "arrays", "test")
+    images = SplitImages(tmp_path / "arrays", "test")
     x, labels = images.batch(np.arange(len(images)))
     assert x.shape == (6, 3, SIZE, SIZE)
     assert labels.tolist() == [0, 0, 1, 1, 2, 2]
@@ -75,7 +75,7 @@ def test_ranks_share_an_epoch_and_flip_half_of_it(tmp_path: Path) -> None:
     images[..., 0] = 255  # a white line at the left
     np.save(tmp_path / "train.npy", images)
     np.save(tmp_path / "train-labels.npy", np.arange(64))
-    data = Images(tmp_path, "train")
+    data = SplitImages(tmp_path, "train")
     epochs = [list(islice(data.batches(rank, 2, size=8, seed=3), 8)) for rank in range(2)]
     first, second = (
         [int(y) for rank in epochs for _, labels in rank[part] for y in labels] for part in (slice(4), slice(4, 8))
@@ -129,7 +129,7 @@ def test_wrong_options(wrong: dict[str, Any], expected: str) -> None:
 
 
 def test_evaluations_come_right_after_an_average() -> None:
-    assert all(EVALUATE_EVERY % method.period == 0 for method in METHODS.values())
+    assert all(EVALUATE_EVERY % method.period == 0 for method in CLUSTER_METHODS.values())
     assert EVALUATE_EVERY % PERIOD == 0
 
 
@@ -258,28 +258,28 @@ def test_a_table_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     rows = pd.concat([trained("ddp", 60), trained("sgp", 30, 60)])
     rows.to_csv(tmp_path / "accuracy.csv", index=False)
     frame(cluster_rows("ddp", 500) + cluster_rows("sgp", 100)).to_csv(tmp_path / "cluster.csv", index=False)
-    Options((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",), target=60.0).main()
+    TimeToAccuracy((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",), target=60.0).main()
     assert "| fastest of ours | | | | SGP, one-peer exponential 8 |" in capsys.readouterr().out
 
     with pytest.raises(ValueError, match=r"accuracy.csv without .*, expected a CSV of benchmarks.cluster; write it"):
-        Options((tmp_path / "accuracy.csv",), (tmp_path / "accuracy.csv",)).main()
+        TimeToAccuracy((tmp_path / "accuracy.csv",), (tmp_path / "accuracy.csv",)).main()
     frame(cluster_rows("ddp", 500)).assign(method="gone").to_csv(tmp_path / "cluster.csv", index=False)
-    with pytest.raises(ValueError, match="with the methods gone, expected some of METHODS"):
-        Options((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",)).main()
+    with pytest.raises(ValueError, match="with the methods gone, expected some of CLUSTER_METHODS"):
+        TimeToAccuracy((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",)).main()
     pd.concat([rows, rows.assign(batch_size=16)]).to_csv(tmp_path / "accuracy.csv", index=False)
     with pytest.raises(ValueError, match="got trainings with batch_size of 8, 16, expected one"):
-        Options((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",)).main()
+        TimeToAccuracy((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",)).main()
     rows.to_csv(tmp_path / "accuracy.csv", index=False)
     frame(cluster_rows("ddp", 500)).to_csv(tmp_path / "cluster.csv", index=False)
     with pytest.raises(ValueError, match=r"got the same runs of ddp, sgp twice, .*; see --accuracy"):
-        Options((tmp_path / "accuracy.csv",) * 2, (tmp_path / "cluster.csv",)).main()
+        TimeToAccuracy((tmp_path / "accuracy.csv",) * 2, (tmp_path / "cluster.csv",)).main()
     with pytest.raises(ValueError, match=r"got the same runs of ddp twice, .*; see --cells"):
-        Options((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",) * 2).main()
+        TimeToAccuracy((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",) * 2).main()
     frame([failed_row({**EVEN, "method": "ddp", "repeat": 0}, "no")]).to_csv(tmp_path / "cluster.csv", index=False)
     with pytest.raises(ValueError, match="got no trial with a time"):
-        Options((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",)).main()
+        TimeToAccuracy((tmp_path / "accuracy.csv",), (tmp_path / "cluster.csv",)).main()
     with pytest.raises(ValueError, match="got target=0"):
-        Options((), (), target=0)
+        TimeToAccuracy((), (), target=0)
 
 
 # Trainings.
@@ -340,7 +340,7 @@ def recorded(step: Callable[[Contender, Loss], None], rates: list[float]) -> Cal
 def test_post_local_averages_before_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60), 40, 0.1)
     place.join()
-    contender = METHODS["post-local"].make(SmallNetwork(0), place)
+    contender = CLUSTER_METHODS["post-local"].make(SmallNetwork(0), place)
     steps: list[int] = []
     averaged: list[int] = []
     monkeypatch.setattr(
@@ -372,8 +372,8 @@ class Slow(nn.Module):
 @pytest.mark.usefixtures("own_group")
 def test_compute_is_waited_on_top_of_rounds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode(folder, tmp_path / "arrays")
-    slow = Method("slow", lambda model, place: Wrapped(model, place.optimizer, wrap=Slow))
-    monkeypatch.setattr("benchmarks.cluster.workload.training.METHODS", {"slow": slow})
+    slow = ClusterMethod("slow", lambda model, place: Wrapped(model, place.optimizer, wrap=Slow))
+    monkeypatch.setattr("benchmarks.cluster.workload.training.CLUSTER_METHODS", {"slow": slow})
     delays = Delays(straggle_chance=1.0, slow_factor=2.0)
     training = replace(training_of("slow", tmp_path / "arrays"), compute_seconds=0.1, delays=delays)
     place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60), 0, 0.1)
@@ -381,7 +381,7 @@ def test_compute_is_waited_on_top_of_rounds(folder: Path, tmp_path: Path, monkey
 
 
 class Ranks:
-    """Stands in for `Processes`: answers, or fails at one job."""
+    """Stands in for `TrialProcesses`: answers, or fails at one job."""
 
     def __init__(self, alive: set[Ranks]) -> None:
         self.alive = alive
@@ -399,7 +399,7 @@ class Ranks:
 
 def test_a_fleet_is_renewed_where_it_must(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     alive: set[Ranks] = set()
-    monkeypatch.setattr(Processes, "in_hosts", lambda network, folder: Ranks(alive))
+    monkeypatch.setattr(TrialProcesses, "in_hosts", lambda network, folder: Ranks(alive))
 
     def job(method: str, number: int = 0) -> Trial:
         shared: dict[str, Any] = {"compute_seconds": 0.1, "delays": Delays(), "limit_seconds": 9.0}
@@ -424,7 +424,7 @@ def test_too_few_images_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got 24 training and 6 test images, expected at least 256 and 8"):
         Accuracy(folder, out=tmp_path / "out").main()
     with pytest.raises(ValueError, match="got 24 images for 3 ranks, expected at least 9 for each"):
-        next(Images(tmp_path / "out" / "images", "train").batches(0, 3, size=9, seed=0))
+        next(SplitImages(tmp_path / "out" / "images", "train").batches(0, 3, size=9, seed=0))
     (folder / "train" / "class2").rename(folder / "train" / "class3")
     with pytest.raises(ValueError, match="expected the same in both"):
         decode(folder, tmp_path / "other")

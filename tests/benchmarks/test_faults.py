@@ -21,7 +21,7 @@ from benchmarks.faults.__main__ import Faults
 from benchmarks.faults.accused import accused
 from benchmarks.faults.cell import Call, Key, blame, calls_of, longest
 from benchmarks.faults.fault import FAULTS
-from benchmarks.faults.table import COLUMNS, WRAPPERS, Table, deviations, markdown
+from benchmarks.faults.table import COLUMNS, WRAPPERS, FaultTable, deviations, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 5.0
@@ -131,16 +131,16 @@ def cell(of_rank_0: Mapping[str, Any] = MappingProxyType({}), **values: Any) -> 
 
 def test_a_table_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "results" / "faults.csv"
-    Table(path).append(cell())
-    Table(path).append(cell(fault="kill-odd")[:3])  # a cell that was cut off
+    FaultTable(path).append(cell())
+    FaultTable(path).append(cell(fault="kill-odd")[:3])  # a cell that was cut off
     with path.open("a") as file:
         file.write("today,ab")  # within a line
-    table = Table(path)
+    table = FaultTable(path)
     assert table.done(SETTING) == {Key("sgp", "kill-even", 0)}
     assert table.done({**SETTING, "commit": "def"}) == set()
     assert table.done({**SETTING, "timeout_seconds": 2.0}) == set()
     table.append(cell(fault="kill-0"))
-    assert len(Table(path).frame()) == 4 + 3 + 4
+    assert len(FaultTable(path).frame()) == 4 + 3 + 4
     assert tuple(table.frame().columns) == COLUMNS
 
 
@@ -148,12 +148,12 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"other.csv with columns \('a', 'b'\), expected .*name another file"):
-        Table(path)
+        FaultTable(path)
 
 
 def frame_of(tmp_path: Path, rows: list[dict[str, Any]]) -> pd.DataFrame:
     """Through the file."""
-    table = Table(tmp_path / "faults.csv")
+    table = FaultTable(tmp_path / "faults.csv")
     table.append(rows)
     return table.frame()
 
@@ -210,7 +210,7 @@ def test_two_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "faults.csv"
     options = Faults(wrappers=("sgp",), faults=("kill-even", "stop-short"), timeout=TIMEOUT, output=path)
     options.main()
-    rows = Table(path).frame()
+    rows = FaultTable(path).frame()
     killed, stopped = (rows[rows["fault"] == fault].set_index("rank") for fault in ("kill-even", "stop-short"))
     assert list(killed["role"]) == ["survivor", "survivor", "victim", "survivor"]
     assert killed["exit_code"][2] == -9

@@ -16,10 +16,10 @@ from PIL import Image
 
 from benchmarks.stragglers import elastic, pauses, training
 from benchmarks.stragglers.__main__ import Command, Elastic, PausesCommand, Train, main
-from benchmarks.stragglers.methods import SYNC_PERIOD, Place, learning_rate
+from benchmarks.stragglers.methods import SYNC_PERIOD, RankContext, learning_rate
 from benchmarks.stragglers.pauses import Pauses
 from benchmarks.stragglers.processes import run_group
-from benchmarks.stragglers.training import Run, markdown, rates, row_of, seconds_to, train
+from benchmarks.stragglers.training import StragglerRun, markdown, rates, row_of, seconds_to, train
 from gossip_modules import Progress
 from tests.harness.ranks import run_ranks, thread_group
 from visualization.stragglers import draw, kept_percent
@@ -42,14 +42,14 @@ ROWS = (
 
 
 def test_one_rank_is_slow() -> None:
-    run = Run("ar", "one-slow", seed=1)
+    run = StragglerRun("ar", "one-slow", seed=1)
     assert {run.sleep_seconds(rank, step) for rank in range(7) for step in range(5)} == {0.05}
     assert {run.sleep_seconds(7, step) for step in range(5)} == {0.25}
     assert list(run.fast_ranks) == list(range(7))
 
 
 def test_two_ranks_are_late_in_each_step_and_all_know_which() -> None:
-    run = Run("ar", "two-random", seed=1)
+    run = StragglerRun("ar", "two-random", seed=1)
     counts = [0] * 8
     for step in range(400):
         late = [rank for rank in range(8) if run.sleep_seconds(rank, step) == pytest.approx(0.37)]
@@ -83,21 +83,21 @@ def test_seconds_to_an_accuracy() -> None:
     assert math.isnan(seconds_to(points, 99.0))
 
 
-def train_in_threads(run: Run) -> list[dict[str, Any]]:
+def train_in_threads(run: StragglerRun) -> list[dict[str, Any]]:
     store = dist.HashStore()
     alive = []  # a group that goes closes its connections, which others may still use
 
     def body(group: dist.ProcessGroup) -> dict[str, Any]:
         own = thread_group(dist.PrefixStore("wrapper", store), group.rank(), group.size())
         alive.append(own)
-        return train(Place(group.rank(), group, Progress(store), wrapper_group=own), run)
+        return train(RankContext(group.rank(), group, Progress(store), wrapper_group=own), run)
 
     return run_ranks(run.num_ranks, body)
 
 
 @pytest.mark.parametrize("method", ["sgp", "adpsgd", "wagma"])
 def test_all_methods_take_equally_many_steps(method: str) -> None:
-    run = Run(method, "one-slow", seed=1, num_ranks=4, num_rounds=15, step_seconds=0.002, mark_seconds=1.0)
+    run = StragglerRun(method, "one-slow", seed=1, num_ranks=4, num_rounds=15, step_seconds=0.002, mark_seconds=1.0)
     records = train_in_threads(run)
     steps = [len(record["stamps"]) - 1 for record in records]
     if method == "sgp":
@@ -206,7 +206,7 @@ def test_the_command_line_has_three_parts() -> None:
         PausesCommand(methods=("ar",))
 
 
-def fail_on_one(place: Place) -> int:
+def fail_on_one(place: RankContext) -> int:
     if place.rank == 1:
         raise ValueError("the worker's own mistake")
     place.group.barrier().wait()

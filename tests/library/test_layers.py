@@ -5,7 +5,7 @@ import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,16 @@ def forbidden_imports(folder: Path, forbidden: set[str]) -> list[str]:
     ]
 
 
+def classes_of_one_name(root: Path, folders: Iterable[str]) -> dict[str, list[str]]:
+    """Where the classes are that share their name with another one, at any depth of a file; by name."""
+    found: dict[str, list[str]] = {}
+    for path in (path for folder in folders for path in sorted((root / folder).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(f"{path.relative_to(root)}:{node.lineno}")
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_imports_point_down(package: str) -> None:
     assert (ROOT / package / "__init__.py").exists()
@@ -159,6 +169,17 @@ def test_no_folder_is_too_full(folder: str) -> None:
     folders = [path for path in (ROOT / folder, *(ROOT / folder).rglob("*")) if path.is_dir()]
     sizes = {path: sum(file.name != "__init__.py" for file in path.glob("*.py")) for path in folders}
     assert {str(path): size for path, size in sizes.items() if size > MAX_MODULES} == {}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    assert classes_of_one_name(ROOT, ["gossip_modules", "train", "visualization", "benchmarks"]) == {}
+
+
+def test_classes_of_one_name_are_found(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.py").write_text("class Run:\n    class Part: ...\n", encoding="utf-8")
+    (tmp_path / "train" / "b.py").write_text("def f():\n    class Part: ...\n", encoding="utf-8")
+    assert classes_of_one_name(tmp_path, ["train"]) == {"Part": ["train/a.py:2", "train/b.py:2"]}
 
 
 def test_the_library_imports_without_extras() -> None:

@@ -156,7 +156,7 @@ def test_lines_are_told_apart_without_colour_and_settings_are_put_back() -> None
 
 
 def test_every_method_has_one_colour_of_its_own_and_is_found_by_its_names() -> None:
-    colors = [method.color for method in style.METHODS.values()]
+    colors = [method.color for method in style.METHOD_STYLES.values()]
     assert len(set(colors)) == len(colors)
     assert not set(colors) & set(style.OTHERS)
     channels = np.array([to_rgb(color) for color in (*colors, *style.OTHERS)])
@@ -180,22 +180,22 @@ def test_every_method_has_one_colour_of_its_own_and_is_found_by_its_names() -> N
         "cargo": None,
     }
     assert {label: style.method_of(label) for label in named} == named
-    assert {style.method_of(method.title) for method in style.METHODS.values()} == set(style.METHODS)
+    assert {style.method_of(method.title) for method in style.METHOD_STYLES.values()} == set(style.METHOD_STYLES)
 
 
 def test_every_method_of_the_registry_has_a_look_and_one_title() -> None:
     titles = {name: method.title for name, method in METHODS.items()}
-    assert titles == {name: style.METHODS[name].title for name in titles}
+    assert titles == {name: style.METHOD_STYLES[name].title for name in titles}
 
 
 def test_a_method_keeps_its_colour_beside_others_and_its_variants_have_other_marks() -> None:
     alone = style.method_styles(["D-PSGD"])["D-PSGD"]
     looks = style.method_styles(["SGP", "CHOCO, signs", "D-PSGD", "CHOCO, top 1 %", "Decent-DP"])
-    assert looks["D-PSGD"]["color"] == alone["color"] == style.METHODS["dpsgd"].color
+    assert looks["D-PSGD"]["color"] == alone["color"] == style.METHOD_STYLES["dpsgd"].color
     assert looks["CHOCO, signs"]["color"] == looks["CHOCO, top 1 %"]["color"]
     assert looks["CHOCO, signs"]["marker"] != looks["CHOCO, top 1 %"]["marker"]
     assert looks["Decent-DP"]["color"] in style.OTHERS
-    assert style.method_styles(["x"], ["sgp"])["x"]["color"] == style.METHODS["sgp"].color
+    assert style.method_styles(["x"], ["sgp"])["x"]["color"] == style.METHOD_STYLES["sgp"].color
 
 
 def test_numbers_of_a_logarithmic_axis_do_not_overprint() -> None:

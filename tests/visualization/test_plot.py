@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tests.harness.finished_runs import TEXT_METRICS, rank_table, write_run
-from visualization.logs.runs import Run
+from visualization.logs.runs import LoggedRun
 from visualization.panels.panel import ACCURACY_BYTES, ERROR_EPOCHS, unit_of
 from visualization.panels.scaling import scaling_points, seconds_per_step, why_not
 from visualization.plot import FIGURES, Plot, main
@@ -100,9 +100,9 @@ def test_broken_logs_are_named_and_the_rest_is_drawn(tmp_path: Path, capsys: pyt
     assert main(Plot((tmp_path / "none",), tmp_path / "out")) == 2
 
 
-def run_of(table: pd.DataFrame, *, recipe: str | None = "sgp", world_size: int = 1) -> Run:
+def run_of(table: pd.DataFrame, *, recipe: str | None = "sgp", world_size: int = 1) -> LoggedRun:
     summary = {"config": {"recipe": recipe}, "world_size": world_size} if recipe else {}
-    return Run(f"{recipe}{world_size}", Path(), table.assign(rank=0), summary)
+    return LoggedRun(f"{recipe}{world_size}", Path(), table.assign(rank=0), summary)
 
 
 def test_seconds_per_step_leave_out_the_first_epoch() -> None:
@@ -136,7 +136,7 @@ def test_scaling_needs_the_recipe_and_two_sizes() -> None:
     assert why_not(scaling_points([run_of(table), run_of(table, world_size=2)])) is None
 
 
-def draw(panel_runs: list[Run], draw_panel: Callable[[Axes, list[Run]], None]) -> Axes:
+def draw(panel_runs: list[LoggedRun], draw_panel: Callable[[Axes, list[LoggedRun]], None]) -> Axes:
     axis = Figure().subplots()
     draw_panel(axis, panel_runs)
     return axis

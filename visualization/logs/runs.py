@@ -1,6 +1,6 @@
 """Runs as they lie in their folders: rank_0000.csv, rank_0001.csv, ... and summary.json, all ranks in one table.
 
-What cannot be read is a `Problem` that names file and line; the rest of the run is kept.
+What cannot be read is a `FileProblem` that names file and line; the rest of the run is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from visualization.logs.tables import Problem, read_numbers
+from visualization.logs.tables import FileProblem, read_numbers
 
 SUMMARY = "summary.json"
 INDEX = ("epoch", "step", "time_seconds")
@@ -25,7 +25,7 @@ SUMMARY_KEYS: Mapping[str, type] = {"config": dict, "world_size": int, "ranks": 
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """What a run has left.
 
     Attributes:
@@ -60,7 +60,7 @@ class Run:
         return column in self.table and bool(self.table[column].notna().any())
 
 
-def find_runs(paths: Sequence[Path]) -> tuple[dict[str, Path], list[Problem]]:
+def find_runs(paths: Sequence[Path]) -> tuple[dict[str, Path], list[FileProblem]]:
     """Folders of runs by a short name of their own.
 
     Args:
@@ -75,12 +75,12 @@ def find_runs(paths: Sequence[Path]) -> tuple[dict[str, Path], list[Problem]]:
         found = sorted({file.parent for name in ("rank_*.csv", SUMMARY) for file in path.rglob(name)})
         if not found:
             text = "got no rank_*.csv in or below it, expected the --out-dir of a run, or a folder of runs; check it"
-            problems.append(Problem(path, None, text))
+            problems.append(FileProblem(path, None, text))
         folders += (folder for folder in found if folder not in folders)
     return _short_names(folders), problems
 
 
-def read_run(folder: Path, *, name: str = "", has_ended: bool = True) -> tuple[Run | None, list[Problem]]:
+def read_run(folder: Path, *, name: str = "", has_ended: bool = True) -> tuple[LoggedRun | None, list[FileProblem]]:
     """The run in a folder, and what is wrong with its files.
 
     Left out are rows that are cut off or no numbers, and tables of ranks that belong to another run: their epochs end
@@ -104,14 +104,15 @@ def read_run(folder: Path, *, name: str = "", has_ended: bool = True) -> tuple[R
             tables[rank] = rows.assign(rank=rank)
             whole |= set() if wrong else {rank}
     if not tables:
-        return None, [*problems, Problem(folder, None, "got no row of any rank, expected rank_*.csv of a run")]
+        return None, [*problems, FileProblem(folder, None, "got no row of any rank, expected rank_*.csv of a run")]
     if summary:
         problems += _compare_with_summary(folder, tables, summary, whole)
     problems += _drop_strangers(folder, tables)
-    return Run(name or folder.resolve().name, folder, pd.concat(tables.values(), ignore_index=True), summary), problems
+    table = pd.concat(tables.values(), ignore_index=True)
+    return LoggedRun(name or folder.resolve().name, folder, table, summary), problems
 
 
-def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
+def read_runs(paths: Sequence[Path]) -> tuple[list[LoggedRun], list[FileProblem]]:
     """All runs in or below the folders, with what is wrong with them."""
     folders, problems = find_runs(paths)
     runs = []
@@ -122,20 +123,20 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
     return runs, problems
 
 
-def read_summary(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+def read_summary(path: Path) -> tuple[dict[str, Any], list[FileProblem]]:
     """A summary.json, empty if it is none, and what is wrong with it."""
     if not path.is_file():
         text = "got no such file, expected one, as of every run that has ended; drawn without its options and results"
-        return {}, [Problem(path, None, text)]
+        return {}, [FileProblem(path, None, text)]
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        return {}, [Problem(path, None, f"got {error.strerror}, expected the summary of a run; left out")]
+        return {}, [FileProblem(path, None, f"got {error.strerror}, expected the summary of a run; left out")]
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else None
-        return {}, [Problem(path, line, f"got no JSON ({error}), expected the summary of a run; left out")]
+        return {}, [FileProblem(path, line, f"got no JSON ({error}), expected the summary of a run; left out")]
     if not isinstance(summary, dict):
-        return {}, [Problem(path, 1, f"got a {type(summary).__name__}, expected the summary of a run; left out")]
+        return {}, [FileProblem(path, 1, f"got a {type(summary).__name__}, expected the summary of a run; left out")]
     wrong = [f"{key}: {kind.__name__}" for key, kind in SUMMARY_KEYS.items() if not isinstance(summary.get(key), kind)]
     if not wrong and not isinstance(summary["config"].get("recipe"), str):
         wrong.append("config.recipe: str")
@@ -144,7 +145,7 @@ def read_summary(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     ):
         wrong.append("ranks: list of dict with time_seconds")
     if wrong:
-        return {}, [Problem(path, None, f"got it without {', '.join(wrong)}; left out")]
+        return {}, [FileProblem(path, None, f"got it without {', '.join(wrong)}; left out")]
     return summary, []
 
 
@@ -152,12 +153,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _read_rank(path: Path) -> tuple[int | None, pd.DataFrame, list[Problem]]:
+def _read_rank(path: Path) -> tuple[int | None, pd.DataFrame, list[FileProblem]]:
     """Rank, rows and problems of a table."""
     digits = path.stem.removeprefix("rank_")
     # rank_1.csv would take the place of rank_0001.csv.
     if not digits.isdecimal() or path != _path(path.parent, int(digits)):
-        return None, pd.DataFrame(), [Problem(path, None, "got no rank in its name, expected rank_0000.csv; left out")]
+        text = "got no rank in its name, expected rank_0000.csv; left out"
+        return None, pd.DataFrame(), [FileProblem(path, None, text)]
     rows, found = read_numbers(path)
     problems = list(found)
     if rows.columns.empty:
@@ -165,9 +167,9 @@ def _read_rank(path: Path) -> tuple[int | None, pd.DataFrame, list[Problem]]:
     missing = [name for name in COLUMNS if name not in rows]
     if lost := [name for name in INDEX if name in missing]:
         text = f"got no column {', '.join(lost)}, expected the table of a rank; the file is left out"
-        return None, rows.iloc[:0], [*problems, Problem(path, 1, text)]
+        return None, rows.iloc[:0], [*problems, FileProblem(path, 1, text)]
     if missing:
-        problems.append(Problem(path, 1, f"got no column {', '.join(missing)}; drawn without"))
+        problems.append(FileProblem(path, 1, f"got no column {', '.join(missing)}; drawn without"))
     for index in range(len(rows)):
         row = rows.iloc[index]
         if bad := [name for name in INDEX if not math.isfinite(row[name])]:
@@ -178,11 +180,11 @@ def _read_rank(path: Path) -> tuple[int | None, pd.DataFrame, list[Problem]]:
             text += ", expected them to grow: two runs in one file? rows from here on are left out"
         else:
             continue
-        return int(digits), rows.iloc[:index], [*problems, Problem(path, int(row["line"]), text)]
+        return int(digits), rows.iloc[:index], [*problems, FileProblem(path, int(row["line"]), text)]
     return int(digits), rows, problems
 
 
-def _drop_strangers(folder: Path, tables: dict[int, pd.DataFrame]) -> list[Problem]:
+def _drop_strangers(folder: Path, tables: dict[int, pd.DataFrame]) -> list[FileProblem]:
     """Leave out tables whose epochs end at other steps than those of most ranks; a run's ranks share its steps."""
     steps = pd.concat(tables.values())
     usual = {epoch: rows["step"].mode().iloc[0] for epoch, rows in steps.groupby("epoch")}
@@ -195,14 +197,14 @@ def _drop_strangers(folder: Path, tables: dict[int, pd.DataFrame]) -> list[Probl
                 f"got step {row['step']:g} at the end of epoch {row['epoch']:g}, expected the {usual[row['epoch']]:g} "
                 "of other ranks: a table of another run? The file is left out"
             )
-            problems.append(Problem(_path(folder, rank), int(row["line"]), text))
+            problems.append(FileProblem(_path(folder, rank), int(row["line"]), text))
             del tables[rank]
     return problems
 
 
 def _compare_with_summary(
     folder: Path, tables: dict[int, pd.DataFrame], summary: dict[str, Any], whole: set[int]
-) -> list[Problem]:
+) -> list[FileProblem]:
     """Leave out tables that do not end as the summary says, or the summary if that is none.
 
     Args:
@@ -211,12 +213,12 @@ def _compare_with_summary(
         summary: of the run; cleared if it belongs to another one.
         whole: ranks whose table ends where the run has ended.
     """
-    strangers: dict[int, Problem] = {}
+    strangers: dict[int, FileProblem] = {}
     for rank, rows in tables.items():
         path, row = _path(folder, rank), rows.iloc[-1]
         if rank >= summary["world_size"]:
             text = f"got rank {rank} in a run of {summary['world_size']}, expected a lower one: a file of another run?"
-            strangers[rank] = Problem(path, None, f"{text} It is left out")
+            strangers[rank] = FileProblem(path, None, f"{text} It is left out")
             continue
         if rank >= len(summary["ranks"]):
             continue
@@ -226,12 +228,12 @@ def _compare_with_summary(
                 f"got {seconds:.6g} s of training in the last row, expected the {told:.6g} s of {SUMMARY}: "
                 "a table of another run? It is left out"
             )
-            strangers[rank] = Problem(path, int(row["line"]), text)
+            strangers[rank] = FileProblem(path, int(row["line"]), text)
     if len(strangers) == len(tables):
         world_size = summary["world_size"]
         summary.clear()
         text = f"got a run of {world_size} ranks that none of the {len(tables)} tables here ends like, expected theirs"
-        return [Problem(folder / SUMMARY, None, f"{text}: the summary of another run? It is left out")]
+        return [FileProblem(folder / SUMMARY, None, f"{text}: the summary of another run? It is left out")]
     for rank in strangers:
         del tables[rank]
     absent = [rank for rank in range(summary["world_size"]) if rank not in tables and rank not in strangers]
@@ -240,7 +242,7 @@ def _compare_with_summary(
     if missing := [path.name for path in (_path(folder, rank) for rank in absent) if path not in found]:
         names = f"{missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}"
         text = f"got no {names}, expected tables of {summary['world_size']} ranks; copy them here from other machines"
-        problems.append(Problem(folder, None, text))
+        problems.append(FileProblem(folder, None, text))
     return problems
 
 

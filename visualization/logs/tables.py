@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pandas as pd
 
 
-class Problem(NamedTuple):
+class FileProblem(NamedTuple):
     """What is wrong with a file.
 
     Attributes:
@@ -37,7 +37,7 @@ class Table(NamedTuple):
     """
 
     rows: pd.DataFrame
-    problems: tuple[Problem, ...]
+    problems: tuple[FileProblem, ...]
 
 
 def read_numbers(path: Path) -> Table:
@@ -51,26 +51,26 @@ def read_numbers(path: Path) -> Table:
     """
     cells, problems = _read_cells(path)
     if not cells:
-        return Table(pd.DataFrame(), problems or (Problem(path, None, _EMPTY),))
+        return Table(pd.DataFrame(), problems or (FileProblem(path, None, _EMPTY),))
     (_, header), *lines = cells
     if twice := sorted({name for name in header if [*header, "line"].count(name) > 1}):
         text = f"got a column {', '.join(twice)} more often than expected, once; the file is left out"
-        return Table(pd.DataFrame(), (Problem(path, 1, text),))
+        return Table(pd.DataFrame(), (FileProblem(path, 1, text),))
     rows: list[dict[str, float]] = []
-    bad: list[Problem] = []
+    bad: list[FileProblem] = []
     for line, values in lines:
         if len(values) != len(header):
             text = f"got {len(values)} cells, expected the {len(header)} of the header; rows from here on are left out"
-            bad.append(Problem(path, line, text))
+            bad.append(FileProblem(path, line, text))
             break
         try:
             numbers = {name: _number(name, value) for name, value in zip(header, values, strict=True)}
         except ValueError as error:
-            bad.append(Problem(path, line, f"{error}; the row is left out"))
+            bad.append(FileProblem(path, line, f"{error}; the row is left out"))
             continue
         rows.append({**numbers, "line": line})
     if not lines and not problems:
-        bad.append(Problem(path, 1, "got a header and no rows, expected a row per epoch; has the run just begun?"))
+        bad.append(FileProblem(path, 1, "got a header and no rows, expected a row per epoch; has the run just begun?"))
     bad.sort(key=lambda problem: problem.line or 0)
     return Table(pd.DataFrame(rows, columns=[*header, "line"], dtype=float), (*bad, *problems))
 
@@ -99,29 +99,32 @@ def read_columns(path: Path, columns: Collection[str], *, source: str) -> pd.Dat
 _EMPTY = "got an empty file, expected a header and a row per epoch; copy it again, or leave it out"
 
 
-def _read_cells(path: Path) -> tuple[list[tuple[int, Sequence[str]]], tuple[Problem, ...]]:
+def _read_cells(path: Path) -> tuple[list[tuple[int, Sequence[str]]], tuple[FileProblem, ...]]:
     """Numbered lines as cells, without one that is cut off."""
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[FileProblem, ...] = ()
     try:
         data = path.read_bytes()
     except OSError as error:
-        return [], (Problem(path, None, f"got {error.strerror}, expected a file to read; it is left out"),)
+        return [], (FileProblem(path, None, f"got {error.strerror}, expected a file to read; it is left out"),)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        problems = (Problem(path, line, "got bytes that are no text (UTF-8); rows from here on are left out"),)
+        problems = (FileProblem(path, line, "got bytes that are no text (UTF-8); rows from here on are left out"),)
         text = "".join(data[: error.start].decode().splitlines(keepends=True)[: line - 1])
     if text and not text.endswith("\n"):
         lines = text.splitlines(keepends=True)
         cut = "got a line without its end, expected a whole row; the file was cut, copy it again"
-        text, problems = "".join(lines[:-1]), (*problems, Problem(path, len(lines), cut))
+        text, problems = "".join(lines[:-1]), (*problems, FileProblem(path, len(lines), cut))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     cells: list[tuple[int, Sequence[str]]] = []
     try:
         cells += ((reader.line_num, row) for row in reader if row)
     except csv.Error as error:
-        problems = (Problem(path, reader.line_num, f"got no CSV ({error}); rows from here on are left out"), *problems)
+        problems = (
+            FileProblem(path, reader.line_num, f"got no CSV ({error}); rows from here on are left out"),
+            *problems,
+        )
     return cells, problems
 
 

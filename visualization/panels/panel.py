@@ -11,9 +11,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from visualization.logs.runs import Run
+from visualization.logs.runs import LoggedRun
 from visualization.style import (
-    METHODS,
+    METHOD_STYLES,
     MUTED,
     as_label,
     log_scale,
@@ -70,13 +70,13 @@ class Panel:
     ylabel: str
     band: str = ""
     is_error: bool = False
-    finish: Callable[[Axes, Sequence[Run]], None] = lambda axis, runs: None
+    finish: Callable[[Axes, Sequence[LoggedRun]], None] = lambda axis, runs: None
 
-    def runs_with(self, runs: Sequence[Run]) -> list[Run]:
+    def runs_with(self, runs: Sequence[LoggedRun]) -> list[LoggedRun]:
         """Those that have something to draw here."""
         return [run for run in runs if self.points(run) is not None]
 
-    def points(self, run: Run) -> pd.DataFrame | None:
+    def points(self, run: LoggedRun) -> pd.DataFrame | None:
         """The line of a run: x, y, low, high, a row per epoch that has both; None: there is none."""
         if not (run.has(self.x) and run.has(self.y)):
             return None
@@ -92,7 +92,7 @@ class Panel:
             points = points.assign(y=100 - points["y"], low=100 - points["high"], high=100 - points["low"])
         return points if len(points) else None
 
-    def draw(self, axis: Axes, runs: Sequence[Run]) -> None:
+    def draw(self, axis: Axes, runs: Sequence[LoggedRun]) -> None:
         """Draw the runs that have both quantities, each in the style of its place among all `runs`."""
         lines = {index: points for index, run in enumerate(runs) if (points := self.points(run)) is not None}
         unit = unit_of(self.x, max((points["x"].max() for points in lines.values()), default=0.0))
@@ -111,14 +111,14 @@ class Panel:
         self.finish(axis, runs)
 
 
-def run_styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def run_styles(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
     """The look of each run: the colour of its method, the recipe of its summary, or what its name says."""
     names = [f"{index} {run.name}" for index, run in enumerate(runs)]
-    methods = [run.recipe if run.recipe in METHODS else method_of(run.name) for run in runs]
+    methods = [run.recipe if run.recipe in METHOD_STYLES else method_of(run.name) for run in runs]
     return list(method_styles(names, methods).values())
 
 
-def loss_floor(run: Run) -> float | None:
+def loss_floor(run: LoggedRun) -> float | None:
     """The least training loss that label smoothing allows: the entropy of a smoothed label; None: not known.
 
     With K classes and smoothing s a label is 1 - s + s / K of its class and s / K of each other one.
@@ -137,7 +137,7 @@ def unit_of(column: str, largest: float) -> Unit:
     return next((unit for unit in reversed(units) if largest >= 10 * unit.size), units[0])
 
 
-def finish_error(axis: Axes, runs: Sequence[Run]) -> None:
+def finish_error(axis: Axes, runs: Sequence[LoggedRun]) -> None:
     """An error axis: from 0; logarithmic above 1 % where errors are small, so that the end shows next to the start."""
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()] or [np.zeros(1)])
     bands = [float(np.asarray(path.vertices)[:, 1].max()) for band in axis.collections for path in band.get_paths()]
@@ -151,7 +151,7 @@ def finish_error(axis: Axes, runs: Sequence[Run]) -> None:
     axis.set_ylim(0, top)
 
 
-def finish_log(axis: Axes, runs: Sequence[Run]) -> None:
+def finish_log(axis: Axes, runs: Sequence[LoggedRun]) -> None:
     """A logarithmic axis where something is above 0; runs that are 0 throughout, which have no place there, are named.
 
     AllReduce is such a run: it keeps ranks equal.
@@ -168,7 +168,7 @@ def finish_log(axis: Axes, runs: Sequence[Run]) -> None:
         axis.set_title(f"{axis.get_title()}\n0 throughout: {shown}")
 
 
-def finish_loss(axis: Axes, runs: Sequence[Run]) -> None:
+def finish_loss(axis: Axes, runs: Sequence[LoggedRun]) -> None:
     """From 0 to the settled losses, and say so if some are above; a line where label smoothing ends the descent."""
     settled = [run.table.loc[run.table["epoch"] > SETTLED * run.table["epoch"].max(), "loss"] for run in runs]
     is_cut = zoom(axis, pd.concat(settled))
@@ -191,12 +191,12 @@ def finish_loss(axis: Axes, runs: Sequence[Run]) -> None:
         axis.set_title(f"{axis.get_title()} (start above frame)")
 
 
-def finish_zero(axis: Axes, runs: Sequence[Run]) -> None:
+def finish_zero(axis: Axes, runs: Sequence[LoggedRun]) -> None:
     """From 0, so that small differences look small."""
     axis.set_ylim(bottom=0)
 
 
-def finish_bytes(axis: Axes, runs: Sequence[Run]) -> None:
+def finish_bytes(axis: Axes, runs: Sequence[LoggedRun]) -> None:
     """Bytes from 0, or on a logarithmic axis where they differ by orders of magnitude between recipes."""
     xs = np.concatenate([np.asarray(line.get_xdata(), dtype=float) for line in axis.get_lines()])
     if xs.max() > 20 * xs.min() and len(axis.get_lines()) > 1:
@@ -205,13 +205,13 @@ def finish_bytes(axis: Axes, runs: Sequence[Run]) -> None:
         axis.set_xlabel(f"{axis.get_xlabel().rstrip(']')}, log scale]")
 
 
-def finish_accuracy_bytes(axis: Axes, runs: Sequence[Run]) -> None:
+def finish_accuracy_bytes(axis: Axes, runs: Sequence[LoggedRun]) -> None:
     """Accuracies by whole tens of percents."""
     axis.set_ylim(percent_limits(value for line in axis.get_lines() for value in np.asarray(line.get_ydata(), float)))
     finish_bytes(axis, runs)
 
 
-def finish_bleu_bytes(axis: Axes, runs: Sequence[Run]) -> None:
+def finish_bleu_bytes(axis: Axes, runs: Sequence[LoggedRun]) -> None:
     """BLEU from 0."""
     finish_zero(axis, runs)
     finish_bytes(axis, runs)

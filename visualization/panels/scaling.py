@@ -8,13 +8,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from visualization.logs.runs import Run
+from visualization.logs.runs import LoggedRun
 from visualization.style import method_styles
 
 NAME = "scaling"
 
 
-def seconds_per_step(run: Run) -> float | None:
+def seconds_per_step(run: LoggedRun) -> float | None:
     """Mean over ranks of training seconds per optimizer step of their own.
 
     The first epoch, with its start-up, is left out where there is another. None: no rank has taken a step.
@@ -32,7 +32,7 @@ def seconds_per_step(run: Run) -> float | None:
     return sum(seconds) / len(seconds) if seconds else None
 
 
-def scaling_points(runs: Sequence[Run]) -> dict[str, pd.DataFrame]:
+def scaling_points(runs: Sequence[LoggedRun]) -> dict[str, pd.DataFrame]:
     """Of each recipe: mean, low and high over its runs of a size, in seconds per step, by ascending world_size.
 
     Runs without a summary, whose recipe is not known, are left out.

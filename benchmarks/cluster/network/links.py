@@ -33,7 +33,7 @@ _serials = itertools.count()
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkRates:
     """How fast the hosts' links are.
 
     Args:
@@ -62,7 +62,7 @@ class Links:
         return [*[self.rate] * (num_hosts - 1), last]
 
 
-class Network:
+class EmulatedNetwork:
     """N hosts joined by a switch that is never the bottleneck. Use it as a context manager, or `close()` it.
 
     All of it is in namespaces, the switch too: nothing of the machine's own network is touched. Leftovers of processes
@@ -77,7 +77,7 @@ class Network:
         ValueError: another number of hosts.
     """
 
-    def __init__(self, num_hosts: int, links: Links) -> None:
+    def __init__(self, num_hosts: int, links: LinkRates) -> None:
         if not MIN_HOSTS <= num_hosts <= MAX_HOSTS:
             raise ValueError(
                 f"got {num_hosts} hosts, expected {MIN_HOSTS} to {MAX_HOSTS}: there are that many addresses; see "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.cluster.job import Job
-from benchmarks.cluster.methods import METHODS
+from benchmarks.cluster.methods import CLUSTER_METHODS
 from benchmarks.cluster.network.place import Place
 
 SPLITS = ("train", "test")
@@ -83,7 +83,7 @@ class SmallNetwork(nn.Module):
         return logits if self.ballast is None else logits + 0.0 * self.ballast.sum()
 
 
-class Images:
+class SplitImages:
     """Images of a split, in memory that ranks share.
 
     Args:
@@ -135,12 +135,12 @@ def train(training: Training, place: Place) -> dict[str, Any]:
         Of this rank, a list each: num_steps (its own, when it evaluated), num_correct and num_tested (of its share of
         the test images, by its own model), and mean_loss and mean_seconds (of its steps since the last evaluation).
     """
-    method = METHODS[training.method]
+    method = CLUSTER_METHODS[training.method]
     folder = Path(training.images)
-    batches = Images(folder, "train").batches(
+    batches = SplitImages(folder, "train").batches(
         place.rank, place.world_size, size=training.batch_size, seed=training.seed
     )
-    test = Images(folder, "test")
+    test = SplitImages(folder, "test")
     own_test = np.arange(place.rank, len(test), place.world_size)
     place.join()
     network = SmallNetwork(training.seed, training.num_parameters)
@@ -178,7 +178,7 @@ def train(training: Training, place: Place) -> dict[str, Any]:
     return curve
 
 
-def _num_correct(model: nn.Module, images: Images, indices: np.ndarray) -> int:
+def _num_correct(model: nn.Module, images: SplitImages, indices: np.ndarray) -> int:
     model.eval()
     num_correct = 0
     with torch.no_grad():

@@ -23,7 +23,7 @@ from gossip_modules.simulate.asynchronous import BilateralMethod
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import SyncClock
 from gossip_modules.simulate.codes import code_rows
-from gossip_modules.simulate.delays import Message, Network
+from gossip_modules.simulate.delays import MessageCost, Network
 from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule
 from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
 from gossip_modules.simulate.power_gossip import PowerGossipRule
@@ -42,7 +42,7 @@ CASES = [
 def lockstep(graph: gm.GraphManager, rule: Rule, *, push_sum: bool = False) -> LockstepMethod:
     network = Network(LINKS, graph.world_size)
     mixing = SimulatedMixing(mixing_for(graph, push_sum=push_sum))
-    return LockstepMethod(rule, mixing, gm.Schedule(), SyncClock(EVEN, network, Message(1e6)))
+    return LockstepMethod(rule, mixing, gm.Schedule(), SyncClock(EVEN, network, MessageCost(1e6)))
 
 
 @pytest.mark.parametrize(("graph", "push_sum"), CASES)

@@ -22,7 +22,7 @@ from gossip_modules.simulate import (
 )
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import BucketClock, Clock, OverlapClock, SyncClock, bucket_bytes
-from gossip_modules.simulate.delays import Message, Network
+from gossip_modules.simulate.delays import MessageCost, Network
 from gossip_modules.simulate.groups import GroupMethod
 from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
 from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, graphs
@@ -30,7 +30,7 @@ from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, graphs
 # Time.
 
 
-def exchange_of(network: Network, mixing: gm.MixingManager, i: int, t: int, message: Message) -> float:
+def exchange_of(network: Network, mixing: gm.MixingManager, i: int, t: int, message: MessageCost) -> float:
     """Of rank i in round t, by the definition, link by link."""
     graph, wire = mixing.graph, network.links.wire_seconds(message.num_bytes)
     peers = graph.in_peers(i, t)
@@ -41,7 +41,13 @@ def exchange_of(network: Network, mixing: gm.MixingManager, i: int, t: int, mess
 
 
 def event_loop(
-    compute: ComputeModel, network: Network, mixing: gm.MixingManager, message: Message, steps: int, *, overlap: bool
+    compute: ComputeModel,
+    network: Network,
+    mixing: gm.MixingManager,
+    message: MessageCost,
+    steps: int,
+    *,
+    overlap: bool,
 ) -> list[list[float]]:
     """Starts of all steps of all ranks: rank by rank, in plain Python."""
     n = network.num_ranks
@@ -80,7 +86,7 @@ def clock_starts(clock: Clock, mixing: gm.MixingManager | None, steps: int, acti
 @pytest.mark.parametrize("n", [4, 5, 6])
 def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -> None:
     links = LinkModel(rate_bit_s=2e9, latency_s=0.003, slow_share=0.3, slow_factor=4, seed=n)
-    network, message = Network(links, n), Message(1.5e7, encode_seconds=0.01, decode_seconds=0.02)
+    network, message = Network(links, n), MessageCost(1.5e7, encode_seconds=0.01, decode_seconds=0.02)
     mixing = mixing_for(graphs(n)[name], push_sum=True)
     clock = (OverlapClock if overlap else SyncClock)(UNEVEN, network, message)
     expected = event_loop(UNEVEN, network, mixing, message, 15, overlap=overlap)
@@ -93,7 +99,7 @@ def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -
 @pytest.mark.parametrize("megabytes", [0.5, 30, 60])
 def test_buckets_take_what_an_event_loop_says(n: int, megabytes: float) -> None:
     network, size = Network(LinkModel(rate_bit_s=2e9, latency_s=0.003), n), megabytes * 1e6
-    got = clock_starts(BucketClock(UNEVEN, network, Message(size)), None, 10, Action.AVERAGE)
+    got = clock_starts(BucketClock(UNEVEN, network, MessageCost(size)), None, 10, Action.AVERAGE)
     start = 0.0
     for k in range(1, 10):
         compute = UNEVEN.compute_seconds(k - 1, num_ranks=n).tolist()
@@ -123,7 +129,7 @@ def test_periodic_averages_wait_for_the_slowest_and_no_other_step_does() -> None
 
 @pytest.mark.parametrize("n", [4, 5, 6])
 def test_wait_avoiding_groups_take_what_an_event_loop_says(n: int) -> None:
-    links, message, period = LinkModel(rate_bit_s=4e9, latency_s=0.001), Message(1e7), 4
+    links, message, period = LinkModel(rate_bit_s=4e9, latency_s=0.001), MessageCost(1e7), 4
     network = Network(links, n)
     method = GroupMethod(UNEVEN, network, message, ButterflyGroups(n), sync_period=period)
     x = Consensus().start(n)
