@@ -28,7 +28,7 @@ from tqdm import tqdm
 from benchmarks.record import RESULTS, ROOT, write_rows
 
 RANK = Path(__file__).with_name("rank.py")
-METHODS = ("ar", "dpsgd", "sgp", "osgp", "choco", "powergossip", "adpsgd", "wagma")
+COMPARED_METHODS = ("ar", "dpsgd", "sgp", "osgp", "choco", "powergossip", "adpsgd", "wagma")
 STEPS = {"resnet18": 2, "mlp": 40}
 
 
@@ -38,7 +38,7 @@ class Options:
 
     before: Annotated[str, tyro.conf.Positional]
     """the earlier commit"""
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = COMPARED_METHODS
     """which methods, by the names of the recipes"""
     models: tuple[str, ...] = ("mlp", "resnet18")
     """which models: "mlp" shows what surrounds a round, "resnet18" is mostly compute"""

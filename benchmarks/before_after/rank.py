@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 
-METHODS: dict[str, Callable[[nn.Module], Any]] = {
+COMPARED_METHODS: dict[str, Callable[[nn.Module], Any]] = {
     "ar": gm.AllReduceDataParallel,
     "dpsgd": lambda module: gm.GossipDataParallel(module, push_sum=False),
     "sgp": gm.GossipDataParallel,
@@ -41,12 +41,12 @@ def make_model(name: str) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(4, 64)
 
 
-class Training:
+class TimedTraining:
     """Training by a method, with a model of its own."""
 
     def __init__(self, method: str, model: str) -> None:
         module, self.inputs = make_model(model)
-        self.wrapper = METHODS[method](module)
+        self.wrapper = COMPARED_METHODS[method](module)
         self.optimizer = torch.optim.SGD(self.wrapper.parameters(), lr=1e-4, momentum=0.9)
         # Ranks of WAGMA may be in different rounds after equally many steps; the others have nothing to settle.
         self.must_settle = method == "wagma"
@@ -67,11 +67,11 @@ def main() -> None:
     rank, size, store, model = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    trainings: dict[str, Training] = {}
+    trainings: dict[str, TimedTraining] = {}
     for line in sys.stdin:
         method, count = line.split()
         if method not in trainings:
-            trainings[method] = Training(method, model)
+            trainings[method] = TimedTraining(method, model)
         dist.barrier()
         start = time.perf_counter()
         trainings[method].steps(int(count))
