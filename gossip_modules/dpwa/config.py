@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ..wrappers.arguments import as_timeout
 from .interpolation import (
     ClockInterpolation,
     ConstantInterpolation,
@@ -30,6 +31,7 @@ _METHODS: Mapping[str, type[Interpolation]] = {
     "loss": LossInterpolation,
 }
 _KEYS = ("nodes", "fetch_probability", "timeout_ms", "interpolation", "divergence_threshold", *_METHODS)
+_PEERS_EXAMPLE = "{'w0': 'tcp://10.0.0.1:45000', 'w1': 'tcp://10.0.0.2:45000'}"
 _EXAMPLE = "a list like [{nodes: [{name: w0, host: 10.0.0.1, port: 45000}, ...]}, {interpolation: constant}, ...]"
 
 
@@ -43,7 +45,7 @@ class PairwiseConfig:
         interpolation: how far a merge goes towards a peer.
         divergence_threshold: the loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
         fetch_probability: the probability of asking a peer in a round.
-        timeout: the time that one round may take, for all peers that are tried in it together.
+        timeout: the time that one round may take, for all peers that are tried in it together; a number means seconds.
         seed: the seed of the choice of peers. The name is part of it, so workers with one seed make different choices.
         curve: the keys for encryption; None = no encryption: everybody who reaches the address can read the model.
         on_nonfinite: what happens when the own model holds infinities or NaN, which is found when a fetch ends: "raise"
@@ -73,6 +75,7 @@ class PairwiseConfig:
     average_timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.name not in self.peers:
             raise ValueError(
                 f"got name={self.name!r} and peers {sorted(self.peers)}, expected an entry of this worker's own among "
@@ -98,6 +101,31 @@ class PairwiseConfig:
             DivergenceThreshold(self.interpolation, self.divergence_threshold)
         for peer in self.others if self.curve is not None else ():
             self.curve.of_peer(peer)  # type: ignore[union-attr]
+
+    def _check_types(self) -> None:
+        """Raise ValueError for arguments of other types; timeouts in seconds become timedeltas."""
+        if not isinstance(self.peers, Mapping):
+            raise ValueError(
+                f"got peers={self.peers!r}, expected a dict of the address of every worker by name, this one included; "
+                f"pass one like {_PEERS_EXAMPLE}"
+            )
+        if not isinstance(self.interpolation, Interpolation):
+            raise ValueError(
+                f"got interpolation={self.interpolation!r}, expected an Interpolation; pass "
+                "ConstantInterpolation(0.5), ClockInterpolation() or LossInterpolation()"
+            )
+        if self.curve is not None and not isinstance(self.curve, CurveKeys):
+            raise ValueError(
+                f"got curve of type {type(self.curve).__name__}, expected keys; pass CurveKeys(public, secret, peers)"
+            )
+        for name in ("divergence_threshold", "fetch_probability", "max_distance"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"got {name}={value!r}, expected a number; the default is {getattr(type(self), name)}")
+        for name in ("timeout", "average_timeout"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, timedelta):
+                object.__setattr__(self, name, as_timeout(value, name=name))
 
     @property
     def others(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from gossip_modules.dpwa.config import PairwiseConfig
 from gossip_modules.dpwa.interpolation import (
@@ -18,6 +19,7 @@ from gossip_modules.dpwa.interpolation import (
     LossInterpolation,
 )
 from gossip_modules.dpwa.wire.curve_keys import CurveKeys
+from gossip_modules.dpwa.wrapper import PairwiseDataParallel
 
 # samples/config.yaml of dpwa, in its form.
 SAMPLE = """
@@ -106,6 +108,41 @@ def test_every_mistake_is_named(tmp_path: Path, text: str, error: str) -> None:
 def test_threshold_wraps_the_interpolation() -> None:
     config = PairwiseConfig("a", {"a": "tcp://h:1"}, ClockInterpolation(), divergence_threshold=0.5)
     assert config.rule == DivergenceThreshold(ClockInterpolation(), 0.5)
+
+
+@pytest.mark.parametrize("peers", [["tcp://h:1"], ("w0", "w1"), "tcp://h:1", None, [("w0", "tcp://h:1")]])
+def test_peers_are_a_dict(peers: Any) -> None:
+    message = r"got peers=.*, expected a dict of the address of every worker by name.*\{'w0': 'tcp://10.0.0.1:45000', "
+    for make in (PairwiseConfig, lambda name, peers: PairwiseDataParallel(nn.Linear(1, 1), name=name, peers=peers)):
+        with pytest.raises(ValueError, match=message):
+            make("w0", peers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"interpolation": 0.5},
+            r"got interpolation=0.5, expected an Interpolation; pass ConstantInterpolation\(0.5\)",
+        ),
+        ({"interpolation": LossInterpolation}, r"got interpolation=<class .*or LossInterpolation\(\)"),
+        ({"curve": "secret"}, r"got curve of type str, expected keys; pass CurveKeys\(public, secret, peers\)"),
+        ({"fetch_probability": "1"}, r"got fetch_probability='1', expected a number; the default is 1.0"),
+        ({"divergence_threshold": None}, r"got divergence_threshold=None, expected a number; the default is 0.0"),
+        ({"max_distance": True}, r"got max_distance=True, expected a number"),
+        ({"timeout": "30"}, r"got timeout='30', expected more than zero seconds"),
+        ({"average_timeout": -1}, r"got average_timeout=-1, expected more than zero seconds"),
+    ],
+)
+def test_arguments_of_other_types_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PairwiseConfig("a", {"a": "tcp://h:1"}, **options)
+
+
+def test_a_timeout_may_be_a_number_of_seconds() -> None:
+    config = PairwiseConfig("a", {"a": "tcp://h:1"}, timeout=30, average_timeout=0.5)  # type: ignore[arg-type]
+    assert config.timeout == timedelta(seconds=30)
+    assert config.time_to_average == timedelta(seconds=0.5)
 
 
 @pytest.mark.parametrize("address", ["h:1", "tcp://h", "tcp://:1", "udp://h:1", "tcp://h:x", "tcp://h:-1", 5, ""])
