@@ -95,7 +95,7 @@ def _over(
             f"got a process group without a backend for {wire} tensors, expected one; for CPU tensors beside NCCL call "
             "init_process_group('cpu:gloo,cuda:nccl'), or pass a Gloo group"
         )
-    if ranks is None and dist.is_initialized():
+    if ranks is None and dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:  # see `thread_group`
         ranks = dist.get_process_group_ranks(group)
     names = range(group.size()) if ranks is None else ranks
     notes = FailureNotes.of(group, names[group.rank()])
