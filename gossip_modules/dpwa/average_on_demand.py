@@ -79,6 +79,6 @@ def call_the_roll(store: dist.Store, rank: int, world_size: int, *, call: int, t
         raise TimeoutError(
             f"rank {rank}: ranks {missing} have not come to average {call} over all ranks after "
             f"{time.monotonic() - start:.1f} s (timeout {timeout.total_seconds():g} s), expected all: have they "
-            "died? all ranks must call averaged(), average_() or consensus_distance(), as often as the others; where "
-            "they only come later, pass a longer average_timeout="
+            "died? all ranks must call averaged(), averaged_state_dict(), average_() or consensus_distance(), as often "
+            "as the others; where they only come later, pass a longer average_timeout="
         ) from error

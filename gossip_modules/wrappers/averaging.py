@@ -92,12 +92,12 @@ class AveragingMixin(ABC):
             self.settle()
             saved = self._read().clone()
             self.average_()
-        self._is_averaged = True
+        was_averaged, self._is_averaged = self._is_averaged, True
         try:
             yield self
         finally:
             vector = self._read()
-            self._is_averaged = False
+            self._is_averaged = was_averaged
             vector.copy_(saved)
             self._write(vector)
 
@@ -119,7 +119,7 @@ class AveragingMixin(ABC):
             >>> if rank == 0:
             ...     torch.save(state, "model.pt")
         """
-        with self.averaged():
+        with self._calling("averaged_state_dict()"), self.averaged():
             if rank0_only and self._rank != 0:
                 return {}
             state = self.module.state_dict()

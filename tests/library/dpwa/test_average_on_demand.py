@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -72,6 +73,21 @@ def test_an_average_without_a_rank_ends_in_time_and_names_it() -> None:
         mean, seconds = outcome.result
         assert mean == 1.0
         assert rank == 1 or 1.9 < seconds < 12.0
+
+
+def test_inside_an_average_another_one_ends_before_it() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = PairwiseDataParallel(nn.Linear(1, 1), name="w", peers={"w": "tcp://127.0.0.1:*"})
+        with model.averaged():
+            assert model.averaged_state_dict().keys() == {"weight", "bias"}
+            model(torch.ones(1, 1))  # no round: the parameters are the average, not those of this worker
+            assert model.comm_stats()["clock"] == 0
+        model(torch.ones(1, 1))
+        assert model.comm_stats()["clock"] == 1
+        model.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_default_follows_the_timeout() -> None:

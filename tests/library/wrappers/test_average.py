@@ -208,6 +208,21 @@ def test_a_profiler_trace_shows_every_round(options: dict[str, Any]) -> None:
     wrapper.close()
 
 
+def test_an_error_names_the_method_that_was_called() -> None:
+    def body(group: dist.ProcessGroup) -> str:
+        wrapper = wrap(mlp(), group)
+        with pytest.raises(RuntimeError, match="all ranks must call the same") as caught:
+            (wrapper.consensus_distance if group.rank() else wrapper.averaged_state_dict)()
+        wrapper.close()
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first.startswith("rank 0: averaged_state_dict(): ")
+    assert "rank 1 is in 'consensus_distance(): " in first
+    assert second.startswith("rank 1: consensus_distance(): ")
+    assert "rank 0 is in 'averaged_state_dict(): " in second
+
+
 # The end.
 
 
