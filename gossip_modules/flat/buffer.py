@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .layout import FlatLayout
 from .renamed import Renamed, renamed_argument
-from .slots import Slot, check, in_order, real_dtype, real_numel, view_like
+from .slots import Slot, check, check_module, in_order, real_dtype, real_numel, view_like
 from .vector import FlatVector
 
 
@@ -40,8 +40,8 @@ class FlatBuffer:
         parameter_segments: the parameters of each segment.
 
     Raises:
-        ValueError: nothing to train, tensors on several devices, on the meta device, uninitialised or sharded, or
-            distinct parameters that overlap in memory.
+        ValueError: a TorchScript module, nothing to train, tensors on several devices, on the meta device,
+            uninitialised or sharded, or distinct parameters that overlap in memory.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -53,6 +53,7 @@ class FlatBuffer:
 
     @renamed_argument("num_slices", "num_shards")
     def __init__(self, module: nn.Module, *, include_buffers: bool = True, num_shards: int = 1) -> None:
+        check_module(module)
         self.module = module
         self.include_buffers = include_buffers
         self.num_shards = num_shards

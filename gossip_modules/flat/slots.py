@@ -40,6 +40,21 @@ class Slot(NamedTuple):
         return f"{self.name} {tuple(self.tensor.shape)} {self.tensor.dtype}{strides}"
 
 
+def check_module(module: nn.Module) -> None:
+    """Refuse modules that keep their tensors outside of Python, where nobody else can exchange them.
+
+    Raises:
+        ValueError: see `FlatBuffer`.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            what = f"'{name}', a torch.jit.ScriptModule" if name else "a torch.jit.ScriptModule"
+            raise ValueError(
+                f"got {what}, expected a module of Python, whose parameters can become views of one vector; wrap the "
+                "module that was scripted or traced, and script it after training"
+            )
+
+
 def in_order(slots: Iterable[Slot]) -> list[Slot]:
     """Matrices by shape, vectors, buffers; the sort is stable, so the module's order is kept where these are equal."""
 

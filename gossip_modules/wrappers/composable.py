@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..flat.slots import check_module
 from .composition import check_inside
 from .gossip import GossipDataParallel
 from .state import KEY
@@ -156,11 +157,13 @@ def _check(module: nn.Module, options: Mapping[str, Any]) -> None:
             "GossipDataParallel(module, nprocs_per_node=...)"
         )
     check_inside(module, wrapper="gossip()")
+    check_module(module)
     if taken := [name for name in _ADDED if hasattr(module, name)]:
         raise ValueError(
             f"got a {type(module).__name__} that has {', '.join(taken)} of its own, expected none of the names that "
             "gossip() adds; rename them, or use GossipDataParallel(module), which keeps names apart"
         )
+    _check_class(module)
     if type(module).__call__ is not nn.Module.__call__:  # it may run no hooks: every rank would train alone
         warnings.warn(
             f"got a {type(module).__name__} that has a __call__ of its own, expected that of nn.Module, which runs the "
@@ -168,6 +171,19 @@ def _check(module: nn.Module, options: Mapping[str, Any]) -> None:
             "GossipDataParallel(module)",
             stacklevel=3,
         )
+
+
+def _check_class(module: nn.Module) -> None:
+    """Raise ValueError where the module cannot become one of the class with gossip; it is as it was in any case."""
+    plain = type(module)
+    try:
+        module.__class__ = _with_gossip(plain)
+    except TypeError as error:
+        raise ValueError(
+            f"got a {plain.__name__}, of which gossip() can make no subclass: {error}; expected a module of a class "
+            "that is open to subclasses; use GossipDataParallel(module), which leaves the class as it is"
+        ) from error
+    module.__class__ = plain
 
 
 def _with_gossip(plain: type[nn.Module]) -> type[GossipModule]:

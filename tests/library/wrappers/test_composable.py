@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,6 +199,35 @@ def test_what_cannot_work_is_refused() -> None:
         with pytest.raises(ValueError, match=r"that is a GossipSequential, which gossip\(\) made"):
             wrap(model, process_group=group)
     model.close()
+
+
+class Sealed(nn.Linear):
+    """A class without subclasses."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Sealed is final")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Sealed, r"got a Sealed, of which gossip\(\) can make no subclass: Sealed is final; .*GossipDataParallel"),
+        (lambda *sizes: torch.jit.script(nn.Linear(*sizes)), r"got a torch.jit.ScriptModule, expected a module of Pyt"),
+        (
+            lambda *sizes: nn.Sequential(torch.jit.trace(nn.Linear(*sizes), torch.ones(1, sizes[0]))),
+            r"got '0', a torch.jit.ScriptModule, expected a module of Python",
+        ),
+    ],
+)
+def test_a_module_that_cannot_be_changed_is_refused_before_it_is(make: Callable[..., nn.Module], message: str) -> None:
+    module = make(2, 1)
+    plain, storages = type(module), [parameter.data_ptr() for parameter in module.parameters()]
+    with pytest.raises(ValueError, match=message):
+        gossip(module, process_group=solo_group())
+    assert type(module) is plain
+    assert [parameter.data_ptr() for parameter in module.parameters()] == storages
+    assert module(torch.ones(1, 2)).shape == (1, 1)
 
 
 class Direct(nn.Linear):
