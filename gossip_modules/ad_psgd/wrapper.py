@@ -14,6 +14,7 @@ from ..gossiper.mixer import GlobalAverage
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, MixingLike, as_timeout, refuse_device_ids
 from ..wrappers.base import GossipWrapper, close_when_collected
+from ..wrappers.composition import hold
 from ..wrappers.defaults import choose_bipartite_mixing
 from ..wrappers.setup import Links
 from .engine import BilateralEngine
@@ -105,6 +106,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._watched = WatchedTransport(self._transport, self._engine.join_in)
         self._averager = GlobalAverage(self._watched)
         close_when_collected(self, self._engine)
+        hold(self)
 
     def _release(self) -> None:
         self._watched.close()

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
+from ..wrappers.composition import check_inside, hold, let_go
 from .average_on_demand import AverageOnDemand
 from .config import PairwiseConfig
 from .engine import PairwiseEngine
@@ -44,10 +45,12 @@ class PairwiseAverager(PairwiseWorker):
     def __init__(
         self, module: nn.Module, config: PairwiseConfig, *, init_from_peers: bool = True, gossip_buffers: bool = True
     ) -> None:
+        check_inside(module, wrapper=type(self).__name__)
         self.module = module
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
+        hold(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -90,6 +93,7 @@ class PairwiseAverager(PairwiseWorker):
 
     def close(self) -> None:
         """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
+        let_go(self)
         self._engine.close()
         self._averager.close()
 

@@ -14,6 +14,7 @@ from ..engine.engine import IdleEngine
 from ..flat.vector import FlatVector
 from ..wrappers.arguments import as_timeout
 from ..wrappers.base import GossipWrapper
+from ..wrappers.composition import hold
 from .average_on_demand import AverageOnDemand
 from .config import DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine
@@ -121,6 +122,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
+        hold(self)
 
     @classmethod
     def from_config(

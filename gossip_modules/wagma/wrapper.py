@@ -23,6 +23,7 @@ from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import as_timeout, refuse_device_ids
 from ..wrappers.base import GossipWrapper, close_when_collected
+from ..wrappers.composition import hold
 from ..wrappers.setup import Links
 from .engine import WaitAvoidingEngine
 from .group_average import GroupAverage
@@ -136,14 +137,18 @@ class GroupAverageDataParallel(GossipWrapper):
             "gossip_in_eval_mode, on_nonfinite": str((gossip_in_eval_mode, check_policy(on_nonfinite))),
         }
         self._transport = self._open(_of_threads(links) if is_asynchronous else links, init_sync=init_sync)
-        average = GroupAverage(groups, self._transport)
-        if is_asynchronous:
-            self._start_threads(average, sync_period=sync_period, overlap=overlap, on_nonfinite=on_nonfinite)
-        else:
-            self._averager = GlobalAverage(self._transport)
-            blocking = OverlapEngine if overlap else SyncEngine
-            self._engine = blocking(average, Schedule(average_every=sync_period), on_nonfinite=on_nonfinite)
+        start = self._start_threads if is_asynchronous else self._start_blocking
+        start(
+            GroupAverage(groups, self._transport), sync_period=sync_period, overlap=overlap, on_nonfinite=on_nonfinite
+        )
         self.register_load_state_dict_post_hook(_publish_loaded)
+        hold(self)
+
+    def _start_blocking(self, average: GroupAverage, *, sync_period: int, overlap: bool, on_nonfinite: str) -> None:
+        """Rounds that wait for all of the group."""
+        self._averager = GlobalAverage(self._transport)
+        make = OverlapEngine if overlap else SyncEngine
+        self._engine = make(average, Schedule(average_every=sync_period), on_nonfinite=on_nonfinite)
 
     def _start_threads(self, average: GroupAverage, **options: Any) -> None:
         """Rounds in the background; `options` are those of the engine."""

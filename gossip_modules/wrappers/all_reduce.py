@@ -20,7 +20,7 @@ from ..transport.connect import connect
 from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import as_timeout
 from .averaging import AveragingMixin
-from .composition import check_inside
+from .composition import check_inside, hold, let_go
 from .gradient_group import GradientGroup, NamedFailure, without_context
 
 
@@ -79,6 +79,7 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         self._bytes_per_step = 2 * (n - 1) * num_bytes // n
         self._num_steps = 0
         self._is_finite = FiniteCheck() if on_nonfinite == "raise" else None
+        hold(self)
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
         group = self.process_group
@@ -130,6 +131,7 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
 
     def close(self) -> None:
         """Give back what averages need; gradients are still averaged by whoever trains on."""
+        let_go(self)
         self._transport.close()
 
     def comm_stats(self) -> dict[str, float]:
@@ -149,6 +151,10 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
     def _parameters_and_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         return parameters, [b for b in self.module.buffers() if b.is_floating_point()]
+
+    @property
+    def _trained(self) -> Sequence[Tensor]:
+        return self._parameters_and_buffers[0]
 
     def _read(self) -> FlatVector:
         parameters, buffers = self._parameters_and_buffers

@@ -42,7 +42,7 @@ class AveragingMixin(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Flush, end threads, stop gossiping; idempotent. The module stays usable."""
+        """Flush, end threads, stop gossiping; idempotent. The module stays usable, and may be wrapped again."""
 
     @abstractmethod
     def _read(self) -> FlatVector:
@@ -55,6 +55,11 @@ class AveragingMixin(ABC):
     @abstractmethod
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
         """The parameters of each segment, without buffers."""
+
+    @property
+    @abstractmethod
+    def _trained(self) -> Sequence[Tensor]:
+        """The parameters that it keeps, as objects of the module."""
 
     @contextlib.contextmanager
     def _calling(self, name: str) -> Iterator[None]:
@@ -180,6 +185,10 @@ class FlatAveraging(AveragingMixin):
             "max_staleness": stats.max_staleness,
             "consensus_distance": self._last_consensus_distance,
         }
+
+    @property
+    def _trained(self) -> Sequence[Tensor]:
+        return self._buffer.parameters
 
     def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
         return [x[: own.numel()] for x, own in zip(vector.segments, self._buffer.parameter_segments, strict=True)]

@@ -17,7 +17,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..transport.process_group import ProcessGroupTransport
 from .averaging import FlatAveraging
-from .composition import check_inside
+from .composition import check_inside, hold, let_go
 from .setup import Links, open_transport
 from .state import RoundState
 from .step import TrainingStep
@@ -45,8 +45,8 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     an inplace operation" instead of computing wrong gradients. For two forwards per step put all but the last in
     `no_sync()`.
 
-    A subclass makes `_engine`, which says when rounds run, and `_averager`. What a training forward does is in
-    `TrainingStep`.
+    A subclass makes `_engine`, which says when rounds run, and `_averager`, and ends its constructor with
+    `hold(self)`, after which no other wrapper takes the module. What a training forward does is in `TrainingStep`.
 
     Args:
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
@@ -122,6 +122,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
                 self.flush()
             finally:
                 self._is_closed = True
+                let_go(self)
                 self._engine.close()
                 self._release()
 
@@ -154,6 +155,11 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         if self._engine.is_asynchronous:  # its threads answer for one model; a copy is a snapshot that stays local
             state.update(_engine=IdleEngine(self._engine), _is_closed=True)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not self._is_closed:
+            hold(self)
 
     # What AveragingMixin needs.
 

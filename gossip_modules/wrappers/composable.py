@@ -101,6 +101,13 @@ class GossipModule(nn.Module):
         """See `GossipDataParallel.comm_stats`."""
         return self._gossip.comm_stats()
 
+    def _remove_gossip(self) -> None:
+        """Become a plain module again, which another wrapper is about to take; when it is closed."""
+        self.__class__ = type(self).__mro__[2]
+        del self.__dict__["_gossip"]
+        for key in [key for key, hook in self._forward_pre_hooks.items() if hook is _before_forward]:
+            del self._forward_pre_hooks[key]
+
     # What nn.Module does, with a flush before it.
 
     def train(self, mode: bool = True) -> Any:

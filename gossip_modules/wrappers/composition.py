@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -12,21 +14,43 @@ from torch.nn.parallel import DistributedDataParallel
 from .averaging import AveragingMixin
 
 _REMEDY = "one wrapper keeps the models of all ranks together: remove the other one, and wrap the plain module once"
+_CLOSE_REMEDY = "go on with that one, or close() it before"
 _NODE_REMEDY = (
     "every rank gossips a whole model: do not shard it. The GPUs of one machine can share one model and its batch with "
     "nprocs_per_node"
 )
+_live: weakref.WeakSet[AveragingMixin] = weakref.WeakSet()
+_lock = threading.Lock()  # around changes of _live and walks over it
+
+
+def hold(wrapper: AveragingMixin) -> None:
+    """Note that the wrapper keeps its parameters from now on, until `let_go` or until it is collected.
+
+    Args:
+        wrapper: whose construction has succeeded.
+    """
+    with _lock:
+        _live.add(wrapper)
+
+
+def let_go(wrapper: AveragingMixin) -> None:
+    """Note that the wrapper is closed; idempotent."""
+    with _lock:
+        _live.discard(wrapper)
 
 
 def check_inside(module: nn.Module, *, wrapper: str) -> None:
     """Refuse a module that another tool keeps equal, averages or shards already; when it is wrapped.
+
+    Modules inside whose `gossip()` was closed are plain ones afterwards.
 
     Args:
         module: about to be wrapped.
         wrapper: the name of the class that is about to do so.
 
     Raises:
-        ValueError: naming the submodule and what it is; or that this is no module.
+        ValueError: naming the submodule and what it is; or the parameter that another wrapper keeps; or that this is
+            no module.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -37,6 +61,10 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
         for other, remedy in _tools_of(part):
             what = f"in which '{name}' is {other}" if name else f"that is {other}"
             raise ValueError(f"got a module {what}, to wrap in {wrapper}, expected a plain module; {remedy}")
+    _check_is_free(module, wrapper=wrapper)
+    for part in module.modules():
+        if isinstance(vars(part).get("_gossip"), AveragingMixin):  # closed
+            part._remove_gossip()  # type: ignore[operator]
 
 
 def check_outside(module: nn.Module) -> None:
@@ -80,12 +108,25 @@ def check_optimizers(module: nn.Module, parameter: Tensor) -> None:
         )
 
 
+def _check_is_free(module: nn.Module, *, wrapper: str) -> None:
+    """Refuse parameters that another wrapper keeps: both would point them into vectors of their own, in turn."""
+    names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    with _lock:
+        others = list(_live)
+    for other in others:
+        if taken := [names[id(parameter)] for parameter in other._trained if id(parameter) in names]:
+            raise ValueError(
+                f"got a module whose parameter '{taken[0]}' is in a {type(other).__name__} already, to wrap in "
+                f"{wrapper}, expected a module that no other wrapper has; {_CLOSE_REMEDY}"
+            )
+
+
 def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tuple[str, str]]:
     """What else keeps the module's parameters, in words, and what to do about it."""
     if with_wrappers and isinstance(module, DistributedDataParallel | AveragingMixin):
         yield f"a {type(module).__name__}", _REMEDY
-    if with_wrappers and isinstance(vars(module).get("_gossip"), AveragingMixin):
-        yield f"a {type(module).__name__}, which gossip() made", _REMEDY
+    if with_wrappers and vars(module).get("_gossip") in _live:
+        yield f"a {type(module).__name__}, which gossip() made", _CLOSE_REMEDY
     # Set by fully_shard (FSDP2) and, also in the modules inside, by FullyShardedDataParallel (FSDP1).
     if getattr(module, "_is_fsdp_managed_module", False):
         yield "sharded over processes by fully_shard or FullyShardedDataParallel (FSDP)", _NODE_REMEDY

@@ -28,6 +28,7 @@ from .arguments import (
     refuse_device_ids,
 )
 from .base import GossipWrapper
+from .composition import hold
 from .debias import Debias
 from .defaults import choose_gossiper, choose_mixing
 from .join import UnevenInputs
@@ -176,6 +177,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         self._engine: LockstepEngine = self._make_engine(gossiper, schedule)
         self._averager = self._engine.averager
         self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
+        hold(self)
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
         """When rounds run."""

@@ -236,8 +236,9 @@ def test_with_keys_workers_train_and_strangers_get_nothing(workers: contextlib.E
         stranger.update_send()
         assert not stranger.update_wait()
         assert stranger.comm_stats()["bytes_received"] == 0
+        stranger.close()
     assert value_of(x) == 1.0
     first.remove_peer("b")
-    averager(workers, "b2", b, curve=CurveKeys(*pairs["b"], {"a": pairs["a"][0]}), peers={"a": first.address})
+    averager(workers, "b2", filled(8.0), curve=CurveKeys(*pairs["b"], {"a": pairs["a"][0]}), peers={"a": first.address})
     with pytest.raises(ValueError, match=r"got public_key=None of 'c', expected one exactly where `curve` is given"):
         first.add_peer("c", REFUSED)

@@ -15,17 +15,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gossip_modules import (
+    AllReduceDataParallel,
     BilatGossipDataParallel,
     Choco,
     GossipDataParallel,
     GroupAverageDataParallel,
     MetropolisHastingsMixing,
     NetworkXGraph,
+    PairwiseAverager,
+    PairwiseConfig,
+    PairwiseDataParallel,
     PushSum,
     RingGraph,
     SignNorm,
     SimpleGossipDataParallel,
     UniformMixing,
+    gossip,
 )
 from gossip_modules.gossiper.mixer import Mixer
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
@@ -33,6 +38,20 @@ from tests.harness.processes import run_processes
 from tests.harness.ranks import run_ranks, solo_group
 
 WRAPPERS = [GossipDataParallel, SimpleGossipDataParallel, BilatGossipDataParallel, GroupAverageDataParallel]
+
+PEERS = {"w": "tcp://127.0.0.1:*"}
+
+MODULES: dict[str, Callable[[nn.Module], Any]] = {
+    "gossip": lambda module: gossip(module, process_group=solo_group()),
+    "GossipDataParallel": lambda module: GossipDataParallel(module, process_group=solo_group()),
+    "BilatGossipDataParallel": lambda module: BilatGossipDataParallel(module, process_group=solo_group()),
+    "GroupAverageDataParallel": lambda module: GroupAverageDataParallel(module, process_group=solo_group()),
+    "PairwiseDataParallel": lambda module: PairwiseDataParallel(module, name="w", peers=PEERS),
+}
+KEEPERS: dict[str, Callable[[nn.Module], Any]] = {
+    **MODULES,
+    "PairwiseAverager": lambda module: PairwiseAverager(module, PairwiseConfig("w", PEERS)),
+}
 
 
 def wrap(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> GossipDataParallel:
@@ -73,6 +92,23 @@ def test_distributed_data_parallel_in_or_around_is_refused() -> None:
             RuntimeError, match=r"got a GossipDataParallel inside a DistributedDataParallel.*prepare\(\)"
         ):
             loss_of(around, 0, 0)
+
+    in_one_process(body)
+
+
+def test_all_reduce_keeps_its_module_and_its_names_as_the_others() -> None:
+    def body() -> None:
+        module = mlp()
+        wrapper = AllReduceDataParallel(module)
+        message = r"in a AllReduceDataParallel already, to wrap in \w+, expected a module that no other"
+        for make in (AllReduceDataParallel, GossipDataParallel):
+            with pytest.raises(ValueError, match=message):
+                make(module)
+        wrapper.close()
+        gossiping = GossipDataParallel(module)
+        with pytest.raises(ValueError, match="in a GossipDataParallel already, to wrap in AllReduceDataParallel"):
+            AllReduceDataParallel(module)
+        gossiping.close()
 
     in_one_process(body)
 
@@ -139,6 +175,59 @@ def test_a_sharded_optimizer_of_another_model_is_nothing_to_us() -> None:
         del optimizer
 
     in_one_process(body)
+
+
+# One module, one wrapper.
+
+
+@pytest.mark.parametrize("second", KEEPERS)
+@pytest.mark.parametrize("first", KEEPERS)
+def test_a_module_is_in_one_wrapper_until_that_is_closed(first: str, second: str) -> None:
+    module = mlp()
+    plain = type(module)
+    wrapper = KEEPERS[first](module)
+    for again in (module, nn.ModuleList([nn.Linear(1, 1), module])):
+        with pytest.raises(ValueError, match=rf"in a {first} already, .*close|gossip\(\) made.*close") as caught:
+            KEEPERS[second](again)
+        assert second in str(caught.value)
+    wrapper.close()
+    other = KEEPERS[second](module)
+    if second != "gossip":
+        assert type(module) is plain
+    if second != "PairwiseAverager":
+        loss_of(other, 0, 0).backward()
+    other.close()
+
+
+def test_a_part_of_a_module_in_a_wrapper_is_refused_and_a_frozen_one_is_not() -> None:
+    body, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    wrapper = KEEPERS["GossipDataParallel"](nn.Sequential(body, head))
+    with pytest.raises(ValueError, match=r"whose parameter 'weight' is in a GossipDataParallel already"):
+        KEEPERS["GossipDataParallel"](body)
+    wrapper.close()
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    two = [KEEPERS["GossipDataParallel"](nn.Sequential(frozen, nn.Linear(2, 2))) for _ in range(2)]
+    for each in two:
+        each.close()
+
+
+def test_a_wrapper_that_is_lost_or_was_never_made_keeps_nothing() -> None:
+    module = mlp()
+    lost = GossipDataParallel(module, process_group=solo_group())
+    del lost
+    with pytest.raises(ValueError, match="did you mean 'ring'"):
+        GossipDataParallel(module, process_group=solo_group(), graph="rings")
+    GossipDataParallel(module, process_group=solo_group()).close()
+
+
+def test_the_module_of_a_copy_is_in_that_copy() -> None:
+    wrapper = GossipDataParallel(mlp(), process_group=solo_group())
+    twin = copy.deepcopy(wrapper)
+    wrapper.close()
+    with pytest.raises(ValueError, match="is in a GossipDataParallel already"):
+        GossipDataParallel(twin.module, process_group=solo_group())
+    twin.close()
+    GossipDataParallel(twin.module, process_group=solo_group()).close()
 
 
 # One gossiper, one wrapper.
