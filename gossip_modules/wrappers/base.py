@@ -114,7 +114,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self._land()
 
     def close(self) -> None:
-        """See `AveragingMixin`. Forwards after it are local."""
+        """See `AveragingMixin`. Forwards after it are local; a training forward warns, once."""
         if not self._is_closed:
             try:
                 if self._engine.is_asynchronous:

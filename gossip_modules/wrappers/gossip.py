@@ -204,7 +204,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         super().settle()
 
     def close(self) -> None:
-        """See `AveragingMixin`. Forwards after it are local."""
+        """See `AveragingMixin`. Forwards after it are local; a training forward warns, once."""
         try:
             super().close()
         finally:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
-from ..engine.engine import Engine
+from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from .composition import check_optimizers, check_outside
@@ -38,6 +39,7 @@ class TrainingStep(nn.Module):
     _is_averaged: bool  # inside averaged()
     _is_checked: bool  # what is around the wrapper
     _has_trained: bool
+    _has_warned: bool = False  # of training after close()
     _trains: bool  # in this forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +64,8 @@ class TrainingStep(nn.Module):
         # A model that is frozen for a while, like a GAN's critic, is not trained.
         self._trains = self._trains and (self._buffer.is_current() or self._buffer.is_trained())
         if self._is_closed:
+            if self._trains and not self._has_warned:
+                self._warn_alone()
             return
         if not self._trains:
             self._evaluate()
@@ -141,6 +145,17 @@ class TrainingStep(nn.Module):
             self._is_step_start = True  # as after eval()
         if torch.is_grad_enabled():
             self._unsynced_steps.check(self._buffer.parameters, name=type(self).__name__)
+
+    def _warn_alone(self) -> None:
+        """Say that a training forward after close() is of this rank alone; once."""
+        self._has_warned = True
+        name = type(self).__name__
+        what = f"in a copy of a {name}" if isinstance(self._engine, IdleEngine) else f"after close() of a {name}"
+        warnings.warn(
+            f"got a training forward {what}, which gossips no more: this rank trains alone from now on; close() after "
+            f"the last step, or wrap the module again to gossip; to evaluate call eval() or use torch.no_grad()",
+            stacklevel=8,  # who calls the wrapper
+        )
 
     def _check_has_trained(self) -> None:
         """Raise RuntimeError if the first training forward of all is the recomputation of a checkpoint."""

@@ -33,6 +33,7 @@ from tests.library.ad_psgd.pairs import PATIENCE, Gate, Meeting, X, engine_of, i
 # The end.
 
 
+@pytest.mark.filterwarnings("ignore:got a training forward")
 def test_close_is_quick_idempotent_and_final() -> None:
     def body(group: dist.ProcessGroup) -> None:
         wrapper = wrap(mlp(group.rank()), group)
@@ -76,6 +77,7 @@ def test_a_passive_rank_that_closes_early_is_no_error_for_the_others() -> None:
     torch.testing.assert_close(sum(starts), sum(ends), rtol=0, atol=1e-13)
 
 
+@pytest.mark.filterwarnings("ignore:got a training forward")
 def test_an_active_rank_that_closes_early_is_no_error_for_the_others() -> None:
     meeting = Meeting(3)
 
@@ -324,6 +326,7 @@ def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:
     assert max(run_ranks(4, body)) < seconds + 1.0
 
 
+@pytest.mark.filterwarnings("ignore:got a training forward")
 def test_a_copy_does_not_outlive_the_threads() -> None:
     """After a failure and a close no thread is left, and the wrapper can still be copied."""
 

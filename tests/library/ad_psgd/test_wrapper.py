@@ -438,6 +438,7 @@ def test_backward_through_a_graph_from_before_a_correction_raises() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.filterwarnings("ignore:got a training forward")
 def test_a_copy_is_local() -> None:
     meeting = Meeting(2)
 

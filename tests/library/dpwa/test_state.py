@@ -162,6 +162,7 @@ def test_close_is_idempotent_and_ends_a_fetch(workers: contextlib.ExitStack) -> 
         worker.update_send()
 
 
+@pytest.mark.filterwarnings("ignore:got a training forward")
 def test_a_closed_wrapper_computes(workers: contextlib.ExitStack) -> None:
     worker = wrap(workers, "a", filled(2.0))
     worker(torch.ones(1, 50))
@@ -170,6 +171,7 @@ def test_a_closed_wrapper_computes(workers: contextlib.ExitStack) -> None:
     assert worker(torch.ones(1, 50)).item() == 100.0
 
 
+@pytest.mark.filterwarnings("ignore:got a training forward")
 def test_a_copy_stays_local(workers: contextlib.ExitStack) -> None:
     worker = wrap(workers, "a", filled(2.0))
     worker(torch.ones(1, 50))

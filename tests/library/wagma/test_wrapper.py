@@ -398,6 +398,7 @@ def test_a_plain_checkpoint_is_what_peers_get(assign: bool) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.filterwarnings("ignore:got a training forward")
 def test_a_copy_is_a_snapshot_that_stays_local() -> None:
     def body(group: dist.ProcessGroup) -> None:
         wrapper = wrap(group)

@@ -226,6 +226,7 @@ def test_an_error_names_the_method_that_was_called() -> None:
 # The end.
 
 
+@pytest.mark.filterwarnings("ignore:got a training forward after close")
 @pytest.mark.parametrize("options", MODES)
 def test_close_ends_threads_and_training_goes_on_locally(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> None:

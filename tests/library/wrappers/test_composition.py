@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ def test_a_module_is_in_one_wrapper_until_that_is_closed(first: str, second: str
     if second != "gossip":
         assert type(module) is plain
     if second != "PairwiseAverager":
-        loss_of(other, 0, 0).backward()
+        loss_of(other, 0, 0).backward()  # the one that is closed is not asked, so it does not warn
     other.close()
 
 
@@ -228,6 +229,41 @@ def test_the_module_of_a_copy_is_in_that_copy() -> None:
         GossipDataParallel(twin.module, process_group=solo_group())
     twin.close()
     GossipDataParallel(twin.module, process_group=solo_group()).close()
+
+
+# After close().
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_training_after_close_warns_once(make: Callable[[nn.Module], Any]) -> None:
+    model = make(mlp())
+    optimizer = sgd(model)
+    train_step(model, optimizer, 0, 0)
+    model.close()
+    with torch.no_grad():
+        loss_of(model, 0, 1)
+    loss_of(model.eval(), 0, 1)
+    model.train()
+    with pytest.warns(UserWarning, match=r"got a training forward after close\(\) of a .*trains alone.*wrap the modul"):
+        train_step(model, optimizer, 0, 1)
+    train_step(model, optimizer, 0, 2)
+
+
+def test_the_warning_names_the_line_of_the_forward() -> None:
+    model = GossipDataParallel(mlp(), process_group=solo_group())
+    model.close()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(1, 3))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_copy_without_peers_warns_where_it_trains() -> None:
+    wrapper = BilatGossipDataParallel(mlp(), process_group=solo_group())
+    twin = copy.deepcopy(wrapper)
+    wrapper.close()
+    with pytest.warns(UserWarning, match=r"a training forward in a copy of a BilatGossipDataParallel, "):
+        loss_of(twin, 0, 0)
 
 
 # One gossiper, one wrapper.
