@@ -22,6 +22,7 @@ from .arguments import as_timeout
 from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
 from .gradient_group import GradientGroup, NamedFailure, without_context
+from .state import check_prefix
 
 
 class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
@@ -125,6 +126,10 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
                     "on_nonfinite='spread' does not look"
                 )
         return super().forward(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def flush(self) -> None:
         """Nothing is ever in flight after a backward."""

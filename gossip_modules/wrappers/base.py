@@ -19,7 +19,7 @@ from ..transport.process_group import ProcessGroupTransport
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
 from .setup import Links, open_transport
-from .state import RoundState
+from .state import RoundState, check_prefix
 from .step import TrainingStep
 from .unsynced_steps import UnsyncedSteps
 
@@ -138,10 +138,11 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     def _rank(self) -> int:
         return super()._rank if self._place is None else self._place[0]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__)
         self.flush()
         self._unsynced_steps.forget()
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GossipWrapper:
         """`.to()`, `.half()` and their like: what is in flight belongs to the old dtype and device."""

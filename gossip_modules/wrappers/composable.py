@@ -129,6 +129,7 @@ class GossipModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
+        _check_names(state_dict, prefix, self)
         self._gossip.flush()
         self._gossip._unsynced_steps.forget()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
@@ -177,6 +178,19 @@ def _check(module: nn.Module, options: Mapping[str, Any]) -> None:
             "rounds of gossip() in a forward pre-hook; let yours call super().__call__, or use "
             "GossipDataParallel(module)",
             stacklevel=3,
+        )
+
+
+def _check_names(state_dict: Mapping[str, Any], prefix: str, module: nn.Module) -> None:
+    """Raise RuntimeError, as torch does for other keys that do not fit, where this is the state dict of a wrapper."""
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    if any(prefix + name in state_dict for name in names):
+        return
+    if found := [name for name in names if f"{prefix}module.{name}" in state_dict]:
+        raise RuntimeError(
+            f"got the state dict of a wrapper, with the key '{prefix}module.{found[0]}', to load into a module of "
+            f"gossip(), expected '{prefix}{found[0]}'; remove 'module.' from the keys with "
+            "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, 'module.')"
         )
 
 

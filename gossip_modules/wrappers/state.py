@@ -14,6 +14,29 @@ from ..engine.engine import Engine
 KEY = "gossip_state"
 
 
+def check_prefix(state_dict: Mapping[str, Any], prefix: str, module: nn.Module, *, wrapper: str) -> None:
+    """Refuse the state dict of a plain module, none of whose keys a wrapper has.
+
+    Args:
+        state_dict: about to be loaded.
+        prefix: of the wrapper's keys in it.
+        module: in the wrapper.
+        wrapper: the name of its class.
+
+    Raises:
+        RuntimeError: as torch does for other keys that do not fit; nothing is changed then.
+    """
+    if any(key.startswith(f"{prefix}module.") for key in state_dict):
+        return
+    for name, _ in (*module.named_parameters(), *module.named_buffers()):
+        if prefix + name in state_dict:
+            raise RuntimeError(
+                f"got the state dict of a plain module, with the key '{prefix}{name}', to load into a {wrapper}, "
+                f"expected that of a wrapper, with '{prefix}module.{name}'; load it into the module: call "
+                "wrapper.settle() on every rank, then wrapper.module.load_state_dict(...)"
+            )
+
+
 class MetadataState(nn.Module):
     """`get_extra_state` / `set_extra_state` as in `nn.Module`, but not under a key of the state dict.
 

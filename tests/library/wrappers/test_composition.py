@@ -105,6 +105,8 @@ def test_all_reduce_keeps_its_module_and_its_names_as_the_others() -> None:
         for make in (AllReduceDataParallel, GossipDataParallel):
             with pytest.raises(ValueError, match=message):
                 make(module)
+        with pytest.raises(RuntimeError, match=r"'0.weight', to load into a AllReduceDataParallel, .*module\.load_s"):
+            wrapper.load_state_dict(module.state_dict())
         wrapper.close()
         gossiping = GossipDataParallel(module)
         with pytest.raises(ValueError, match="in a GossipDataParallel already, to wrap in AllReduceDataParallel"):

@@ -155,6 +155,41 @@ def test_load_state_dict_still_names_wrong_keys() -> None:
         wrapper.load_state_dict(state)
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_the_state_of_a_plain_module_is_refused_with_where_to_load_it(is_strict: bool) -> None:
+    wrapper = wrap(net(1), solo_group())
+    outer = nn.Sequential(nn.Identity(), wrapper)
+    loss_of(wrapper, 0, 0)
+    before = flatten(wrapper)
+    message = (
+        r"with the key '{0}first.weight', .* expected that of .* '{0}module.first.weight'; .*settle\(\).*\.module\."
+    )
+    with pytest.raises(RuntimeError, match=message.format("")):
+        wrapper.load_state_dict(net(2).state_dict(), strict=is_strict)
+    with pytest.raises(RuntimeError, match=message.format(r"1\.")):
+        outer.load_state_dict(nn.Sequential(nn.Identity(), net(2)).state_dict(), strict=is_strict)
+    assert torch.equal(flatten(wrapper), before)
+    assert wrapper.get_extra_state()["engine"]["t"] == 1, "nothing was changed"
+    wrapper.settle()
+    wrapper.module.load_state_dict(net(2).state_dict())  # the remedy
+    assert torch.equal(flatten(wrapper), flatten(net(2)))
+
+
+def test_the_state_of_a_wrapper_is_refused_where_names_are_bare() -> None:
+    model = gossip(net(1), process_group=solo_group())
+    loss_of(model, 0, 0)
+    state = wrap(net(2), solo_group()).state_dict()
+    with pytest.raises(RuntimeError, match=r"with the key 'module.first.weight', .*consume_prefix_in_state_dict_if"):
+        model.load_state_dict(state)
+    assert model.comm_stats()["num_rounds"] == 1
+    assert model.state_dict()._metadata[""]["gossip_state"]["engine"]["t"] == 1, "nothing was changed"
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")  # the remedy
+    with pytest.warns(UserWarning, match="no gossip state"):
+        model.load_state_dict(state)
+    assert torch.equal(flatten(model), flatten(net(2)))
+    model.close()
+
+
 @pytest.mark.parametrize("options", MODES)
 def test_load_state_dict_with_assign_keeps_gossiping(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> Tensor:
