@@ -1,4 +1,4 @@
-"""HostCopy: a vector's way to host memory, on which training waits for no bus."""
+"""HostCopy: a vector's way to host memory, without a wait of the training thread."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
-        self._twin: FlatVector | None = None
+        self._staging_buffer: FlatVector | None = None
         self._stream: torch.cuda.Stream
-        self._landed: torch.cuda.Event
+        self._copied: torch.cuda.Event
 
     def write(self, out: FlatVector, x: FlatVector) -> torch.cuda.Event | None:
         """out <- x. Called by the training thread.
@@ -33,14 +33,14 @@ class HostCopy:
             out.raw.copy_(x.raw)
             return None
         training = torch.cuda.current_stream(x.raw.device)
-        if self._twin is None:
-            self._twin, self._stream = x.like(), torch.cuda.Stream(x.raw.device)
+        if self._staging_buffer is None:
+            self._staging_buffer, self._stream = x.like(), torch.cuda.Stream(x.raw.device)
         else:
-            training.wait_event(self._landed)  # the last copy to the host reads the buffer
-        self._twin.raw.copy_(x.raw)
+            training.wait_event(self._copied)  # the last copy to the host reads the buffer
+        self._staging_buffer.raw.copy_(x.raw)
         self._stream.wait_stream(training)  # the buffer is written before it is copied
         with torch.cuda.stream(self._stream):
-            out.raw.copy_(self._twin.raw, non_blocking=True)
-            self._landed = torch.cuda.Event()
-            self._landed.record(self._stream)
-        return self._landed
+            out.raw.copy_(self._staging_buffer.raw, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+        return self._copied

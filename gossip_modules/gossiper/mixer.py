@@ -35,7 +35,7 @@ class Mixer(ABC):
         if self._is_bound:
             raise ValueError(
                 f"got {self}, which belongs to another wrapper (or was bound before), expected a new one: a gossiper "
-                f"has the messages and the memory of one model; make another {type(self).__name__} with the same "
+                f"has the messages and the state of one model; make another {type(self).__name__} with the same "
                 "arguments"
             )
         self.check(mixing)
@@ -57,7 +57,7 @@ class Mixer(ABC):
         return False
 
     is_skippable: bool = True
-    """Whether a round may be left out after it was received: not where what it said is remembered."""
+    """Whether a round may be left out after it was received: not where its messages have changed the state."""
 
     @property
     def own_buffer_weight(self) -> float:
@@ -137,7 +137,7 @@ class Mixer(ABC):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm remembers from round to round; tensors and plain values only."""
+        """What the algorithm keeps from round to round; tensors and plain values only."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -99,14 +99,14 @@ class OverlapClock(Clock):
     The snapshot and the correction, a pass over the model each, are in training's way.
     """
 
-    _landings: Array | None = None  # when the round that is under way is done
+    _round_ends: Array | None = None  # when the round that is under way is done
 
     def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
-        starts = arrivals if self._landings is None else np.maximum(arrivals, self._landings)
-        self._landings = None
+        starts = arrivals if self._round_ends is None else np.maximum(arrivals, self._round_ends)
+        self._round_ends = None
         if action is not Action.SKIP and len(starts) > 1:
             starts = starts + 2 * self.network.links.memory_seconds(self.model_bytes)
-            self._landings = self._exchanged(starts, action, round_)
+            self._round_ends = self._exchanged(starts, action, round_)
         return starts
 
 

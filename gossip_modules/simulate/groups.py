@@ -13,19 +13,19 @@ from .mixing import Array, Flags, Indices
 
 
 class GroupMethod(OwnPace):
-    """WAGMA-SGD as `WaitAvoidingEngine` has it, one version of the model per forward.
+    """WAGMA-SGD as `WaitAvoidingEngine` has it, one round per forward.
 
-    A version begins when the first rank that takes part in it in person has come and the version before is done. Who
+    A round begins when the first rank that takes part in it in person has come and the round before is done. Who
     has come by then waits for the average of its group. Of the others it takes what they published last; when they
-    come they merge the newest average, x <- (n average + x) / (n + 1), and take part in the next version that begins.
-    Every `sync_period`-th version is an average over all, to which each rank goes at its next safe point.
+    come they merge the newest average, x <- (n average + x) / (n + 1), and take part in the next round that begins.
+    Every `sync_period`-th round is an average over all, to which each rank goes at its next safe point.
 
     Args:
         compute: how long steps take.
         network: the links.
         message: a model.
         groups: who averages with whom.
-        sync_period: versions from one global average to the next; 0 = never.
+        sync_period: rounds from one global average to the next; 0 = never.
     """
 
     def __init__(
@@ -40,30 +40,30 @@ class GroupMethod(OwnPace):
         super().__init__(compute, network, message)
         self.groups, self.sync_period = groups, sync_period
         n = self.num_ranks
-        self._is_late = np.zeros(n, dtype=bool)  # not yet come to the version before
+        self._is_late = np.zeros(n, dtype=bool)  # not yet come to the round before
         self._done = np.zeros(n)  # when that was done
         self._average: Tensor | None = None
         self._published: Tensor | None = None
         self._labels: dict[int, Indices] = {}
         self._num_phases = groups.group_size.bit_length() - 1 + (2 if n & (n - 1) else 0)
-        self.version = 0
+        self.round = 0
 
     def forward(self, x: Tensor) -> None:
-        """See `SimulatedMethod`: one version."""
+        """See `SimulatedMethod`: one round."""
         if self._published is None:
             self._published = x.clone()
         if self.num_ranks == 1:
             stepping, starts = np.ones(1, dtype=bool), self._arrivals.copy()
-        elif self.sync_period and (self.version + 1) % self.sync_period == 0:
+        elif self.sync_period and (self.round + 1) % self.sync_period == 0:
             stepping, starts = self._average_globally(x)
         else:
             stepping, starts = self._average_in_groups(x)
         self._waited[stepping] += starts[stepping] - self._arrivals[stepping]
         self._starts[stepping] = starts[stepping]
-        seconds = self.compute.step_seconds(self.version, num_ranks=self.num_ranks)
+        seconds = self.compute.step_seconds(self.round, num_ranks=self.num_ranks)
         self._arrivals[stepping] = self._starts[stepping] + seconds[stepping]
         self.is_stepping = torch.from_numpy(stepping)
-        self.version += 1
+        self.round += 1
 
     def _average_globally(self, x: Tensor) -> tuple[Flags, Array]:
         n, size = self.num_ranks, self.message.num_bytes
@@ -88,7 +88,7 @@ class GroupMethod(OwnPace):
         on_time = ~self._is_late & (self._arrivals <= begin)
         own = torch.from_numpy(np.flatnonzero(on_time))
         self._published[own] = x[own]
-        labels = self._groups_of(self.version)
+        labels = self._groups_of(self.round)
         self._average = _mean_by_group(self._published, labels)
         slowest = np.zeros(labels.max() + 1)
         np.maximum.at(slowest, labels, self.network.slowness)
@@ -102,17 +102,17 @@ class GroupMethod(OwnPace):
         return on_time | merging, starts
 
     def _merge(self, x: Tensor, merging: Flags) -> None:
-        """What late ranks do about the version before, and tell those to come."""
+        """What late ranks do about the round before, and tell those to come."""
         assert self._average is not None, "nobody is late after a global average"
         assert self._published is not None
         late = torch.from_numpy(np.flatnonzero(merging))
         self._published[late] = x[late]
-        labels = self._groups_of(self.version - 1)
+        labels = self._groups_of(self.round - 1)
         sizes = torch.from_numpy(np.bincount(labels)[labels[merging]]).to(x.dtype)[:, None]
         x[late] = (sizes * self._average[late] + x[late]) / (sizes + 1)
 
     def _groups_of(self, t: int) -> Indices:
-        """The number of the group that each rank is in: int64 [n]. Only the last two versions are kept."""
+        """The number of the group that each rank is in: int64 [n]. Only the last two rounds are kept."""
         if t not in self._labels:
             labels = np.full(self.num_ranks, -1, dtype=np.int64)
             for rank in range(self.num_ranks):

@@ -117,25 +117,25 @@ def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta)
     members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     subset = members if len(members) < dist.get_world_size() else None
     what = f"making a process group of ranks {members}"
-    hello = ProcessGroupTransport(
+    setup_transport = ProcessGroupTransport(
         world, device=CPU, timeout=timeout, names=range(dist.get_world_size()), notes=FailureNotes.of(world, rank)
     ) if _backend(world, CPU) == "gloo" else None  # fmt: skip
     start = time.monotonic()
     try:
-        if hello is not None and subset is None:
-            hello.barrier(what="making a process group")
+        if setup_transport is not None and subset is None:
+            setup_transport.barrier(what="making a process group")
         start = time.monotonic()
         group = dist.new_group(subset, timeout=timeout, backend=backend, use_local_synchronization=subset is not None)
     except RuntimeError as error:
         seconds = time.monotonic() - start
-        if hello is None:
+        if setup_transport is None:
             fail(error, rank=rank, what=what, seconds=seconds, timeout=timeout)
         # The wait was for the store, so the connections of the default group still tell who is there.
-        gone = {peer: GONE for peer in hello.closed_peers() if peer in members}
-        hello.fail(error, what, seconds, timeout=timeout, blamed=gone)
+        closed = {peer: GONE for peer in setup_transport.closed_peers() if peer in members}
+        setup_transport.fail(error, what, seconds, timeout=timeout, blamed=closed)
     finally:
-        if hello is not None:
-            hello.close()
+        if setup_transport is not None:
+            setup_transport.close()
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
 

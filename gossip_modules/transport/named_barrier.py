@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .exchange import LATE
 
-_WORD_BYTES = 64  # of the name of the operation
+_NAME_BYTES = 64  # of the name of the operation
 
 
 class NotAllCame(RuntimeError):
@@ -61,10 +61,10 @@ def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int) -
     deadline = time.monotonic() + seconds
     rank, n = group.rank(), group.size()
     peers = [j for j in range(n) if j != rank]
-    word = what.encode()[: _WORD_BYTES - 1].ljust(_WORD_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(word[:-1] + b"\1"), dtype=torch.uint8)  # the last byte says: it is here
-    words = torch.zeros(n, _WORD_BYTES, dtype=torch.uint8)
-    rows = list(words.unbind())
+    name = what.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(name[:-1] + b"\1"), dtype=torch.uint8)  # the last byte says: it is here
+    names = torch.zeros(n, _NAME_BYTES, dtype=torch.uint8)
+    rows = list(names.unbind())
     works: list[tuple[int, dist.Work]] = []
     peer = -1
     try:
@@ -75,17 +75,17 @@ def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int) -
         for peer, work in works:  # noqa: B007 (says whose wait failed)
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
     except RuntimeError as error:
-        missing = [j for j in peers if not words[j, -1]]
+        missing = [j for j in peers if not names[j, -1]]
         is_late = deadline - time.monotonic() < (1 - LATE) * seconds  # others may give up a little before
         raise NotAllCame(error, missing, None if is_late else peer) from error
     if len({*map(bytes, (row.numpy() for row in rows[:rank] + rows[rank + 1 :])), bytes(mine.numpy())}) > 1:
         _compare(what, ((j, bytes(rows[j].numpy())) for j in peers))
 
 
-def _compare(what: str, words: Iterable[tuple[int, bytes]]) -> None:
-    """Raise AnotherOperation where words differ in more than numbers: rounds may be counted from elsewhere."""
-    ours = re.sub(r"\d+", "", what.encode()[: _WORD_BYTES - 1].decode(errors="ignore"))
-    texts = {j: word[:-1].rstrip(b"\0").decode(errors="ignore") for j, word in words}
+def _compare(what: str, names: Iterable[tuple[int, bytes]]) -> None:
+    """Raise AnotherOperation where names differ in more than numbers: rounds may be counted from elsewhere."""
+    ours = re.sub(r"\d+", "", what.encode()[: _NAME_BYTES - 1].decode(errors="ignore"))
+    texts = {j: name[:-1].rstrip(b"\0").decode(errors="ignore") for j, name in names}
     found = {j: text for j, text in texts.items() if re.sub(r"\d+", "", text) != ours}
     if found:
         raise AnotherOperation(found)

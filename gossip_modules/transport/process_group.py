@@ -185,14 +185,14 @@ class ProcessGroupTransport(PointToPoint):
 
         Proves nothing after a wait of this rank has timed out, which closes all its connections.
         """
-        gone = []
+        closed = []
         for peer in range(self.world_size) if self.backend == "gloo" else ():
             try:
                 if peer != self.rank:
                     self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, PROBE_TAG)
             except RuntimeError:
-                gone.append(peer)
-        return gone
+                closed.append(peer)
+        return closed
 
     def fail(
         self,

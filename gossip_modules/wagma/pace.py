@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-_NUM_STEPS = 3  # remembered
+_NUM_STEPS = 3  # that are kept
 _SLOW = 2  # rounds per own step
 
 

@@ -110,8 +110,8 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         if self._is_closed:
             return
         if not self._buffer.is_attached():
-            self._take_in()
-        self._land()
+            self._reattach()
+        self._apply_in_flight()
 
     def close(self) -> None:
         """See `AveragingMixin`. Forwards after it are local; a training forward warns, once."""

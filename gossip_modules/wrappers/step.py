@@ -92,7 +92,7 @@ class TrainingStep(nn.Module):
         if not self._buffer.is_current():
             self._choose()
             if not self._buffer.is_attached():
-                self._take_in()
+                self._reattach()
         self._share_buffers()
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
             try:
@@ -173,21 +173,21 @@ class TrainingStep(nn.Module):
             self._buffer.keep()
             return
         if not self._buffer.is_attached():
-            self._take_in()
-        self._land()
+            self._reattach()
+        self._apply_in_flight()
         self._buffer.attach()
 
     @torch.no_grad()
-    def _take_in(self) -> None:
+    def _reattach(self) -> None:
         """Attach tensors that were put in place of ours; what is in flight is applied to their values."""
         check_outside(self)
         if self._engine.is_in_flight:
             self._buffer.pull()
-            self._land()
+            self._apply_in_flight()
             self._buffer.push()
         self._buffer.reattach()
 
-    def _land(self) -> None:
+    def _apply_in_flight(self) -> None:
         """Apply what is in flight."""
         try:
             if self._engine.is_in_flight and not self._is_held:

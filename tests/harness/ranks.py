@@ -40,7 +40,7 @@ _threads_of_others: WeakSet[threading.Thread] = WeakSet()
 
 
 def forget_threads() -> None:
-    """Leave those that are alive now out of `gossip_threads`: listeners whose peers never said goodbye stay behind."""
+    """Leave those that are alive now out of `gossip_threads`: listeners whose peers sent no shutdown stay behind."""
     _threads_of_others.update(threading.enumerate())
 
 

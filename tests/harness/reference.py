@@ -116,14 +116,14 @@ class Oracle:
 
     def flush(self) -> Snapshot:
         """Apply what is in flight."""
-        x, self.weights = self._land(self._stack(), self.weights)
+        x, self.weights = self._apply_in_flight(self._stack(), self.weights)
         return Snapshot(x / self.weights[:, None], x, self.weights)
 
     def _gossip(self) -> None:
         """Before a forward: x <- W x, or what overlap makes of it; leaves z = x / w in the models."""
         x, w = self._stack(), self.weights
         if self._flight is not None and self.num_steps - self._flight[0] > self.max_staleness:
-            x, w = self._land(x, w)
+            x, w = self._apply_in_flight(x, w)
         t, is_between = divmod(self.num_steps, self.gossip_every)
         if not is_between:
             n = len(self.models)
@@ -137,7 +137,7 @@ class Oracle:
         for row, model in zip(x / w[:, None], self.models, strict=True):
             scatter(row, model)
 
-    def _land(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def _apply_in_flight(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """What x and w become by the round in flight, which there may be."""
         if self._flight is None:
             return x, w

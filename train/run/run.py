@@ -229,7 +229,7 @@ class Run:
             self.log.hyper_parameters(self.config.used_choices, validation.averaged)
 
     def finish(self) -> None:
-        """Collective, before `close`: leave no message on its way, and come to say goodbye together."""
+        """Collective, before `close`: leave no message on its way, and shut down together."""
         self.pace.drain()
         self.world.barrier()
 

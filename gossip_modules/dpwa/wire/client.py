@@ -247,8 +247,8 @@ class ModelClient:
         with self._lock:
             peers = set(self._peers)
         for connections in (self._connections, self._probes):
-            for gone in [peer for peer in connections if peer not in peers]:
-                connections.pop(gone).close()
+            for removed in [peer for peer in connections if peer not in peers]:
+                connections.pop(removed).close()
 
     def _read_probes(self) -> None:
         for peer, connection in list(self._probes.items()):

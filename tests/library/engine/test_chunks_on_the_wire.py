@@ -361,7 +361,7 @@ def test_the_gossip_thread_corrects_copies_and_sends() -> None:
 
 
 @pytest.mark.parametrize("is_submitted", [False, True])
-def test_an_interrupt_between_landing_and_submission_loses_nothing(
+def test_an_interrupt_between_applying_and_submitting_loses_nothing(
     is_submitted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, transport, x = scripted()

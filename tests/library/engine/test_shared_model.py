@@ -71,7 +71,7 @@ def test_corrections_start_from_zero_each_time() -> None:
         assert value(x) == i + 1
 
 
-def test_publish_keeps_the_mail() -> None:
+def test_publish_keeps_the_pending_correction() -> None:
     x = vector(1.0)
     shared = SharedModel(x)
     shared.deliver(vector(1.0), alpha=1.0)

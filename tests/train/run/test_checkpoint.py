@@ -115,8 +115,8 @@ def test_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None:
 def test_a_run_with_another_method_is_refused(tmp_path: Path, recipe: str, change: dict[str, Any]) -> None:
     config = Config(recipe=recipe)
     path = Checkpoints(tmp_path, Ranks(1)[0], config.identity).save(3, {"x": 1})
-    idle = replace(config, peers_per_itr="3")  # of other recipes
-    assert Checkpoints(tmp_path, Ranks(1)[0], idle.identity).load([path]) == (path, {"x": 1})
+    unused = replace(config, peers_per_itr="3")  # of other recipes
+    assert Checkpoints(tmp_path, Ranks(1)[0], unused.identity).load([path]) == (path, {"x": 1})
     ((name, value),) = change.items()
     with pytest.raises(ValueError, match=rf"of a run with {name}=.*, expected {value!r} as in this run"):
         Checkpoints(tmp_path, Ranks(1)[0], replace(config, **change).identity).load([path])

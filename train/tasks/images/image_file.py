@@ -49,7 +49,7 @@ def read_image(path: str, choose: Callable[[int, int], Box], *, size: int) -> Te
         box = choose(height, image.width)
         reduction = max(scale for scale in (1, 2, 4, 8) if scale == 1 or size * scale <= min(box.height, box.width))
         if reduction > 1:
-            image.draft(None, (image.width // reduction, height // reduction))  # heeded by JPEG alone
+            image.draft(None, (image.width // reduction, height // reduction))  # used by JPEG alone
             box = _divided(box, round(height / image.height))
         if (box.height, box.width) != (image.height, image.width):
             image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
