@@ -66,13 +66,13 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@touch $@
 
 train: $(INSTALLED)
-	$(TORCHRUN) --nproc-per-node 4 train/gossip_sgd.py --recipe sgp --out-dir $(RUNS)/train --overwrite
+	$(TORCHRUN) --nproc-per-node 4 -m train.gossip_sgd --recipe sgp --out-dir $(RUNS)/train --overwrite
 
 compare: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python train/compare.py --out-dir $(RUNS)/compare --overwrite
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m train.compare --out-dir $(RUNS)/compare --overwrite
 
 consensus: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python train/consensus.py --out-dir $(RUNS)/consensus --overwrite
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m train.consensus --out-dir $(RUNS)/consensus --overwrite
 
 # Files in their order: by default the longest of all, which has few tests, would come last and alone.
 test: $(INSTALLED)
@@ -121,7 +121,7 @@ docs: $(DOCS_INSTALLED)
 	@echo "open $(CURDIR)/build/docs/index.html"
 
 bench: $(BENCH_INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/step_time.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.step_time
 
 # Options: make faults FAULTS="--wrappers sgp --faults kill-odd"
 faults: $(INSTALLED)

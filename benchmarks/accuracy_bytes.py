@@ -1,7 +1,7 @@
 """Test accuracy of the averaged model against bytes really sent per worker: 8 workers in a ring, equal epochs.
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/accuracy_bytes.py --data-dir data/cifar10-jpeg
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/accuracy_bytes.py --data-dir "" --methods dpsgd choco-sign --seeds 1
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.accuracy_bytes --data-dir data/cifar10-jpeg
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.accuracy_bytes --data-dir "" --methods dpsgd choco-sign --seeds 1
 
 Trains by train/gossip_sgd.py under torchrun, a run per method and seed, one after the other; a run that has its
 summary.json is not made again, so the same command goes on where it was stopped. The images are a folder with

@@ -1,8 +1,8 @@
 """Does compressing pay? Encode and decode times against the time that the bytes saved take on a link.
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/compression.py
-    .venv/bin/python benchmarks/compression.py --device cuda --repeats 50
-    .venv/bin/python benchmarks/compression.py --num-elements 25600000 --output compression.csv
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compression
+    .venv/bin/python -m benchmarks.compression --device cuda --repeats 50
+    .venv/bin/python -m benchmarks.compression --num-elements 25600000 --output compression.csv
 
 First the compressors alone, on a normal vector as long as the parameters of ResNet-18; then whole gossipers, on a
 ResNet-18 with its buffers, between two ranks of which the other is an echo. "Encode" is what a sender does once a

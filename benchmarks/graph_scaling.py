@@ -1,7 +1,7 @@
 """What graphs, mixing weights and groups cost at 1,000 to 1,000,000 ranks: time and memory of what one rank does.
 
-    python benchmarks/graph_scaling.py
-    python benchmarks/graph_scaling.py --sizes 1000 10000 --repeats 50
+    python -m benchmarks.graph_scaling
+    python -m benchmarks.graph_scaling --sizes 1000 10000 --repeats 50
 
 Per graph and size: construction, the peers of one rank in one round (out_peers and in_peers, one peer per round), its
 mixing weights there (built, asked whether they are doubly stochastic and symmetric, as the wrappers do, and for one

@@ -1,7 +1,7 @@
 """Images per second and core: the image pipeline of train/ against plain torchvision, in one run.
 
-    .venv/bin/python benchmarks/loader.py --data-dir data/cifar10-jpeg
-    .venv/bin/python benchmarks/loader.py --num-workers 0 4 16 --num-images 4096 --batch-size 256
+    .venv/bin/python -m benchmarks.loader --data-dir data/cifar10-jpeg
+    .venv/bin/python -m benchmarks.loader --num-workers 0 4 16 --num-images 4096 --batch-size 256
 
 "plain" is what every ImageNet example does: ImageFolder, RandomResizedCrop(224), RandomHorizontalFlip, ToTensor,
 Normalize, DataLoader. Training batches are read from (a) JPEGs of 500 x 375 and 375 x 500 pixels at quality 90, made in

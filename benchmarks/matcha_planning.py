@@ -1,7 +1,7 @@
 """How long a MATCHA plan takes: matchings, probabilities and alpha of random geometric graphs.
 
-    OMP_NUM_THREADS=2 python benchmarks/matcha_planning.py
-    OMP_NUM_THREADS=2 python benchmarks/matcha_planning.py --sizes 16 --repeats 20
+    OMP_NUM_THREADS=2 python -m benchmarks.matcha_planning
+    OMP_NUM_THREADS=2 python -m benchmarks.matcha_planning --sizes 16 --repeats 20
 
 Ranks lie at random in the unit square and are linked below a radius that gives them `--degree` links on average; the
 first seed whose graph is connected is taken. Per budget: the edge colouring, the probabilities that make lambda_2 of

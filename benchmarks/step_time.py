@@ -1,7 +1,7 @@
 """Seconds per training step and per round, side by side in one run.
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/step_time.py                       # 4 Gloo ranks on the CPU
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/step_time.py --device cuda --ranks 2  # on one card, over Gloo
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.step_time                       # 4 Gloo ranks on the CPU
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.step_time --device cuda --ranks 2  # on one card, over Gloo
 
 Every method trains its own ResNet-18 (11.2 M parameters, 32x32 images) in the same processes. They take turns, a few
 steps each, for many cycles, so that all see the same noise. A turn's time is that of its slowest rank; printed are
