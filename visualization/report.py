@@ -46,7 +46,8 @@ div.wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.15rem 0.8rem 0.15rem 0; text-align: right; border-bottom: 1px solid #eee; }
 th:first-child, td:first-child { text-align: left; }
-table.options td { text-align: left; overflow-wrap: anywhere; }
+table.options td { text-align: left; overflow-wrap: anywhere; vertical-align: top; }
+table.options td:first-child { white-space: nowrap; }
 ul.problems { color: #a33b00; }
 p.muted { color: #595959; }
 </style>

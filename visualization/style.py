@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 Format: TypeAlias = Literal["png", "svg", "pdf"]
 
@@ -185,7 +185,8 @@ def log_scale(axis: Axes, which: Literal["x", "y"]) -> None:
     decades = np.log10(high / low)
     ticks = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
     line = getattr(axis, f"{which}axis")
-    line.set_major_locator(LogLocator(subs=ticks))
+    # Of 1, 2, 5, 10, ... there might be one number or none in less than 0.8 decades.
+    line.set_major_locator(MaxNLocator(4) if decades < 0.8 else LogLocator(subs=ticks))
     if np.log10(low) >= -4 and np.log10(high) <= 5:
         line.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     line.set_minor_formatter(NullFormatter())

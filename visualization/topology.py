@@ -117,7 +117,8 @@ def draw_rounds(rounds: Rounds, *, max_rounds: int = MAX_ROUNDS) -> Figure:
             axis.set_title(f"round {t}")
     for axis in axes[len(matrices) :]:
         axis.set_axis_off()
-    figure.suptitle(_title(rounds, len(matrices)))
+    title = _title(rounds, len(matrices))
+    figure.suptitle(title.replace(": ", ":\n") if width == COLUMN else title)
     handles = [Line2D([], [], **look, label=f"weight {text}") for text, look in looks.items()]
     mark = {"marker": "$w$", "color": MUTED, "mew": 0.3} if len(own) > 1 else {"marker": "o", "mfc": "w", "mec": "k"}
     label = "own weight" if len(own) > 1 else f"own weight {own.pop()}"

@@ -199,7 +199,7 @@ def test_a_method_keeps_its_colour_beside_others_and_its_variants_have_other_mar
 
 
 def test_numbers_of_a_logarithmic_axis_do_not_overprint() -> None:
-    for values in ([0.05, 0.1], [3.0, 200.0], [1e-3, 9e4]):
+    for values in ([0.05, 0.1], [0.11, 0.19], [0.082, 0.15], [3.0, 200.0], [1e-3, 9e4]):
         figure = style.new_figure(style.COLUMN)
         axis = figure.subplots()
         axis.plot(values, values)

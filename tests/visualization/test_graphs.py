@@ -144,7 +144,10 @@ def test_rounds_are_drawn_with_their_links_and_weights(
     drawn = arrows(figure)
     assert [len(each) for each in drawn if each] == num_links
     assert {type(patch.get_arrowstyle()).__name__ == "CurveFilledB" for each in drawn for patch in each} == {heads}
-    assert figure.get_suptitle() == title
+    assert figure.get_suptitle().replace("\n", " ") == title
+    figure.draw_without_rendering()
+    (box,) = [text.get_window_extent() for text in figure.texts if text.get_text() == figure.get_suptitle()]
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     rounds = rounds_named(name, Topology(name, n))
     weights = {as_text(link.weight) for t in range(len(num_links)) for link in links_of(rounds.matrix(t))}
