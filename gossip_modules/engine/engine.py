@@ -71,7 +71,7 @@ class Engine(ABC):
         return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and what the algorithm remembers. Nothing may be in flight."""
+        """Counters and the state of the algorithm. Nothing may be in flight."""
         return {"engine": self.state_name, "t": self.t}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class LockstepEngine(Engine):
             leaves such a round out, "spread" does not look.
 
     Raises:
-        ValueError: `on_nonfinite` is none of these, or "skip" with a gossiper that remembers what was said.
+        ValueError: `on_nonfinite` is none of these, or "skip" with a gossiper whose state every message changes.
     """
 
     def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise") -> None:
@@ -133,8 +133,8 @@ class LockstepEngine(Engine):
         self.on_nonfinite = check_policy(on_nonfinite)
         if on_nonfinite == "skip" and not gossiper.is_skippable:
             raise ValueError(
-                f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': what its messages have said "
-                "is remembered, so that none can be left out"
+                f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': every message changes its "
+                "state, so that none can be left out"
             )
         self.gossiper = gossiper
         self.schedule = schedule

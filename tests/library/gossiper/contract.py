@@ -131,7 +131,7 @@ def wrap(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> GossipD
 
 
 def train(wrapper: GossipDataParallel, rank: int, steps: Sequence[int]) -> None:
-    """Plain SGD, which remembers nothing."""
+    """Plain SGD, which has no state."""
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.02)
     for step in steps:
         train_step(wrapper, optimizer, rank, step)

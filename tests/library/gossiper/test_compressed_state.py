@@ -175,7 +175,7 @@ def test_a_state_of_another_model_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Choco TopK", "PowerGossip"])
 def test_a_state_of_other_neighbours_is_refused(name: str) -> None:
-    """What a rank remembers of its neighbours means nothing among others."""
+    """The state that a rank keeps for its neighbours means nothing among others."""
 
     def body(group: dist.ProcessGroup) -> None:
         gossiper, s = bound(GOSSIPERS[name](), ring(4), group), vector_of(group.rank())

@@ -1,4 +1,4 @@
-"""DeepSqueeze against the lines of the paper, and what its error feedback remembers."""
+"""DeepSqueeze against the lines of the paper, and what its error feedback keeps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_exact_code_is_plain_gossip(graph: str) -> None:
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.1), SignNorm(8)], ids=str)
-def test_what_is_not_sent_is_remembered(compressor: Compressor) -> None:
+def test_what_is_not_sent_is_kept(compressor: Compressor) -> None:
     """error(T) + sum of all messages = sum of all x that were to be sent."""
 
     def body(group: dist.ProcessGroup) -> None:
@@ -54,7 +54,7 @@ def test_what_is_not_sent_is_remembered(compressor: Compressor) -> None:
         message, error = compressor.message_like(wanted), torch.zeros_like(wanted)
         for t in range(10):
             wanted += s.segments[0]
-            # The message of this round, coded once more from what is remembered.
+            # The message of this round, coded once more from the state.
             compressor.compress(error + s.segments[0], message, t=t)
             compressor.add_decompressed(message, sent)
             gossiper.mix(s, t)

@@ -196,7 +196,7 @@ def test_skip_costs_no_accuracy() -> None:
 @pytest.mark.parametrize(
     "gossiper", [lambda: Choco(SignNorm(), step_size=0.3), lambda: DeepSqueeze(SignNorm(), step_size=0.3), PowerGossip]
 )
-def test_what_is_remembered_cannot_be_left_out(gossiper: Any) -> None:
+def test_messages_that_change_the_state_cannot_be_left_out(gossiper: Any) -> None:
     with pytest.raises(ValueError, match=r"got on_nonfinite='skip' with \w+\(.*expected 'raise' or 'spread'"):
         wrap(mlp(), solo_group(), gossiper=gossiper(), on_nonfinite="skip")
 
