@@ -61,6 +61,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
     | Overlap SGP  | overlap=True, and max_staleness=tau - 1 for tau > 1           |
     | D-PSGD       | push_sum=False                                                |
     | Gossip-PGA   | schedule=Schedule(average_every=H)                            |
+    | Local SGD    | schedule=Schedule(gossip_every=H, average_every=1)            |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | gossiper=PowerGossip(), or Choco, DeepSqueeze, Moniqua        |
 
