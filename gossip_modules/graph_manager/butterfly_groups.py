@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple
 
 
@@ -59,10 +60,11 @@ class ButterflyGroups:
         self.group_size = default_group_size(world_size) if group_size is None else group_size
         self._num_bits = world_size.bit_length() - 1
         self._core = 1 << self._num_bits  # P'
-        if self.group_size.bit_count() != 1 or not 1 <= self.group_size <= self._core:
+        is_whole = isinstance(self.group_size, Integral)
+        if not is_whole or self.group_size.bit_count() != 1 or not 1 <= self.group_size <= self._core:
             raise ValueError(
-                f"got group_size={group_size} for {world_size} ranks, expected a power of two from 1 to {self._core}; "
-                "leave it out for the square root of the world"
+                f"got group_size={group_size!r} for {world_size} ranks, expected a power of two from 1 to "
+                f"{self._core}; leave it out for the square root of the world"
             )
         self._num_masks = self.group_size.bit_length() - 1
 

@@ -21,7 +21,7 @@ from ..gossiper.mixer import GlobalAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..wrappers.arguments import as_timeout, refuse_device_ids
+from ..wrappers.arguments import as_timeout, as_whole, check_flags, refuse_device_ids
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
 from ..wrappers.setup import Links
@@ -124,7 +124,8 @@ class GroupAverageDataParallel(GossipWrapper):
     ) -> None:
         refuse_device_ids(device_ids, module)
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
-        if sync_period < 0:
+        check_flags(wait_avoiding=wait_avoiding, overlap=overlap)
+        if as_whole(sync_period, name="sync_period") < 0:
             raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         self._place = links.place

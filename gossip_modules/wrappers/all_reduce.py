@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..flat.nonfinite import FiniteCheck, check_policy
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import GlobalAverage
-from ..transport.connect import connect
+from ..transport.connect import CPU, connect
 from ..transport.process_group import DEFAULT_TIMEOUT
-from .arguments import as_timeout
+from .arguments import as_timeout, check_process_group
 from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
 from .gradient_group import GradientGroup, NamedFailure, without_context
@@ -59,8 +59,9 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
                 "got on_nonfinite='skip' for AllReduceDataParallel, expected 'raise' or 'spread': a gradient of one "
                 "rank is in the average of all; let a GradScaler skip such steps"
             )
-        device = next(module.parameters()).device
+        device = next((parameter.device for parameter in module.parameters()), CPU)  # DDP refuses a module of none
         mesh, group = ddp_options.get("device_mesh"), ddp_options.get("process_group")
+        check_process_group(group)
         if mesh is not None:
             group = mesh.get_group()
         elif group is None and dist.is_initialized():

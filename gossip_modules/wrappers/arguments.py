@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -148,8 +149,24 @@ def refuse_device_ids(device_ids: object, module: nn.Module) -> None:
         )
 
 
+def as_whole(number: int, *, name: str) -> int:
+    """The number; raises ValueError where it is no whole one."""
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise ValueError(f"got {name}={number!r}, expected a whole number; pass an int, like {name}=2")
+    return int(number)
+
+
+def check_flags(**flags: object) -> None:
+    """Raise ValueError where one is neither True nor False, such as the string "no", which counts as true."""
+    for name, value in flags.items():
+        if isinstance(value, str) or value not in (True, False):
+            raise ValueError(f"got {name}={value!r}, expected True or False; leave it out for the default")
+
+
 def check_overlap(overlap: bool, max_staleness: int) -> None:
     """Raise ValueError where rounds are to be late that do not overlap with training."""
+    check_flags(overlap=overlap)
+    as_whole(max_staleness, name="max_staleness")
     if max_staleness < 0 or (max_staleness > 0 and not overlap):
         raise ValueError(
             f"got max_staleness={max_staleness} with overlap={overlap}, expected max_staleness >= 0, and 0 without "

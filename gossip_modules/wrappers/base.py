@@ -16,6 +16,7 @@ from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..transport.process_group import ProcessGroupTransport
+from .arguments import check_flags
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
 from .setup import Links, open_transport
@@ -68,6 +69,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     ) -> None:
         super().__init__()
         check_inside(module, wrapper=type(self).__name__)
+        check_flags(gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         self.module = module
         self.gossip_in_eval_mode = gossip_in_eval_mode
         self._unsynced_steps = UnsyncedSteps()
@@ -81,10 +83,11 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self._description: dict[str, str] = {}  # what ranks agree on, by name
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_shards=num_shards)
 
-    def _open(self, links: Links, **options: Any) -> ProcessGroupTransport:
+    def _open(self, links: Links, *, init_sync: bool, **options: Any) -> ProcessGroupTransport:
         """See `open_transport`; the ranks agree on the class and on `_description`."""
+        check_flags(init_sync=init_sync)
         whole = {"wrapper": type(self).__name__, **self._description}
-        return open_transport(self._buffer, whole, links, **options)
+        return open_transport(self._buffer, whole, links, init_sync=init_sync, **options)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from .arguments import (
     as_gossiper,
     as_graph,
     as_mixing,
+    check_flags,
     check_size,
     check_wire_dtype,
 )
@@ -37,6 +38,7 @@ def choose_gossiper(
         ValueError: a gossiper and a wire dtype, or something else in their place.
     """
     check_wire_dtype(wire_dtype)
+    check_flags(push_sum=push_sum)
     if gossiper is None:
         return (PushSum if push_sum else PushPull)(wire_dtype=wire_dtype)
     if wire_dtype is not None:

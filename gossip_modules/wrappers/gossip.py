@@ -24,6 +24,7 @@ from .arguments import (
     MixingLike,
     as_schedule,
     as_timeout,
+    as_whole,
     check_overlap,
     refuse_device_ids,
 )
@@ -144,7 +145,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
     ) -> None:
         refuse_device_ids(device_ids, module)
         check_overlap(overlap, max_staleness)
-        g = max(nprocs_per_node, 1)  # count_nodes refuses less
+        g = max(as_whole(nprocs_per_node, name="nprocs_per_node"), 1)  # count_nodes refuses less
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_shards=g)
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness = overlap, max_staleness

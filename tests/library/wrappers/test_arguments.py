@@ -180,6 +180,31 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: gm.PairwiseDataParallel(mlp(), name="w0", peers={"w0": "tcp://127.0.0.1:*"}, timeout=-1),
         r"got timeout=-1, expected more than zero seconds",
     ),
+    "a string for a flag": (lambda: gossip(push_sum="no"), r"got push_sum='no', expected True or False; leave it out"),
+    "a string for overlap": (lambda: gossip(overlap="yes"), r"got overlap='yes', expected True or False"),
+    "None for a flag": (lambda: gossip(gossip_buffers=None), r"got gossip_buffers=None, expected True or False"),
+    "a string for init_sync": (lambda: gossip(init_sync="rank 0"), r"got init_sync='rank 0', expected True or False"),
+    "WAGMA with a string for a flag": (
+        lambda: gm.GroupAverageDataParallel(mlp(), process_group=solo_group(), wait_avoiding="yes"),  # type: ignore[arg-type]
+        r"got wait_avoiding='yes', expected True or False",
+    ),
+    "a string for a count": (
+        lambda: gossip(overlap=True, max_staleness="1"),
+        r"got max_staleness='1', expected a whole number; pass an int, like max_staleness=2",
+    ),
+    "no number of processes": (lambda: gossip(nprocs_per_node=None), r"got nprocs_per_node=None, expected a whole num"),
+    "WAGMA with half a period": (
+        lambda: gm.GroupAverageDataParallel(mlp(), process_group=solo_group(), sync_period=2.5),  # type: ignore[arg-type]
+        r"got sync_period=2.5, expected a whole number",
+    ),
+    "WAGMA with a string for a size": (
+        lambda: gm.GroupAverageDataParallel(mlp(), process_group=solo_group(), group_size="2"),  # type: ignore[arg-type]
+        r"got group_size='2' for 1 ranks, expected a power of two",
+    ),
+    "all-reduce with a backend for a group": (
+        lambda: gm.AllReduceDataParallel(mlp(), process_group="gloo"),
+        r"got process_group='gloo', expected a ProcessGroup; make one with torch.distributed.new_group\(ranks\)",
+    ),
     "overlap where there is none": (
         lambda: gm.SimpleGossipDataParallel(mlp(), overlap=True),
         r"got overlap for SimpleGossipDataParallel.*use GossipDataParallel",

@@ -99,6 +99,8 @@ def test_distributed_data_parallel_in_or_around_is_refused() -> None:
 
 def test_all_reduce_keeps_its_module_and_its_names_as_the_others() -> None:
     def body() -> None:
+        with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
+            AllReduceDataParallel(nn.ReLU())
         module = mlp()
         wrapper = AllReduceDataParallel(module)
         message = r"in a AllReduceDataParallel already, to wrap in \w+, expected a module that no other"
