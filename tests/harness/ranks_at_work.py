@@ -183,6 +183,7 @@ class Rank:
         """A copy is a local model."""
         twin = copy.deepcopy(self.wrapper)
         value = twin.module.value()  # type: ignore[operator]
+        twin._has_warned = True  # that it trains alone, as is meant here
         twin(1.0)
         assert twin.module.value() == value  # type: ignore[operator]
         twin.close()
