@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +24,9 @@ from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
 from .unsynced_steps import UnsyncedSteps
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
@@ -159,6 +163,22 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         if self._engine.is_asynchronous:  # its threads answer for one model; a copy is a snapshot that stays local
             state.update(_engine=IdleEngine(self._engine), _is_closed=True)
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As the module's own would be, without `__reduce_ex__`."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError, where ranks are connected."""
+        if self._place is None:
+            return super().__reduce_ex__(protocol)
+        raise TypeError(
+            f"got a {type(self).__name__} to pickle, which torch.save does too, expected its state, since connections "
+            "to other ranks are in no file; save state_dict() to train on, or averaged_state_dict() to use the model; "
+            "copy.deepcopy makes copies"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +154,17 @@ def test_load_state_dict_still_names_wrong_keys() -> None:
         RuntimeError, match=r"(?s)Missing key.*module.second.weight.*Unexpected key.*module.third.weight"
     ):
         wrapper.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [GossipDataParallel, BilatGossipDataParallel, GroupAverageDataParallel, gossip])
+def test_pickling_is_told_what_to_save(make: Callable[..., Any]) -> None:
+    model = make(mlp(), process_group=solo_group())
+    for pickle_ in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
+        with pytest.raises(
+            TypeError, match=r"got a \w+ to pickle, which torch.save does too.* save state_dict\(\) to tra"
+        ):
+            pickle_(model)
+    model.close()
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
