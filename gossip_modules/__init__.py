@@ -27,6 +27,7 @@ from .gossiper.power_gossip import PowerGossip
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager
+from .graph_manager.base_graph import BaseGraph
 from .graph_manager.butterfly_groups import ButterflyGroups
 from .graph_manager.dynamic_graphs import (
     DynamicBipartiteCompleteGraph,
@@ -38,6 +39,7 @@ from .graph_manager.dynamic_graphs import (
 )
 from .graph_manager.predefined_graphs import select_graph
 from .graph_manager.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
+from .graph_manager.weighted_graph import WeightedGraph
 from .matcha.graph import MatchaGraph
 from .mixing_manager.base import (
     MetropolisHastingsMixing,
@@ -45,6 +47,7 @@ from .mixing_manager.base import (
     MixingWeights,
     UniformMixing,
 )
+from .mixing_manager.graph_weights import GraphMixing
 from .mixing_manager.laplacian import LaplacianMixing
 from .mixing_manager.matrix import MatrixMixing
 from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
@@ -64,6 +67,7 @@ __version__ = "0.1.0"
 __all__ = [
     "QSGD",
     "AllReduceDataParallel",
+    "BaseGraph",
     "BilatGossipDataParallel",
     "ButterflyGroups",
     "Cast",
@@ -88,6 +92,7 @@ __all__ = [
     "GossipWrapper",
     "Gossiper",
     "GraphManager",
+    "GraphMixing",
     "GroupAverageDataParallel",
     "HypercubeGraph",
     "Interpolation",
@@ -122,6 +127,7 @@ __all__ = [
     "TorusGraph",
     "Transport",
     "UniformMixing",
+    "WeightedGraph",
     "connect",
     "gossip",
     "init_mpi_process_group",

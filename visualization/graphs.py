@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import named_graph
+from gossip_modules.mixing_manager import default_mixing
 
 Matrix = npt.NDArray[np.float64]
 
@@ -47,13 +48,11 @@ def circle(num_ranks: int) -> list[tuple[float, float]]:
 
 
 def make_mixing(graph: gm.GraphManager) -> gm.MixingManager:
-    """Weights for a graph: its Laplacian for MATCHA, Metropolis-Hastings where it is undirected, else uniform.
+    """Weights for a graph as D-PSGD takes them: its own, its Laplacian for MATCHA, else Metropolis-Hastings or uniform.
 
-    On a regular graph, as all named graphs but bipartite-complete of an odd number are, the last two are the same.
+    On a regular graph, as all named graphs but base and bipartite-complete are, the last two are the same.
     """
-    if isinstance(graph, gm.MatchaGraph):
-        return gm.LaplacianMixing(graph)
-    return gm.MetropolisHastingsMixing(graph) if graph.is_symmetric else gm.UniformMixing(graph)
+    return default_mixing(graph, push_sum=False)
 
 
 def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
@@ -99,7 +98,7 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
         if not is_push_sum and num_nodes % 2:
             name, peers = ("bipartite-complete", 1) if recipe == "adpsgd" else ("ring", max(peers, 2))
     graph = named_graph(name, num_nodes, peers)
-    mixing = gm.UniformMixing(graph) if is_push_sum else make_mixing(graph)
+    mixing = default_mixing(graph, push_sum=is_push_sum)
     return Rounds.of(mixing, f"{name}, {peers} peer{'s' if peers > 1 else ''} per round")
 
 

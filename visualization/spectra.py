@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from gossip_modules import GraphManager
 from gossip_modules.graph_manager.named_graphs import GRAPHS, STATIC_GRAPHS, named_graph
 from visualization.command import read_arguments, run_command
 from visualization.graphs import Rounds, make_mixing
@@ -108,7 +109,7 @@ def rounds_to_consensus(rounds: Rounds, *, error: float) -> int:
 def measure(spectra: Spectra) -> pd.DataFrame:
     """Gap and rounds of each case and size: columns graph, num_ranks, peers, gap, rounds, messages.
 
-    `messages` are those of a rank in so many rounds.
+    `messages` are those of a rank in so many rounds, on average over the ranks.
     """
     rows = []
     for title, (name, peers) in CASES.items():
@@ -121,9 +122,18 @@ def measure(spectra: Spectra) -> pd.DataFrame:
                 continue  # the graph has no such size, or fewer peers
             num_peers = mixing.graph.num_peers(0)
             num_rounds = rounds_to_consensus(Rounds.of(mixing, title), error=spectra.error)
-            numbers = {"gap": mixing.spectral_gap(), "rounds": num_rounds, "messages": num_peers * num_rounds}
+            messages = _messages(mixing.graph, num_rounds)
+            numbers = {"gap": mixing.spectral_gap(), "rounds": num_rounds, "messages": messages}
             rows.append({"graph": title, "num_ranks": n, "peers": num_peers, **numbers})
     return pd.DataFrame(rows, columns=["graph", "num_ranks", "peers", "gap", "rounds", "messages"])
+
+
+def _messages(graph: GraphManager, num_rounds: int) -> float:
+    """How many messages a rank sends in so many rounds, on average over the ranks; the graph has a period."""
+    ranks = range(graph.world_size)
+    each_round = [sum(graph.out_degree(rank, t) for rank in ranks) / graph.world_size for t in range(graph.period)]
+    num_periods, rest = divmod(num_rounds, graph.period)
+    return num_periods * sum(each_round) + sum(each_round[:rest])
 
 
 def draw_spectra(table: pd.DataFrame, *, error: float) -> Figure:

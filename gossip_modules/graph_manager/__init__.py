@@ -4,6 +4,7 @@ The random graph of MATCHA, which is planned from one of these, is `gossip_modul
 """
 
 from .base import GraphManager
+from .base_graph import BaseGraph
 from .butterfly_groups import ButterflyGroups
 from .dynamic_graphs import (
     DynamicBipartiteCompleteGraph,
@@ -17,8 +18,10 @@ from .named_graphs import default_graph, named_graph
 from .predefined_graphs import select_graph
 from .shift_graph import MirroredGraph, ShiftGraph
 from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph, networkx_graph
+from .weighted_graph import WeightedGraph
 
 __all__ = [
+    "BaseGraph",
     "ButterflyGroups",
     "CompleteGraph",
     "DynamicBipartiteCompleteGraph",
@@ -34,6 +37,7 @@ __all__ = [
     "RingGraph",
     "ShiftGraph",
     "TorusGraph",
+    "WeightedGraph",
     "default_graph",
     "named_graph",
     "networkx_graph",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .base import GraphManager
+from .base_graph import BaseGraph
 from .dynamic_graphs import (
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
@@ -23,6 +24,7 @@ GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
     "linear": DynamicDirectedLinearGraph,
     "bipartite-linear": DynamicBipartiteLinearGraph,
     "bipartite-complete": DynamicBipartiteCompleteGraph,
+    "base": BaseGraph,
     "ring": RingGraph,
     "torus": TorusGraph,
     "hypercube": HypercubeGraph,

@@ -8,6 +8,7 @@ from ..graph_manager.named_graphs import named_graph
 from ..graph_manager.static_graphs import networkx_graph
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.base import MixingManager
+from ..mixing_manager.graph_weights import default_mixing
 from ..schedule import Schedule
 from ..simulate.asynchronous import BilateralMethod, PullMethod
 from ..simulate.choice import Choice
@@ -16,7 +17,7 @@ from ..simulate.codes import coded_message
 from ..simulate.delays import MessageCost
 from ..simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule, SimulatedMethod
 from ..simulate.groups import GroupMethod
-from ..simulate.mixing import SimulatedMixing, mixing_for
+from ..simulate.mixing import SimulatedMixing
 from ..simulate.power_gossip import PowerGossipRule, power_message, power_step_size
 from ..simulate.setting import Setting
 from .compressors import (
@@ -82,24 +83,24 @@ def undirected(choice: Choice, setting: Setting, *, is_static: bool = False) -> 
         wanted = "an undirected graph that never changes" if is_static else "an undirected graph"
         remedy = "hypercube, torus or ring" if is_static else "bipartite-exponential, torus or ring"
         raise ValueError(f"got {choice.method} on {graph!r}, expected {wanted}; take {remedy}, with all neighbours")
-    return mixing_for(graph, push_sum=False)
+    return default_mixing(graph, push_sum=False)
 
 
 def simulate_d_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     """D-PSGD."""
     message = setting.network.plain_message(setting.model_bytes)
-    return _lockstep(Plain(), mixing_for(_graph(choice, setting), push_sum=False), setting, message)
+    return _lockstep(Plain(), default_mixing(_graph(choice, setting), push_sum=False), setting, message)
 
 
 def simulate_sgp(choice: Choice, setting: Setting) -> SimulatedMethod:
     """SGP."""
     message = setting.network.plain_message(setting.model_bytes)
-    return _lockstep(Plain(), mixing_for(_graph(choice, setting), push_sum=True), setting, message)
+    return _lockstep(Plain(), default_mixing(_graph(choice, setting), push_sum=True), setting, message)
 
 
 def simulate_osgp(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Overlap SGP."""
-    mixing = SimulatedMixing(mixing_for(_graph(choice, setting), push_sum=True))
+    mixing = SimulatedMixing(default_mixing(_graph(choice, setting), push_sum=True))
     clock = OverlapClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
     return LockstepMethod(Plain(), mixing, setting.schedule, clock, overlap=True)
 
@@ -113,7 +114,7 @@ def simulate_matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
         )
     graph = undirected(choice, setting, is_static=True).graph
     base = networkx_graph(graph)
-    mixing = mixing_for(MatchaGraph(base, budget=setting.budget, seed=setting.seed), push_sum=False)
+    mixing = default_mixing(MatchaGraph(base, budget=setting.budget, seed=setting.seed), push_sum=False)
     return _lockstep(Plain(), mixing, setting, setting.network.plain_message(setting.model_bytes))
 
 
@@ -170,7 +171,7 @@ def simulate_ad_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
             f"got adpsgd on {graph!r}, expected a bipartite graph with one peer per round; take bipartite-exponential"
         )
     message = setting.network.plain_message(setting.model_bytes)
-    mixing = SimulatedMixing(mixing_for(graph, push_sum=False))
+    mixing = SimulatedMixing(default_mixing(graph, push_sum=False))
     return BilateralMethod(mixing, setting.compute, setting.network, message)
 
 

@@ -1,11 +1,13 @@
 """The mixing matrices W(t): the weight that each rank gives to its own value and to each received one."""
 
 from .base import MetropolisHastingsMixing, MixingManager, MixingWeights, SymmetricMixing, UniformMixing
+from .graph_weights import GraphMixing, default_mixing
 from .laplacian import LaplacianMixing
 from .matrix import MatrixMixing
 from .step_size import best_step_size
 
 __all__ = [
+    "GraphMixing",
     "LaplacianMixing",
     "MatrixMixing",
     "MetropolisHastingsMixing",
@@ -14,4 +16,5 @@ __all__ = [
     "SymmetricMixing",
     "UniformMixing",
     "best_step_size",
+    "default_mixing",
 ]

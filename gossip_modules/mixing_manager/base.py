@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..graph_manager.base import GraphManager
+from ..graph_manager.weighted_graph import WeightedGraph
 
 _ROUNDING = 1e-12  # tolerance for sums and products of weights in float64
 
@@ -150,10 +151,20 @@ class UniformMixing(MixingManager):
     Column-stochastic on every graph, as push-sum needs it; doubly stochastic on regular graphs. From Assran, Loizou,
     Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv:1811.10792.
 
+    Args:
+        graph: the graph.
+
+    Raises:
+        ValueError: the graph has weights of its own.
+
     >>> from gossip_modules.graph_manager.static_graphs import RingGraph
     >>> UniformMixing(RingGraph(4)).weights(rank=0, t=0)
     MixingWeights(own=0.5, inp={3: 0.5})
     """
+
+    def __init__(self, graph: GraphManager) -> None:
+        refuse_weighted(graph, type(self).__name__)
+        super().__init__(graph)
 
     def weights(self, rank: int, t: int) -> MixingWeights:
         graph = self.graph
@@ -201,7 +212,7 @@ class MetropolisHastingsMixing(SymmetricMixing):
         graph: a graph that is symmetric in every round.
 
     Raises:
-        ValueError: the graph is not symmetric.
+        ValueError: the graph is not symmetric, or has weights of its own.
 
     >>> import networkx as nx
     >>> from gossip_modules.graph_manager.static_graphs import NetworkXGraph
@@ -210,6 +221,7 @@ class MetropolisHastingsMixing(SymmetricMixing):
     """
 
     def __init__(self, graph: GraphManager) -> None:
+        refuse_weighted(graph, type(self).__name__)
         super().__init__(graph)
         if not graph.is_symmetric:
             raise ValueError(
@@ -223,6 +235,15 @@ class MetropolisHastingsMixing(SymmetricMixing):
         degree = graph.out_degree(rank, t)
         inp = {j: 1 / (1 + max(degree, graph.out_degree(j, t))) for j in graph.in_peers(rank, t)}
         return MixingWeights(own=1 - math.fsum(inp.values()), inp=inp)
+
+
+def refuse_weighted(graph: GraphManager, mixing: str) -> None:
+    """Raise a ValueError where the graph has weights of its own, which those of `mixing` would replace."""
+    if isinstance(graph, WeightedGraph):
+        raise ValueError(
+            f"{mixing}: got {graph!r}, which has weights of its own and averages with them only, expected another "
+            f"graph. Take GraphMixing, or leave mixing out."
+        )
 
 
 def _sums_to_one(sums: Sequence[float]) -> bool:

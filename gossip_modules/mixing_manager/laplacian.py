@@ -11,7 +11,7 @@ from ..graph_manager.base import GraphManager
 from ..graph_manager.edge_coloring import Edge
 from ..matcha.graph import MatchaGraph
 from ..matcha.laplacians import contraction, dpsgd_weight, laplacian
-from .base import MixingWeights, SymmetricMixing
+from .base import MixingWeights, SymmetricMixing, refuse_weighted
 
 
 class LaplacianMixing(SymmetricMixing):
@@ -30,7 +30,8 @@ class LaplacianMixing(SymmetricMixing):
             `MatchaGraph`, the best alpha of a static graph.
 
     Raises:
-        ValueError: the graph is not symmetric, alpha is out of range, or it is None and the graph has no known alpha.
+        ValueError: the graph is not symmetric or has weights of its own, alpha is out of range, or it is None and the
+            graph has no known alpha.
 
     >>> from gossip_modules.graph_manager.static_graphs import RingGraph
     >>> LaplacianMixing(RingGraph(4, peers_per_itr=2), alpha=0.25).weights(rank=0, t=0)
@@ -38,6 +39,7 @@ class LaplacianMixing(SymmetricMixing):
     """
 
     def __init__(self, graph: GraphManager, alpha: float | None = None) -> None:
+        refuse_weighted(graph, type(self).__name__)
         super().__init__(graph)
         if not graph.is_symmetric:
             raise ValueError(

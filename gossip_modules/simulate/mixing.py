@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..graph_manager.base import GraphManager
 from ..graph_manager.shift_graph import MirroredGraph, ShiftGraph
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, UniformMixing
@@ -151,10 +150,3 @@ def shifted_peers(graph: ShiftGraph, t: int) -> Indices:
             column = np.where(ranks % 2, group.add(ranks, group.negate(peer)), column)
         columns.append(column)
     return np.stack(columns, axis=1) if columns else np.empty((len(ranks), 0), dtype=np.int64)
-
-
-def mixing_for(graph: GraphManager, *, push_sum: bool) -> MixingManager:
-    """The weights that the wrappers choose: MATCHA's Laplacian, Metropolis-Hastings where undirected, else uniform."""
-    if isinstance(graph, MatchaGraph):
-        return LaplacianMixing(graph)
-    return MetropolisHastingsMixing(graph) if not push_sum and graph.is_symmetric else UniformMixing(graph)

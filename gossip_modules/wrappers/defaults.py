@@ -13,9 +13,8 @@ from ..graph_manager.dynamic_graphs import (
     DynamicBipartiteExponentialGraph,
 )
 from ..graph_manager.named_graphs import default_graph, undirected_ring
-from ..matcha.graph import MatchaGraph
-from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, UniformMixing
-from ..mixing_manager.laplacian import LaplacianMixing
+from ..mixing_manager.base import MixingManager
+from ..mixing_manager.graph_weights import default_mixing
 from .arguments import (
     GossiperLike,
     GraphLike,
@@ -61,7 +60,8 @@ def choose_mixing(
 
     Push-sum: the one-peer exponential graph with uniform weights. Push-pull: pairs on the bipartite exponential graph
     where the world is even, else both neighbours on a ring. A gossiper that needs symmetric weights: that ring in
-    every world. A MatchaGraph: its Laplacian. Another symmetric graph without push-sum: Metropolis-Hastings weights.
+    every world. A graph that has weights of its own: these. A MatchaGraph: its Laplacian. Another symmetric graph
+    without push-sum: Metropolis-Hastings weights.
 
     Raises:
         ValueError: `mixing` is over another graph than `graph`, or one of another size.
@@ -79,11 +79,7 @@ def choose_mixing(
     graph = as_graph(graph, world_size)
     if mixing is not None:
         return as_mixing(mixing, graph)
-    if isinstance(graph, MatchaGraph):
-        return LaplacianMixing(graph)
-    if (push_sum and not is_undirected) or not graph.is_symmetric:
-        return UniformMixing(graph)
-    return MetropolisHastingsMixing(graph)
+    return default_mixing(graph, push_sum=push_sum and not is_undirected)
 
 
 def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, *, world_size: int) -> MixingManager:

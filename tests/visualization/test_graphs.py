@@ -65,6 +65,12 @@ def test_rounds_to_consensus_are_the_first_that_suffice(name: str) -> None:
     assert rounds_to_consensus(rounds, error=1e-3) == len(errors)
 
 
+def test_spectra_of_a_base_graph_count_what_ranks_send() -> None:
+    """Of three ranks two send in each of the three rounds; of six, four in three rounds and six in one."""
+    table = measure(Spectra(("base",), (3, 6)))
+    assert table[["gap", "rounds", "messages"]].to_numpy().tolist() == [[1, 3, 2], [1, 4, pytest.approx(3)]]
+
+
 def test_rounds_that_never_agree_or_never_repeat_are_refused() -> None:
     with pytest.raises(ValueError, match="whose ranks never agree, expected a spectral gap above 0"):
         rounds_to_consensus(Rounds("alone", 4, 1, lambda t: np.eye(4)), error=0.1)
@@ -133,6 +139,7 @@ def arrows(figure: Figure) -> list[list[FancyArrowPatch]]:
             False,
             "bipartite-complete, 1 peer per round, 6 ranks: a period of 4 rounds",
         ),
+        ("base", 6, [2, 2, 2, 3], False, "base, 1 peer per round, 6 ranks: a period of 4 rounds"),
         ("matcha0", 8, [12], False, "matcha0, 5 peers per round, 8 ranks: every round"),
     ],
 )
@@ -182,7 +189,7 @@ def test_the_command_draws_every_graph_of_a_size(tmp_path: Path, capsys: pytest.
     drawn = {path.name for path in (tmp_path / "out").iterdir()}
     assert drawn == {
         f"topology_{name}_5.png"
-        for name in ("exponential", "npeer-exponential", "linear", "bipartite-complete", "ring", "complete")
+        for name in ("exponential", "npeer-exponential", "linear", "bipartite-complete", "base", "ring", "complete")
     }
     assert "not drawn: hypercube: HypercubeGraph: got world_size=5, expected a power of two" in said
     assert "not drawn: matcha0: got graph='matcha0' for 5 nodes, expected the 8 nodes that it has" in said

@@ -23,12 +23,13 @@ from gossip_modules.methods.__main__ import methods_table, step_sizes_table
 from gossip_modules.methods.compressors import COMPRESSORS
 from gossip_modules.methods.graphs import peers_by_round
 from gossip_modules.methods.one_thread import GossiperRule, make_transports, measured_message
+from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, MoniquaRule, Plain, Rule
-from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
+from gossip_modules.simulate.mixing import SimulatedMixing
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
 from train.consensus_experiment.methods import variants
@@ -100,7 +101,7 @@ RULES: dict[str, tuple[Rule, Any]] = {
 @pytest.mark.parametrize("name", RULES)
 def test_gossipers_of_one_thread_do_what_the_rules_of_the_simulator_say(name: str) -> None:
     rule, make = RULES[name]
-    mixing = mixing_for(gm.RingGraph(5, peers_per_itr=2), push_sum=False)
+    mixing = default_mixing(gm.RingGraph(5, peers_per_itr=2), push_sum=False)
     real, rounds = GossiperRule(make, mixing), SimulatedMixing(mixing)
     x = torch.randn(5, 100, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     y = x.clone()
@@ -112,7 +113,7 @@ def test_gossipers_of_one_thread_do_what_the_rules_of_the_simulator_say(name: st
 
 
 def test_what_one_thread_cannot_run_is_refused() -> None:
-    mixing = mixing_for(gm.RingGraph(4, peers_per_itr=2), push_sum=False)
+    mixing = default_mixing(gm.RingGraph(4, peers_per_itr=2), push_sum=False)
     with pytest.raises(ValueError, match=r"rounds of 2 phases, expected one phase; give the method a rule of its own"):
         GossiperRule(lambda: gm.PowerGossip(num_iterations=2), mixing)
     (transport,) = make_transports(1)
@@ -138,7 +139,7 @@ def test_one_entry_gives_a_recipe(own: methods.Method, monkeypatch: pytest.Monke
 
 
 def test_one_entry_gives_a_row_of_the_simulator(own: methods.Method) -> None:
-    mixing = mixing_for(gm.RingGraph(8, peers_per_itr=2), push_sum=False)
+    mixing = default_mixing(gm.RingGraph(8, peers_per_itr=2), push_sum=False)
     method, x = make_method(Choice.parse("half:ring"), CLUSTER), Consensus().start(8)
     expected = x + (mixing.matrix(0).to(x.dtype) @ x - x) / 2
     method.forward(x)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossip_modules as gm
+from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.simulate import (
     Choice,
     Consensus,
@@ -25,7 +26,7 @@ from gossip_modules.simulate.clocks import SyncClock
 from gossip_modules.simulate.codes import code_rows
 from gossip_modules.simulate.delays import MessageCost, Network
 from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule
-from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
+from gossip_modules.simulate.mixing import SimulatedMixing
 from gossip_modules.simulate.power_gossip import PowerGossipRule
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.library.simulate.simulations import CLUSTER, EVEN, LINKS, UNEVEN, graphs, prediction
@@ -41,13 +42,13 @@ CASES = [
 
 def lockstep(graph: gm.GraphManager, rule: Rule, *, push_sum: bool = False) -> LockstepMethod:
     network = Network(LINKS, graph.world_size)
-    mixing = SimulatedMixing(mixing_for(graph, push_sum=push_sum))
+    mixing = SimulatedMixing(default_mixing(graph, push_sum=push_sum))
     return LockstepMethod(rule, mixing, gm.Schedule(), SyncClock(EVEN, network, MessageCost(1e6)))
 
 
 @pytest.mark.parametrize(("graph", "push_sum"), CASES)
 def test_consensus_equals_the_product_of_dense_matrices(graph: gm.GraphManager, push_sum: bool) -> None:
-    mixing = mixing_for(graph, push_sum=push_sum)
+    mixing = default_mixing(graph, push_sum=push_sum)
     method = lockstep(graph, Plain(), push_sum=push_sum)
     x = Consensus(seed=2).start(graph.world_size)
     expected, weights = x.clone(), torch.ones(graph.world_size, 1, dtype=torch.float64)

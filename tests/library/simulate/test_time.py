@@ -10,6 +10,7 @@ import torch
 
 import gossip_modules as gm
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.schedule import Action
 from gossip_modules.simulate import (
     Choice,
@@ -24,7 +25,7 @@ from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import BucketClock, Clock, OverlapClock, SyncClock, bucket_bytes
 from gossip_modules.simulate.delays import MessageCost, Network
 from gossip_modules.simulate.groups import GroupMethod
-from gossip_modules.simulate.mixing import SimulatedMixing, mixing_for
+from gossip_modules.simulate.mixing import SimulatedMixing
 from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, graphs
 
 # Time.
@@ -87,7 +88,7 @@ def clock_starts(clock: Clock, mixing: gm.MixingManager | None, steps: int, acti
 def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -> None:
     links = LinkModel(rate_bit_s=2e9, latency_s=0.003, slow_share=0.3, slow_factor=4, seed=n)
     network, message = Network(links, n), MessageCost(1.5e7, encode_seconds=0.01, decode_seconds=0.02)
-    mixing = mixing_for(graphs(n)[name], push_sum=True)
+    mixing = default_mixing(graphs(n)[name], push_sum=True)
     clock = (OverlapClock if overlap else SyncClock)(UNEVEN, network, message)
     expected = event_loop(UNEVEN, network, mixing, message, 15, overlap=overlap)
     got = clock_starts(clock, mixing, 15, Action.GOSSIP)

@@ -1,0 +1,87 @@
+"""Graphs that prescribe their weights: they are used by default, and others are refused."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossip_modules import (
+    BaseGraph,
+    GossipDataParallel,
+    GraphManager,
+    GraphMixing,
+    LaplacianMixing,
+    MetropolisHastingsMixing,
+    MixingManager,
+    PushPull,
+    RingGraph,
+    UniformMixing,
+)
+from gossip_modules.mixing_manager import default_mixing, graph_weights
+from gossip_modules.wrappers.defaults import choose_mixing
+from tests.harness.problems import loss_of, net, sgd
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import Oracle, Snapshot
+from tests.library.wrappers.test_oracle import assert_equal, run
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 12])
+def test_the_weights_of_a_base_graph_average_exactly(n: int) -> None:
+    mixing = default_mixing(BaseGraph(n), push_sum=False)
+    assert isinstance(mixing, GraphMixing)
+    assert mixing.is_doubly_stochastic
+    assert mixing.is_symmetric
+    product = torch.eye(n, dtype=torch.float64)
+    for t in range(mixing.period):
+        product = mixing.matrix(t) @ product
+    assert float((product - 1 / n).abs().max()) < 1e-12
+    assert mixing.spectral_gap() == 1
+
+
+@pytest.mark.parametrize("push_sum", [False, True])
+@pytest.mark.parametrize("graph", ["base", BaseGraph, BaseGraph(5)])
+def test_wrappers_choose_them(graph: str | Callable[[int], GraphManager], push_sum: bool) -> None:
+    mixing = choose_mixing(graph, None, push_sum=push_sum, world_size=5, gossiper=PushPull())
+    assert repr(mixing) == "GraphMixing(BaseGraph(5, peers_per_itr=1))"
+
+
+@pytest.mark.parametrize("mixing", [UniformMixing, MetropolisHastingsMixing, LaplacianMixing])
+def test_other_weights_are_refused(mixing: Callable[[GraphManager], MixingManager]) -> None:
+    with pytest.raises(ValueError, match=r"got BaseGraph\(5.*own.*expected another graph. Take GraphMixing, or leave"):
+        mixing(BaseGraph(5))
+
+
+def test_a_graph_without_weights_of_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"GraphMixing: got RingGraph.*, expected a graph that has weights of its own"):
+        GraphMixing(RingGraph(4))
+
+
+@pytest.mark.parametrize("n", [3, 5, 6])
+def test_training_equals_the_oracle(n: int) -> None:
+    """One period and a step, with push-sum and without; the average that it makes is exact."""
+    graph = BaseGraph(n)
+    num_steps = graph.period + 1
+
+    def matrix(t: int) -> torch.Tensor:
+        weights = torch.zeros(n, n, dtype=torch.float64)
+        for rank in range(n):
+            for peer in graph.out_peers(rank, t):
+                weights[rank, peer] = graph.link_weights(peer, t)[rank]
+        return weights + torch.diag(1 - weights.sum(1))
+
+    def body(group: dist.ProcessGroup) -> list[Snapshot]:
+        return [run(group, GossipDataParallel, sgd, num_steps, graph="base", push_sum=push) for push in (False, True)]
+
+    models = [net(rank).double() for rank in range(n)]
+    reference = Oracle(models, [sgd(model) for model in models], matrix)
+    expected = [*reference.run(num_steps, loss_of), reference.flush()]
+    for ranks in zip(*run_ranks(n, body), strict=True):
+        assert_equal(ranks, expected)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(graph_weights).failed == 0
