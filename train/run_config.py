@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -121,7 +122,9 @@ class RunConfig(MethodOptions, ABC):
         for name, choices in self.CHOICES.items():
             if getattr(self, name) not in choices:
                 expected = ", ".join(map(str, choices))
-                raise ValueError(f"got {name}={getattr(self, name)!r}, expected one of {expected}; see --help")
+                near = difflib.get_close_matches(str(getattr(self, name)), map(str, choices), n=1)
+                remedy = f"did you mean {near[0]!r}?" if near else "see --help"
+                raise ValueError(f"got {name}={getattr(self, name)!r}, expected one of {expected}; {remedy}")
         for name in self.POSITIVE:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected more than 0; see --help")

@@ -32,6 +32,10 @@ class Renamed:
         _warn(self.old, self.new)
         return getattr(instance, self.new)
 
+    def __set__(self, instance: object, value: Any) -> None:
+        _warn(self.old, self.new)
+        setattr(instance, self.new, value)
+
 
 def renamed_argument(old: str, new: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """A decorator: the keyword argument `new` of a function may also be given as `old`; deprecated."""
@@ -40,6 +44,8 @@ def renamed_argument(old: str, new: str) -> Callable[[Callable[_P, _R]], Callabl
         @functools.wraps(function)
         def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if old in kwargs:
+                if new in kwargs:
+                    raise TypeError(f"{function.__qualname__}() got {old}= and {new}=, expected {new}= alone")
                 _warn(f"{function.__qualname__}({old}=)", f"{new}=")
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)

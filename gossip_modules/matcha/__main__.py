@@ -38,7 +38,7 @@ _LINKS_WIDTH = 70
 _RADIUS = 0.4  # the default radius of a geometric graph
 
 
-class BaseGraph(NamedTuple):
+class PlannedGraph(NamedTuple):
     """The graph that a plan is made for, with seconds per link and positions (x, y) per rank; None if unknown."""
 
     name: str
@@ -47,7 +47,7 @@ class BaseGraph(NamedTuple):
     positions: list[list[float]] | None = None
 
 
-def rhos(base: BaseGraph, share: float) -> dict[str, float]:
+def rhos(base: PlannedGraph, share: float) -> dict[str, float]:
     """rho of each method that spends this share, above 0 and at most 1, of the cost of all matchings."""
     matchings = base.matchings
     p = activation_probabilities(matchings, share, costs=base.costs)
@@ -60,14 +60,14 @@ def rhos(base: BaseGraph, share: float) -> dict[str, float]:
     }
 
 
-def joint_plan(base: BaseGraph, share: float) -> ActivationPlan | None:
+def joint_plan(base: PlannedGraph, share: float) -> ActivationPlan | None:
     """The joint optimum over p and alpha; None for more than `MAX_JOINT` ranks."""
     if world_size(base.matchings) > MAX_JOINT:
         return None
     return joint_probabilities(base.matchings, share, costs=base.costs)
 
 
-def describe(base: BaseGraph, share: float) -> str:
+def describe(base: PlannedGraph, share: float) -> str:
     """The plan for this share of the cost of all matchings, as a text with two tables."""
     matchings = base.matchings
     costs = matching_costs(matchings, base.costs)
@@ -104,7 +104,7 @@ def describe(base: BaseGraph, share: float) -> str:
     return "\n".join(lines)
 
 
-def plan(base: BaseGraph, share: float, *, num_budgets: int) -> dict[str, Any]:
+def plan(base: PlannedGraph, share: float, *, num_budgets: int) -> dict[str, Any]:
     """The plan as plain lists, numbers and strings, with rho at `num_budgets` budgets up to that of all matchings."""
     p = activation_probabilities(base.matchings, share, costs=base.costs)
     joint = joint_plan(base, share)
@@ -125,7 +125,7 @@ def plan(base: BaseGraph, share: float, *, num_budgets: int) -> dict[str, Any]:
     }
 
 
-def read_links(path: Path) -> BaseGraph:
+def read_links(path: Path) -> PlannedGraph:
     """The graph of a file with a line "u v" or "u v seconds" per link; `#` starts a comment.
 
     Raises:
@@ -152,10 +152,10 @@ def read_links(path: Path) -> BaseGraph:
     if known and len(known) < len(costs):
         missing = [f"{u} {v}" for u, v in costs if (u, v) not in known]
         raise ValueError(f"{path}: got no seconds for {missing}, expected them for all links or for none.")
-    return BaseGraph(path.name, matchings_of(graph, costs=known or None), known or None)
+    return PlannedGraph(path.name, matchings_of(graph, costs=known or None), known or None)
 
 
-def geometric(num_ranks: int, radius: float, seed: int) -> BaseGraph:
+def geometric(num_ranks: int, radius: float, seed: int) -> PlannedGraph:
     """Ranks at random positions in the unit square, with a link between those that are closer than `radius`.
 
     Raises:
@@ -168,7 +168,7 @@ def geometric(num_ranks: int, radius: float, seed: int) -> BaseGraph:
         )
     graph = nx.random_geometric_graph(num_ranks, radius, seed=seed)
     positions = [list(graph.nodes[rank]["pos"]) for rank in range(num_ranks)]
-    return BaseGraph(f"geometric graph, radius {radius:g}", matchings_of(graph), positions=positions)
+    return PlannedGraph(f"geometric graph, radius {radius:g}", matchings_of(graph), positions=positions)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -194,14 +194,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def base_of(options: argparse.Namespace) -> BaseGraph:
+def base_of(options: argparse.Namespace) -> PlannedGraph:
     """The base graph that the options choose.
 
     Raises:
         ValueError, OSError: there is no such graph.
     """
     if options.graph is not None:
-        return BaseGraph(f"base graph {options.graph}", predefined_matchings(options.graph))
+        return PlannedGraph(f"base graph {options.graph}", predefined_matchings(options.graph))
     if options.nodes is not None:
         return geometric(options.nodes, _RADIUS if options.radius is None else options.radius, options.seed or 0)
     return read_links(options.edges)

@@ -80,11 +80,11 @@ def as_mixing(mixing: MixingLike, graph: GraphManager) -> MixingManager:
 
 def as_gossiper(gossiper: GossiperLike) -> Gossiper:
     """The gossiper that is meant: itself, or what its class makes without arguments."""
-    expected = "a Gossiper, such as PowerGossip() or Choco(TopK(0.01))"
+    expected = "a Gossiper, such as PowerGossip() or Choco(TopK(0.01), step_size=0.04)"
     if isinstance(gossiper, Compressor) or (isinstance(gossiper, type) and issubclass(gossiper, Compressor)):
         raise ValueError(
             f"got the compressor {gossiper!r} as gossiper, expected {expected}; pass the compressor to a gossiper, as "
-            "in Choco(TopK(0.01))"
+            "in Choco(TopK(0.01), step_size=0.04)"
         )
     made = _call(gossiper, argument="gossiper", expected=expected) if isinstance(gossiper, type) else gossiper
     if not isinstance(made, Gossiper):

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
+from ..flat.renamed import renamed_argument
 from ..flat.vector import FlatVector
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
@@ -63,6 +64,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         ValueError: the module is wrapped or sharded by another tool, or has nothing to train.
     """
 
+    @renamed_argument("num_slices", "num_shards")
     def __init__(
         self,
         module: nn.Module,
@@ -183,7 +185,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not self._is_closed:
-            hold(self)
+            hold(self, is_copy=True)
 
     # What AveragingMixin needs.
 

@@ -166,6 +166,8 @@ def _check(module: nn.Module, options: Mapping[str, Any]) -> None:
         )
     check_inside(module, wrapper="gossip()")
     check_module(module)
+    if isinstance(module, GossipModule):  # closed, so it becomes a plain one
+        return
     if taken := [name for name in _ADDED if hasattr(module, name)]:
         raise ValueError(
             f"got a {type(module).__name__} that has {', '.join(taken)} of its own, expected none of the names that "

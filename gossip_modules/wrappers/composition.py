@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,15 +20,21 @@ _NODE_REMEDY = (
     "nprocs_per_node"
 )
 _live: weakref.WeakSet[AveragingMixin] = weakref.WeakSet()
-_lock = threading.Lock()  # around changes of _live and walks over it
+_lock = threading.RLock()  # around changes of _live and walks over it, in which wrappers may be collected
 
 
-def hold(wrapper: AveragingMixin) -> None:
+def hold(wrapper: AveragingMixin, *, is_copy: bool = False) -> None:
     """Note that the wrapper keeps its parameters from now on, until `let_go` or until it is collected.
+
+    Modules in it whose `gossip()` was closed are plain ones from now on.
 
     Args:
         wrapper: whose construction has succeeded.
+        is_copy: whether it is a copy, of a wrapper to which that was done; its module may not be complete yet.
     """
+    for part in () if is_copy else wrapper.module.modules():
+        if isinstance(vars(part).get("_gossip"), AveragingMixin):
+            part._remove_gossip()  # type: ignore[operator]
     with _lock:
         _live.add(wrapper)
 
@@ -41,8 +47,6 @@ def let_go(wrapper: AveragingMixin) -> None:
 
 def check_inside(module: nn.Module, *, wrapper: str) -> None:
     """Refuse a module that another tool keeps equal, averages or shards already; when it is wrapped.
-
-    Modules inside whose `gossip()` was closed are plain ones afterwards.
 
     Args:
         module: about to be wrapped.
@@ -62,9 +66,6 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
             what = f"in which '{name}' is {other}" if name else f"that is {other}"
             raise ValueError(f"got a module {what}, to wrap in {wrapper}, expected a plain module; {remedy}")
     _check_is_free(module, wrapper=wrapper)
-    for part in module.modules():
-        if isinstance(vars(part).get("_gossip"), AveragingMixin):  # closed
-            part._remove_gossip()  # type: ignore[operator]
 
 
 def check_outside(module: nn.Module) -> None:
@@ -111,20 +112,40 @@ def check_optimizers(module: nn.Module, parameter: Tensor) -> None:
 def _check_is_free(module: nn.Module, *, wrapper: str) -> None:
     """Refuse parameters that another wrapper keeps: both would point them into vectors of their own, in turn."""
     names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if _taken(names) is None:
+        return
+    gc.collect()  # a wrapper that nobody has any more may wait for it: gossip() and its module refer to each other
+    if (taken := _taken(names)) is not None:
+        raise ValueError(
+            f"got a module whose parameter '{taken[0]}' is in a {taken[1]} already, to wrap in {wrapper}, expected a "
+            f"module that no other wrapper has; {_CLOSE_REMEDY}"
+        )
+
+
+def _taken(names: Mapping[int, str]) -> tuple[str, str] | None:
+    """The name of the first parameter that a wrapper keeps, and the class of that wrapper.
+
+    Args:
+        names: of parameters, by id.
+    """
+    # Until the function has returned, and so holds no wrapper any more: a thread that drops one meanwhile must not find
+    # it still there when its own turn comes.
     with _lock:
-        others = list(_live)
-    for other in others:
-        if taken := [names[id(parameter)] for parameter in other._trained if id(parameter) in names]:
-            raise ValueError(
-                f"got a module whose parameter '{taken[0]}' is in a {type(other).__name__} already, to wrap in "
-                f"{wrapper}, expected a module that no other wrapper has; {_CLOSE_REMEDY}"
-            )
+        return _first_taken(names)
+
+
+def _first_taken(names: Mapping[int, str]) -> tuple[str, str] | None:
+    for other in _live:
+        for parameter in other._trained:
+            if id(parameter) in names:
+                return names[id(parameter)], type(other).__name__
+    return None
 
 
 def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tuple[str, str]]:
     """What else keeps the module's parameters, in words, and what to do about it."""
     if with_wrappers and isinstance(module, DistributedDataParallel | AveragingMixin):
-        yield f"a {type(module).__name__}", _REMEDY
+        yield f"a {type(module).__name__}", f"{_REMEDY}; its .module is the plain one"
     if with_wrappers and vars(module).get("_gossip") in _live:
         yield f"a {type(module).__name__}, which gossip() made", _CLOSE_REMEDY
     # Set by fully_shard (FSDP2) and, also in the modules inside, by FullyShardedDataParallel (FSDP1).

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,16 @@ from .debias import Debias
 from .join import UnevenInputs
 from .node import Node
 from .unsynced_steps import UnsyncedSteps
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def _levels_to_user() -> int:
+    """The `stacklevel` of the caller's warning that names the line of whoever called torch or this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class TrainingStep(nn.Module):
@@ -150,11 +162,16 @@ class TrainingStep(nn.Module):
         """Say that a training forward after close() is of this rank alone; once."""
         self._has_warned = True
         name = type(self).__name__
-        what = f"in a copy of a {name}" if isinstance(self._engine, IdleEngine) else f"after close() of a {name}"
+        if isinstance(self._engine, IdleEngine):
+            what = f"in a copy of a {name}, which gossips with nobody: it trains alone; wrap its module to gossip"
+        else:
+            what = (
+                f"after close() of a {name}, which gossips no more: this rank trains alone from now on; close() after "
+                "the last step, or wrap the module again to gossip"
+            )
         warnings.warn(
-            f"got a training forward {what}, which gossips no more: this rank trains alone from now on; close() after "
-            f"the last step, or wrap the module again to gossip; to evaluate call eval() or use torch.no_grad()",
-            stacklevel=8,  # who calls the wrapper
+            f"got a training forward {what}; to evaluate call eval() or use torch.no_grad()",
+            stacklevel=_levels_to_user(),
         )
 
     def _check_has_trained(self) -> None:

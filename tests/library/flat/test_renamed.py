@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from gossip_modules import FlatBuffer, PushPull
+from gossip_modules import FlatBuffer, FlatVector, PushPull
 from gossip_modules.flat.renamed import Renamed, renamed_argument
 from gossip_modules.gossiper.pipelined import is_chunkwise, piecewise
 
@@ -22,6 +22,10 @@ def test_a_renamed_attribute_is_the_new_one() -> None:
     with pytest.warns(DeprecationWarning, match=r"^_Point.size is now length; the old name will go$") as caught:
         assert _Point().size == 3
     assert caught[0].filename == __file__
+    point = _Point()
+    with pytest.warns(DeprecationWarning, match=r"^_Point.size is now length"):
+        point.size = 4
+    assert point.length == 4
 
 
 def test_a_renamed_argument_is_the_new_one() -> None:
@@ -31,6 +35,8 @@ def test_a_renamed_argument_is_the_new_one() -> None:
     ) as caught:
         assert _Point().scaled(size=2) == 6  # type: ignore[call-arg]
     assert caught[0].filename == __file__
+    with pytest.raises(TypeError, match=r"scaled\(\) got size= and length=, expected length= alone"):
+        _Point().scaled(size=2, length=2)  # type: ignore[call-arg]
 
 
 def test_public_classes_have_their_former_names() -> None:
@@ -43,6 +49,10 @@ def test_public_classes_have_their_former_names() -> None:
         assert vector.weight is vector.push_sum_weight
     with pytest.warns(DeprecationWarning, match=r"FlatVector.slice is now shard"):
         assert vector.slice(1, 2) is vector.shard(1, 2)
+    with pytest.warns(DeprecationWarning, match=r"FlatVector.shard\(num_slices=\) is now num_shards="):
+        assert vector.shard(1, num_slices=2) is vector.shard(1, 2)  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match=r"FlatVector.__init__\(weight=\) is now push_sum_weight="):
+        FlatVector(vector.layout, vector.raw, weight=vector.push_sum_weight)  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match=r"FlatVector.pieces is now chunks"):
         assert vector.pieces() == vector.chunks()
     with pytest.warns(DeprecationWarning, match=r"PushPull.__init__\(piece_bytes=\) is now chunk_bytes="):

@@ -136,12 +136,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a compressor for a gossiper": (
         lambda: gossip(gossiper=gm.TopK(0.1)),
-        r"got the compressor TopK.*as gossiper.*Choco\(TopK\(0.01\)\)",
+        r"got the compressor TopK.*as gossiper.*Choco\(TopK\(0.01\), step_size=0.04\)",
     ),
     "a compressor's class for a gossiper": (lambda: gossip(gossiper=gm.SignNorm), r"got the compressor.*in Choco"),
     "a gossiper's class that needs a compressor": (
         lambda: gossip(gossiper=gm.Choco),
-        r"got gossiper=Choco, and Choco\(\) fails.*Choco\(TopK\(0.01\)\)",
+        r"got gossiper=Choco, and Choco\(\) fails.*Choco\(TopK\(0.01\), step_size=0.04\)",
     ),
     "a name for a gossiper": (lambda: gossip(gossiper="choco"), r"got gossiper='choco', expected a Gossiper, such as"),
     "a gossiper for two models": (lambda: gossip(gossiper=used_gossiper()), r"another wrapper.*make another PushSum"),

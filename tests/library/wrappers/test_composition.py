@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -253,13 +254,39 @@ def test_training_after_close_warns_once(make: Callable[[nn.Module], Any]) -> No
     train_step(model, optimizer, 0, 2)
 
 
-def test_the_warning_names_the_line_of_the_forward() -> None:
-    model = GossipDataParallel(mlp(), process_group=solo_group())
+@pytest.mark.parametrize("wrap", [GossipDataParallel, gossip])
+def test_the_warning_names_the_line_of_the_forward(wrap: Callable[..., Any]) -> None:
+    model = wrap(mlp(), process_group=solo_group())
     model.close()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(torch.ones(1, 3))
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_wrapper_that_nobody_has_any_more_keeps_no_module() -> None:
+    """gossip() and its module refer to each other, so they wait for the garbage collector."""
+    part = nn.Linear(3, 2)
+    gc.disable()
+    try:
+        gossip(nn.Sequential(part, nn.Linear(2, 1)), process_group=solo_group())
+        wrapper = GossipDataParallel(nn.Sequential(part, nn.Linear(2, 1)), process_group=solo_group())
+    finally:
+        gc.enable()
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is in a GossipDataParallel already"):
+        GossipDataParallel(nn.Sequential(part), process_group=solo_group())
+    wrapper.close()
+
+
+def test_a_module_keeps_its_closed_gossip_where_it_cannot_be_wrapped_again() -> None:
+    module = gossip(nn.Linear(3, 2), process_group=solo_group())
+    module.close()
+    with pytest.raises(ValueError, match="schedule"):
+        GossipDataParallel(module, schedule=-3, process_group=solo_group())
+    module.close()
+    again = gossip(module, process_group=solo_group())
+    assert len(module._forward_pre_hooks) == 1
+    again.close()
 
 
 def test_a_copy_without_peers_warns_where_it_trains() -> None:

@@ -119,8 +119,12 @@ def test_ranks_of_a_machine_share_its_images() -> None:
 
 @pytest.mark.parametrize("name", ["recipe", "dataset", "model", "graph", "compressor", "wire_dtype"])
 def test_unknown_choices_are_named(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"got {name}='nonesuch', expected one of .*; see --help"):
+    with pytest.raises(
+        ValueError, match=rf"got {name}='nonesuch', expected one of .*; (see --help|did you mean 'none'\?)"
+    ):
         replace(Config(), **{name: "nonesuch"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got recipe='spg', expected one of .*; did you mean 'sgp'\?$"):
+        Config(recipe="spg")
 
 
 def test_senseless_numbers_are_refused() -> None:
