@@ -152,6 +152,24 @@ agree they are not one model, and the method is not advised.""",
             "agreed": ("agree", "s"),
         },
     ),
+    "before_after": Page(
+        "The time of a step, before and after",
+        "before_after.csv",
+        """\
+Milliseconds per training step of the slowest of four ranks, with the library of an earlier commit and
+with that of this one, in one run: both train at once and take turns. The ratio is the median over turns
+of after / before, with its interval of 95 %. "mlp" is six layers of 64: it shows what surrounds a round.
+"resnet18" is mostly compute. Absolute times are those of four ranks on two cores.""",
+        {
+            "model": ("model", "s"),
+            "method": ("method", "s"),
+            "before_ms": ("before, ms", ".2f"),
+            "after_ms": ("after, ms", ".2f"),
+            "ratio": ("ratio", ".3f"),
+            "ratio_low": ("from", ".3f"),
+            "ratio_high": ("to", ".3f"),
+        },
+    ),
     "restart": Page(
         "Killed and resumed",
         "restart.csv",
