@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from .averaging import AveragingMixin
 
@@ -157,16 +158,10 @@ def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tupl
         yield "replicated by replicate(), which averages gradients over all ranks", _REMEDY
 
 
-def _is_held_by(parameter: Tensor, kind: type) -> bool:
-    """Whether a list that holds the parameter is an attribute of such an object. Takes a part of a second.
+def _is_held_by(parameter: Tensor, kind: type[Optimizer]) -> bool:
+    """Whether an optimizer of exactly that class has the parameter.
 
-    Asked backwards, from the parameter: a list of all objects would keep those alive that other threads are done with.
+    Objects refer to their class, so one pass over all objects finds the optimizers, and keeps no other object alive.
     """
-    for group in gc.get_referrers(parameter):
-        if type(group) is not list:
-            continue
-        for owner in gc.get_referrers(group):
-            owners = gc.get_referrers(owner) if type(owner) is dict else (owner,)
-            if any(type(x) is kind for x in owners):
-                return True
-    return False
+    optimizers = (x for x in gc.get_referrers(kind) if type(x) is kind)
+    return any(parameter is held for x in optimizers for group in x.param_groups for held in group["params"])

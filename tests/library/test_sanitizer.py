@@ -44,6 +44,7 @@ def test_nothing_is_found_without_a_race(engine: str, seed: int, length: int) ->
     assert board.counts["closing"] == board.world_size
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("race", RACES, ids=[race.name for race in RACES])
 def test_a_race_is_found(race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
     race.inject(monkeypatch)
