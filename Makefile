@@ -74,7 +74,7 @@ compare: $(INSTALLED)
 consensus: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m train.consensus --out-dir $(RUNS)/consensus --overwrite
 
-# Files in the order of tests/conftest.py: by default the longest of all, which has few tests, would come last and alone.
+# Files in their order: by default the longest of all, which has few tests, would come last and alone.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 \
 	  --dist loadfile --no-loadscope-reorder

@@ -13,12 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with end-to-end tests come first: they take longest, and one that came last would run alone."""
-    long = {item.path for item in items if item.get_closest_marker("e2e")}
-    items.sort(key=lambda item: item.path not in long)
-
-
 @pytest.fixture(autouse=True)
 def _only_its_own_threads() -> None:
     """A test answers for the threads that it starts."""

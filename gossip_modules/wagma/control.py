@@ -163,8 +163,14 @@ class ControlChannel:
             message = ControlMessage(ControlKind(kind), *numbers)
             if is_over := message.kind in _LAST:
                 self.post_last(ControlMessage(ControlKind.SHUTDOWN), [peer])  # [Note: shutdown]
+            # The training thread blames who has closed: it must know before why a rank that has failed did.
+            has_failed = message.kind is ControlKind.FAILED
+            if has_failed:
+                handle(peer, message)
+            if is_over:
                 self.closed_peers[peer] = time.monotonic()
-            handle(peer, message)
+            if not has_failed:
+                handle(peer, message)
 
     def close_connections(self) -> None:
         """Close all connections of this rank over the group, which ends every wait on them.

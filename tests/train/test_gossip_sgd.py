@@ -270,7 +270,9 @@ def stop_one_rank(rank: int, recipe: str, folder: str, world_size: int) -> tuple
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("recipe", ASYNCHRONOUS)
+@pytest.mark.parametrize(
+    "recipe", ["wagma", *(pytest.param(recipe, marks=pytest.mark.soak) for recipe in ("adpsgd", "dpwa"))]
+)
 def test_a_signal_to_one_rank_stops_an_asynchronous_run_with_one_checkpoint(tmp_path: Path, recipe: str) -> None:
     outcomes = run_processes(3, stop_one_rank, recipe, str(tmp_path), 3)
     assert [outcome.result[0] for outcome in outcomes] == [EXIT_CODE] * 3
@@ -449,6 +451,7 @@ def train_compiled(rank: int, folder: str) -> tuple[list[float], list[str]]:
     return losses, sorted(load_file(f"{folder}/eager/averaged_model.safetensors"))
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_a_compiled_model_learns_the_same_under_the_same_names(tmp_path: Path) -> None:
     (outcome,) = run_processes(1, train_compiled, str(tmp_path))

@@ -75,6 +75,33 @@ def test_a_dead_rank_is_named_by_all_at_once(n: int, action: str, victim: int) -
     assert gossip_threads() == []
 
 
+def test_the_reason_of_a_failure_is_known_before_the_rank_counts_as_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the training thread could say that it has closed, and not who died."""
+    handle = FailureDetector.handle
+    was_closed: list[bool] = []
+
+    def watch(detector: FailureDetector, sender: int, message: ControlMessage) -> None:
+        if message.kind is ControlKind.FAILED:
+            was_closed.append(sender in detector.channel.closed_peers)
+        handle(detector, sender, message)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        together.wait(PATIENCE)
+        if group.rank() == 1:
+            rank.worker.detector.leave(ValueError("of its own"))
+            raise HangUp
+        with pytest.raises(ConnectionError, match="rank 1"):
+            go_on(rank)
+        rank.engine.close()
+
+    together = threading.Barrier(3)
+    monkeypatch.setattr(FailureDetector, "handle", watch)
+    run_ranks(3, body)
+    assert was_closed
+    assert not any(was_closed)
+
+
 def test_a_rank_that_answers_nothing_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its process is stopped: its connections stay open."""
     n, stopped, timeout = 4, 2, 2.0
