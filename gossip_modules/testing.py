@@ -11,12 +11,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Generic, TypeVar
 
-import torch
 import torch.distributed as dist
+
+from .transport.gloo import CPU as CPU
+from .transport.gloo import gloo_group
 
 T = TypeVar("T")
 TIMEOUT = timedelta(seconds=20)
-CPU = torch.device("cpu")
 
 
 class HangUp(Exception):
@@ -32,11 +33,7 @@ def thread_group(store: dist.Store, rank: int, world_size: int, timeout: timedel
         world_size: the number of ranks.
         timeout: of every wait.
     """
-    group = dist.ProcessGroup(store, rank, world_size)
-    backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    return group
+    return gloo_group(store, rank, world_size, timeout)
 
 
 def run_ranks(world_size: int, body: Callable[[dist.ProcessGroup], T], *, timeout: timedelta = TIMEOUT) -> list[T]:
@@ -75,15 +72,12 @@ class _Ranks(Generic[T]):
         self.errors: list[Exception] = []
         self.results: dict[int, T] = {}
         self.groups: dict[int, dist.ProcessGroup] = {}
-        # A group that goes keeps the GIL while it joins its threads, which may want it; a backend lets go of it.
-        self.backends: dict[int, dist._Backend] = {}
 
     def run(self) -> list[T]:
         """See `run_ranks`."""
         with ThreadPoolExecutor(self.world_size, thread_name_prefix="rank") as pool:
             futures = [pool.submit(self._run_rank, rank) for rank in range(self.world_size)]
         self.groups.clear()
-        self.backends.clear()
         for future in futures:
             future.result()
         if self.errors:
@@ -93,7 +87,6 @@ class _Ranks(Generic[T]):
     def _run_rank(self, rank: int) -> None:
         try:
             self.groups[rank] = thread_group(self.store, rank, self.world_size, self.timeout)
-            self.backends[rank] = self.groups[rank]._get_backend(CPU)
             self.results[rank] = self.body(self.groups[rank])
         except Exception as error:  # noqa: BLE001 - the first one is raised in `run`, in the calling thread
             if not isinstance(error, HangUp):
@@ -103,6 +96,5 @@ class _Ranks(Generic[T]):
             traceback.clear_frames(error.__traceback__)
             self.groups.pop(rank, None)
             gc.collect()
-            self.backends.pop(rank, None)
         with suppress(threading.BrokenBarrierError):  # another rank failed
             self.done.wait(self.timeout.total_seconds() * 2)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gossip_modules.transport.gloo import gloo_backend
+
 
 class NamedGroup(dist.ProcessGroup):
     """A Gloo group for the devices of NCCL and the CPU, under another name."""
@@ -15,7 +17,7 @@ class NamedGroup(dist.ProcessGroup):
     def __init__(self, name: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         self.called = name
-        self.gloo: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        self.gloo: Any = gloo_backend(store, rank, world_size, timeout)
         self.timeouts: list[timedelta | None] = []  # of the waits
 
     def name(self) -> str:

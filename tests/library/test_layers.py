@@ -36,7 +36,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "registry": set(),
         "simulate": {"graph_manager", "mixing_manager", "matcha", "compression", "schedule", "registry"},
         "methods": {*_WRAPPERS, "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
-        "testing": set(),
+        "testing": {"transport"},
     },
     "train": {
         "job": set(),

@@ -1,0 +1,45 @@
+"""Gloo backends and groups that need nothing of torch.distributed's global state."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+
+def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """A Gloo backend; returns when all its ranks are connected.
+
+    [Note: groups and the interpreter's lock] torch 2.6 has two defects that threads meet. The constructor of the
+    backend that takes a timeout enters the new object in a table of the process without the lock, so that two threads
+    at once may abort the process; the one that takes options does not. And a group that goes keeps the lock while it
+    joins its backend's threads, which may want it, and then hangs; a backend lets go of it. So the backend lives until
+    its group has gone.
+
+    Args:
+        store: shared by the ranks, for their addresses.
+        rank: of the caller.
+        world_size: the number of ranks.
+        timeout: of connecting, and of every wait that gives none.
+
+    Raises:
+        RuntimeError: a rank does not come in time.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group over `gloo_backend`, which its last reference releases."""
+    group = dist.ProcessGroup(store, rank, world_size)
+    holder = [gloo_backend(store, rank, world_size, timeout)]
+    group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, holder[0])
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    weakref.finalize(group, holder.clear).atexit = False  # [Note: groups and the interpreter's lock]
+    return group
