@@ -41,6 +41,7 @@ from .graph_manager.predefined_graphs import select_graph
 from .graph_manager.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
 from .graph_manager.weighted_graph import WeightedGraph
 from .matcha.graph import MatchaGraph
+from .membership.membership import Membership
 from .mixing_manager.base import (
     MetropolisHastingsMixing,
     MixingManager,
@@ -101,6 +102,7 @@ __all__ = [
     "LossInterpolation",
     "MatchaGraph",
     "MatrixMixing",
+    "Membership",
     "MetropolisHastingsMixing",
     "Mixer",
     "MixingManager",

@@ -12,7 +12,9 @@ import torch
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import GlobalAverage, Mixer
+from ..mixing_manager.base import MixingManager
 from ..schedule import Action, Schedule
+from ..transport.base import Transport, is_elastic
 
 _UNNAMED = "LockstepEngine"  # checkpoints from when there was no other
 
@@ -138,8 +140,10 @@ class LockstepEngine(Engine):
             )
         self.gossiper = gossiper
         self.schedule = schedule
-        # A rank that leaves out what others have sent it keeps its own weight, and they have given theirs away.
-        self.averager = GlobalAverage(gossiper.transport, sums_weights=on_nonfinite == "skip" and gossiper.is_weighted)
+        # A rank that leaves out what others have sent it keeps its own weight, and they have given theirs away; and a
+        # rank that dies, or joins with half the weight of another, changes their mean.
+        loses_weight = on_nonfinite == "skip" or is_elastic(gossiper.transport)
+        self.averager = GlobalAverage(gossiper.transport, sums_weights=loses_weight and gossiper.is_weighted)
         self.step = 0  # training steps seen so far
 
     @property
@@ -160,6 +164,16 @@ class LockstepEngine(Engine):
     def reset(self) -> None:
         """See `Engine`."""
         self.load_state_dict({"t": 0, "step": 0, "gossiper": {}})
+
+    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
+        """Run rounds over another transport, with other weights. Nothing may be in flight."""
+        self.gossiper.rebind(mixing, transport)
+        self.averager.transport = transport
+
+    def advance(self, num_steps: int) -> None:
+        """Count training steps as if they had been taken here."""
+        for _ in range(num_steps):
+            self.t += self._next_mixer() is not None
 
     def _next_mixer(self) -> Mixer | None:
         """What this step does, None when it skips; advances the step."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain
+from typing import NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
-from ..transport.base import Pending, Transport
+from ..transport.base import ElasticPending, Pending, Transport, is_elastic
 from .mixer import Mixer
-from .pipelined import chunkwise, cut, difference_, is_chunkwise, mix_
+from .pipelined import PeersLost, chunkwise, cut, difference_, is_chunkwise, mix_
 
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
 _MAX_PLANS = 4096  # that are kept: of graphs with a longer period each round is planned anew
@@ -43,11 +45,19 @@ class Gossiper(Mixer):
     with `chunkwise`, and leaves what arrives in `received`. A subclass that overrides a marked method without the mark
     gets whole messages again.
 
+    [Note: lost peers] On an elastic transport a peer may fail in a round, or have failed before. The round goes on
+    without it: what would have travelled over that link stays with who has it. Where rows sum to one (D-PSGD) the rank
+    gives the weight of the lost message to its own vector, W_ii += W_ij; as a symmetric W has the same change at both
+    ends, the mean of those who live is kept. In push-sum, where columns sum to one, a rank takes back the share that it
+    would have sent, P_ii += P_ji, of x and of w, so that their sums are kept. Nothing is lost but what the dead rank
+    held.
+
     Raises (in `start`, `finish` and `difference`):
         TimeoutError, ConnectionError: naming the peer and the round.
     """
 
     num_phases: int = 1
+    sends_shares: bool = False  # columns of W sum to one, and not rows: see [Note: lost peers]
     phase: int = 0  # of the round that runs, for `encode` and `decode`
     received: Sequence[FlatVector] = ()  # where messages are vectors: those of the in-peers, in their order
     _pending: Pending | None = None
@@ -58,6 +68,7 @@ class Gossiper(Mixer):
         self._plans: dict[int, Plan] = {}
         self._period = mixing.period if mixing.period <= _MAX_PLANS and _knows_period(mixing) else 0
         self._sends_weight = self.is_weighted
+        self._is_elastic = is_elastic(transport)
         # 0: messages go whole. A function of what all ranks agree on, so all cut alike.
         self._cut_bytes = self.cut_bytes if transport.device.type == "cpu" and is_chunkwise(self) else 0
 
@@ -102,8 +113,9 @@ class Gossiper(Mixer):
         """See `Mixer`. If a round in chunks breaks off, s is as before, to rounding."""
         # What keeps nothing of itself could not be put back.
         if self._is_cut(s) and self._mixes_chunks() and self._weights.own != 0:
-            mix_(s, self.received, self._weights, self._arrivals(s), num_bytes=self._cut_bytes)
-            return
+            with contextlib.suppress(PeersLost):  # then s is as before, and whole messages are mixed
+                mix_(s, self.received, self._weights, self._arrivals(s), num_bytes=self._cut_bytes)
+                return
         self._wait()
         self.decode(s, self._weights)
         for phase in range(1, self.num_phases):
@@ -117,7 +129,8 @@ class Gossiper(Mixer):
         if self.num_phases > 1:
             return super().difference(s)
         if self._is_cut(s) and self._mixes_chunks():
-            return difference_(s, self.received, self._weights, self._arrivals(s), num_bytes=self._cut_bytes)
+            with contextlib.suppress(PeersLost):
+                return difference_(s, self.received, self._weights, self._arrivals(s), num_bytes=self._cut_bytes)
         self._wait()
         return self.decode_difference(s, self._weights)
 
@@ -145,6 +158,23 @@ class Gossiper(Mixer):
         assert self._pending is not None, "no round is in flight: start() comes first"
         pending, self._pending = self._pending, None
         pending.wait()
+        if self._is_elastic and (lost := cast("ElasticPending", pending).lost):
+            self._leave_out(lost)
+
+    def _leave_out(self, lost: Set[int]) -> None:
+        """[Note: lost peers] Of this round: its weights, its sources, and where messages are vectors, these."""
+        kept = [k for k, peer in enumerate(self._in_peers) if peer not in lost]
+        out = [peer for peer in self._out_peers if peer in lost]
+        rows = []
+        for row, row_of in ((self._weights, self.mixing.weights), (self._buffer_weights, self.mixing.buffer_weights)):
+            if self.sends_shares:
+                own = row.own + sum(row_of(peer, self._t).inp[self.transport.rank] for peer in out)
+            else:
+                own = row.own + sum(weight for peer, weight in row.inp.items() if peer in lost)
+            rows.append(MixingWeights(own, {peer: w for peer, w in row.inp.items() if peer not in lost}))
+        self._weights, self._buffer_weights = rows
+        self._in_peers = tuple(self._in_peers[k] for k in kept)
+        self.received = [self.received[k] for k in kept]
 
     # In chunks.
 
@@ -177,10 +207,22 @@ class Gossiper(Mixer):
 
     def _arrivals(self, s: FlatVector) -> Iterable[int]:
         """The chunks that may be mixed, one after the other."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         assert pending is not None, "`_mixes_chunks` has looked"
         is_alone = not (self._out_peers or self._in_peers)  # then nothing is sent that could arrive
-        return range(len(self.chunks(s))) if is_alone else pending.arrivals()
+        if is_alone or not self._is_elastic:
+            self._pending = None
+            return range(len(self.chunks(s))) if is_alone else pending.arrivals()
+        return self._arrivals_while_all_live(cast("ElasticPending", pending))
+
+    def _arrivals_while_all_live(self, pending: ElasticPending) -> Iterator[int]:
+        """As `Pending.arrivals`; raises PeersLost, and leaves the round in flight, where a peer fails."""
+        for k in chain(pending.arrivals(), (None,)):
+            if pending.lost:
+                raise PeersLost
+            if k is not None:
+                yield k
+        self._pending = None
 
 
 def _knows_period(mixing: MixingManager) -> bool:

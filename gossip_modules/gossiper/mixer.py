@@ -23,6 +23,9 @@ class Mixer(ABC):
     mixer from start to then: it must be neither changed nor freed.
     """
 
+    is_elastic: bool = False
+    """Whether a round goes on without peers that fail: what would have travelled stays with who has it."""
+
     needs_symmetric_weights: bool = False  # so the wrapper's default is an undirected ring
     _is_bound: bool = False
 
@@ -47,6 +50,15 @@ class Mixer(ABC):
         self.mixing = mixing
         self.transport = transport
         self._is_bound = True
+
+    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
+        """Talk to other ranks from now on, with what is kept of the algorithm. No round may be in flight.
+
+        Raises:
+            ValueError: as `bind`.
+        """
+        self._is_bound = False
+        self.bind(mixing, transport)
 
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError when the algorithm is wrong with these weights."""

@@ -21,6 +21,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _METHODS = ("encode", "decode", "decode_difference", "start", "start_filling", "finish", "difference")
 
 
+class PeersLost(Exception):
+    """A peer has failed while chunks were mixed, which are unmixed then: the round goes on without it."""
+
+
 def chunkwise(method: _Method) -> _Method:
     """Mark a method of a gossiper that does the same whether vectors travel whole or in chunks.
 
@@ -98,12 +102,21 @@ def difference_(
 ) -> float:
     """s <- c with alpha * c = (own - 1) * s + sum_j inp[j] * messages[j], chunk by chunk; returns alpha.
 
+    If a peer is lost s is as before, to rounding.
+
     Args: as for `mix_`.
     """
     scale, coefficients = weights.own - 1, list(weights.inp.values())
     alpha = s.factor(coefficients)
-    for chunk, others in _arriving(s, messages, arrivals, num_bytes):
-        chunk.difference_segments_(scale, others, coefficients, alpha=alpha)
+    mixed: list[tuple[FlatVector, list[FlatVector]]] = []
+    try:
+        for chunk, others in _arriving(s, messages, arrivals, num_bytes):
+            chunk.difference_segments_(scale, others, coefficients, alpha=alpha)
+            mixed.append((chunk, others))
+    except PeersLost:  # s <- (alpha c - sum_j inp[j] messages[j]) / scale
+        for chunk, others in mixed:
+            chunk.combine_segments_((alpha or 1.0) / scale, others, [-weight / scale for weight in coefficients])
+        raise
     s.difference_weight_(scale, messages, coefficients, alpha=alpha)
     return 1.0 if alpha is None else alpha
 

@@ -41,6 +41,7 @@ class PushPull(Gossiper):
         >>> mean = gossiper.average(torch.randn(10), num_rounds=50)
     """
 
+    is_elastic = True
     piece_bytes = Renamed("chunk_bytes")
 
     @renamed_argument("piece_bytes", "chunk_bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..mixing_manager.base import MixingManager
+from ..transport.base import is_elastic
 from .push_pull import PushPull
 
 
@@ -27,6 +28,8 @@ class PushSum(PushPull):
         >>> mean = gossiper.average(torch.randn(10), num_rounds=2)  # exact: 4 is a power of two
     """
 
+    sends_shares = True
+
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
         if not mixing.is_column_stochastic:
@@ -37,5 +40,5 @@ class PushSum(PushPull):
 
     @property
     def is_weighted(self) -> bool:
-        """See `Mixer`: only where W(t) is not doubly stochastic."""
-        return not self.mixing.is_doubly_stochastic
+        """See `Mixer`: only where W(t) is not doubly stochastic, or loses rows and columns with ranks that die."""
+        return is_elastic(self.transport) or not self.mixing.is_doubly_stochastic

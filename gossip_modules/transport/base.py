@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Protocol
 
@@ -26,6 +26,21 @@ class Pending(Protocol):
         That is when those of all in-peers have arrived and those to all out-peers have left, since who mixes in place
         writes over what was sent. On NCCL, which orders streams, all are yielded at once.
         """
+
+
+class ElasticPending(Pending, Protocol):
+    """Bytes on their way, over a transport on which rounds go on without peers that fail.
+
+    Attributes:
+        lost: peers that have failed, whose messages are not there.
+    """
+
+    lost: Set[int]
+
+
+def is_elastic(transport: Transport) -> bool:
+    """Whether its rounds go on without peers that fail: what it gives is an `ElasticPending`."""
+    return getattr(transport, "is_elastic", False)
 
 
 class Transport(Protocol):

@@ -64,6 +64,10 @@ class BoundedStore:
         """What is under `key`; None: nothing. Waits for the answer, never for the key. See `add`."""
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, what, timeout)
 
+    def compare_set(self, key: str, expected: str, value: str, *, what: str, timeout: timedelta | None = None) -> bytes:
+        """Put `value` under `key` if `expected` is there ("": nothing); what is there afterwards. See `add`."""
+        return self._ask(lambda: self._store.compare_set(key, expected, value), what, timeout)
+
     def check(self, key: str, *, what: str, timeout: timedelta | None = None) -> bool:
         """Whether there is anything under `key`. See `add`."""
         return self._ask(lambda: self._store.check([key]), what, timeout)

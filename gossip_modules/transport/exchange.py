@@ -56,6 +56,7 @@ class Exchange:
         for _ in range(num_chunks):
             self._chunks.append(_Chunk([], []))
         self._batch: list[dist.P2POp] = []
+        self.lost: set[int] = set()
         self._start = time.monotonic()
 
     def post(self, k: int, peer: int, x: Tensor, *, total_bytes: int, is_send: bool) -> None:
@@ -72,11 +73,15 @@ class Exchange:
         if link.backend == "nccl":
             self._batch.append(dist.P2POp(dist.isend if is_send else dist.irecv, x, link.names[peer], link.group))
             return
-        post = link.group.send if is_send else link.group.recv
+        if peer in self.lost:
+            return
+        group, rank = link.route(peer)
+        post = group.send if is_send else group.recv
         try:
-            work = post([x], peer, link.wire_tag(self.tag, x.nbytes, total_bytes=total_bytes))
+            work = post([x], rank, link.wire_tag(self.tag, x.nbytes, total_bytes=total_bytes))
         except RuntimeError as error:
             self._fail(error, k, peer, is_send=is_send, seconds=0.0)
+            return
         self._chunks[k].works.append(_Work(work, peer, is_send))
 
     def copy_back(self, k: int, x: Tensor, buffer: Tensor) -> None:
@@ -104,6 +109,8 @@ class Exchange:
         """Until the first chunk that is under way has come and gone."""
         chunk = self._chunks[0]
         for work, peer, is_send in chunk.works:
+            if peer in self.lost:
+                continue
             elapsed = time.monotonic() - self._start
             left = max((timeout or self.link.timeout) - timedelta(seconds=elapsed), timedelta(milliseconds=1))
             try:
@@ -124,8 +131,12 @@ class Exchange:
         is_send: bool,
         seconds: float,
         timeout: timedelta | None = None,
-    ) -> NoReturn:
+    ) -> None:
+        """Raise an error that names the peer, unless rounds go on without it: then it is in `lost`."""
         link, what = self.link, self.what
+        if peer is not None and link.loses(peer, error, seconds):
+            self.lost.add(peer)
+            return
         if peer is not None:
             which = f", chunk {k + 1} of {self.num_chunks}" if self.num_chunks > 1 else ""
             what = f"{what}{which}: {'send to' if is_send else 'receive from'} rank {link.names[peer]}"
@@ -162,6 +173,16 @@ class PointToPoint(ABC):
                 "has released their process group, expected it before; or pass a process group of your own"
             )
         return self._group
+
+    is_elastic = False  # see `Transport`
+
+    def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
+        """The group that messages to and from a peer go over, and its rank there."""
+        return self.group, peer
+
+    def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
+        """Told that a message to or from a peer has failed; whether rounds go on without it."""
+        return False
 
     @abstractmethod
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:

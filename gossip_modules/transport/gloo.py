@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,8 @@ import torch.distributed as dist
 CPU = torch.device("cpu")
 
 
-def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """A Gloo backend; returns when all its ranks are connected.
+def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """A Gloo backend, which has the methods of a process group; returns when all its ranks are connected.
 
     [Note: groups and the interpreter's lock] torch 2.6 has two defects that threads meet. The constructor of the
     backend that takes a timeout enters the new object in a table of the process without the lock, so that two threads

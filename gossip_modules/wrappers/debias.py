@@ -53,15 +53,22 @@ class Debias:
     def to_estimate(self) -> None:
         """Hold z from now on."""
         if self.is_needed and self.form is Form.NUMERATOR:
-            self.buffer.vector.divide_by_weight_()
+            if not self._is_one():
+                self.buffer.vector.divide_by_weight_()
             self.form = Form.ESTIMATE
 
     @torch.no_grad()
     def to_numerator(self) -> None:
         """Hold x from now on."""
         if self.is_needed and self.form is Form.ESTIMATE:
-            self.buffer.vector.multiply_by_weight_()
+            if not self._is_one():
+                self.buffer.vector.multiply_by_weight_()
             self.form = Form.NUMERATOR
+
+    def _is_one(self) -> bool:
+        """Whether w is one, so that x is z; on a GPU nobody waits to know."""
+        weight = self.buffer.vector.push_sum_weight
+        return weight.device.type == "cpu" and weight.item() == 1.0
 
     def stop(self) -> None:
         """Optimizers step on z from now on: the weight is not exchanged any more."""

@@ -15,8 +15,12 @@ from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..gossiper.gossiper import Gossiper
+from ..membership.links import alone
+from ..membership.lockstep import LockstepParticipant, check_elastic, check_lossy
+from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
+from ..transport.agreement import broadcast_tensors
 from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import (
     GossiperLike,
@@ -99,6 +103,8 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             without overlap it costs a copy of the model, and no compressed gossiper can. "spread": do not look.
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
         timeout: the limit of every wait; a number = seconds.
+        membership: where workers may die, come back and be added: who takes part, see `Membership`. Then `graph` and
+            `mixing` are functions of the size, `timeout` is the membership's, and torch.distributed is not used.
         device_ids: refused: DistributedDataParallel needs it, here the model is on its device already.
 
     Raises:
@@ -141,6 +147,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         on_nonfinite: str = "raise",
         find_unused_parameters: bool = False,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
+        membership: Membership | None = None,
         device_ids: None = None,
     ) -> None:
         refuse_device_ids(device_ids, module)
@@ -150,6 +157,13 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness = overlap, max_staleness
         self._on_nonfinite = check_policy(on_nonfinite)
+        if membership is not None:
+            check_elastic(
+                process_group=process_group, comm_device=comm_device, nprocs_per_node=g, graph=graph, mixing=mixing
+            )
+            gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
+            self._start_elastic(membership, graph, mixing, gossiper, as_schedule(schedule), push_sum=push_sum)
+            return
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         self._place = links.place
         num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
@@ -160,6 +174,37 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
         self._node = None if g == 1 else Node(module, links, g, find_unused_parameters=find_unused_parameters)
         self._start(mixing, gossiper, as_schedule(schedule))
+
+    def _start_elastic(
+        self,
+        membership: Membership,
+        graph: GraphLike | None,
+        mixing: MixingLike | None,
+        gossiper: Gossiper,
+        schedule: Schedule,
+        *,
+        push_sum: bool,
+    ) -> None:
+        """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
+        check_lossy(gossiper, schedule)
+
+        def choose(world_size: int) -> MixingManager:
+            if world_size == 1:
+                return choose_mixing(None, None, push_sum=push_sum, world_size=1, gossiper=gossiper)
+            return choose_mixing(graph, mixing, push_sum=push_sum, world_size=world_size, gossiper=gossiper)
+
+        self._elastic = LockstepParticipant(self, membership, choose)
+        self._describe(choose(max(membership.min_workers, 2)), gossiper, schedule)
+        self._transport: Any = alone(membership.timeout)
+        self._start(choose(1), gossiper, schedule)
+        membership.attach(self._elastic, self._elastic.describe())
+        if not membership.is_waiting_at_the_door:
+            self._start_from_first()
+
+    def _start_from_first(self) -> None:
+        """All parameters and buffers are those of the first rank."""
+        assert self._elastic is not None
+        broadcast_tensors(self._transport, [self._buffer.vector.raw, *self._elastic._others()])
 
     def _describe(self, mixing: MixingManager, gossiper: Gossiper, schedule: Schedule, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
@@ -213,6 +258,8 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             self._debias.stop()
 
     def _release(self) -> None:
+        if self._elastic is not None:
+            self._elastic.membership.close()
         self._transport.close()
         if self._node is not None:
             self._node.transport.close()
@@ -221,6 +268,11 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
     def _bytes_sent(self) -> int:
         local_bytes = 0 if self._node is None else self._node.transport.num_bytes_sent
         return self._transport.num_bytes_sent + local_bytes
+
+    def comm_stats(self) -> dict[str, float]:
+        """See `FlatAveraging`; with a membership also what `Membership.stats` gives."""
+        members = {} if self._elastic is None else self._elastic.membership.stats()
+        return {**super().comm_stats(), **members}
 
     def get_extra_state(self) -> dict[str, Any]:
         """See `GossipWrapper`; with the push-sum weight."""

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
+from ..membership.lockstep import LockstepParticipant
 from .composition import check_optimizers, check_outside
 from .debias import Debias
 from .join import UnevenInputs
@@ -35,7 +36,7 @@ class TrainingStep(nn.Module):
     """The forward of a gossip wrapper, from the call to the engine's round, in the order in which it happens.
 
     `GossipWrapper` explains when rounds run and what travels. A wrapper sets the attributes below in its constructor;
-    `_debias` and `_node` stay None where there are none.
+    `_debias`, `_node` and `_elastic` stay None where there are none.
     """
 
     module: nn.Module
@@ -44,6 +45,7 @@ class TrainingStep(nn.Module):
     _engine: Engine
     _debias: Debias | None = None
     _node: Node | None = None
+    _elastic: LockstepParticipant | None = None
     _unsynced_steps: UnsyncedSteps
     _sync: bool  # False inside no_sync()
     _is_step_start: bool
@@ -101,6 +103,8 @@ class TrainingStep(nn.Module):
 
     def _step_start(self) -> None:
         """The round of a step."""
+        if self._elastic is not None:
+            self._elastic.at_step()
         if not self._buffer.is_current():
             self._choose()
             if not self._buffer.is_attached():

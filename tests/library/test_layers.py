@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "engine", "wrappers"}
+_WRAPPERS = {*_LOCKSTEP, "engine", "membership", "wrappers"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -28,8 +28,9 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "mixing_manager": {"graph_manager", "matcha"},
         "mpi": {"transport"},
         "gossiper": _LOCKSTEP - {"gossiper"},
-        "engine": {"gossiper", "flat", "schedule"},
-        "wrappers": {*_LOCKSTEP, "engine"},
+        "engine": {"gossiper", "flat", "schedule", "mixing_manager", "transport"},
+        "membership": _LOCKSTEP,
+        "wrappers": {*_LOCKSTEP, "engine", "membership"},
         "ad_psgd": _WRAPPERS,
         "wagma": _WRAPPERS,
         "dpwa": _WRAPPERS,

@@ -1,0 +1,197 @@
+"""EventLog: a list of events in a key-value store, the same for all workers; the store may go and come back empty."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..transport.bounded_store import BoundedStore
+
+_HOLE_SECONDS = 2.0  # after which an entry that its writer has not written is left out
+_RECONNECT_SECONDS = 1.0
+
+
+class EventLog:
+    """Events that workers append, which all read in one order.
+
+    An entry is written once: who appends takes the next number, and writes the entry if nobody has declared it void
+    meanwhile, as readers do where a writer has died between the two.
+
+    [Note: store that came back] A store that was started again is empty. Who notices (its connection had ended, and the
+    store has another epoch) puts there what the log amounted to, `snapshot`, which comes before entry 0; all read on
+    from there. The first one to write it wins, as all know the same.
+
+    Args:
+        store: a key-value store that the workers share; or "host:port", of one that `membership.serve` runs.
+        name: of the job, so that several may use one store.
+        timeout: of a request.
+
+    Raises:
+        ConnectionError: "host:port" does not answer within `timeout`.
+        ValueError: an address of another form.
+    """
+
+    def __init__(self, store: dist.Store | str, *, name: str, timeout: timedelta) -> None:
+        self.name = name
+        self.timeout = timeout
+        self._given = store
+        self._next = 0
+        self._hole_since: float | None = None
+        self._last_attempt = time.monotonic()
+        self._epoch = ""
+        self._has_snapshot = False
+        self._store: BoundedStore | None = None
+        self._connect()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the last request was answered."""
+        return self._store is not None
+
+    @property
+    def address(self) -> str:
+        """Of the store."""
+        return self._given if isinstance(self._given, str) else BoundedStore(self._given).address
+
+    def new_store(self, prefix: str) -> dist.Store:
+        """A store for addresses of connections, whose waits hinder no request of this log."""
+        store = self._given
+        if isinstance(store, str):
+            store = _client(store, self.timeout)
+        elif isinstance(store, dist.TCPStore):
+            store = _client(f"{store.host}:{store.port}", self.timeout)
+        return dist.PrefixStore(f"gossip/{self.name}/{prefix}", store)
+
+    def append(self, event: Mapping[str, Any]) -> bool:
+        """Append an event; False: the store cannot be reached now."""
+        text = json.dumps(event)
+        try:
+            while True:
+                index = self._asked.add(self._key("size"), 1, what="appending to the log") - 1
+                if self._set_once(f"entry/{index}", text) == text:
+                    return True
+        except ConnectionError:
+            self._store = None
+            return False
+
+    def read(self, restart: Callable[[str], None], apply: Callable[[Mapping[str, Any]], None]) -> bool:
+        """Hand over what is new.
+
+        Args:
+            restart: called with the snapshot, before what comes after it, where the log has begun anew.
+            apply: called with each new event.
+
+        Returns:
+            Whether the store has answered.
+        """
+        if self._store is None and not self._reconnect():
+            return False
+        try:
+            if self._next == 0 or not self._has_snapshot:
+                self._read_snapshot(restart)
+            size = self._asked.add(self._key("size"), 0, what="reading the log")
+            while self._next < size:
+                text = self._asked.get(self._key(f"entry/{self._next}"), what="reading the log")
+                if text is None and not self._is_void():
+                    break
+                self._next += 1
+                self._hole_since = None
+                event = _parsed(text)
+                if event is not None:
+                    apply(event)
+        except ConnectionError:
+            self._store = None
+            return False
+        return True
+
+    def rewind(self) -> None:
+        """Read again from the beginning."""
+        self._next, self._has_snapshot, self._hole_since = 0, False, None
+
+    def restore(self, snapshot: str) -> None:
+        """Offer the state to a store that came back empty."""
+        if self._store is not None and self._next == 0 and not self._has_snapshot:
+            try:
+                self._set_once("snapshot", snapshot)
+            except ConnectionError:
+                self._store = None
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether the store is another one than before, of which nothing was read yet."""
+        return self._store is not None and self._next == 0 and not self._has_snapshot
+
+    def _read_snapshot(self, restart: Callable[[str], None]) -> None:
+        text = self._asked.get(self._key("snapshot"), what="reading the log")
+        if text is not None:
+            self._has_snapshot, self._next = True, 0
+            restart(text.decode())
+
+    def _is_void(self) -> bool:
+        """Whether the next entry, which is not there, never will be: see `EventLog`."""
+        now = time.monotonic()
+        self._hole_since = self._hole_since or now
+        if now - self._hole_since < _HOLE_SECONDS:
+            return False
+        return self._set_once(f"entry/{self._next}", "{}") == "{}"
+
+    def _set_once(self, key: str, value: str) -> str:
+        """What is under `key` afterwards: `value`, or what was there."""
+        return self._asked.compare_set(self._key(key), "", value, what="writing to the log").decode()
+
+    def _key(self, key: str) -> str:
+        return f"gossip/{self.name}/{key}"
+
+    @property
+    def _asked(self) -> BoundedStore:
+        if self._store is None:
+            raise ConnectionError(f"the store of the job at {self.address} cannot be reached")
+        return self._store
+
+    def _reconnect(self) -> bool:
+        now = time.monotonic()
+        if now - self._last_attempt < _RECONNECT_SECONDS:
+            return False
+        self._last_attempt = now
+        try:
+            self._connect()
+        except (ConnectionError, dist.DistError, RuntimeError):
+            return False
+        return True
+
+    def _connect(self) -> None:
+        given = self._given
+        store = BoundedStore(_client(given, self.timeout) if isinstance(given, str) else given, timeout=self.timeout)
+        mine = secrets.token_hex(8)
+        epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job").decode()
+        if epoch != self._epoch:
+            self._epoch, self._next, self._has_snapshot, self._hole_since = epoch, 0, False, None
+        self._store = store
+
+
+def _parsed(text: bytes | None) -> Mapping[str, Any] | None:
+    """The event of an entry; None where it is none."""
+    try:
+        event = json.loads(text or b"{}")
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _client(address: str, timeout: timedelta) -> dist.TCPStore:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"got store={address!r}, expected 'host:port', like 'node0:29400'")
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"the store of the job at {address} did not answer within {timeout.total_seconds():g} s ({error}); start "
+            f"it with: python -m gossip_modules.membership.serve --port {port}"
+        ) from error

@@ -1,0 +1,203 @@
+"""LinkTransport: a process group of its own for every link, so that a rank that fails takes no other link with it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..transport.base import Pending
+from ..transport.exchange import LATE, PointToPoint, fail
+from ..transport.gloo import CPU, gloo_backend, gloo_group
+from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
+from ..transport.staging import Staging
+
+_BREAK = timedelta(milliseconds=1)
+
+
+class LinkTransport(PointToPoint):
+    """A transport whose rounds go on without ranks that fail, over Gloo.
+
+    [Note: one group per link] Where a wait on a Gloo group ends by its timeout, or a rank of it dies, no rank can tell
+    what becomes of the group's other connections. So each link has a group of its own with two ranks. A link that fails
+    closes alone, and nothing that is late can arrive in a buffer that is used again.
+
+    A round with a lost peer is complete without it: `Exchange.lost` names it, and the gossiper leaves what would have
+    travelled with who has it ([Note: lost peers] of `Gossiper`). Collectives are those of a group over all ranks; they
+    fail with an error where a rank has.
+
+    Args:
+        whole: a transport over all ranks, for collectives.
+        links: by rank, the group of this rank and that one.
+        on_lost: called with the rank, the error, and whether its connection was closed rather than late; once for each,
+            in the thread that runs the round.
+    """
+
+    is_elastic = True
+
+    def __init__(
+        self,
+        whole: ProcessGroupTransport,
+        links: Mapping[int, dist.ProcessGroup],
+        *,
+        on_lost: Callable[[int, str, bool], None],
+    ) -> None:
+        self.rank, self.world_size, self.device = whole.rank, whole.world_size, whole.device
+        self.timeout, self.names, self.backend = whole.timeout, whole.names, whole.backend
+        self._whole, self._links = whole, dict(links)
+        self._staging = Staging(self.device)
+        self._use = whole._use
+        self._group = None
+        self._on_lost = on_lost
+        self._round_bytes = 0
+        self._lock = threading.Lock()
+        self.lost: set[int] = set()
+        self.calling = ""
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """What this rank has sent, collectives included."""
+        return self._round_bytes + self._whole.num_bytes_sent
+
+    @num_bytes_sent.setter
+    def num_bytes_sent(self, value: int) -> None:
+        self._round_bytes = value - self._whole.num_bytes_sent
+
+    def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
+        """See `PointToPoint`."""
+        return self._links[peer], int(self.rank < peer)
+
+    def exchange(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        recvs: Mapping[int, Sequence[Tensor]],
+        *,
+        tag: int,
+        what: str = "",
+        fill: Callable[[int], None] | None = None,
+    ) -> Pending:
+        """See `Transport`; peers that are lost already get and give nothing."""
+        lost = self.lost.intersection((*sends, *recvs))
+        if lost:
+            num_chunks = max(map(len, (*sends.values(), *recvs.values())))
+            sends, recvs = ({p: xs for p, xs in side.items() if p not in lost} for side in (sends, recvs))
+            if fill is not None and not (sends or recvs):
+                for k in range(num_chunks):
+                    fill(k)
+        exchange = super().exchange(sends, recvs, tag=tag, what=what, fill=fill)
+        exchange.lost.update(lost)  # type: ignore[attr-defined]
+        return exchange
+
+    def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
+        """See `PointToPoint`."""
+        with self._lock:
+            is_new = peer not in self.lost
+            self.lost.add(peer)
+        if is_new:
+            self._on_lost(peer, str(error), seconds < LATE * self.timeout.total_seconds())
+        return True
+
+    def break_link(self, peer: int) -> None:
+        """End the waits for a peer, which is lost from now on; from any thread.
+
+        A wait that ends by its timeout closes the connections of its group, which is this link's only.
+        """
+        with self._lock:
+            is_new = peer not in self.lost
+            self.lost.add(peer)
+        if is_new and peer in self._links:
+            with contextlib.suppress(RuntimeError):
+                group, other = self.route(peer)
+                group.recv([torch.empty(1, dtype=torch.uint8)], other, PROBE_TAG).wait(_BREAK)
+
+    def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:
+        """See `PointToPoint`."""
+        fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=self.timeout)
+
+    # Collectives.
+
+    def all_reduce(self, x: Tensor, *, what: str) -> None:
+        """See `Transport`."""
+        self._collectives.all_reduce(x, what=what)
+
+    def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
+        """See `Transport`."""
+        self._collectives.broadcast(x, source=source, what=what)
+
+    def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
+        """See `Transport`."""
+        self._collectives.all_gather(out, x, what=what)
+
+    @property
+    def _collectives(self) -> ProcessGroupTransport:
+        self._whole.calling = self.calling
+        return self._whole
+
+    def close(self) -> None:
+        """Release the groups; waits for no rank. Idempotent."""
+        links, self._links = list(self._links.values()), {}
+        self._on_lost = _ignore
+        self._whole.close()
+        thread = threading.Thread(target=links.clear, name="releasing-links", daemon=True)
+        thread.start()
+        del links
+        thread.join(1.0)
+
+
+def _ignore(peer: int, error: str, is_closed: bool) -> None:
+    """Nobody listens any more."""
+
+
+def connect_links(
+    store_of: Callable[[str], dist.Store],
+    rank: int,
+    world_size: int,
+    peers: Iterable[int],
+    *,
+    names: Sequence[int],
+    timeout: timedelta,
+    patience: timedelta,
+    on_lost: Callable[[int, str, bool], None],
+) -> LinkTransport:
+    """A transport over new links to these ranks, and a group over all; all ranks call it.
+
+    Args:
+        store_of: a store for the addresses of a group, by its name; each group is made in a thread of its own, and a
+            client of a TCPStore that waits lets no other thread ask.
+        rank: of the caller.
+        world_size: the number of ranks.
+        peers: the ranks to have links with; these have this rank among theirs.
+        names: of the ranks, for errors.
+        timeout: of the waits of rounds.
+        patience: of connecting.
+        on_lost: see `LinkTransport`.
+
+    Raises:
+        RuntimeError: a rank does not come within `patience`.
+    """
+
+    def link(peer: int) -> dist.ProcessGroup:
+        low, high = sorted((rank, peer))
+        return gloo_backend(store_of(f"{low}-{high}"), int(rank > peer), 2, patience)
+
+    peers = sorted(set(peers) - {rank})
+    with ThreadPoolExecutor(len(peers) + 1, thread_name_prefix="connecting") as pool:
+        whole = pool.submit(lambda: gloo_group(store_of("all"), rank, world_size, patience))
+        links = {peer: pool.submit(link, peer) for peer in peers}
+    group = whole.result()
+    transport = ProcessGroupTransport(group, device=CPU, timeout=timeout, names=names)
+    return LinkTransport(transport, {peer: future.result() for peer, future in links.items()}, on_lost=on_lost)
+
+
+def alone(timeout: timedelta) -> LinkTransport:
+    """The transport of a world of one."""
+    return connect_links(
+        lambda name: dist.HashStore(), 0, 1, (), names=[0], timeout=timeout, patience=timeout, on_lost=_ignore
+    )

@@ -1,0 +1,194 @@
+"""LockstepParticipant: what a wrapper with rounds in lockstep does when workers come and go."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..flat.buffer import FlatBuffer
+from ..gossiper.gossiper import Gossiper
+from ..graph_manager.base import GraphManager
+from ..mixing_manager.base import MixingManager
+from ..schedule import Schedule
+from .membership import Membership
+
+
+class ElasticWrapper(Protocol):
+    """What is used of the wrapper."""
+
+    module: nn.Module
+    _buffer: FlatBuffer
+    _engine: Any  # a LockstepEngine
+    _description: dict[str, str]
+    _transport: Any
+    _place: tuple[int, int] | None
+
+    def _reattach(self) -> None: ...
+
+    def _apply_in_flight(self) -> None: ...
+
+    def _to_estimate(self) -> None: ...
+
+
+def check_elastic(
+    *, process_group: object, comm_device: object, nprocs_per_node: int, graph: object, mixing: object
+) -> None:
+    """Raise ValueError for arguments that do not fit a membership."""
+    for name, value in (("graph", graph), ("mixing", mixing)):
+        if isinstance(value, (GraphManager, MixingManager)) or (value is not None and not _is_function(value)):
+            raise ValueError(
+                f"got {name}={value} with a membership, expected a class, a function or a name, since it is made anew "
+                f"for each number of workers, e.g. graph=RingGraph or graph=lambda n: BaseGraph(n, 2)"
+            )
+    if process_group is not None:
+        raise ValueError("got process_group with a membership, expected None: a membership connects its workers itself")
+    if comm_device not in (None, "cpu", torch.device("cpu")):
+        raise ValueError(f"got comm_device={comm_device} with a membership, expected 'cpu' or None: its links are Gloo")
+    if nprocs_per_node != 1:
+        raise ValueError(
+            f"got nprocs_per_node={nprocs_per_node} with a membership, expected 1: each process is a worker that may "
+            "come and go"
+        )
+
+
+def check_lossy(gossiper: Gossiper, schedule: Schedule) -> None:
+    """Raise ValueError for an algorithm, or a schedule, that cannot do without a peer in a round."""
+    if not gossiper.is_elastic:
+        raise ValueError(
+            f"got {gossiper} with a membership, expected PushSum or PushPull: what it keeps of its peers must be the "
+            "same at both ends of a link, also after a message is lost; pass gossiper=None"
+        )
+    if schedule.average_every:
+        raise ValueError(
+            f"got {schedule} with a membership, expected gossip only: an average over all workers fails with each of "
+            "them; call average_() between steps, and again if it raises"
+        )
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) or isinstance(value, str)
+
+
+_CHECKED_SIZES = 16  # worlds of so many workers at least must have a graph
+
+
+class LockstepParticipant:
+    """Between a wrapper and its membership: graphs for any number of workers, and the state of one that joins.
+
+    [Note: generations] A generation of the membership is a set of workers, a transport over links of its own, and the
+    training step with which it begins. At that step, before the round, every worker applies what is in flight over the
+    old links and turns to the new ones, with graph and weights for the new number of workers. Rounds and steps count
+    on. Push-sum weights stay, and with them their sum; a worker that joins gets half of its donor's.
+
+    Args:
+        wrapper: that trains.
+        membership: who takes part.
+        choose: the weights, with their graph, for a number of workers; the same function on all of them.
+
+    Raises:
+        ValueError: there is no graph for some number of workers.
+    """
+
+    def __init__(self, wrapper: ElasticWrapper, membership: Membership, choose: Callable[[int], MixingManager]) -> None:
+        self.wrapper, self.membership, self.choose = wrapper, membership, choose
+        failing: dict[int, Exception] = {}
+        for n in range(1, max(2 * membership.min_workers, _CHECKED_SIZES) + 1):
+            try:
+                choose(n)
+            except ValueError as error:
+                failing[n] = error
+        if failing:
+            raise ValueError(
+                f"got a graph or mixing that does not exist for {list(failing)} workers, expected one for any number, "
+                f"since workers may die and join; e.g. RingGraph or BaseGraph: {next(iter(failing.values()))}"
+            )
+
+    def describe(self) -> dict[str, str]:
+        """What a worker that joins must have in common with the others."""
+        signature = "\n".join(self.wrapper._buffer.signature())
+        digest = hashlib.sha256(signature.encode()).hexdigest()[:16]
+        size = sum(parameter.numel() for parameter in self.wrapper._buffer.parameters)
+        return {
+            **self.wrapper._description,
+            "wrapper": type(self.wrapper).__name__,
+            "model": f"{type(self.wrapper.module).__name__} with {size} parameters, signature {digest}",
+        }
+
+    def at_step(self) -> None:
+        """At the safe point of every training step; see [Note: generations]."""
+        if self.membership.is_waiting_at_the_door:
+            self.membership.join()
+        self.membership.at_step()
+
+    # What the membership calls.
+
+    def begin(self) -> None:
+        """See `Participant`."""
+        transport, wrapper = self.membership.transport, self.wrapper
+        wrapper._apply_in_flight()
+        wrapper._engine.rebind(self.choose(transport.world_size), transport)
+        wrapper._transport = transport
+        wrapper._place = transport.rank, transport.world_size
+
+    def peers(self, rank: int, world_size: int) -> Iterable[int]:
+        """See `Participant`."""
+        graph: GraphManager = self.choose(world_size).graph
+        gives = set(graph.phone_book(rank))
+        return gives | {peer for peer in range(world_size) if rank in graph.phone_book(peer)}
+
+    @property
+    def step(self) -> int:
+        """See `Participant`."""
+        return self.wrapper._engine.step
+
+    def advance(self, num_steps: int) -> None:
+        """See `Participant`."""
+        self.wrapper._engine.advance(num_steps)
+
+    @torch.no_grad()
+    def give(self) -> Mapping[str, Any]:
+        """See `Participant`. Halves the push-sum weight, whose other half goes with the copy."""
+        wrapper = self.wrapper
+        if not wrapper._buffer.is_attached():
+            wrapper._reattach()
+        vector = wrapper._buffer.vector
+        if wrapper._engine.gossiper.is_weighted:
+            wrapper._to_estimate()
+            vector.push_sum_weight.mul_(0.5)
+        return {
+            "vector": vector.raw.clone(),
+            "weight": vector.push_sum_weight.clone(),
+            "others": [tensor.detach().clone() for tensor in self._others()],
+            "engine": {"t": wrapper._engine.t, "step": wrapper._engine.step},
+        }
+
+    @torch.no_grad()
+    def take(self, state: Mapping[str, Any]) -> None:
+        """See `Participant`."""
+        wrapper = self.wrapper
+        wrapper._apply_in_flight()  # of links that are closed: nothing of it stays
+        if not wrapper._buffer.is_attached():
+            wrapper._reattach()
+        wrapper._to_estimate()
+        vector = wrapper._buffer.vector
+        if state["vector"].numel() != vector.raw.numel():
+            raise ValueError(
+                f"got {state['vector'].numel()} bytes of parameters from the donor, expected {vector.raw.numel()}: the "
+                "models train other parameters; freeze the same ones before the model is wrapped"
+            )
+        vector.raw.copy_(state["vector"])
+        vector.push_sum_weight.copy_(state["weight"])
+        for own, other in zip(self._others(), state["others"], strict=True):
+            own.copy_(other)
+        wrapper._engine.t, wrapper._engine.step = int(state["engine"]["t"]), int(state["engine"]["step"])
+        torch.autograd.graph.increment_version(wrapper._buffer.parameters)
+
+    def _others(self) -> list[Tensor]:
+        """Parameters and buffers that do not travel: frozen ones, counters."""
+        module, in_buffer = self.wrapper.module, {id(tensor) for tensor in self.wrapper._buffer.tensors}
+        tensors = (*module.parameters(), *module.buffers())
+        return list({id(x): x for x in tensors if id(x) not in in_buffer}.values())

@@ -1,0 +1,333 @@
+"""Roster: who is live, as every worker computes it from the same log of events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+MARGIN = 2  # training steps between the last rank that is ready for a generation and its first step
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker.
+
+    Attributes:
+        id: of this start of the process; another start is another member.
+        number: of the worker in names and logs: 0, 1, ... in the order in which they came; -1: not given yet.
+        host: of the process.
+        pid: of the process.
+        address: of its heartbeats, (host, port).
+    """
+
+    id: int
+    number: int = -1
+    host: str = ""
+    pid: int = 0
+    address: tuple[str, int] = ("", 0)
+
+    def __str__(self) -> str:
+        return f"worker {self.number} ({self.host}, process {self.pid})"
+
+
+@dataclass(frozen=True)
+class View:
+    """A generation: its members in the order of their positions, and the training step with which it starts.
+
+    Attributes:
+        generation: 1, 2, ...; a generation that could not be formed is skipped.
+        members: position i of the graph is members[i].
+        start: the first step of its rounds; -1 while it is being formed.
+        reasons: by number of each member that left since the generation before, why.
+    """
+
+    generation: int
+    members: tuple[Member, ...]
+    start: int = -1
+    reasons: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids of the members, by position."""
+        return tuple(member.id for member in self.members)
+
+    def has(self, member: int) -> bool:
+        """Whether the worker with this worker is a member."""
+        return member in self.ids
+
+
+@dataclass(frozen=True)
+class Joiner:
+    """A worker that waits at the door.
+
+    Attributes:
+        member: who it is.
+        donor: the worker of the member that gives it the state of training.
+        attempt: 0, 1, ...: another donor is another attempt.
+        is_loaded: whether it has that state.
+        refusal: why it may not join; empty: it may.
+    """
+
+    member: Member
+    donor: int
+    attempt: int = 0
+    is_loaded: bool = False
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """A member that saw another one fail."""
+
+    by: int
+    of: int
+    why: str
+    is_sure: bool  # its connection was closed, as by the end of a process
+
+
+class Roster:
+    """The state of the membership: a function of the events in the log, in their order, and of nothing else.
+
+    So all workers that have read the log as far know the same generations without a leader. Time is not part of it: a
+    worker that finds others late says so in an event.
+
+    A change: somebody accuses a member, leaves, or has loaded the state of training. Then the next generation is to be
+    formed by those that remain. Each connects with the others, and says so ("ready"), with the step that it has come
+    to and beyond which it does not train (see [Note: first step]) before all have. When all have, the generation
+    starts at the largest of these steps.
+
+    [Note: majority] Members that cannot reach each other accuse each other. A generation needs more than half of the
+    members of the one before, or half with the first of them; those whose connection was closed, as by the end of a
+    process, do not count. Where the accusations in their order leave no majority, those that are in most of them go.
+
+    Attributes:
+        view: the generation that trains; None before the first.
+        forming: the one that is being formed.
+        ready: by member, the step that it has come to; of `forming`.
+        joiners: by worker.
+        founders: who has come before the first generation.
+    """
+
+    def __init__(self, *, on_partition: str = "majority") -> None:
+        self.on_partition = on_partition
+        self.view: View | None = None
+        self.forming: View | None = None
+        self.ready: dict[int, int] = {}
+        self.joiners: dict[int, Joiner] = {}
+        self.founders: dict[int, Member] = {}
+        self.description: dict[str, str] = {}
+        self.accusations: list[Accusation] = []
+        self.left: dict[int, str] = {}  # by worker, of members of `view`
+        self.last_generation = 0
+        self.next_number = 0
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take in one event of the log; what is not understood, or comes too late, changes nothing."""
+        handlers = {
+            "come": self._come,
+            "loaded": self._loaded,
+            "gave up": self._gave_up,
+            "ready": self._ready,
+            "accuse": self._accuse,
+            "leave": self._leave,
+        }
+        handler = handlers.get(str(event.get("event")))
+        if handler is None:
+            return
+        try:
+            handler(event)
+        except (KeyError, TypeError, ValueError):  # garbage: of a stranger, or of another version
+            return
+
+    # Who comes.
+
+    def _come(self, event: Mapping[str, Any]) -> None:
+        member = _member(event["member"])
+        if self.view is None and self.forming is None:
+            self._found(member, event)
+            return
+        refusal = _differences(self.description, event["description"])
+        if refusal:
+            self.joiners[member.id] = Joiner(member, donor=-1, refusal=refusal)
+            return
+        members = (self.forming or self.view).members  # type: ignore[union-attr]
+        donor = members[member.id % len(members)].id
+        self.joiners[member.id] = Joiner(replace(member, number=self._new_number()), donor)
+
+    def _found(self, member: Member, event: Mapping[str, Any]) -> None:
+        description = {str(key): str(value) for key, value in event["description"].items()}
+        if self.founders:
+            refusal = _differences(self.description, description)
+            if refusal:
+                self.joiners[member.id] = Joiner(member, donor=-1, refusal=refusal)
+                return
+        num_founders = int(event["min_workers"])
+        self.description = description
+        self.founders[member.id] = replace(member, number=self._new_number())
+        if len(self.founders) >= num_founders:
+            self._form(self.founders.values(), {})
+
+    def _new_number(self) -> int:
+        self.next_number += 1
+        return self.next_number - 1
+
+    def _loaded(self, event: Mapping[str, Any]) -> None:
+        joiner = self.joiners[event["id"]]
+        if not joiner.refusal and joiner.attempt == event["attempt"] and not joiner.is_loaded:
+            self.joiners[joiner.member.id] = replace(joiner, is_loaded=True)
+            self._change()
+
+    def _gave_up(self, event: Mapping[str, Any]) -> None:
+        """A donor could not give; its joiner is gone, or gets another donor if it says so itself."""
+        joiner = self.joiners[event["id"]]
+        if joiner.refusal or joiner.attempt != event["attempt"] or joiner.is_loaded:
+            return
+        if event["by"] == joiner.member.id:
+            self._give_another_donor(joiner)
+        else:
+            del self.joiners[joiner.member.id]
+
+    def _give_another_donor(self, joiner: Joiner) -> None:
+        assert self.view is not None
+        members = [m for m in self.view.members if m.id not in self.left and m.id != joiner.donor] or self.view.members
+        attempt = joiner.attempt + 1
+        donor = members[(joiner.member.id + attempt) % len(members)].id
+        self.joiners[joiner.member.id] = replace(joiner, donor=donor, attempt=attempt)
+
+    # Who goes.
+
+    def _accuse(self, event: Mapping[str, Any]) -> None:
+        accusation = Accusation(int(event["by"]), int(event["of"]), str(event["why"]), bool(event["is_sure"]))
+        present = {worker for view in (self.view, self.forming) if view is not None for worker in view.ids}
+        known = {(a.by, a.of) for a in self.accusations}
+        if {accusation.by, accusation.of} <= present and (accusation.by, accusation.of) not in known:
+            self.accusations.append(accusation)
+            self._change()
+
+    def _leave(self, event: Mapping[str, Any]) -> None:
+        worker = int(event["id"])
+        if self.joiners.pop(worker, None) is None and self.founders.pop(worker, None) is None and self.view is None:
+            return
+        if any(view is not None and view.has(worker) for view in (self.view, self.forming)):
+            self.left[worker] = str(event["why"])
+            self._change()
+
+    # The next generation.
+
+    def _change(self) -> None:
+        """Form the generation of those who remain, with those who have loaded."""
+        base = self.view or self.forming
+        assert base is not None
+        candidates = {m.id: m for m in base.members}
+        if self.forming is not None:
+            candidates |= {m.id: m for m in self.forming.members}
+        candidates |= {j.member.id: j.member for j in self.joiners.values() if j.is_loaded}
+        gone = self._gone(candidates)
+        if gone is None:
+            return
+        reasons = {candidates[worker].number: why for worker, why in gone.items()}
+        for worker in gone:
+            self.joiners.pop(worker, None)
+        remaining = [member for worker, member in candidates.items() if worker not in gone]
+        if remaining:
+            self._form(remaining, reasons)
+        else:  # the job is over, and another may begin
+            self.view = self.forming = None
+            self.accusations, self.left, self.founders = [], {}, {}
+
+    def _gone(self, candidates: Mapping[int, Member]) -> dict[int, str] | None:
+        """Who is left out, and why; None: too few would remain. See [Note: majority]."""
+        members = list((self.view or self.forming).ids)  # type: ignore[union-attr]
+        gone = dict(self.left)
+        for accusation in self.accusations:
+            if accusation.by not in gone and accusation.of not in gone:
+                gone[accusation.of] = accusation.why
+        if self._has_majority(members, gone):
+            return gone
+        gone = dict(self.left)
+        while accusations := [a for a in self.accusations if a.by not in gone and a.of not in gone]:
+            count = {
+                worker: sum(worker in (a.by, a.of) for a in accusations) for worker in candidates if worker not in gone
+            }
+            worst = max(count, key=lambda worker: (count[worker], candidates[worker].number))
+            gone[worst] = next(a.why for a in accusations if worst in (a.by, a.of))
+        return gone if self._has_majority(members, gone) else None
+
+    def _has_majority(self, members: list[int], gone: Mapping[int, str]) -> bool:
+        if self.on_partition == "both":
+            return True
+        # Who accuses from outside proves nothing about those inside.
+        ended = {a.of for a in self.accusations if a.is_sure and a.by not in gone} | set(self.left)
+        counted = [worker for worker in members if worker not in ended]
+        remaining = [worker for worker in counted if worker not in gone]
+        if not counted:
+            return True
+        return 2 * len(remaining) > len(counted) or (2 * len(remaining) == len(counted) and remaining[0] == counted[0])
+
+    def _form(self, members: Iterable[Member], reasons: Mapping[int, str]) -> None:
+        members = tuple(members)
+        if self.forming is not None and tuple(m.id for m in members) == self.forming.ids:
+            return
+        self.last_generation += 1
+        self.forming = View(self.last_generation, members, reasons=dict(reasons))
+        self.ready = {}
+
+    def _ready(self, event: Mapping[str, Any]) -> None:
+        """[Note: first step] `step` is one that the member does not start before it knows the first step."""
+        forming, worker = self.forming, int(event["id"])
+        if forming is None or event["generation"] != forming.generation or not forming.has(worker):
+            return
+        self.ready[worker] = int(event["step"])
+        if set(self.ready) != set(forming.ids):
+            return
+        self.view = replace(forming, start=max(self.ready.values()))
+        self.forming = None
+        self.ready = {}
+        self.founders = {}
+        self.accusations = [a for a in self.accusations if self.view.has(a.by) and self.view.has(a.of)]
+        self.left = {}
+        self.joiners = {worker: joiner for worker, joiner in self.joiners.items() if not self.view.has(worker)}
+        for joiner in list(self.joiners.values()):
+            if not (joiner.refusal or joiner.is_loaded or self.view.has(joiner.donor)):
+                self._give_another_donor(joiner)
+        if self.accusations:
+            self._change()
+
+    # As text.
+
+    def dumps(self) -> str:
+        """The whole state, for a store that came back empty."""
+        state: dict[str, Any] = {
+            "view": None if self.view is None else asdict(self.view),
+            "description": self.description,
+            "last_generation": self.last_generation,
+            "next_number": self.next_number,
+        }
+        return json.dumps(state)
+
+    def loads(self, text: str) -> None:
+        """Take back what `dumps` gave; what was being formed is not part of it."""
+        state = json.loads(text)
+        self.__init__(on_partition=self.on_partition)  # type: ignore[misc]
+        self.view = None if state["view"] is None else _view(state["view"])
+        self.description = dict(state["description"])
+        self.last_generation, self.next_number = int(state["last_generation"]), int(state["next_number"])
+
+
+def _member(state: Mapping[str, Any]) -> Member:
+    host, port = state["address"]
+    return Member(int(state["id"]), int(state["number"]), str(state["host"]), int(state["pid"]), (str(host), int(port)))
+
+
+def _view(state: Mapping[str, Any]) -> View:
+    members = tuple(_member(member) for member in state["members"])
+    reasons = {int(number): str(why) for number, why in state["reasons"].items()}
+    return View(int(state["generation"]), members, int(state["start"]), reasons)
+
+
+def _differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
+    """What differs between the description of the job and that of a worker, both named; empty: nothing."""
+    names = [name for name in {**expected, **got} if expected.get(name) != got.get(name)]
+    return "; ".join(f"{name}: got {got.get(name)!r:.200}, expected {expected.get(name)!r:.200}" for name in names)

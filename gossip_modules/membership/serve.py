@@ -1,0 +1,47 @@
+"""The store of a job, in a process of its own, which outlives the workers: python -m gossip_modules.membership.serve"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+DEFAULT_PORT = 29400
+
+
+def serve(port: int = DEFAULT_PORT) -> dist.TCPStore:
+    """A key-value store that answers for as long as the object lives.
+
+    Args:
+        port: on all interfaces; 0: a free one, see `.port`.
+
+    Raises:
+        RuntimeError: the port is taken.
+    """
+    return dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal ends it; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m gossip_modules.membership.serve", description=__doc__)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="of the store on all interfaces; 0: a free one")
+    port = parser.parse_args(arguments).port
+    try:
+        store = serve(port)
+    except RuntimeError as error:
+        print(f"error: got --port {port}, expected a free one: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    print(f"serving the membership of jobs on port {store.port}", flush=True)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""EventLog: one order of events for all, whatever becomes of those who write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gossip_modules.membership import event_log
+from gossip_modules.membership.event_log import EventLog
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def read(log: EventLog) -> list[Mapping[str, Any]]:
+    events: list[Mapping[str, Any]] = []
+    assert log.read(lambda snapshot: events.append({"snapshot": snapshot}), events.append)
+    return events
+
+
+def test_all_read_the_same_events_in_one_order() -> None:
+    store = dist.HashStore()
+    first, second = (EventLog(store, name="job", timeout=TIMEOUT) for _ in range(2))
+    for i, log in enumerate((first, second, first)):
+        assert log.append({"event": "come", "i": i})
+    assert [event["i"] for event in read(first)] == [0, 1, 2]
+    assert [event["i"] for event in read(second)] == [0, 1, 2]
+    assert read(first) == []
+    assert read(EventLog(store, name="another job", timeout=TIMEOUT)) == []
+
+
+def test_an_entry_that_was_never_written_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer died between taking the number and writing."""
+    monkeypatch.setattr(event_log, "_HOLE_SECONDS", 0.0)
+    store = dist.HashStore()
+    log = EventLog(store, name="job", timeout=TIMEOUT)
+    store.add("gossip/job/size", 1)
+    assert log.append({"i": 1})
+    assert [event.get("i") for event in read(log)] == [None, 1]
+
+
+def test_who_was_too_late_writes_again() -> None:
+    store = dist.HashStore()
+    log = EventLog(store, name="job", timeout=TIMEOUT)
+    store.set("gossip/job/entry/0", "{}")  # declared void by a reader
+    assert log.append({"i": 1})
+    assert [event.get("i") for event in read(log)] == [None, 1]
+
+
+@pytest.mark.parametrize("garbage", [b"not json", b"[1, 2]", b"\xff\xfe", b"3"])
+def test_garbage_is_no_event(garbage: bytes) -> None:
+    store = dist.HashStore()
+    log = EventLog(store, name="job", timeout=TIMEOUT)
+    store.add("gossip/job/size", 1)
+    store.set("gossip/job/entry/0", garbage.decode("latin1"))
+    assert log.append({"i": 1})
+    assert read(log) == [{"i": 1}]
+
+
+def test_a_store_that_came_back_begins_with_the_snapshot() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    log = EventLog(f"127.0.0.1:{port}", name="job", timeout=TIMEOUT)
+    assert log.append({"i": 0})
+    assert read(log) == [{"i": 0}]
+    del server
+    assert not log.append({"i": 1})
+    assert not log.is_connected
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    log._last_attempt = 0.0  # it is time to connect again
+    assert read(log) == []
+    assert log.is_anew
+    log.restore("what was")
+    assert log.append({"i": 1})
+    assert read(log) == [{"snapshot": "what was"}, {"i": 1}]
+    other = EventLog(f"127.0.0.1:{port}", name="job", timeout=TIMEOUT)
+    other.restore("another state, too late")
+    assert read(other) == [{"snapshot": "what was"}, {"i": 1}]
+    del server

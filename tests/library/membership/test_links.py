@@ -1,0 +1,190 @@
+"""Rounds over links go on without ranks that die, and nothing is lost but what these held."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossip_modules import (
+    Gossiper,
+    MetropolisHastingsMixing,
+    MixingManager,
+    NPeerDynamicDirectedExponentialGraph,
+    PushPull,
+    PushSum,
+    RingGraph,
+    UniformMixing,
+)
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.membership.links import LinkTransport, connect_links
+from gossip_modules.transport.exchange import Exchange
+from tests.harness.ranks import TIMEOUT
+
+Body = Callable[[LinkTransport, threading.Barrier], Any]
+
+
+class Ended(Exception):
+    """Raised by a body: the rank's connections close, as at the end of its process."""
+
+
+def run_links(size: int, mixing: MixingManager, body: Body) -> tuple[list[Any], dict[int, set[int]]]:
+    """`body(transport, barrier)` on every rank, in a thread each; the results, and who lost whom (None: it ended).
+
+    The barrier is of all ranks.
+    """
+    store, barrier, over = dist.HashStore(), threading.Barrier(size), threading.Barrier(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+    lost: dict[int, set[int]] = {}
+
+    def run(rank: int) -> None:
+        graph = mixing.graph
+        peers = {*graph.phone_book(rank), *(j for j in range(size) if rank in graph.phone_book(j))}
+        seen: set[int] = set()
+        transport = connect_links(
+            lambda name: dist.PrefixStore(name, store),
+            rank,
+            size,
+            peers,
+            names=range(size),
+            timeout=TIMEOUT,
+            patience=TIMEOUT,
+            on_lost=lambda peer, error, is_closed: seen.add(peer),
+        )
+        try:
+            results[rank] = body(transport, barrier)
+            lost[rank] = seen
+        except Ended:
+            transport.close()
+        except BaseException as error:  # noqa: BLE001 (raised in the thread of the test)
+            errors.append(error)
+            barrier.abort()
+            transport.close()
+        over.wait(2 * TIMEOUT.total_seconds())
+        transport.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results, lost
+
+
+def rounds(gossiper: Gossiper, mixing: MixingManager, x: Tensor, *, dying: int, num_rounds: int, late: bool) -> Body:
+    """Rounds on x + rank, of which `dying` takes one; late: the rounds are applied as corrections."""
+
+    def body(transport: LinkTransport, barrier: threading.Barrier) -> tuple[Tensor, float]:
+        own = type(gossiper)(**({"chunk_bytes": gossiper.chunk_bytes} if isinstance(gossiper, PushPull) else {}))
+        own.bind(mixing, transport)
+        s = FlatVector.over(x + transport.rank)
+        for t in range(num_rounds):
+            if t == 1:
+                barrier.wait()
+                if transport.rank == dying:
+                    raise Ended
+            if late:
+                correction = s.clone()
+                own.start(correction, t)
+                s.add_(correction, alpha=own.difference(correction))
+            else:
+                own.mix(s, t)
+        return s.segments[0].clone(), s.push_sum_weight.item()
+
+    return body
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in place", "as a correction"])
+def test_push_sum_keeps_the_mass_of_those_who_live(late: bool) -> None:
+    """Rank 3 of 8 dies after round 0 with (2.5, 1): sums stay 25.5 and 7, and z goes to their ratio."""
+    mixing = UniformMixing(NPeerDynamicDirectedExponentialGraph(8))
+    x = torch.zeros(1, dtype=torch.float64)
+    results, lost = run_links(8, mixing, rounds(PushSum(), mixing, x, dying=3, num_rounds=61, late=late))
+    alive = [result for result in results if result is not None]
+    assert len(alive) == 7
+    assert sum(weight for _, weight in alive) == pytest.approx(7.0, abs=1e-12)
+    assert sum(value.item() for value, _ in alive) == pytest.approx(25.5, abs=1e-11)
+    for value, weight in alive:
+        assert value.item() / weight == pytest.approx(25.5 / 7, abs=1e-9)  # 3.6428571429
+    assert lost == {rank: {3} if rank in (1, 2, 4, 5, 7) else set() for rank in (0, 1, 2, 4, 5, 6, 7)}
+
+
+@pytest.mark.parametrize("chunk_bytes", [256, 1 << 22], ids=["in chunks", "whole"])
+@pytest.mark.parametrize("late", [False, True], ids=["in place", "as a correction"])
+def test_symmetric_weights_keep_the_mean_of_those_who_live(late: bool, chunk_bytes: int) -> None:
+    """On a ring of 6 without rank 2, W_ii += W_i2: its second eigenvalue is .8727."""
+    mixing = MetropolisHastingsMixing(RingGraph(6, peers_per_itr=2))
+    x = torch.linspace(0, 1, 301, dtype=torch.float64)
+    gossiper = PushPull(chunk_bytes=chunk_bytes)
+    results, _ = run_links(6, mixing, rounds(gossiper, mixing, x, dying=2, num_rounds=40, late=late))
+    W = mixing.matrix(0)
+    start = torch.stack([x + rank for rank in range(6)])
+    expected = (W @ start)[[0, 1, 3, 4, 5]]
+    V = W[[0, 1, 3, 4, 5]][:, [0, 1, 3, 4, 5]] + torch.diag(W[[0, 1, 3, 4, 5], 2])
+    assert sorted(torch.linalg.eigvalsh(V))[-2].item() == pytest.approx(0.8727, abs=1e-4)
+    for _ in range(39):
+        expected = V @ expected
+    got = torch.stack([result[0] for result in results if result is not None])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(got.mean(0), (W @ start)[[0, 1, 3, 4, 5]].mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in place", "as a correction"])
+def test_a_message_of_which_only_a_part_came_is_left_out(late: bool) -> None:
+    """Rank 1 of a pair ends within a round, with one of five chunks sent: what was mixed of it is unmixed."""
+    mixing = MetropolisHastingsMixing(RingGraph(2))
+    x = torch.linspace(0, 1, 160, dtype=torch.float64)
+
+    def body(transport: LinkTransport, barrier: threading.Barrier) -> Tensor | None:
+        s = FlatVector.over(x + transport.rank)
+        if transport.rank == 1:
+            exchange = Exchange(transport, 1, tag=0, what="")
+            exchange.post(0, 0, s.raw[:256], total_bytes=s.raw.numel(), is_send=True)
+            exchange.begin()
+            exchange.wait()
+            raise Ended
+        gossiper = PushPull(chunk_bytes=256)
+        gossiper.bind(mixing, transport)
+        gossiper.start(s, 0)
+        if late:
+            correction = gossiper.difference(s) * s.segments[0]
+            return x + correction
+        gossiper.finish(s)
+        return s.segments[0]
+
+    (result, _), lost = run_links(2, mixing, body)
+    torch.testing.assert_close(result, x, rtol=0, atol=1e-15)
+    assert lost[0] == {1}
+
+
+def test_a_wait_ends_when_its_link_is_broken() -> None:
+    """As when heartbeats stop: rank 0 waits for rank 1, which lives and sends nothing; other links stay."""
+    mixing = MetropolisHastingsMixing(RingGraph(3, peers_per_itr=2))
+
+    def body(transport: LinkTransport, barrier: threading.Barrier) -> bool:
+        y = torch.full((3,), float(transport.rank))
+        if transport.rank == 0:
+            timer = threading.Timer(0.3, transport.break_link, (1,))
+            timer.start()
+            pending = transport.exchange({}, {1: [torch.empty(3)]}, tag=0)
+            pending.wait()
+            assert pending.lost == {1}  # type: ignore[attr-defined]
+        barrier.wait()
+        if transport.rank != 1:
+            other, got = 2 - transport.rank, torch.empty(3)
+            transport.exchange({other: [y]}, {other: [got]}, tag=1).wait(timedelta(seconds=20))
+            assert torch.equal(got, torch.full((3,), float(other)))
+        return True
+
+    results, lost = run_links(3, mixing, body)
+    assert results == [True] * 3
+    assert lost[0] == set(), "who breaks a link knows it"

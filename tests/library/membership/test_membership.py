@@ -1,0 +1,371 @@
+"""Membership: jobs whose workers, here threads, die, come and are cut off, and go on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossip_modules import (
+    BaseGraph,
+    Choco,
+    DynamicBipartiteExponentialGraph,
+    GossipDataParallel,
+    Membership,
+    PushSum,
+    RingGraph,
+    Schedule,
+)
+from gossip_modules.compression.quantizer import SignNorm
+from gossip_modules.membership.membership import Change
+
+SECONDS = 60.0  # of any wait: nothing here should take as long
+PATIENT = 20.0  # of silence, so that a loaded machine declares nobody dead
+
+
+def member_of(store: dist.Store | str, *, min_workers: int, **options: Any) -> Membership:
+    return Membership(store, min_workers=min_workers, timeout=SECONDS, **{"min_deadline": PATIENT, **options})
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def die(membership: Membership) -> None:
+    """As at the end of a process: connections close, and nobody is told."""
+    membership._closed.set()
+    membership._wake.set()
+    membership._release_all()
+
+
+class Job:
+    """Workers as threads that train until the test says that it is enough, at one step for all."""
+
+    def __init__(self, store: dist.Store | str, *, min_workers: int, **options: Any) -> None:
+        self.store, self.min_workers, self.options = store, min_workers, options
+        self.workers: list[Worker] = []
+        self.last = 1 << 30
+
+    def start(self, count: int, **options: Any) -> list[Worker]:
+        workers = [Worker(self, **options) for _ in range(count)]
+        self.workers += workers
+        for worker in workers:
+            worker.thread.start()
+        return workers
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            errors = [worker.error for worker in self.workers if worker.error is not None]
+            if errors:
+                raise errors[0]
+            assert time.monotonic() < deadline, what
+            time.sleep(0.005)
+
+    def until_live(self, workers: list[Worker]) -> None:
+        """Until all of them are in one generation, with nobody else, and have taken a step in it."""
+
+        def is_so() -> bool:
+            views = [worker.members for worker in workers]
+            return len(set(views)) == 1 and len(views[0]) == len(workers)
+
+        self.until(is_so, f"got {[worker.members for worker in workers]}, expected one generation of {len(workers)}")
+
+    def end(self) -> list[Worker]:
+        """Stop all that live at one step, far enough ahead for all."""
+        alive = [worker for worker in self.workers if worker.thread.is_alive() and not worker.is_killed.is_set()]
+        self.last = max(worker.step for worker in alive) + 50
+        for worker in alive:
+            worker.thread.join(SECONDS)
+            assert not worker.thread.is_alive(), f"a worker hangs at step {worker.step} of {self.last}"
+        for worker in self.workers:
+            if worker.error is not None:
+                raise worker.error
+        return alive
+
+
+class Worker:
+    """One of them."""
+
+    def __init__(self, job: Job, *, seed: int = 0, learning_rate: float = 0.01, model: nn.Module | None = None) -> None:
+        self.job, self.learning_rate = job, learning_rate
+        self.model = model_of(seed) if model is None else model
+        self.is_killed, self.is_paused, self.may_go_on = threading.Event(), threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self.membership: Membership | None = None
+        self.wrapper: GossipDataParallel | None = None
+        self.changes: list[Change] = []
+        self.members: tuple[int, ...] = ()
+        self.first = self.step = -1
+        self.momentum: torch.Tensor | None = None  # when it began
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self) -> None:
+        try:
+            self.train()
+        except Exception as error:  # noqa: BLE001 (raised in the thread of the test)
+            self.error = error
+            if self.membership is not None:
+                die(self.membership)
+
+    def train(self) -> None:
+        options = dict(self.job.options)
+        names = ("min_deadline", "on_partition")
+        member_options = {name: options.pop(name) for name in names if name in options}
+        member = self.membership = member_of(self.job.store, min_workers=self.job.min_workers, **member_options)
+        member.on_change(self.changes.append)
+        wrapper = self.wrapper = GossipDataParallel(self.model, membership=member, **options)
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=self.learning_rate, momentum=0.9)
+        member.track(optimizer=optimizer)
+        self.first = self.step = member.join()
+        if optimizer.state:
+            self.momentum = next(iter(optimizer.state.values()))["momentum_buffer"].clone()
+        generator = torch.Generator().manual_seed(member.number)
+        while self.step < self.job.last:
+            if self.is_killed.is_set():
+                die(member)
+                return
+            if self.is_paused.is_set():
+                self.may_go_on.wait(SECONDS)
+            loss = wrapper(torch.randn(4, 4, generator=generator)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            self.step = wrapper._engine.step
+            self.members = member.members
+            time.sleep(0.001)
+        wrapper.flush()
+
+    @property
+    def weight(self) -> float:
+        assert self.wrapper is not None
+        return self.wrapper._buffer.vector.push_sum_weight.item()
+
+
+def close(workers: list[Worker]) -> None:
+    for worker in workers:
+        if worker.wrapper is not None:
+            worker.wrapper.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="SGP"),
+        pytest.param({"overlap": True}, id="Overlap SGP"),
+        pytest.param({"push_sum": False, "graph": lambda n: RingGraph(n, peers_per_itr=min(2, n - 1))}, id="D-PSGD"),
+    ],
+)
+def test_workers_die_and_come_and_nobody_raises(options: dict[str, Any]) -> None:
+    """3 workers, then 4, then without the first, then 4 again."""
+    job = Job(dist.HashStore(), min_workers=3, **options)
+    founders = job.start(3)
+    job.until_live(founders)
+    newcomer, *_ = job.start(1, seed=1)
+    job.until_live([*founders, newcomer])
+    assert newcomer.first > 0
+    assert newcomer.momentum is not None, "the state of the optimizer came from the donor"
+    founders[0].is_killed.set()
+    job.until_live([*founders[1:], newcomer])
+    another, *_ = job.start(1, seed=2)
+    job.until_live([*founders[1:], newcomer, another])
+    alive = job.end()
+    assert len(alive) == 4
+    assert {worker.step for worker in alive} == {job.last}
+    for worker in founders[1:]:
+        steps = [(change.generation, len(change.members)) for change in worker.changes]
+        assert [size for _, size in steps] == [3, 4, 3, 4]
+        assert list(worker.changes[2].left.values()) == ["its connection closed"]
+        stats = worker.wrapper.comm_stats()  # type: ignore[union-attr]
+        assert (stats["live"], stats["joins"], stats["deaths"]) == (4, 2, 1)
+    # Half of what the donor had went with the state, so that no join has changed the sum.
+    if options.get("push_sum", True):
+        assert sum(worker.weight for worker in alive) < 3.0
+    else:
+        assert [worker.weight for worker in alive] == [1.0] * 4
+    close(alive)
+
+
+def test_all_but_one_may_die() -> None:
+    job = Job(dist.HashStore(), min_workers=3)
+    workers = job.start(3)
+    job.until_live(workers)
+    for worker in workers[:2]:
+        worker.is_killed.set()
+    job.until_live(workers[2:])
+    (last,) = job.end()
+    assert last.membership is not None
+    assert last.membership.world_size == 1
+    close([last])
+
+
+def test_who_was_cut_off_joins_again_by_itself() -> None:
+    """Its heartbeats end while it stands still, as when a process is stopped; the others go on without it."""
+    job = Job(dist.HashStore(), min_workers=3, min_deadline=2.0)
+    workers = job.start(3)
+    job.until_live(workers)
+    stopped, *others = workers
+    stopped.is_paused.set()
+    assert stopped.membership is not None
+    assert stopped.membership._heartbeats is not None
+    stopped.membership._heartbeats.close()
+    job.until_live(others)
+    stopped.is_paused.clear()
+    stopped.may_go_on.set()
+    job.until_live(workers)
+    alive = job.end()
+    assert len(alive) == 3
+    assert len({worker.membership.number for worker in alive if worker.membership is not None}) == 3
+    close(alive)
+
+
+def test_the_store_may_go_and_come_back_empty() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    job = Job(f"127.0.0.1:{port}", min_workers=3)
+    workers = job.start(3)
+    job.until_live(workers)
+    del server
+    job.until(lambda: not any(w.membership._log.is_connected for w in workers if w.membership), "the store has gone")
+    steps = [worker.step for worker in workers]
+    workers[0].is_killed.set()
+    job.until(lambda: all(w.step > s + 20 for w, s in zip(workers[1:], steps[1:], strict=True)), "training goes on")
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    job.until_live(workers[1:])
+    newcomer, *_ = job.start(1)
+    job.until_live([*workers[1:], newcomer])
+    close(job.end())
+    del server
+
+
+def test_another_model_is_refused_and_the_job_goes_on() -> None:
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    other = member_of(job.store, min_workers=2)
+    with pytest.raises(ValueError, match=r"refused this worker, .* model: got 'Linear with 5 .* expected 'Sequential"):
+        GossipDataParallel(nn.Linear(4, 1), membership=other)
+    assert len(job.end()) == 2
+    close(workers)
+
+
+def test_averages_are_of_those_who_live() -> None:
+    job = Job(dist.HashStore(), min_workers=3)
+    workers = job.start(3)
+    job.until_live(workers)
+    workers[1].is_killed.set()
+    alive = [workers[0], workers[2]]
+    job.until_live(alive)
+    job.end()
+    found: dict[int, tuple[float, torch.Tensor]] = {}
+
+    def average(k: int) -> None:
+        wrapper = alive[k].wrapper
+        assert wrapper is not None
+        distance = wrapper.consensus_distance()
+        wrapper.average_()
+        found[k] = distance, wrapper._buffer.vector.raw.clone()
+
+    threads = [threading.Thread(target=average, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert found[0][0] == found[1][0] < 1.0
+    assert torch.equal(found[0][1], found[1][1])
+    assert [worker.weight for worker in alive] == [1.0, 1.0]
+    close(alive)
+
+
+def test_too_few_workers_is_an_error_with_their_number() -> None:
+    membership = Membership(dist.HashStore(), min_workers=3, timeout=0.5)
+    with pytest.raises(TimeoutError, match=r"got 1 workers, expected min_workers=3; start the others"):
+        GossipDataParallel(model_of(), membership=membership)
+
+
+def test_a_store_that_does_not_answer_is_an_error_with_its_address() -> None:
+    with pytest.raises(
+        ConnectionError, match=r"(?s)127.0.0.1:1 did not answer within 1 s .* -m gossip_modules.membership.serve"
+    ):
+        Membership("127.0.0.1:1", min_workers=2, timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_workers": 0}, "got min_workers=0, expected a whole number of at least 1"),
+        ({"on_partition": "stop"}, "got on_partition='stop', expected 'majority' or 'both'"),
+        ({"interval": 0.5}, "got interval=0.5 and min_deadline=0.2, expected seconds"),
+        ({"store": "node0"}, "got store='node0', expected 'host:port'"),
+    ],
+)
+def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Membership(**{"store": dist.HashStore(), "min_workers": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graph": RingGraph(4)}, r"got graph=RingGraph\(4, .* with a membership, expected a class"),
+        ({"graph": DynamicBipartiteExponentialGraph}, r"does not exist for \[3, 5, 7, 9, 11, 13, 15\] workers"),
+        ({"gossiper": Choco(SignNorm(), step_size=0.4)}, "got Choco.* with a membership, expected PushSum or PushPull"),
+        ({"schedule": Schedule(average_every=4)}, "got Schedule.* with a membership, expected gossip only"),
+        ({"nprocs_per_node": 2}, "got nprocs_per_node=2 with a membership, expected 1"),
+        ({"comm_device": "cuda"}, "got comm_device=cuda with a membership"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    membership = Membership(dist.HashStore(), min_workers=2)
+    with pytest.raises(ValueError, match=message):
+        GossipDataParallel(model_of(), membership=membership, **options)
+    membership.close()
+
+
+def test_one_membership_is_for_one_wrapper() -> None:
+    membership = Membership(dist.HashStore(), min_workers=1, timeout=timedelta(seconds=SECONDS))
+    wrapper = GossipDataParallel(model_of(), membership=membership, gossiper=PushSum(), graph=lambda n: BaseGraph(n, 1))
+    assert (membership.rank, membership.world_size, membership.join()) == (0, 1, 0)
+    with pytest.raises(ValueError, match="got membership of job 'job' in a second wrapper"):
+        GossipDataParallel(model_of(), membership=membership)
+    with pytest.raises(TypeError, match="got sampler of type int, expected an object with state_dict"):
+        membership.track(sampler=3)
+    wrapper.close()
+    with pytest.raises(RuntimeError, match="got join\\(\\) of a membership that is closed"):
+        membership.join()
+
+
+def test_a_membership_without_a_wrapper_has_no_place() -> None:
+    membership = Membership(dist.HashStore(), min_workers=1)
+    with pytest.raises(RuntimeError, match="has no place in the job yet"):
+        membership.rank  # noqa: B018
+    with pytest.raises(RuntimeError, match="without a wrapper"):
+        membership.join()
+    membership.close()
+
+
+def test_one_line_of_the_log_says_who_has_gone_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(dist.HashStore(), min_workers=2)
+    with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
+        workers = job.start(2)
+        job.until_live(workers)
+        assert workers[1].membership is not None
+        number = workers[1].membership.number
+        workers[1].is_killed.set()
+        job.until_live(workers[:1])
+        close(job.end())
+    lines = [record.getMessage() for record in caplog.records if "generation" in record.getMessage()]
+    assert any(f"worker {number} left (its connection closed)" in line for line in lines), lines

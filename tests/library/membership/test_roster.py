@@ -1,0 +1,249 @@
+"""Roster: the same generations from the same events, whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossip_modules.membership.roster import Roster
+
+DESCRIPTION = {"model": "mlp", "graph": "ring"}
+
+
+def come(worker: int, *, min_workers: int = 4, description: Mapping[str, str] = DESCRIPTION) -> dict[str, Any]:
+    member = {"id": worker, "number": -1, "host": "node", "pid": worker, "address": ["127.0.0.1", 1000 + worker]}
+    return {"event": "come", "member": member, "description": dict(description), "min_workers": min_workers}
+
+
+def accuse(by: int, of: int, *, is_sure: bool = False) -> dict[str, Any]:
+    return {"event": "accuse", "by": by, "of": of, "why": "it was silent", "is_sure": is_sure}
+
+
+def formed(roster: Roster, *, step: int = 10) -> Roster:
+    """All that are to form a generation say that they are ready."""
+    assert roster.forming is not None
+    forming = roster.forming
+    for worker in forming.ids:
+        roster.apply({"event": "ready", "id": worker, "generation": forming.generation, "step": step})
+    return roster
+
+
+def job(size: int, **options: Any) -> Roster:
+    roster = Roster(**options)
+    for worker in range(size):
+        roster.apply(come(worker, min_workers=size))
+    return formed(roster, step=0)
+
+
+def ids(roster: Roster) -> tuple[int, ...]:
+    assert roster.view is not None
+    return roster.view.ids
+
+
+def test_the_first_generation_has_as_many_as_were_asked_for() -> None:
+    roster = Roster()
+    for worker in range(3):
+        roster.apply(come(worker))
+    assert roster.forming is None
+    roster.apply(come(3))
+    assert formed(roster).view == roster.view
+    assert ids(roster) == (0, 1, 2, 3)
+
+
+def test_a_generation_starts_at_the_largest_step_when_all_are_ready() -> None:
+    roster = job(4)
+    roster.apply(accuse(0, 2))
+    assert roster.forming is not None
+    for worker, step in ((0, 7), (1, 12)):
+        roster.apply({"event": "ready", "id": worker, "generation": roster.forming.generation, "step": step})
+        assert ids(roster) == (0, 1, 2, 3)
+    roster.apply({"event": "ready", "id": 3, "generation": roster.forming.generation, "step": 9})
+    assert ids(roster) == (0, 1, 3)
+    assert roster.view is not None
+    assert (roster.view.generation, roster.view.start, roster.view.reasons) == (2, 12, {2: "it was silent"})
+
+
+def test_who_fails_while_a_generation_is_formed_is_left_out_of_the_next() -> None:
+    roster = job(5)
+    roster.apply(accuse(0, 1))
+    roster.apply(accuse(2, 3))
+    assert ids(formed(roster)) == (0, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "accusations", "remaining"),
+    [
+        pytest.param(8, [(0, 7), (4, 5), (4, 6)], (0, 1, 2, 3, 4), id="the larger part goes on"),
+        pytest.param(4, [(0, 2), (0, 3)], (0, 1), id="of two halves that with the first"),
+        pytest.param(4, [(2, 0), (2, 1)], (0, 1, 3), id="half without the first: those in most accusations go"),
+        pytest.param(3, [(0, 1), (1, 0)], (0, 2), id="the first accusation of two counts"),
+    ],
+)
+def test_the_majority_goes_on(size: int, accusations: list[tuple[int, int]], remaining: tuple[int, ...]) -> None:
+    roster = job(size)
+    for by, of in accusations:
+        roster.apply(accuse(by, of))
+    if roster.forming is not None:
+        formed(roster)
+    assert set(ids(roster)) == set(remaining)
+
+
+def test_a_minority_forms_nothing() -> None:
+    roster = job(5)
+    for by in (3, 4):
+        for of in (0, 1, 2):
+            roster.apply(accuse(by, of))
+    if roster.forming is not None:
+        formed(roster)
+    assert {0, 1, 2} & set(ids(roster)), "three of five were left out by two"
+
+
+def test_both_parts_go_on_where_that_is_asked_for() -> None:
+    roster = job(5, on_partition="both")
+    for of in (0, 1, 2):
+        roster.apply(accuse(4, of))
+    assert ids(formed(roster)) == (3, 4)
+
+
+def test_processes_that_have_ended_do_not_count() -> None:
+    roster = job(4)
+    for of in (0, 1, 2):
+        roster.apply(accuse(3, of, is_sure=True))
+    assert ids(formed(roster)) == (3,)
+
+
+def test_a_worker_joins_with_what_a_donor_gives() -> None:
+    roster = job(3)
+    roster.apply(come(9))
+    joiner = roster.joiners[9]
+    assert joiner.donor in ids(roster)
+    assert roster.forming is None
+    roster.apply({"event": "loaded", "id": 9, "attempt": 0})
+    assert ids(formed(roster)) == (0, 1, 2, 9)
+    assert roster.view is not None
+    assert [member.number for member in roster.view.members] == [0, 1, 2, 3]
+    assert not roster.joiners
+
+
+def test_another_donor_gives_where_one_has_died() -> None:
+    roster = job(3)
+    roster.apply(come(9))
+    first = roster.joiners[9].donor
+    roster.apply(accuse((first + 1) % 3, first, is_sure=True))
+    formed(roster)
+    assert roster.joiners[9].donor != first
+    assert roster.joiners[9].attempt == 1
+    roster.apply({"event": "loaded", "id": 9, "attempt": 0})  # what the first one gave came too late
+    assert roster.forming is None
+    roster.apply({"event": "loaded", "id": 9, "attempt": 1})
+    assert ids(formed(roster)) == (*(worker for worker in range(3) if worker != first), 9)
+
+
+def test_a_joiner_that_does_not_come_is_forgotten() -> None:
+    roster = job(3)
+    roster.apply(come(9))
+    roster.apply({"event": "loaded", "id": 9, "attempt": 0})
+    roster.apply(accuse(0, 9))
+    assert ids(formed(roster)) == (0, 1, 2)
+    roster.apply({"event": "leave", "id": 1, "why": "it left"})
+    assert ids(formed(roster)) == (0, 2)
+
+
+def test_another_model_is_refused_with_both_sides() -> None:
+    roster = job(3)
+    roster.apply(come(9, description={"model": "resnet", "graph": "ring"}))
+    assert roster.joiners[9].refusal == "model: got 'resnet', expected 'mlp'"
+    assert roster.forming is None
+
+
+def test_when_all_have_left_another_job_may_begin() -> None:
+    roster = job(2)
+    roster.apply({"event": "leave", "id": 0, "why": "it left"})
+    formed(roster)
+    roster.apply({"event": "leave", "id": 1, "why": "it left"})
+    assert roster.view is None
+    for worker in (10, 11):
+        roster.apply(come(worker, min_workers=2))
+    assert ids(formed(roster)) == (10, 11)
+
+
+def test_a_store_that_comes_back_gets_the_state() -> None:
+    roster = job(4)
+    roster.apply(accuse(0, 3))
+    formed(roster)
+    other = Roster()
+    other.loads(roster.dumps())
+    assert (other.view, other.description, other.next_number) == (roster.view, roster.description, roster.next_number)
+    for state in (roster, other):
+        state.apply(accuse(0, 1))
+    assert formed(other).view == formed(roster).view
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"event": "explode"},
+        {"event": "come"},
+        {"event": "accuse", "by": "x", "of": 1, "why": 2, "is_sure": 3},
+        {"event": "ready", "id": None},
+    ],
+)
+def test_garbage_changes_nothing(event: Mapping[str, Any]) -> None:
+    roster = job(3)
+    before = roster.dumps()
+    roster.apply(event)
+    assert roster.dumps() == before
+    assert roster.forming is None
+
+
+WORKERS = st.integers(0, 6)
+EVENTS = st.one_of(
+    st.builds(come, WORKERS, min_workers=st.integers(1, 4)),
+    st.builds(accuse, WORKERS, WORKERS, is_sure=st.booleans()),
+    st.builds(lambda worker: {"event": "leave", "id": worker, "why": "it left"}, WORKERS),
+    st.builds(
+        lambda worker, attempt: {"event": "loaded", "id": worker, "attempt": attempt}, WORKERS, st.integers(0, 2)
+    ),
+    st.builds(
+        lambda worker, by, attempt: {"event": "gave up", "id": worker, "by": by, "attempt": attempt},
+        WORKERS,
+        WORKERS,
+        st.integers(0, 2),
+    ),
+    st.builds(
+        lambda worker, generation, step: {"event": "ready", "id": worker, "generation": generation, "step": step},
+        WORKERS,
+        st.integers(1, 6),
+        st.integers(0, 50),
+    ),
+    st.just({"event": "all ready"}),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(EVENTS, max_size=40))
+def test_any_events_leave_a_roster_that_makes_sense(events: list[dict[str, Any]]) -> None:
+    """Generations only grow, have members that differ, and are the same for all who read the same events."""
+    roster, other = Roster(), Roster()
+    generation = 0
+    for event in events:
+        for state in (roster, other):
+            if event == {"event": "all ready"}:
+                if state.forming is not None:
+                    formed(state)
+            else:
+                state.apply(event)
+        assert (roster.view, roster.forming, roster.joiners) == (other.view, other.forming, other.joiners)
+        for view in (roster.view, roster.forming):
+            if view is not None:
+                assert len(set(view.ids)) == len(view.ids) > 0
+                assert len({member.number for member in view.members}) == len(view.members)
+        if roster.view is not None:
+            assert roster.view.generation >= generation
+            generation = roster.view.generation
+            assert roster.forming is None or roster.forming.generation > generation
