@@ -68,6 +68,18 @@ class EventLog:
             store = _client(f"{store.host}:{store.port}", self.timeout)
         return dist.PrefixStore(f"gossip/{self.name}/{prefix}", store)
 
+    def arrive(self, name: str) -> None:
+        """Count one more arrival at `name`.
+
+        Raises:
+            ConnectionError: the store cannot be reached now.
+        """
+        self._asked.add(self._key(name), 1, what="meeting others")
+
+    def num_arrived(self, name: str) -> int:
+        """How many have arrived at `name`. Raises as `arrive`."""
+        return self._asked.add(self._key(name), 0, what="meeting others")
+
     def append(self, event: Mapping[str, Any]) -> bool:
         """Append an event; False: the store cannot be reached now."""
         text = json.dumps(event)

@@ -17,6 +17,7 @@ from ..transport.base import Pending
 from ..transport.exchange import LATE, PointToPoint, fail
 from ..transport.gloo import CPU, gloo_backend, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
+from ..transport.shared_group import in_a_thread
 from ..transport.staging import Staging
 
 _BREAK = timedelta(milliseconds=1)
@@ -145,10 +146,7 @@ class LinkTransport(PointToPoint):
         links, self._links = list(self._links.values()), {}
         self._on_lost = _ignore
         self._whole.close()
-        thread = threading.Thread(target=links.clear, name="releasing-links", daemon=True)
-        thread.start()
-        del links
-        thread.join(1.0)
+        in_a_thread(links.clear).join(1.0)
 
 
 def _ignore(peer: int, error: str, is_closed: bool) -> None:
@@ -193,6 +191,7 @@ def connect_links(
         links = {peer: pool.submit(link, peer) for peer in peers}
     group = whole.result()
     transport = ProcessGroupTransport(group, device=CPU, timeout=timeout, names=names)
+    transport.own_group()
     return LinkTransport(transport, {peer: future.result() for peer, future in links.items()}, on_lost=on_lost)
 
 

@@ -96,7 +96,8 @@ class Membership:
         timeout: the limit of every wait, in seconds or as a timedelta. Only a worker whose process lives and whose
             training stands still is waited for so long.
         interval: seconds between two heartbeats.
-        min_deadline: seconds of silence that are always allowed; more where heartbeats are irregular.
+        min_deadline: seconds of silence that are always allowed; more where heartbeats are irregular. A machine that
+            runs more threads than it has cores may keep a thread waiting for some tenths of a second.
         on_partition: where workers cannot reach each other: "majority": the larger part forms a generation, the others
             train on without it and join again when they can; "both": each part forms one.
         host: the address at which others reach this process; None: that of the interface towards the store.
@@ -126,7 +127,7 @@ class Membership:
         name: str = "job",
         timeout: timedelta | float = 60.0,
         interval: float = 0.05,
-        min_deadline: float = 0.2,
+        min_deadline: float = 1.0,
         on_partition: str = "majority",
         host: str | None = None,
     ) -> None:
@@ -383,6 +384,7 @@ class Membership:
 
         if not self._await(is_known):
             came = len(self._roster.founders)
+            self.close()
             raise TimeoutError(
                 f"job {self.name!r} did not begin within {self.timeout.total_seconds():g} s: got {came} workers, "
                 f"expected min_workers={self.min_workers}; start the others, or ask for fewer"
@@ -408,7 +410,8 @@ class Membership:
                 joiner = self._roster.joiners.get(self.id)
             if joiner is None:
                 raise ConnectionError(
-                    f"job {self.name!r} has no place for this worker: its donor found it gone; start it again"
+                    f"job {self.name!r} has no place for this worker: it has ended, or the donor found this worker "
+                    "gone; start it again"
                 )
             try:
                 group = gloo_backend(
@@ -464,8 +467,13 @@ class Membership:
                 "tracked": {name: _copied(value.state_dict()) for name, value in self._tracked.items()},
                 "clock": self._clock,
             }
-            thread = threading.Thread(target=self._serve, args=(joiner, state), name="gossip-donor", daemon=True)
-            thread.start()
+            self._start_thread(self._serve, joiner, state, name="gossip-donor")
+
+    def _start_thread(self, body: Callable[..., None], *arguments: Any, name: str) -> None:
+        """A thread that connects with others, for which the exit of the interpreter waits; see `_close_all`."""
+        thread = threading.Thread(target=body, args=arguments, name=name, daemon=True)
+        _connecting.add(thread)
+        thread.start()
 
     def _wait_for_first_step(self) -> None:
         """[Note: first step]"""
@@ -489,6 +497,7 @@ class Membership:
         with self._lock:
             count = sum(view.start <= clock for view, _ in self._due)
             before, (view, transport) = self._active, self._due[count - 1]
+            reasons = {number: why for other, _ in self._due[:count] for number, why in other.reasons.items()}
             until = time.monotonic() + _RETIRE_SECONDS
             if self._transport is not None:
                 transport.num_bytes_sent += self._transport.num_bytes_sent
@@ -500,7 +509,7 @@ class Membership:
         known = set() if before is None else {m.number for m in before.members}
         members = tuple(member.number for member in view.members)
         joined = tuple(number for number in members if number not in known)
-        left = {n: view.reasons.get(n, "it left") for n in sorted(known - set(members))}
+        left = {number: reasons.get(number, "it left") for number in sorted(known - set(members))}
         change = Change(view.generation, view.start, view.ids.index(self.id), members, joined, left)
         if before is not None:
             self.num_joins += len(joined)
@@ -586,7 +595,7 @@ class Membership:
         """A thread of its own: give the state to a worker that joins."""
         try:
             store = self._log.new_store(f"give/{joiner.member.id}/{joiner.attempt}")
-            group = gloo_backend(store, 0, 2, min(self.timeout, _seconds(20)))
+            group = gloo_backend(store, 0, 2, min(self.timeout, _seconds(_FORMING_SECONDS)))
             transfer.send(group, state, timeout=self.timeout)
         except (RuntimeError, ConnectionError, TypeError) as error:
             _log.warning("job %s: %s did not get the state of training: %s", self.name, joiner.member, error)
@@ -628,8 +637,7 @@ class Membership:
             if forming is not None and forming.has(self.id) and forming.generation not in self._forming_since:
                 self._forming_since[forming.generation] = time.monotonic()
                 self._limit = None  # it was said for another one
-                thread = threading.Thread(target=self._form, args=(forming,), name="gossip-forming", daemon=True)
-                thread.start()
+                self._start_thread(self._form, forming, name="gossip-forming")
             if forming is not None and forming.generation in self._formed:
                 self._hurry(forming)
             if view is not None and view.generation > self.generation:
@@ -699,6 +707,8 @@ class Membership:
         assert self._participant is not None
         rank = view.ids.index(self.id)
         try:
+            if not self._all_come(view):
+                return
             transport = connect_links(
                 lambda name: self._log.new_store(f"links/{view.generation}/{name}"),
                 rank,
@@ -706,7 +716,7 @@ class Membership:
                 self._participant.peers(rank, len(view.members)),
                 names=[member.number for member in view.members],
                 timeout=self.timeout,
-                patience=min(self.timeout, _seconds(4 * _FORMING_SECONDS)),
+                patience=min(self.timeout, _seconds(_FORMING_SECONDS)),
                 on_lost=lambda peer, error, is_closed: self._on_lost(view, peer, error, is_closed),
             )
         except (RuntimeError, ConnectionError) as error:  # another generation follows
@@ -722,8 +732,22 @@ class Membership:
             self._unsent.append({"event": "ready", "id": self.id, "generation": view.generation, "step": self._limit})
         self._wake.set()
 
+    def _all_come(self, view: View) -> bool:
+        """Wait until all members are about to connect; False: another generation is formed instead.
+
+        A thread that waits here can be left behind at the exit of the interpreter, one inside Gloo cannot.
+        """
+        name = f"arrived/{view.generation}"
+        self._log.arrive(name)
+        while self._log.num_arrived(name) < len(view.members):
+            forming = self._roster.forming
+            if forming is None or forming.generation != view.generation or self._closed.wait(_BUSY_POLL):
+                return False
+        return True
+
 
 _live: weakref.WeakSet[Membership] = weakref.WeakSet()
+_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
@@ -736,6 +760,8 @@ def _close_all() -> None:
             membership._heartbeats.close()
         if membership._watcher is not None:
             membership._watcher.join(1.0)
+    for thread in list(_connecting):
+        thread.join(2 * _FORMING_SECONDS)
 
 
 def _watch(reference: weakref.ref[Membership], wake: threading.Event, closed: threading.Event) -> None:

@@ -182,7 +182,7 @@ class Roster:
     def _gave_up(self, event: Mapping[str, Any]) -> None:
         """A donor could not give; its joiner is gone, or gets another donor if it says so itself."""
         joiner = self.joiners[event["id"]]
-        if joiner.refusal or joiner.attempt != event["attempt"] or joiner.is_loaded:
+        if self.view is None or joiner.refusal or joiner.attempt != event["attempt"] or joiner.is_loaded:
             return
         if event["by"] == joiner.member.id:
             self._give_another_donor(joiner)
@@ -235,7 +235,7 @@ class Roster:
             self._form(remaining, reasons)
         else:  # the job is over, and another may begin
             self.view = self.forming = None
-            self.accusations, self.left, self.founders = [], {}, {}
+            self.accusations, self.left, self.founders, self.joiners = [], {}, {}, {}
 
     def _gone(self, candidates: Mapping[int, Member]) -> dict[int, str] | None:
         """Who is left out, and why; None: too few would remain. See [Note: majority]."""

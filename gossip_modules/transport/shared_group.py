@@ -129,10 +129,10 @@ def release(holder: list[dist.ProcessGroup]) -> None:
     # A group that goes keeps the GIL while it joins its threads, which may want it; a backend lets go of it. It may
     # take until a collective that hangs in there has timed out, so another thread does it.
     del group
-    _in_a_thread(backends.clear).join(_RELEASE_SECONDS)
+    in_a_thread(backends.clear).join(_RELEASE_SECONDS)
 
 
-def _in_a_thread(body: Callable[[], None]) -> threading.Thread:
+def in_a_thread(body: Callable[[], None]) -> threading.Thread:
     """[Note: groups at exit] A thread that lets go of a group does so inside C++ code, and comes back for the GIL.
 
     If the interpreter has ended meanwhile, that aborts the process. So at its exit these threads are waited for, for

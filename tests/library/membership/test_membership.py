@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +26,16 @@ from gossip_modules import (
 )
 from gossip_modules.compression.quantizer import SignNorm
 from gossip_modules.membership.membership import Change
+from tests.harness.ranks import assert_no_gossip_threads
 
 SECONDS = 60.0  # of any wait: nothing here should take as long
 PATIENT = 20.0  # of silence, so that a loaded machine declares nobody dead
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    assert_no_gossip_threads()
 
 
 def member_of(store: dist.Store | str, *, min_workers: int, **options: Any) -> Membership:
@@ -137,6 +144,7 @@ class Worker:
         while self.step < self.job.last:
             if self.is_killed.is_set():
                 die(member)
+                wrapper.close()
                 return
             if self.is_paused.is_set():
                 self.may_go_on.wait(SECONDS)
@@ -308,7 +316,7 @@ def test_a_store_that_does_not_answer_is_an_error_with_its_address() -> None:
     [
         ({"min_workers": 0}, "got min_workers=0, expected a whole number of at least 1"),
         ({"on_partition": "stop"}, "got on_partition='stop', expected 'majority' or 'both'"),
-        ({"interval": 0.5}, "got interval=0.5 and min_deadline=0.2, expected seconds"),
+        ({"interval": 0.6}, "got interval=0.6 and min_deadline=1.0, expected seconds"),
         ({"store": "node0"}, "got store='node0', expected 'host:port'"),
     ],
 )
