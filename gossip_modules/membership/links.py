@@ -62,6 +62,10 @@ class LinkTransport(PointToPoint):
         self.lost: set[int] = set()
         self.calling = ""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> LinkTransport:
+        """The same links: copies of a wrapper are snapshots, which send nothing over them."""
+        return self
+
     @property
     def num_bytes_sent(self) -> int:
         """What this rank has sent, collectives included."""

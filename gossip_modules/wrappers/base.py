@@ -162,8 +162,9 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
         state = self.__dict__.copy()
-        if self._engine.is_asynchronous:  # its threads answer for one model; a copy is a snapshot that stays local
-            state.update(_engine=IdleEngine(self._engine), _is_closed=True)
+        if self._engine.is_asynchronous or self._elastic is not None:
+            # Its threads answer for one model; a copy is a snapshot that stays local.
+            state.update(_engine=IdleEngine(self._engine), _is_closed=True, _elastic=None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -277,6 +277,11 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
     def get_extra_state(self) -> dict[str, Any]:
         """See `GossipWrapper`; with the push-sum weight."""
         return {"weight": self._buffer.vector.push_sum_weight.clone(), **super().get_extra_state()}
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        """See `RoundState`; the workers of a membership may be others than those that saved."""
+        if self._elastic is None:
+            super()._check_place(state)
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """See `GossipWrapper`; without state the push-sum weight is 1.

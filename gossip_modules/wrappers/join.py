@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from ..transport.base import is_elastic
 from ..transport.connect import connect
 from ..transport.exchange import fail
 from ..transport.process_group import ProcessGroupTransport
@@ -60,6 +61,11 @@ class UnevenInputs(Joinable):
             raise ValueError(
                 f"got nprocs_per_node={self._node.num_shards} inside Join, expected 1; "
                 "give the processes of a node equally many batches"
+            )
+        if is_elastic(self._transport):
+            raise ValueError(
+                "got a wrapper with a membership inside Join, expected none: a worker that runs out of data leaves by "
+                "close(), and the others go on"
             )
         if self._transport.world_size != dist.get_world_size():
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def test_an_example_is_short_and_says_how_it_is_started(name: str) -> None:
 
 def test_every_example_is_run_here() -> None:
     tested = re.findall(r'outputs\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8"))
-    assert sorted({*tested, "plain_loop.py"}) == list(EXAMPLES)
+    assert sorted({*tested, "plain_loop.py", "elastic.py"}) == list(EXAMPLES)
 
 
 @pytest.mark.soak
@@ -56,6 +57,47 @@ def test_gpu() -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", first)]
     assert losses[-1] < losses[0]
     assert second == ""
+
+
+@pytest.mark.soak
+def test_workers_of_a_job_die_and_come_back(tmp_path: Path) -> None:
+    """The guide's two lines: a store, and workers of which one is killed and started again."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORKERS": "3", "STEPS": "600", "PYTHONUNBUFFERED": "1"}
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*command: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        processes.append(process)
+        return process
+
+    def until(process: subprocess.Popen[str], pattern: str) -> str:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if found := re.search(pattern, line):
+                return found[0]
+        raise AssertionError(f"got {''.join(lines)!r}, expected {pattern!r}")
+
+    try:
+        port = number(r"port (\d+)", until(start("-m", "gossip_modules.membership.serve", "--port", "0"), r"port \d+"))
+        environment["STORE"] = f"127.0.0.1:{port:.0f}"
+        first, second, third = workers = [start(str(EXAMPLES["elastic.py"])) for _ in range(3)]
+        for worker in workers:
+            until(worker, r"trains from step 0")
+        third.kill()
+        until(first, r"with 2 workers .* left \(its connection closed\)")
+        again = start(str(EXAMPLES["elastic.py"]))
+        assert number(r"from step (\d+)", until(again, r"trains from step \d+")) > 0
+        for worker in (first, second, again):
+            assert number(r"accuracy ([\d.]+)%", until(worker, r"accuracy [\d.]+%")) > 85
+            assert worker.wait(60) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_fine_tuning_sends_what_is_trained() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -377,3 +378,24 @@ def test_one_line_of_the_log_says_who_has_gone_and_why(caplog: pytest.LogCapture
         close(job.end())
     lines = [record.getMessage() for record in caplog.records if "generation" in record.getMessage()]
     assert any(f"worker {number} left (its connection closed)" in line for line in lines), lines
+
+
+def test_a_copy_is_a_snapshot_and_a_state_fits_any_worker() -> None:
+    store = dist.HashStore()
+    wrapper, x = GossipDataParallel(model_of(), membership=member_of(store, min_workers=1)), torch.ones(4, 4)
+    wrapper(x).sum().backward()
+    copied = copy.deepcopy(wrapper)
+    with pytest.warns(UserWarning, match="got a training forward in a copy"):
+        copied(x)
+    state = wrapper.state_dict()
+    wrapper.close()
+    saved = state._metadata[""]["gossip_state"]
+    saved.update(rank=3, world_size=4)
+    again = GossipDataParallel(model_of(1), membership=member_of(store, min_workers=1))
+    again.load_state_dict(state)
+    assert again._engine.step == 1
+    for name, value in again.module.state_dict().items():
+        assert torch.equal(value, wrapper.module.state_dict()[name])
+    with pytest.raises(ValueError, match="got a wrapper with a membership inside Join, expected none"):
+        again.join_hook()
+    again.close()
