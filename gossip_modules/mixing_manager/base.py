@@ -186,12 +186,8 @@ class UniformMixing(MixingManager):
         return self.graph.is_regular or self.graph.in_every_round(self._is_symmetric_round)
 
 
-class SymmetricMixing(MixingManager):
-    """The base of weights that are symmetric with rows that sum to one by construction, so nothing is checked."""
-
-    @cached_property
-    def is_symmetric(self) -> bool:
-        return True
+class DoublyStochasticMixing(MixingManager):
+    """The base of weights whose rows and columns sum to one by construction, so nothing is checked."""
 
     @cached_property
     def is_row_stochastic(self) -> bool:
@@ -199,6 +195,14 @@ class SymmetricMixing(MixingManager):
 
     @cached_property
     def is_column_stochastic(self) -> bool:
+        return True
+
+
+class SymmetricMixing(DoublyStochasticMixing):
+    """The base of weights that are symmetric with rows that sum to one by construction, so nothing is checked."""
+
+    @cached_property
+    def is_symmetric(self) -> bool:
         return True
 
 

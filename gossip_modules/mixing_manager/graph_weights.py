@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 from ..graph_manager.base import GraphManager
 from ..graph_manager.weighted_graph import WeightedGraph
 from ..matcha.graph import MatchaGraph
-from .base import MetropolisHastingsMixing, MixingManager, MixingWeights, SymmetricMixing, UniformMixing
+from .base import DoublyStochasticMixing, MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
 from .laplacian import LaplacianMixing
 
 
-class GraphMixing(SymmetricMixing):
-    """The weights that the graph itself prescribes, such as those of `BaseGraph`: symmetric and doubly stochastic.
+class GraphMixing(DoublyStochasticMixing):
+    """The weights that the graph itself prescribes, such as those of `BaseGraph`: doubly stochastic.
+
+    On an undirected graph they are symmetric.
 
     Args:
         graph: a `WeightedGraph`.
@@ -33,6 +36,10 @@ class GraphMixing(SymmetricMixing):
                 f"UniformMixing, or leave mixing out."
             )
         self._link_weights = graph.link_weights
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        return self.graph.is_symmetric
 
     def weights(self, rank: int, t: int) -> MixingWeights:
         inp = self._link_weights(rank, t)
