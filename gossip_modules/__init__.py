@@ -37,7 +37,13 @@ from .graph_manager.dynamic_graphs import (
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
+from .graph_manager.equi_dyn_graph import EquiDynGraph
+from .graph_manager.equi_static_graph import EquiStaticGraph
 from .graph_manager.predefined_graphs import select_graph
+from .graph_manager.random_graph import RandomGraph
+from .graph_manager.random_matching_graph import RandomMatchingGraph
+from .graph_manager.random_push_graph import RandomPushGraph
+from .graph_manager.static_exponential_graph import StaticExponentialGraph
 from .graph_manager.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
 from .graph_manager.weighted_graph import WeightedGraph
 from .matcha.graph import MatchaGraph
@@ -85,6 +91,8 @@ __all__ = [
     "DynamicDirectedExponentialGraph",
     "DynamicDirectedLinearGraph",
     "Engine",
+    "EquiDynGraph",
+    "EquiStaticGraph",
     "FlatBuffer",
     "FlatVector",
     "GlobalAverage",
@@ -119,11 +127,15 @@ __all__ = [
     "Progress",
     "PushPull",
     "PushSum",
+    "RandomGraph",
     "RandomK",
+    "RandomMatchingGraph",
+    "RandomPushGraph",
     "RingGraph",
     "Schedule",
     "SignNorm",
     "SimpleGossipDataParallel",
+    "StaticExponentialGraph",
     "SyncEngine",
     "TopK",
     "TorusGraph",

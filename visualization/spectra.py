@@ -7,12 +7,18 @@ By dense linear algebra on the mixing matrices that training uses. Of graphs tha
 whole period. Rounds to consensus count from round 0 until the distance from the average is at most
 --error times that of the worst start; the spectral gap says how it shrinks per round in the long
 run. A gap of 1: the average is exact after some rounds.
+
+Random graphs have no period. Their figures are expectations, and say so: with rho, the factor by
+which a round shrinks the squared distance in expectation (E[W^T W], for the worst start), the gap is
+1 - sqrt(rho), and the rounds are the least T with rho^T <= --error^2. Messages are those of the first
+T rounds, as they are drawn.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from math import ceil, log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +28,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from gossip_modules import GraphManager
-from gossip_modules.graph_manager.named_graphs import GRAPHS, STATIC_GRAPHS, named_graph
+from gossip_modules import GraphManager, MixingManager, RandomGraph
+from gossip_modules.graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, GRAPHS, STATIC_GRAPHS, named_graph
 from visualization.command import read_arguments, run_command
 from visualization.graphs import Rounds, make_mixing
 from visualization.style import COLORS, DASHES, MUTED, PAGE, Format, add_legend, new_figure, save, styled
 
 CASES: dict[str, tuple[str, int | None]] = {
-    **{name: (name, 1) for name in GRAPHS},
+    # One shift of equi-static is a ring in another order, and one of static-exponential is npeer-exponential.
+    **{name: (name, 1) for name in GRAPHS if name not in (*DIRECTED_STATIC_GRAPHS, "equi-static-undirected")},
     "npeer-exponential, 2 peers": ("npeer-exponential", 2),
-    **{f"{name}, all neighbours": (name, None) for name in STATIC_GRAPHS},
+    **{f"{name}, all neighbours": (name, None) for name in (*STATIC_GRAPHS, *DIRECTED_STATIC_GRAPHS)},
 }
 """Lines of the picture: a graph of GRAPHS, and its peers per round; None: all neighbours."""
 QUANTITIES = {
@@ -39,6 +46,9 @@ QUANTITIES = {
     "rounds": "rounds to error {error:g}",
     "messages": "messages in these",
 }
+COLUMNS = ["graph", "num_ranks", "peers", *QUANTITIES, "basis"]
+PERIOD, EXPECTATION = "period", "expectation"
+"""What figures are of: a period of the graph, or the law by which its rounds are drawn."""
 
 
 LOOKS: dict[str, tuple[str, str, Any]] = {
@@ -107,9 +117,9 @@ def rounds_to_consensus(rounds: Rounds, *, error: float) -> int:
 
 
 def measure(spectra: Spectra) -> pd.DataFrame:
-    """Gap and rounds of each case and size: columns graph, num_ranks, peers, gap, rounds, messages.
+    """Gap and rounds of each case and size: columns graph, num_ranks, peers, gap, rounds, messages, basis.
 
-    `messages` are those of a rank in so many rounds, on average over the ranks.
+    `messages` are those of a rank in so many rounds, on average over the ranks; `basis` is PERIOD or EXPECTATION.
     """
     rows = []
     for title, (name, peers) in CASES.items():
@@ -120,19 +130,28 @@ def measure(spectra: Spectra) -> pd.DataFrame:
                 mixing = make_mixing(named_graph(name, n, peers))
             except ValueError:
                 continue  # the graph has no such size, or fewer peers
-            num_peers = mixing.graph.num_peers(0)
-            num_rounds = rounds_to_consensus(Rounds.of(mixing, title), error=spectra.error)
+            gap, num_rounds, basis = _gap_and_rounds(mixing, title, error=spectra.error)
             messages = _messages(mixing.graph, num_rounds)
-            numbers = {"gap": mixing.spectral_gap(), "rounds": num_rounds, "messages": messages}
-            rows.append({"graph": title, "num_ranks": n, "peers": num_peers, **numbers})
-    return pd.DataFrame(rows, columns=["graph", "num_ranks", "peers", "gap", "rounds", "messages"])
+            rows.append((title, n, mixing.graph.num_peers(0), gap, num_rounds, messages, basis))
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _gap_and_rounds(mixing: MixingManager, title: str, *, error: float) -> tuple[float, int, str]:
+    """The spectral gap, the rounds to consensus, and what they are of."""
+    graph = mixing.graph
+    if isinstance(graph, RandomGraph) and graph.period == 0:
+        rho = graph.rho
+        num_rounds = ceil(2 * log(error) / log(rho)) if rho > 0 else 1
+        return 1 - sqrt(rho), num_rounds, EXPECTATION
+    return mixing.spectral_gap(), rounds_to_consensus(Rounds.of(mixing, title), error=error), PERIOD
 
 
 def _messages(graph: GraphManager, num_rounds: int) -> float:
-    """How many messages a rank sends in so many rounds, on average over the ranks; the graph has a period."""
+    """How many messages a rank sends in so many rounds, on average over the ranks."""
     ranks = range(graph.world_size)
-    each_round = [sum(graph.out_degree(rank, t) for rank in ranks) / graph.world_size for t in range(graph.period)]
-    num_periods, rest = divmod(num_rounds, graph.period)
+    num_counted = graph.period or num_rounds  # without a period each round is counted
+    each_round = [sum(graph.out_degree(rank, t) for rank in ranks) / graph.world_size for t in range(num_counted)]
+    num_periods, rest = divmod(num_rounds, num_counted)
     return num_periods * sum(each_round) + sum(each_round[:rest])
 
 
@@ -140,7 +159,7 @@ def draw_spectra(table: pd.DataFrame, *, error: float) -> Figure:
     """Small multiples: a row per graph, a column per quantity, all other graphs in grey; to be called within `styled`.
 
     Lines go through powers of two, for which several graphs are exact; other sizes are hollow markers, since lines
-    through all sizes would zigzag.
+    through all sizes would zigzag. A graph whose figures are expectations says so in its title.
 
     Args:
         table: of `measure`.
@@ -158,7 +177,8 @@ def draw_spectra(table: pd.DataFrame, *, error: float) -> Figure:
             axis.set_xticks(powers, list(map(str, powers)))
             axis.xaxis.set_minor_locator(NullLocator())
             axis.yaxis.set_minor_locator(NullLocator())
-        row[0].set_title(graph, loc="left")
+        is_expected = (table["basis"][table["graph"].map(lambda case: CASES[case][0]) == graph] == EXPECTATION).any()
+        row[0].set_title(f"{graph}, in expectation" if is_expected else graph, loc="left")
     for axis, title in zip(axes[0], QUANTITIES.values(), strict=True):
         axis.set_title(title.format(error=error), loc="right", color=MUTED, fontsize="medium")
     for axis in axes[-1]:

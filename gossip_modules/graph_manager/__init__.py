@@ -14,9 +14,15 @@ from .dynamic_graphs import (
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
+from .equi_dyn_graph import EquiDynGraph
+from .equi_static_graph import EquiStaticGraph
 from .named_graphs import default_graph, named_graph
 from .predefined_graphs import select_graph
+from .random_graph import RandomGraph
+from .random_matching_graph import RandomMatchingGraph
+from .random_push_graph import RandomPushGraph
 from .shift_graph import MirroredGraph, ShiftGraph
+from .static_exponential_graph import StaticExponentialGraph
 from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph, networkx_graph
 from .weighted_graph import WeightedGraph
 
@@ -29,13 +35,19 @@ __all__ = [
     "DynamicBipartiteLinearGraph",
     "DynamicDirectedExponentialGraph",
     "DynamicDirectedLinearGraph",
+    "EquiDynGraph",
+    "EquiStaticGraph",
     "GraphManager",
     "HypercubeGraph",
     "MirroredGraph",
     "NPeerDynamicDirectedExponentialGraph",
     "NetworkXGraph",
+    "RandomGraph",
+    "RandomMatchingGraph",
+    "RandomPushGraph",
     "RingGraph",
     "ShiftGraph",
+    "StaticExponentialGraph",
     "TorusGraph",
     "WeightedGraph",
     "default_graph",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from .base import GraphManager
 from .base_graph import BaseGraph
@@ -14,7 +15,12 @@ from .dynamic_graphs import (
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
+from .equi_dyn_graph import EquiDynGraph
+from .equi_static_graph import EquiStaticGraph
 from .predefined_graphs import select_graph
+from .random_matching_graph import RandomMatchingGraph
+from .random_push_graph import RandomPushGraph
+from .static_exponential_graph import StaticExponentialGraph
 from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
 
 GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
@@ -25,17 +31,33 @@ GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
     "bipartite-linear": DynamicBipartiteLinearGraph,
     "bipartite-complete": DynamicBipartiteCompleteGraph,
     "base": BaseGraph,
+    "static-exponential": StaticExponentialGraph,
+    "equi-static": EquiStaticGraph,
+    "equi-static-undirected": partial(EquiStaticGraph, directed=False),
+    "equi-dyn": EquiDynGraph,
+    "equi-dyn-undirected": partial(EquiDynGraph, directed=False),
+    "random-matching": RandomMatchingGraph,
+    "random-push": RandomPushGraph,
     "ring": RingGraph,
     "torus": TorusGraph,
     "hypercube": HypercubeGraph,
     "complete": CompleteGraph,
 }
-"""Graphs for any number of ranks. All take `peers_per_itr`; bipartite-complete makes pairs and accepts only 1."""
+"""Graphs for any number of ranks. All take `peers_per_itr`, though not every number: bipartite-complete,
+random-matching and equi-dyn-undirected make pairs and accept only 1; equi-static-undirected has at least 2 neighbours.
+Random graphs have the seed 0."""
 
 STATIC_GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
-    name: GRAPHS[name] for name in ("ring", "torus", "hypercube", "complete")
+    name: GRAPHS[name] for name in ("ring", "torus", "hypercube", "complete", "equi-static-undirected")
 }
 """The graphs of GRAPHS that are undirected, and that never change when a round uses all neighbours."""
+
+DIRECTED_STATIC_GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
+    name: GRAPHS[name] for name in ("static-exponential", "equi-static")
+}
+"""The graphs of GRAPHS that are directed, and that never change when a round uses all peers."""
+
+_ALL_STATIC_GRAPHS = {**STATIC_GRAPHS, **DIRECTED_STATIC_GRAPHS}
 
 PREDEFINED_GRAPHS: Mapping[str, int] = {f"matcha{index}": index for index in range(6)}
 """The base graphs of the MATCHA experiments and their index in `select_graph`: undirected, 8 or 16 ranks."""
@@ -48,7 +70,8 @@ def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, in
         name: a key of GRAPHS or PREDEFINED_GRAPHS.
         world_size: the number of ranks; a predefined graph has its own number and refuses others.
         peers_per_itr: the number of peers per round, or a schedule of it. None: all neighbours on a graph of
-            STATIC_GRAPHS or PREDEFINED_GRAPHS, which then never changes, and one peer on others.
+            STATIC_GRAPHS, DIRECTED_STATIC_GRAPHS or PREDEFINED_GRAPHS, which then never changes, and one peer on
+            others.
 
     Raises:
         ValueError: there is no such graph, none of that size, or it has fewer peers.
@@ -71,7 +94,7 @@ def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, in
             f"got graph={name!r}, expected one of {', '.join([*GRAPHS, *PREDEFINED_GRAPHS])}; choose one of them"
         )
     if peers_per_itr is None:
-        peers_per_itr = num_neighbours(name, world_size) if name in STATIC_GRAPHS else 1
+        peers_per_itr = num_neighbours(name, world_size) if name in _ALL_STATIC_GRAPHS else 1
     return GRAPHS[name](world_size, peers_per_itr=peers_per_itr)
 
 
@@ -105,5 +128,5 @@ def undirected_ring(world_size: int) -> RingGraph:
 
 
 def num_neighbours(name: str, world_size: int) -> int:
-    """The number of distinct peers of a rank on a graph of STATIC_GRAPHS; 1 in a world of one."""
-    return max(1, len(STATIC_GRAPHS[name](world_size).phone_book(0)))
+    """The number of distinct peers of a rank on a static graph, directed or not; 1 in a world of one."""
+    return max(1, len(_ALL_STATIC_GRAPHS[name](world_size).phone_book(0)))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ..graph_manager.base import GraphManager
 from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, world_size
 from ..graph_manager.predefined_graphs import matchings_of
+from ..graph_manager.random_graph import as_seed, random_bits, unit_interval
 from .activation import best_connected, budget_limit, matching_costs
 from .joint_activation import ActivationPlan, smallest_rho
 from .laplacians import as_probabilities, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
@@ -99,7 +100,7 @@ class MatchaGraph(GraphManager):
     ) -> None:
         import networkx as nx
 
-        self.seed = _checked_seed(seed)
+        self.seed = as_seed(seed)
         _check_one_way_to_choose(joint, periodic, probabilities, budget, budget_seconds)
         self.matchings = matchings_of(base, costs=costs) if isinstance(base, nx.Graph) else as_matchings(base)
         self.is_periodic = periodic
@@ -171,9 +172,7 @@ class MatchaGraph(GraphManager):
         if last is None or last[0] != t:
             self._segment(t)  # refuses t < 0
             num_draws = 1 if self.is_periodic else len(self.matchings)
-            # Raw output of the bit generator: numpy promises that it never changes, unlike what Generator makes of it.
-            raw = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(t,))).random_raw(num_draws)
-            uniform = (raw >> np.uint64(11)) * 2.0**-53  # [0, 1), so p = 0 is never and p = 1 always
+            uniform = unit_interval(random_bits(self.seed, t, num_draws))  # [0, 1), so p = 0 is never and p = 1 always
             last = self._last = (t, (uniform < self._thresholds).tolist())
         return last[1]
 
@@ -242,12 +241,6 @@ def read_plan(path: str | PathLike[str]) -> dict[str, Any]:
     if not isinstance(plan, dict) or not {"matchings", "probabilities", "rho"} <= set(plan):
         raise ValueError(f"got the file {path}, {expected}. {_WRITE_AGAIN}")
     return plan
-
-
-def _checked_seed(seed: int) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise ValueError(f"got seed={seed!r}, expected an int of at least 0, the same on all ranks.")
-    return int(seed)
 
 
 def _check_one_way_to_choose(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..graph_manager.named_graphs import STATIC_GRAPHS, num_neighbours
+from ..graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, STATIC_GRAPHS, num_neighbours
 from ..registry import METHODS
 from .choice import Choice
 from .setting import Setting
@@ -115,7 +115,8 @@ def recipe_options(prediction: Prediction, setting: Setting) -> str:
     choice, schedule, peers = prediction.choice, setting.schedule, setting.peers_per_itr
     if peers is None:
         graph = choice.graph or ""
-        peers = num_neighbours(graph, setting.world_size) if graph in STATIC_GRAPHS else 1
+        is_static = graph in STATIC_GRAPHS or graph in DIRECTED_STATIC_GRAPHS
+        peers = num_neighbours(graph, setting.world_size) if is_static else 1
     values: dict[str, object] = {
         "graph": choice.graph,
         "peers_per_itr": peers if isinstance(peers, int) and peers > 1 else None,

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import networkx as nx
@@ -22,7 +23,13 @@ from gossip_modules.graph_manager.dynamic_graphs import (
     DynamicDirectedLinearGraph,
     NPeerDynamicDirectedExponentialGraph,
 )
+from gossip_modules.graph_manager.equi_dyn_graph import EquiDynGraph
+from gossip_modules.graph_manager.equi_static_graph import EquiStaticGraph
+from gossip_modules.graph_manager.random_graph import RandomGraph
+from gossip_modules.graph_manager.random_matching_graph import RandomMatchingGraph
+from gossip_modules.graph_manager.random_push_graph import RandomPushGraph
 from gossip_modules.graph_manager.shift_graph import MirroredGraph, ShiftGraph
+from gossip_modules.graph_manager.static_exponential_graph import StaticExponentialGraph
 from gossip_modules.graph_manager.static_graphs import (
     CompleteGraph,
     HypercubeGraph,
@@ -84,6 +91,16 @@ def families() -> Iterator[tuple[str, list[GraphManager]]]:
     yield "DynamicBipartiteCompleteGraph", [DynamicBipartiteCompleteGraph(n) for n in SIZES]
     base_graphs: list[GraphManager] = [BaseGraph(n, p) for n in SIZES for p in PEERS if p < n]
     yield "BaseGraph", [*base_graphs, BaseGraph(1), BaseGraph(7, schedule), BaseGraph(12, schedule)]
+    counts = [(n, p) for n in SIZES for p in PEERS if p < max(2, n)]
+    equi_static: list[GraphManager] = [EquiStaticGraph(n, p, seed=1) for n, p in counts]
+    equi_static += [EquiStaticGraph(n, directed=False) for n in SIZES]
+    yield "EquiStaticGraph", [*equi_static, EquiStaticGraph(9, schedule), EquiStaticGraph(8, 3, directed=False)]
+    equi_dyn: list[GraphManager] = [EquiDynGraph(n, p) for n, p in counts]
+    equi_dyn += [EquiDynGraph(n, directed=False, seed=2) for n in SIZES]
+    yield "EquiDynGraph", [*equi_dyn, EquiDynGraph(7, schedule)]
+    yield "RandomMatchingGraph", [RandomMatchingGraph(n, seed=3) for n in SIZES]
+    yield "RandomPushGraph", [*(RandomPushGraph(n, p) for n, p in counts), RandomPushGraph(9, schedule)]
+    yield "StaticExponentialGraph", [*map(StaticExponentialGraph, SIZES), StaticExponentialGraph(9, schedule)]
     yield "Chain", [Chain(n, peers_per_itr=p) for n in SIZES for p in ((1, 2) if n > 2 else (1,))]
 
 
@@ -99,6 +116,11 @@ def some_rounds(graph: GraphManager) -> range:
     return range(min(2 * graph.period, 48) or 24)
 
 
+def distinct_rounds(graph: GraphManager) -> Iterator[int]:
+    """All of them, or the first ones of a graph whose rounds are random."""
+    return islice(graph.distinct_rounds(), 24 if isinstance(graph, RandomGraph) else None)
+
+
 @EVERY_GRAPH
 def test_peers_are_distinct_others_of_the_phone_book(graphs: list[GraphManager]) -> None:
     for graph in graphs:
@@ -110,7 +132,10 @@ def test_peers_are_distinct_others_of_the_phone_book(graphs: list[GraphManager])
                 peers = graph.out_peers(rank, t)
                 assert len(set(peers)) == len(peers) == graph.out_degree(rank, t)
                 assert set(peers) <= set(book)
-                is_left_out = isinstance(graph, DynamicBipartiteCompleteGraph) and graph.world_size % 2 and not peers
+                makes_pairs = isinstance(graph, DynamicBipartiteCompleteGraph | RandomMatchingGraph)
+                is_left_out = not peers and (
+                    (makes_pairs and graph.world_size % 2) or (isinstance(graph, EquiDynGraph) and not graph.directed)
+                )
                 has_fewer = isinstance(graph, BaseGraph) and len(peers) < graph.num_peers(t)
                 assert len(peers) == min(graph.num_peers(t), len(book)) or is_left_out or has_fewer
 
@@ -131,7 +156,7 @@ def test_period_is_the_least_after_which_peers_repeat(graphs: list[GraphManager]
         assert graph.is_dynamic == any(one != rounds[0] for one in rounds)
         for t, one in enumerate(rounds):
             assert one == edges(graph, graph.canonical_round(t))
-            assert graph.canonical_round(t) in set(graph.distinct_rounds())
+            assert graph.canonical_round(t) in set(distinct_rounds(graph))
         for shorter in range(1, graph.period):
             assert any(rounds[t] != rounds[t + shorter] for t in range(graph.period))
         assert rounds[: graph.period] == rounds[graph.period :] or graph.period == 0
@@ -142,7 +167,7 @@ def test_predicates_say_what_the_rounds_show(graphs: list[GraphManager]) -> None
     for graph in graphs:
         n = graph.world_size
         is_regular, is_symmetric = True, True
-        for t in graph.distinct_rounds():
+        for t in distinct_rounds(graph):
             degrees = {len(peers(rank, t)) for rank in range(n) for peers in (graph.in_peers, graph.out_peers)}
             is_regular &= len(degrees) == 1
             round_edges = edges(graph, t)
@@ -181,6 +206,8 @@ def test_graphs_with_the_same_repr_have_the_same_peers() -> None:
     assert repr(RingGraph(4, peers_per_itr={9: 1, 0: 2})) == "RingGraph(4, peers_per_itr={0: 2, 9: 1})"
     assert repr(RingGraph(4, peers_per_itr={0: 2})) == repr(RingGraph(4, peers_per_itr=2))
     assert repr(TorusGraph(12, shape=(2, 6))) != repr(TorusGraph(12))
+    assert repr(EquiStaticGraph(8)) == "EquiStaticGraph(8, peers_per_itr=3, seed=0, directed=True)"
+    assert len({repr(EquiDynGraph(8, directed=flag, seed=seed)) for flag in (True, False) for seed in (0, 1)}) == 4
     assert repr(NetworkXGraph(nx.path_graph(4))) != repr(NetworkXGraph(nx.cycle_graph(4)))
 
 

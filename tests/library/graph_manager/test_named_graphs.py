@@ -6,6 +6,7 @@ import pytest
 
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import (
+    DIRECTED_STATIC_GRAPHS,
     GRAPHS,
     PREDEFINED_GRAPHS,
     STATIC_GRAPHS,
@@ -19,9 +20,10 @@ from gossip_modules.methods import graphs as method_graphs
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_name_gives_its_graph(name: str) -> None:
-    assert repr(named_graph(name, 8, 1)) == repr(GRAPHS[name](8, peers_per_itr=1))
+    least = 2 if name == "equi-static-undirected" else 1
+    assert repr(named_graph(name, 8, least)) == repr(GRAPHS[name](8, peers_per_itr=least))
     schedule = {0: 2, 5: 1}
-    if name != "bipartite-complete":
+    if name not in ("bipartite-complete", "random-matching", "equi-dyn-undirected", "equi-static-undirected"):
         assert repr(named_graph(name, 8, schedule)) == repr(GRAPHS[name](8, peers_per_itr=schedule))
 
 
@@ -36,7 +38,16 @@ def test_static_graphs_take_all_neighbours(name: str, n: int) -> None:
     assert num_neighbours(name, n) == max(1, len(graph.out_peers(0, 0)))
 
 
-@pytest.mark.parametrize("name", sorted(set(GRAPHS) - set(STATIC_GRAPHS)))
+@pytest.mark.parametrize("name", DIRECTED_STATIC_GRAPHS)
+def test_directed_static_graphs_take_all_peers(name: str) -> None:
+    for n in (1, 2, 3, 8, 25):
+        graph = named_graph(name, n)
+        assert graph.period == 1
+        assert graph.out_degree(0, 0) == (n - 1).bit_length()
+        assert num_neighbours(name, n) == max(1, graph.out_degree(0, 0))
+
+
+@pytest.mark.parametrize("name", sorted(set(GRAPHS) - set(STATIC_GRAPHS) - set(DIRECTED_STATIC_GRAPHS)))
 def test_other_graphs_take_one_peer(name: str) -> None:
     assert named_graph(name, 8).num_peers(0) == 1
 

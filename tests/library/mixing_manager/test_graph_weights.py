@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from gossip_modules import (
     BaseGraph,
+    EquiDynGraph,
+    EquiStaticGraph,
     GossipDataParallel,
     GraphManager,
     GraphMixing,
@@ -18,6 +20,8 @@ from gossip_modules import (
     MetropolisHastingsMixing,
     MixingManager,
     PushPull,
+    RandomMatchingGraph,
+    RandomPushGraph,
     RingGraph,
     UniformMixing,
 )
@@ -81,6 +85,46 @@ def test_training_equals_the_oracle(n: int) -> None:
     expected = [*reference.run(num_steps, loss_of), reference.flush()]
     for ranks in zip(*run_ranks(n, body), strict=True):
         assert_equal(ranks, expected)
+
+
+@pytest.mark.parametrize(
+    ("graph", "push_sum"),
+    [
+        (RandomMatchingGraph(5, seed=1), True),
+        (RandomMatchingGraph(4), False),
+        (EquiDynGraph(4), True),
+        (EquiDynGraph(5, directed=False), False),
+        (EquiStaticGraph(5), False),
+        (RandomPushGraph(4), True),
+    ],
+    ids=repr,
+)
+def test_training_on_random_graphs_equals_the_oracle(graph: GraphManager, push_sum: bool) -> None:
+    """No round comes again, so no plan may be kept for one. W by the columns: what a sender hands out."""
+    n, num_steps = graph.world_size, 6
+
+    def matrix(t: int) -> torch.Tensor:
+        weights = torch.zeros(n, n, dtype=torch.float64)
+        keeps = 1 / n if isinstance(graph, EquiStaticGraph) else 1 / (graph.num_peers(t) + 1)
+        for rank in range(n):
+            for peer in graph.out_peers(rank, t):
+                weights[peer, rank] = (1 - keeps) / graph.num_peers(t)
+        return weights + torch.diag(1 - weights.sum(0))
+
+    def body(group: dist.ProcessGroup) -> Snapshot:
+        return run(group, GossipDataParallel, sgd, num_steps, graph=graph, push_sum=push_sum)
+
+    models = [net(rank).double() for rank in range(n)]
+    reference = Oracle(models, [sgd(model) for model in models], matrix)
+    assert_equal(run_ranks(n, body), [*reference.run(num_steps, loss_of), reference.flush()])
+
+
+def test_push_pull_refuses_random_pushes() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        with pytest.raises(ValueError, match="RandomPushGraph"):
+            GossipDataParallel(net(0), graph="random-push", push_sum=False, process_group=group)
+
+    run_ranks(3, body)
 
 
 def test_examples() -> None:
