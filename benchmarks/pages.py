@@ -71,6 +71,31 @@ memory over all of it. Times are the least of the repeats, on a machine that did
             "peak_bytes": ("peak, bytes", ",d"),
         },
     ),
+    "default_graphs": Page(
+        "Graphs for numbers of ranks that are no powers of two",
+        "default_graphs.csv",
+        """\
+How fast ranks agree on the default graphs and on others, by linear algebra on the mixing matrices of
+training. Contraction is the factor by which the distance from the average shrinks in the long run, per
+round and per message that a rank sends, on average over the ranks; 0 means that the average is exact
+after some rounds. Rounds and messages lead to an error of 1e-6. Figures of random graphs are
+expectations. Noise and drift are how far apart models stay when every step moves them, by what is
+random (the variance of a rank around the mean, for steps of variance 1) and by what is the same in
+every step (the distance of all models from the mean, for the worst steps of length 1): less is better.
+[Which graph?](../choosing.md#which-graph) says what follows. The figures are computed, not timed.""",
+        {
+            "ranks": ("ranks", "d"),
+            "role": ("graph", "s"),
+            "graph": ("class", "s"),
+            "messages_per_round": ("messages per round", ".2f"),
+            "contraction_per_round": ("contraction per round", ".3f"),
+            "contraction_per_message": ("per message", ".3f"),
+            "rounds": ("rounds", "d"),
+            "messages": ("messages", ".1f"),
+            "noise": ("noise", ".2f"),
+            "drift": ("drift", ".2f"),
+        },
+    ),
     "matcha_planning": Page(
         "Planning MATCHA",
         "matcha_planning.csv",

@@ -130,13 +130,13 @@ def measure(spectra: Spectra) -> pd.DataFrame:
                 mixing = make_mixing(named_graph(name, n, peers))
             except ValueError:
                 continue  # the graph has no such size, or fewer peers
-            gap, num_rounds, basis = _gap_and_rounds(mixing, title, error=spectra.error)
-            messages = _messages(mixing.graph, num_rounds)
+            gap, num_rounds, basis = gap_and_rounds(mixing, title, error=spectra.error)
+            messages = messages_in(mixing.graph, num_rounds)
             rows.append((title, n, mixing.graph.num_peers(0), gap, num_rounds, messages, basis))
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def _gap_and_rounds(mixing: MixingManager, title: str, *, error: float) -> tuple[float, int, str]:
+def gap_and_rounds(mixing: MixingManager, title: str, *, error: float) -> tuple[float, int, str]:
     """The spectral gap, the rounds to consensus, and what they are of."""
     graph = mixing.graph
     if isinstance(graph, RandomGraph) and graph.period == 0:
@@ -146,7 +146,7 @@ def _gap_and_rounds(mixing: MixingManager, title: str, *, error: float) -> tuple
     return mixing.spectral_gap(), rounds_to_consensus(Rounds.of(mixing, title), error=error), PERIOD
 
 
-def _messages(graph: GraphManager, num_rounds: int) -> float:
+def messages_in(graph: GraphManager, num_rounds: int) -> float:
     """How many messages a rank sends in so many rounds, on average over the ranks."""
     ranks = range(graph.world_size)
     num_counted = graph.period or num_rounds  # without a period each round is counted
