@@ -56,8 +56,10 @@ class RandomPushGraph(RandomGraph):
 
     def out_peers(self, rank: int, t: int) -> tuple[int, ...]:
         self._check_rank(rank)
-        s = self.num_peers(t)
-        return tuple(self._targets(t, rank, random_bits(self.seed, t, s, start=rank * s)[None])[0].tolist())
+        s, last = self.num_peers(t), self._last
+        if last is not None and last[0] == t:
+            return tuple(last[1][rank].tolist())
+        return tuple(self._targets(rank, random_bits(self.seed, t, s, start=rank * s)[None])[0].tolist())
 
     def in_peers(self, rank: int, t: int) -> tuple[int, ...]:
         self._check_rank(rank)
@@ -80,10 +82,8 @@ class RandomPushGraph(RandomGraph):
     def _draw(self, t: int) -> npt.NDArray[np.int64]:
         """The peers that each rank sends to, int64 [n, s]."""
         n, s = self.world_size, self.num_peers(t)
-        return self._targets(t, np.arange(n)[:, None], random_bits(self.seed, t, n * s).reshape(n, s))
+        return self._targets(np.arange(n)[:, None], random_bits(self.seed, t, n * s).reshape(n, s))
 
-    def _targets(
-        self, t: int, ranks: int | npt.NDArray[np.int64], bits: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.int64]:
+    def _targets(self, ranks: int | npt.NDArray[np.int64], bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         chosen = np.sort(distinct_below(bits, self.world_size - 1), axis=1)
         return chosen + (chosen >= ranks)

@@ -204,14 +204,24 @@ def test_a_query_among_a_million_ranks_takes_little(n: int) -> None:
         assert len(graph.phone_book(n // 2)) == n - 1
 
 
-@pytest.mark.parametrize("n", [2, 3, 8, 101])
+@pytest.mark.parametrize("n", [2, 3, 8, 41])
 def test_a_partner_alone_is_that_of_the_whole_round(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     together, alone = RandomMatchingGraph(n, seed=4), RandomMatchingGraph(n, seed=4)
-    expected = [[together.out_peers(rank, t) for rank in range(n)] for t in range(5)]
+    expected = [[together.out_peers(rank, t) for rank in range(n)] for t in range(3)]
     monkeypatch.setattr(random_matching_graph, "_MAX_KEPT_RANKS", 0)
-    assert [[alone.out_peers(rank, t) for rank in range(n)] for t in range(5)] == expected
+    assert [[alone.out_peers(rank, t) for rank in range(n)] for t in range(3)] == expected
     with pytest.raises(ValueError, match="got round t=-1"):
         alone.out_peers(0, -1)
+
+
+@pytest.mark.parametrize("num_peers", [1, 3])
+def test_the_targets_of_a_push_alone_are_those_of_the_whole_round(num_peers: int) -> None:
+    alone, together = RandomPushGraph(9, num_peers, seed=2), RandomPushGraph(9, num_peers, seed=2)
+    for t in range(4):
+        senders = [together.in_peers(rank, t) for rank in range(9)]
+        targets = [alone.out_peers(rank, t) for rank in range(9)]
+        assert targets == [together.out_peers(rank, t) for rank in range(9)]
+        assert all((rank in senders[peer]) == (peer in targets[rank]) for rank in range(9) for peer in range(9))
 
 
 @pytest.mark.parametrize("n", range(2, 14))
