@@ -27,7 +27,8 @@ class EquiStaticGraph(ShiftGraph, WeightedGraph):
     So a link weighs (n-1)/(nk), a rank keeps 1/n, and all k = n-1 shifts give J. For k >= (8/3) ln(2n/p) / rho^2 the
     second largest singular value is at most rho with probability 1 - p. Shifts are drawn without repeats here, so that
     a rank has exactly k peers; the bound holds all the more. They are drawn again if they leave ranks unconnected. With
-    an odd k, an undirected graph has the shift n/2 too, and n must be even. A query takes O(k).
+    an odd k, an undirected graph has the shift n/2 too, and n must be even. A query takes O(k). With as few shifts as
+    by default, seeds differ much: compare them by `GraphMixing(graph).spectral_gap()`.
 
     Args:
         world_size: the number of ranks n.
