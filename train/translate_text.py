@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.job.errors import UsageError, refuse, usage_errors
 from train.job.outputs import EXPORT, TOKENIZER
+from train.tasks.byte_tokenizer import PAD
 from train.tasks.translation.parallel_text import lines_of
 from train.tasks.translation.token_batches import by_length
 from train.tasks.translation.token_sequences import Sequences
-from train.tasks.translation.tokenization import PAD, BytePairs
+from train.tasks.translation.tokenization import BytePairs
 from train.tasks.translation.transformer import SIZES, Beam, Translator
 from visualization.command import read_arguments
 

@@ -33,7 +33,7 @@ from train.run.state import TrainingState
 from train.run_config import RunConfig
 from train.tasks.base import MicroBatch, Task
 from train.tasks.images.models import fingerprint
-from train.tasks.images.optim import set_learning_rate
+from train.tasks.parameter_groups import set_learning_rate
 
 
 class Run:

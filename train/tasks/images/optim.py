@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from train.tasks.parameter_groups import decay_groups
+
 
 @dataclass(frozen=True)
 class LearningRate:
@@ -62,15 +64,5 @@ def sgd(
         weight_decay: of tensors of two or more dimensions.
         decay_all: also of biases and normalisation.
     """
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": weight_decay if decay_all else 0.0},
-    ]
+    groups = decay_groups(module, weight_decay=weight_decay, decay_all=decay_all)
     return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=nesterov and momentum > 0)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` for every parameter group from the next step on."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from train.job.outputs import TOKENIZER
 from train.run_config import RunConfig
-from train.tasks.translation.tokenization import SMALLEST_VOCABULARY
+from train.tasks.byte_tokenizer import SMALLEST_VOCABULARY
 from train.tasks.translation.transformer import SIZES
 
 # Assran et al., ICML 2019, arXiv 1811.10792, section 6.2, which trains as Ott et al., WMT 2018, arXiv 1806.00187.

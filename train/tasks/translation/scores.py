@@ -1,44 +1,12 @@
-"""Scores of translations: how likely the right tokens are, and how near what is written comes to the reference."""
+"""Scores of translations: how near what is written comes to the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from train.tasks.translation.tokenization import PAD
-
 if TYPE_CHECKING:
     from sacrebleu.metrics import BLEU
-
-
-def count_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """What `nll` and `token_accuracy_percent` are made of, to be added up over batches and ranks.
-
-    Args:
-        logits: [B, T, num_tokens].
-        targets: int64 [B, T], padded with PAD.
-
-    Returns:
-        Negative log-likelihood in nats, tokens that are the likeliest, tokens: float64 [3] on the CPU.
-    """
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=PAD, reduction="sum")
-    is_token = targets != PAD
-    num_correct = ((logits.argmax(2) == targets) & is_token).sum()
-    return torch.stack([loss.double(), num_correct.double(), is_token.sum().double()]).cpu()
-
-
-def nll(counts: Tensor) -> float:
-    """Mean negative log-likelihood of a token in nats; `counts` is a sum of `count_tokens`."""
-    return float(counts[0] / counts[2])
-
-
-def token_accuracy_percent(counts: Tensor) -> float:
-    """Tokens that are the likeliest after those before them; `counts` is a sum of `count_tokens`."""
-    return float(100 * counts[1] / counts[2])
 
 
 def make_bleu(tokenizer: str) -> BLEU:

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.job.files import write_atomically
 from train.job.outputs import TOKENIZER, TRANSLATIONS
 from train.job.world import World
 from train.tasks.base import MicroBatch, Task
+from train.tasks.token_scores import count_tokens, mean_loss, nll, num_right, token_accuracy_percent
 from train.tasks.translation.config import TranslationConfig
 from train.tasks.translation.corpus import load_corpus
 from train.tasks.translation.optim import InverseSquareRoot, adam
 from train.tasks.translation.parallel_text import Corpus, ListedText, Pair, ParallelText
-from train.tasks.translation.scores import count_tokens, make_bleu, nll, text_scores, token_accuracy_percent
+from train.tasks.translation.scores import make_bleu, text_scores
 from train.tasks.translation.token_batches import TokenBatches, by_length, micro_batch
 from train.tasks.translation.token_sequences import TokenizedText
-from train.tasks.translation.tokenization import PAD, BytePairs
+from train.tasks.translation.tokenization import BytePairs
 from train.tasks.translation.transformer import SIZES, Beam, Translator
 
 EVALUATION_TOKENS = 4096
@@ -106,16 +106,11 @@ class TranslationTask(Task):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See `Task`; logits [B, T, num_tokens] and tokens, int64 [B, T], padded with PAD. Items are tokens."""
-        return F.cross_entropy(
-            outputs.flatten(0, 1).float(),
-            targets.flatten(),
-            ignore_index=PAD,
-            label_smoothing=self.config.label_smoothing,
-        )
+        return mean_loss(outputs, targets, label_smoothing=self.config.label_smoothing)
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See `Task`; logits [B, T, num_tokens] and tokens, int64 [B, T], padded with PAD."""
-        return ((outputs.argmax(2) == targets) & (targets != PAD)).sum()
+        return num_right(outputs, targets)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """See `Task`; on the test set, given the right tokens before each."""

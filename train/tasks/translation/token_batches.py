@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from train.tasks.base import MicroBatch
+from train.tasks.byte_tokenizer import PAD, START
 from train.tasks.translation.token_sequences import TokenizedText
-from train.tasks.translation.tokenization import PAD, START
 
 # First word of the seed, next to those of train/tasks/images/data.py and train/tasks/images/shards.py.
 BATCH_STREAM = 4

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from train.tasks.byte_tokenizer import END, PAD
 from train.tasks.translation.parallel_text import ParallelText
-from train.tasks.translation.tokenization import END, PAD, BytePairs
+from train.tasks.translation.tokenization import BytePairs
 
 CHUNK = 10_000
 """Pairs that are encoded at once."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.tasks.translation.tokenization import END, PAD, START
+from train.tasks.byte_tokenizer import END, PAD, START
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from train.tasks.images.config import Config
-from train.tasks.images.optim import LearningRate, set_learning_rate, sgd
+from train.tasks.images.optim import LearningRate, sgd
+from train.tasks.parameter_groups import set_learning_rate
 
 
 def test_learning_rate_scales_with_the_global_batch_and_drops_at_milestones() -> None:

@@ -23,12 +23,14 @@ from train.command_line import read_command_line
 from train.run.meters import Meters
 from train.run.run import Run
 from train.tasks.base import MicroBatch
+from train.tasks.byte_tokenizer import END, PAD, START
+from train.tasks.token_scores import count_tokens, nll, token_accuracy_percent
 from train.tasks.translation.config import TranslationConfig
 from train.tasks.translation.optim import InverseSquareRoot, adam
-from train.tasks.translation.scores import count_tokens, nll, text_scores, token_accuracy_percent
+from train.tasks.translation.scores import text_scores
 from train.tasks.translation.task import TranslationTask
 from train.tasks.translation.token_batches import micro_batch
-from train.tasks.translation.tokenization import END, PAD, START, BytePairs
+from train.tasks.translation.tokenization import BytePairs
 from train.tasks.translation.transformer import SIZES, Beam, Size, Translator
 
 # Of 60 numbers, the same for learning, validation and test: what is learnt is not the question here.

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from train.tasks.byte_tokenizer import END, PAD, SMALLEST_VOCABULARY, START
 from train.tasks.translation.parallel_text import ListedText, Pair
 from train.tasks.translation.token_batches import TokenBatches, by_length, micro_batch
 from train.tasks.translation.token_sequences import Sequences, TokenizedText
-from train.tasks.translation.tokenization import END, PAD, SMALLEST_VOCABULARY, START, BytePairs
+from train.tasks.translation.tokenization import BytePairs
 
 WORDS = ["ein", "Vöglein", "über", "Straße", "grüßt", "zwölf", "Äpfel", "früh"]
 
