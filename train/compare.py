@@ -40,7 +40,7 @@ class Comparison:
 
     options: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Options of every run, after `--`."""
-    script: Literal["gossip_sgd", "translate"] = "gossip_sgd"
+    script: Literal["gossip_sgd", "translate", "language_model"] = "gossip_sgd"
     """Of train/: what is learnt."""
     recipes: tuple[str, ...] = ("ar", "dpsgd", "sgp", "osgp")
     """Methods, as python -m gossip_modules.methods lists them, each once; differences are to the first."""

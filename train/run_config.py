@@ -51,6 +51,8 @@ class RunConfig(MethodOptions, ABC):
     """Micro-batches of an optimizer step; a gossip round happens once per step."""
     label_smoothing: float = 0.1
     """Share of the target that is spread evenly over all classes."""
+    clip_norm: float = 0.0
+    """Gradients of a larger norm are scaled down to this one, in each rank by itself; 0: they stay as they are."""
     amp: Literal["none", "bfloat16", "float16"] = "none"
     """Autocast dtype; float16 scales the loss with a GradScaler."""
     compile: str = "none"
@@ -91,7 +93,7 @@ class RunConfig(MethodOptions, ABC):
     )
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
-        *("sync_period", "divergence_threshold"),
+        *("sync_period", "divergence_threshold", "clip_norm"),
     )
     SHARES: ClassVar[tuple[str, ...]] = ("budget", "compression_ratio", "fetch_probability")
     """More than 0, at most 1."""
@@ -99,11 +101,11 @@ class RunConfig(MethodOptions, ABC):
     """0 or more, less than 1."""
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "accumulation_steps", "seed", "amp", *METHOD_OPTIONS)
     """What a run shares with every checkpoint it can go on from."""
-    SETTINGS: ClassVar[tuple[str, ...]] = ("label_smoothing", "compile", "num_threads")
+    SETTINGS: ClassVar[tuple[str, ...]] = ("label_smoothing", "clip_norm", "compile", "num_threads")
     """What may change from there on, but makes it another run."""
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "general": ("recipe", "out_dir", "resume", "overwrite", "seed"),
-        "training": ("epochs", "accumulation_steps", "label_smoothing", "amp", "compile"),
+        "training": ("epochs", "accumulation_steps", "label_smoothing", "clip_norm", "amp", "compile"),
         "process": ("backend", "comm_device", "timeout_seconds", "num_threads", "deterministic"),
         "checkpoint and log": (
             "checkpoint_every",

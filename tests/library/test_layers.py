@@ -52,6 +52,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "gossip_sgd": {"command_line", "tasks"},
         "translate": {"command_line", "tasks"},
         "translate_text": {"tasks", "job"},
+        "language_model": {"command_line", "tasks"},
         "compare": {"run", "job"},
     },
 }

@@ -13,7 +13,8 @@ from visualization.command import read_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    *(f"train.{name}" for name in ("gossip_sgd", "translate", "translate_text", "compare", "consensus")),
+    *(f"train.{name}" for name in ("gossip_sgd", "translate", "translate_text", "language_model", "compare")),
+    "train.consensus",
     *(f"visualization.{name}" for name in ("plot", "report", "spectra", "topology", "curves", "cluster", "stragglers")),
     *(f"visualization.{name}" for name in ("accuracy_bytes", "consensus", "matcha")),
     "gossip_modules.simulate.__main__",

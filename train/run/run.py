@@ -33,7 +33,7 @@ from train.run.state import TrainingState
 from train.run_config import RunConfig
 from train.tasks.base import MicroBatch, Task
 from train.tasks.images.models import fingerprint
-from train.tasks.parameter_groups import set_learning_rate
+from train.tasks.parameter_groups import clip_gradients, set_learning_rate
 
 
 class Run:
@@ -181,6 +181,9 @@ class Run:
         self.meters.update(mean_loss, num_correct, num_items)
         if self.config.weighs_losses and isinstance(self.wrapper, gm.PairwiseDataParallel):
             self.wrapper.report_loss(mean_loss.item())
+        if self.config.clip_norm:
+            self.state.scaler.unscale_(self.state.optimizer)
+            clip_gradients(self.state.optimizer, self.config.clip_norm)
         self.state.scaler.step(self.state.optimizer)
         self.state.scaler.update()
         self.state.optimizer.zero_grad(set_to_none=True)

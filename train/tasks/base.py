@@ -36,7 +36,7 @@ class Task(ABC):
     description: str
     """As the first line of a run says it, e.g. "cnn on digits"."""
     score: str
-    """The metric of the averaged model that tells good from bad, higher is better."""
+    """The metric of the averaged model that tells good from bad: higher is better, unless `selection` differs."""
     steps_per_epoch: int
     """Optimizer steps per rank, the same on every rank."""
     metadata: Mapping[str, str]

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typing_extensions import Self
 
 from train.job.files import write_atomically
+from train.job.outputs import TOKENIZER
 
 PAD, START, END = 0, 1, 2
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
@@ -112,3 +113,26 @@ class ByteTokenizer:
         """The text of each sequence of numbers; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
         words = [[token for token in row if token >= len(SPECIAL_TOKENS)] for row in rows]
         return self._tokenizer.decode_batch(words)
+
+
+def check_tokenizer_options(*, tokenizer: str, vocabulary_size: int, run_dir: Path) -> None:
+    """Check what a run says of its tokenizer, before there is one.
+
+    Args:
+        tokenizer: path of one that is there; empty: it is learnt.
+        vocabulary_size: of one that is learnt.
+        run_dir: folder of the run.
+
+    Raises:
+        ValueError: not even the bytes fit, or the run would clear the file away that it is to read.
+    """
+    if vocabulary_size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"got vocabulary_size={vocabulary_size}, expected at least {SMALLEST_VOCABULARY}: 256 bytes and "
+            "the marks of padding, start and end"
+        )
+    if tokenizer and Path(tokenizer).resolve() == (run_dir / TOKENIZER).resolve():
+        raise ValueError(
+            f"got tokenizer={tokenizer!r} in the folder of this run, which clears what an earlier one left "
+            "there, expected it elsewhere; choose another --out-dir, or copy it"
+        )

@@ -1,4 +1,4 @@
-"""The groups of an optimizer's parameters: which of them decay, and the learning rate of all."""
+"""The groups of an optimizer's parameters: which of them decay, the learning rate and the gradients of all."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use `lr` for every parameter group from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, norm: float) -> None:
+    """Scale the gradients of all parameters down to the 2-norm `norm`, together, where theirs is larger.
+
+    Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, arXiv 1211.5063,
+    algorithm 1.
+    """
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)

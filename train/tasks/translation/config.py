@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from train.job.outputs import TOKENIZER
 from train.run_config import RunConfig
-from train.tasks.byte_tokenizer import SMALLEST_VOCABULARY
+from train.tasks.byte_tokenizer import check_tokenizer_options
 from train.tasks.translation.transformer import SIZES
 
 # Assran et al., ICML 2019, arXiv 1811.10792, section 6.2, which trains as Ott et al., WMT 2018, arXiv 1806.00187.
@@ -140,18 +139,9 @@ class TranslationConfig(RunConfig):
                 f"got max_length={self.max_length} and max_tokens={self.max_tokens}, expected room for the longest "
                 "sentence in a batch; raise --max-tokens or lower --max-length"
             )
-        if self.vocabulary_size < SMALLEST_VOCABULARY:
-            raise ValueError(
-                f"got vocabulary_size={self.vocabulary_size}, expected at least {SMALLEST_VOCABULARY}: 256 bytes and "
-                "the marks of padding, start and end"
-            )
+        check_tokenizer_options(tokenizer=self.tokenizer, vocabulary_size=self.vocabulary_size, run_dir=self.run_dir)
         if self.source == self.target:
             raise ValueError(f"got source and target {self.source!r}, expected two languages; change one")
-        if self.tokenizer and Path(self.tokenizer).resolve() == (self.run_dir / TOKENIZER).resolve():
-            raise ValueError(
-                f"got tokenizer={self.tokenizer!r} in the folder of this run, which clears what an earlier one left "
-                "there, expected it elsewhere; choose another --out-dir, or copy it"
-            )
 
     @property
     def subject(self) -> str:

@@ -1,0 +1,1 @@
+"""The language model task: predict the next token of any text."""
