@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits launch.sh. submit_imagenet.sh and submit_transformer.sh call it:
+# Submits launch.sh. submit_imagenet.sh, submit_transformer.sh and submit_language_model.sh call it:
 #
 #   job_scripts/submit.sh <job name> <training script> <recipe> [options of the training script ...]
 #

@@ -11,6 +11,7 @@ import pytest
 
 from train.command_line import read_command_line
 from train.tasks.images.config import Config
+from train.tasks.language_model.config import LanguageModelConfig
 from train.tasks.translation.config import TranslationConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ def cluster(tmp_path: Path) -> Path:
     write_executable(tmp_path / "bin" / "srun", '#!/bin/bash\neval "$FAKE_SRUN"\n')
     write_executable(tmp_path / "bin" / "scontrol", SCONTROL)
     write_executable(tmp_path / ".venv" / "bin" / "torchrun", "#!/bin/sh\n")
-    for script in ("gossip_sgd.py", "translate.py"):
+    for script in ("gossip_sgd.py", "translate.py", "language_model.py"):
         write_executable(tmp_path / "train" / script, "")
     return tmp_path
 
@@ -232,11 +233,27 @@ def test_submit_transformer_asks_for_what_the_trainer_understands(cluster: Path,
     assert (config.source, config.target, config.nprocs_per_node) == ("en", "de", 1)
 
 
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-medium", "gpt2-large"])
+def test_submit_language_model_asks_for_what_the_trainer_understands(cluster: Path, model: str) -> None:
+    variables = {"DATA_DIR": "/data/some text", "MODEL": model}
+    options, arguments = submit(cluster, "submit_language_model.sh", "sgp", "--seed", "7", **variables)
+    assert options == ["train/language_model.py", f"--job-name={model}-sgp", "--nodes=8", "--gpus-per-node=1"]
+    config = read_command_line(LanguageModelConfig, description=None, arguments=arguments)
+    assert (config.recipe, config.data_dir, config.seed, config.model) == ("sgp", "/data/some text", 7, model)
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "variables", "message"),
     [
         ("submit_sgp.sh", [], {}, "DATA_DIR: is not set: name the folder that holds train/ and val/"),
         ("submit_imagenet.sh", [], {"DATA_DIR": "/data"}, "is missing: name a recipe"),
+        ("submit_language_model.sh", ["sgp"], {}, "DATA_DIR: is not set: name the folder that holds the text files"),
+        (
+            "submit_language_model.sh",
+            ["sgp"],
+            {"DATA_DIR": "/data", "MODEL": "gpt3"},
+            "got MODEL=gpt3, expected gpt2, gpt2-medium or gpt2-large",
+        ),
         ("submit_transformer.sh", ["sgp"], {}, "DATA_DIR: is not set: name the folder that holds the parallel text"),
         (
             "submit_transformer.sh",
