@@ -195,6 +195,32 @@ of after / before, with its interval of 95 %. "mlp" is six layers of 64: it show
             "ratio_high": ("to", ".3f"),
         },
     ),
+    "language_model": Page(
+        "A language model on Python's sources",
+        "language_model.csv",
+        """\
+The default run of `train/language_model.py`, by several methods with the same options: how long it
+takes from the command to its end, and what the averaged model reaches on the validation files, beside
+what the frequencies of the tokens alone give. Learning rates were not tuned for each method. The
+machine did other work too, so seconds are no comparison of methods; the processor's seconds are those
+of all processes of a run, which two idle cores share.
+[Language models](../guides/language_models.md) says what is learnt.""",
+        {
+            "recipe": ("recipe", "s"),
+            "model": ("model", "s"),
+            "ranks": ("ranks", "d"),
+            "python": ("Python", "s"),
+            "steps": ("steps", "d"),
+            "seconds": ("s, all", ".0f"),
+            "cpu_seconds": ("s, processor", ".0f"),
+            "training_seconds": ("s, training", ".0f"),
+            "nll": ("nats per token", ".3f"),
+            "perplexity": ("perplexity", ".1f"),
+            "bits_per_byte": ("bits per byte", ".3f"),
+            "frequencies_bits_per_byte": ("by frequencies", ".3f"),
+            "sent_megabytes": ("MB sent per rank", ".1f"),
+        },
+    ),
     "restart": Page(
         "Killed and resumed",
         "restart.csv",
