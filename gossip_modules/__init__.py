@@ -14,6 +14,7 @@ from .dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Inter
 from .dpwa.wire.curve_keys import CurveKeys
 from .dpwa.wrapper import PairwiseDataParallel
 from .engine.engine import Engine, LockstepEngine, SyncEngine
+from .engine.outer import OuterEngine
 from .engine.overlap import OverlapEngine
 from .flat.buffer import FlatBuffer
 from .flat.vector import FlatVector
@@ -58,6 +59,13 @@ from .mixing_manager.graph_weights import GraphMixing
 from .mixing_manager.laplacian import LaplacianMixing
 from .mixing_manager.matrix import MatrixMixing
 from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
+from .outer.anchor import Anchor
+from .outer.diloco import DiLoCo
+from .outer.gasloc import GASLoC
+from .outer.method import OuterMethod
+from .outer.noloco import NoLoCo
+from .outer.random_pairs import RandomPairs
+from .outer.slowmo import SlowMo
 from .schedule import Schedule
 from .transport.base import Transport
 from .transport.connect import connect
@@ -74,6 +82,7 @@ __version__ = "0.1.0"
 __all__ = [
     "QSGD",
     "AllReduceDataParallel",
+    "Anchor",
     "BaseGraph",
     "BilatGossipDataParallel",
     "ButterflyGroups",
@@ -85,6 +94,7 @@ __all__ = [
     "ConstantInterpolation",
     "CurveKeys",
     "DeepSqueeze",
+    "DiLoCo",
     "DynamicBipartiteCompleteGraph",
     "DynamicBipartiteExponentialGraph",
     "DynamicBipartiteLinearGraph",
@@ -95,6 +105,7 @@ __all__ = [
     "EquiStaticGraph",
     "FlatBuffer",
     "FlatVector",
+    "GASLoC",
     "GlobalAverage",
     "GossipDataParallel",
     "GossipModule",
@@ -118,6 +129,9 @@ __all__ = [
     "Moniqua",
     "NPeerDynamicDirectedExponentialGraph",
     "NetworkXGraph",
+    "NoLoCo",
+    "OuterEngine",
+    "OuterMethod",
     "OverlapEngine",
     "PairwiseAverager",
     "PairwiseConfig",
@@ -130,11 +144,13 @@ __all__ = [
     "RandomGraph",
     "RandomK",
     "RandomMatchingGraph",
+    "RandomPairs",
     "RandomPushGraph",
     "RingGraph",
     "Schedule",
     "SignNorm",
     "SimpleGossipDataParallel",
+    "SlowMo",
     "StaticExponentialGraph",
     "SyncEngine",
     "TopK",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,6 +23,7 @@ from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..graph_manager.static_graphs import NetworkXGraph
 from ..mixing_manager.base import MixingManager
+from ..outer.method import OuterMethod
 from ..schedule import Schedule
 
 if TYPE_CHECKING:
@@ -102,6 +103,44 @@ def as_schedule(schedule: Schedule | int) -> Schedule:
             "least 1; schedule=1, the default, gossips at every step"
         )
     return Schedule(gossip_every=schedule)
+
+
+def check_outer(
+    outer: object, schedule: Schedule, *, overlap: bool, init_sync: bool, gossip: Mapping[str, object]
+) -> None:
+    """Raise ValueError where `outer` is no outer method, or stands beside arguments that do not fit to it.
+
+    Args:
+        outer: what the user gave.
+        schedule, overlap, init_sync: other arguments of the wrapper.
+        gossip: those that say how ranks gossip, by name; None where they were left out.
+    """
+    if not isinstance(outer, OuterMethod):
+        raise ValueError(
+            f"got outer={outer!r}, expected an OuterMethod such as DiLoCo(sync_every=30); for another optimizer pass "
+            "DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters))"
+        )
+    if schedule != Schedule():
+        raise ValueError(
+            f"got schedule={schedule} beside outer={outer}, which says itself when ranks communicate, expected one of "
+            "them; leave schedule out, and pass sync_every to the outer method"
+        )
+    if overlap:
+        raise ValueError(
+            f"got overlap=True beside outer={outer}, whose outer steps do not run under training, expected "
+            "overlap=False; a larger sync_every makes them rare"
+        )
+    if outer.averages_exactly and not init_sync:
+        raise ValueError(
+            f"got init_sync=False beside outer={outer}, expected True: all ranks move one anchor, so they must start "
+            "from one model"
+        )
+    given = [name for name, value in gossip.items() if value is not None]
+    if given and outer.averages_exactly and not outer.gossip_every:
+        raise ValueError(
+            f"got {', '.join(given)} beside outer={outer}, which averages over all ranks and never gossips, expected "
+            "none; leave them out, or take an outer method that gossips: GASLoC, NoLoCo or SlowMo(gossip_every=1)"
+        )
 
 
 def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelta:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.engine import LockstepEngine, SyncEngine
+from ..engine.outer import OuterEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..gossiper.gossiper import Gossiper
@@ -19,6 +20,7 @@ from ..membership.links import alone
 from ..membership.lockstep import LockstepParticipant, check_elastic, check_lossy
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
+from ..outer.method import OuterMethod
 from ..schedule import Schedule
 from ..transport.agreement import broadcast_tensors
 from ..transport.process_group import DEFAULT_TIMEOUT
@@ -29,6 +31,7 @@ from .arguments import (
     as_schedule,
     as_timeout,
     as_whole,
+    check_outer,
     check_overlap,
     refuse_device_ids,
 )
@@ -69,6 +72,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
     | Local SGD    | schedule=Schedule(gossip_every=H, average_every=1)            |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | gossiper=PowerGossip(), or Choco, DeepSqueeze, Moniqua        |
+    | DiLoCo       | outer=DiLoCo(), or SlowMo, NoLoCo, GASLoC                     |
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithms 1
     and 2; Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv
@@ -90,6 +94,8 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             default graph.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step.
+        outer: an `OuterMethod` such as `DiLoCo`: ranks train alone, and every H steps an outer optimizer steps on where
+            they have come. Costs three copies of the model; in place of `schedule` and `overlap`.
         process_group: a group that carries nothing else; None = a new one over all ranks.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`.
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
@@ -138,6 +144,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         gossiper: GossiperLike | None = None,
         wire_dtype: torch.dtype | None = None,
         schedule: Schedule | int = 1,
+        outer: OuterMethod | None = None,
         process_group: dist.ProcessGroup | None = None,
         nprocs_per_node: int = 1,
         comm_device: torch.device | str | None = None,
@@ -167,6 +174,16 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         self._place = links.place
         num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
+        if outer is not None:
+            check_outer(
+                *(outer, as_schedule(schedule)),
+                overlap=overlap,
+                init_sync=init_sync,
+                gossip={"graph": graph, "mixing": mixing, "gossiper": gossiper, "wire_dtype": wire_dtype},
+            )
+            push_sum = push_sum and outer.averages_exactly  # what outer steps mix has no weight
+            graph = outer.default_graph(num_nodes) if graph is None and mixing is None else graph
+        self._outer = outer
         gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
         mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper)
         self._describe(mixing, gossiper, as_schedule(schedule), init_sync=init_sync, nprocs_per_node=nprocs_per_node)
@@ -215,6 +232,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             "gossip_buffers": self._buffer.include_buffers,
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
+            **({} if self._outer is None else {"outer": self._outer}),
         }
         algorithm = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
         self._description = {name: str(value) for name, value in {**algorithm, **options}.items()}
@@ -228,6 +246,8 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
         """When rounds run."""
+        if self._outer is not None:
+            return OuterEngine(gossiper, self._outer, on_nonfinite=self._on_nonfinite)
         if not self.overlap:
             return SyncEngine(gossiper, schedule, on_nonfinite=self._on_nonfinite)
         return OverlapEngine(

@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "engine", "membership", "wrappers"}
+_WRAPPERS = {*_LOCKSTEP, "outer", "engine", "membership", "wrappers"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -28,9 +28,10 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "mixing_manager": {"graph_manager", "matcha"},
         "mpi": {"transport"},
         "gossiper": _LOCKSTEP - {"gossiper"},
-        "engine": {"gossiper", "flat", "schedule", "mixing_manager", "transport"},
+        "outer": {"flat", "graph_manager"},
+        "engine": {"gossiper", "flat", "schedule", "mixing_manager", "transport", "outer"},
         "membership": _LOCKSTEP,
-        "wrappers": {*_LOCKSTEP, "engine", "membership"},
+        "wrappers": {*_LOCKSTEP, "outer", "engine", "membership"},
         "ad_psgd": _WRAPPERS,
         "wagma": _WRAPPERS,
         "dpwa": _WRAPPERS,
@@ -68,6 +69,7 @@ WITHOUT_PROCESSES = {
     "compression",
     "mixing_manager",
     "matcha",
+    "outer",
     "simulate",
     "registry",
 }

@@ -1,0 +1,94 @@
+"""NoLoCo: outer steps in random pairs, without any average over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .anchor import Anchor
+from .method import OuterMethod
+from .random_pairs import RandomPairs
+
+
+@dataclass(frozen=True)
+class NoLoCo(OuterMethod):
+    """NoLoCo: H steps alone, then a momentum step with the mean drift of a random pair, which also pulls it together.
+
+    Every `sync_every` = H optimizer steps, with a = `momentum`, b = `lr`, c = `pull`, and mean_G over rank i and the
+    peer that this outer step draws for it:
+
+        m_i   <- a m_i + b mean_G(x - phi) + c (mean_G(phi) - phi_i)
+        phi_i <- phi_i + m_i
+        x_i   <- phi_i
+
+    Both means travel as one vector, b (x - phi) + c phi. Each rank has an anchor of its own. The pull gives the
+    differences of the anchors a momentum too: with c >= 2 (1 - a^2) they grow from outer step to outer step instead of
+    shrinking, so such rates are refused.
+
+    "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025, arXiv 2506.10911; the rates are
+    those of its code.
+
+    Args:
+        sync_every: H, the number of optimizer steps from one outer step to the next.
+        lr: b, the outer learning rate.
+        momentum: a, the outer momentum; 0 <= a < 1.
+        pull: c, how strongly the anchors of a pair are pulled together; None: as `lr`.
+        seed: of the pairs, which are drawn anew for each outer step; the same on all ranks. The wrapper's `graph` and
+            `mixing` take the place of the pairs.
+
+    Raises:
+        ValueError: a rate out of range, or c >= 2 (1 - a^2).
+
+    Example:
+        >>> model = GossipDataParallel(model, outer=NoLoCo(sync_every=50))
+    """
+
+    sync_every: int = 50
+    _: KW_ONLY
+    lr: float = 0.7
+    momentum: float = 0.5
+    pull: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pull, limit = self._pull, 2 * (1 - self.momentum**2)
+        self._check_rates(lr=self.lr, momentum=self.momentum, pull=pull)
+        if pull >= limit:
+            raise ValueError(
+                f"NoLoCo: got pull={pull:g} with momentum={self.momentum:g}, expected pull < 2 (1 - momentum^2) = "
+                f"{limit:g}, since otherwise the differences between ranks grow from outer step to outer step; lower "
+                "the momentum, or the pull, which is lr where it is not given"
+            )
+
+    @property
+    def _pull(self) -> float:
+        return self.lr if self.pull is None else self.pull
+
+    @property
+    def averages_exactly(self) -> bool:
+        """See `OuterMethod`."""
+        return False
+
+    def default_graph(self, world_size: int) -> RandomPairs:
+        """See `OuterMethod`."""
+        return RandomPairs(world_size, seed=self.seed)
+
+    def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
+        """See `OuterMethod`: m <- a m + gradient, phi <- phi - m."""
+        return torch.optim.SGD(parameters, lr=1.0, momentum=self.momentum)
+
+    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
+        """See `OuterMethod`: sent <- b (x - phi) + c phi."""
+        for sent, phi, own in zip(anchor.gradients, anchor.parameters, x, strict=True):
+            torch.sub(own, phi, out=sent).mul_(self.lr).add_(phi, alpha=self._pull)
+
+    def finish(self, anchor: Anchor) -> None:
+        """See `OuterMethod`: the gradient is c phi - mean_G(b (x - phi) + c phi)."""
+        for sent, phi in zip(anchor.gradients, anchor.parameters, strict=True):
+            sent.neg_().add_(phi, alpha=self._pull)
+        anchor.step()

@@ -1,0 +1,269 @@
+"""Outer steps beside everything else that a wrapper does: checkpoints, copies, buffers, narrow types, infinities."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import (
+    DiLoCo,
+    GASLoC,
+    GossipDataParallel,
+    NetworkXGraph,
+    NoLoCo,
+    OuterMethod,
+    PowerGossip,
+    Schedule,
+    SlowMo,
+    UniformMixing,
+    gossip,
+)
+from gossip_modules.engine.outer import OuterEngine
+from tests.harness.problems import loss_of, mlp, net, sgd, train_step
+from tests.harness.ranks import run_ranks, solo_group
+from tests.harness.reference import flatten
+
+METHODS: list[OuterMethod] = [
+    DiLoCo(3),
+    DiLoCo(3, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.05)),
+    SlowMo(4, gossip_every=2),
+    NoLoCo(3),
+    GASLoC(3),
+]
+
+
+def wrap(module: nn.Module, group: dist.ProcessGroup, outer: OuterMethod, **options: Any) -> GossipDataParallel:
+    return GossipDataParallel(module, process_group=group, outer=outer, **options)
+
+
+def engine_of(wrapper: GossipDataParallel) -> OuterEngine:
+    assert isinstance(wrapper._engine, OuterEngine)
+    return wrapper._engine
+
+
+@pytest.mark.parametrize("outer", METHODS, ids=str)
+def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(outer: OuterMethod) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank, other = group.rank(), net(5)
+        model = net()
+        wrapper, optimizer = wrap(model, group, outer), sgd(model)
+        for step in range(8):
+            train_step(wrapper, optimizer, rank, step)
+        file = io.BytesIO()
+        torch.save({"model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        twin = copy.deepcopy(wrapper)
+        twin_optimizer = sgd(twin.module)
+        twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for step in range(8, 14):
+            train_step(wrapper, optimizer, rank, step)
+        for step in range(8, 14):
+            train_step(twin, twin_optimizer, rank, step)
+        assert torch.equal(flatten(twin.module), flatten(model))
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        resumed = wrap(other, group, outer)
+        loss_of(resumed, rank, 0)  # it has an anchor of its own already
+        resumed.load_state_dict(saved["model"])
+        assert str(resumed.state_dict()._metadata[""]) == str(saved["model"]._metadata[""])  # nothing is lost by then
+        optimizer = sgd(other)
+        optimizer.load_state_dict(saved["optimizer"])
+        for step in range(8, 14):
+            train_step(resumed, optimizer, rank, step)
+        assert torch.equal(flatten(other), flatten(model))
+        before = str(wrapper.state_dict()._metadata[""])
+        wrapper.close()
+        assert str(wrapper.state_dict()._metadata[""]) == before
+        resumed.close()
+
+    run_ranks(2, body)
+
+
+def test_the_state_of_another_method_or_model_is_refused() -> None:
+    wrapper, other = wrap(mlp(), solo_group(), DiLoCo(1)), wrap(mlp(), solo_group(), SlowMo(1))
+    with pytest.raises(ValueError, match="got the state of a SlowMo engine, expected that of a DiLoCo engine; wrap as"):
+        wrapper.set_extra_state(other.get_extra_state())
+    plain = GossipDataParallel(mlp(), process_group=solo_group())
+    with pytest.raises(ValueError, match="got the state of a DiLoCo engine, expected that of a LockstepEngine"):
+        plain.set_extra_state(wrapper.get_extra_state())
+    loss_of(wrapper, 0, 0)
+    small = wrap(nn.Linear(3, 2), solo_group(), DiLoCo(1))
+    loss_of(small, 0, 0)
+    small.set_extra_state(wrapper.get_extra_state())
+    with pytest.raises(ValueError, match=r"got an anchor with \[26\] elements, expected \[8\]: other tensors were"):
+        loss_of(small, 0, 1)
+    for each in (wrapper, other, plain, small):
+        each.close()
+
+
+def test_state_without_outer_steps_starts_anew() -> None:
+    model = mlp()
+    wrapper = wrap(model, solo_group(), DiLoCo(2))
+    for step in range(3):
+        loss_of(wrapper, 0, step)
+    with pytest.warns(UserWarning, match="holds no gossip state"):
+        wrapper.load_state_dict({f"module.{name}": x for name, x in mlp(4).state_dict().items()})
+    loss_of(wrapper, 0, 0)
+    anchor = engine_of(wrapper)._anchor
+    assert anchor is not None
+    assert torch.equal(anchor.parameters[0].sort().values, flatten(model).float().sort().values)
+    assert engine_of(wrapper).step == 1
+    wrapper.close()
+
+
+def test_micro_batches_under_no_sync_are_one_step_and_averages_change_nothing() -> None:
+    def body(group: dist.ProcessGroup, is_accumulated: bool) -> Tensor:
+        model = mlp()
+        wrapper, optimizer = wrap(model, group, DiLoCo(2)), sgd(model)
+        for step in range(5):
+            optimizer.zero_grad()
+            if is_accumulated:
+                with wrapper.no_sync():
+                    (loss_of(wrapper, group.rank(), step) / 2).backward()
+                (loss_of(wrapper, group.rank(), step) / 2).backward()
+                with wrapper.averaged():
+                    average = flatten(model)
+                assert wrapper.consensus_distance() >= 0
+                wrapper.settle()
+                wrapper.flush()
+                assert average.isfinite().all()
+            else:
+                loss_of(wrapper, group.rank(), step).backward()
+            optimizer.step()
+        wrapper.close()
+        return flatten(model)
+
+    once, again = (run_ranks(2, lambda group, flag=flag: body(group, flag)) for flag in (False, True))  # type: ignore[misc]
+    torch.testing.assert_close(torch.stack(again), torch.stack(once), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("outer", METHODS, ids=str)
+def test_buffers_are_averaged_and_touched_by_no_optimizer(outer: OuterMethod) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = net()
+        wrapper = wrap(model, group, outer)
+        norm: Any = model.norm
+        for step in range(outer.sync_every):
+            loss_of(wrapper, group.rank(), step)
+        before = norm.running_var.clone()
+        model.eval()
+        wrapper.gossip_in_eval_mode = True  # so that this forward leaves the statistics alone
+        loss_of(wrapper, group.rank(), 9)
+        wrapper.close()
+        return before, norm.running_var
+
+    (one, first), (other, second) = run_ranks(2, body)
+    torch.testing.assert_close(first, (one + other) / 2)
+    torch.testing.assert_close(second, first)
+    assert not torch.equal(one, other)
+
+
+def test_the_anchor_of_a_narrow_model_is_float32() -> None:
+    model = mlp().bfloat16()
+    wrapper = wrap(model, solo_group(), DiLoCo(1, lr=0.01, momentum=0.0))
+    loss_of(wrapper, 0, 0)
+    start = flatten(model)
+    for step in range(50):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter + 1)
+        loss_of(wrapper, 0, step)
+    anchor = engine_of(wrapper)._anchor
+    assert anchor is not None
+    assert anchor.parameters[0].dtype is torch.float32
+    torch.testing.assert_close(flatten(model), start + 0.5, rtol=0, atol=0.02)  # in bfloat16 steps of 0.01 would stall
+    model.float()  # the same tensors: the anchor stays
+    loss_of(wrapper, 0, 0)
+    assert engine_of(wrapper)._anchor is anchor
+    wrapper.close()
+
+
+def test_freezing_starts_a_new_anchor_from_the_average() -> None:
+    def body(group: dist.ProcessGroup) -> Tensor:
+        model: Any = mlp()
+        wrapper, optimizer = wrap(model, group, DiLoCo(2)), sgd(model)
+        for step in range(3):
+            train_step(wrapper, optimizer, group.rank(), step)
+        model[0].requires_grad_(False)
+        train_step(wrapper, optimizer, group.rank(), 3)
+        with pytest.warns(
+            UserWarning, match="other tensors are trained than before, so the anchor becomes the average"
+        ):
+            loss_of(wrapper, group.rank(), 4)
+        wrapper.close()
+        return torch.cat([parameter.detach().flatten() for parameter in model[2].parameters()])
+
+    one, other = run_ranks(2, body)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("outer", [DiLoCo(2), NoLoCo(2), GASLoC(2)], ids=str)
+def test_a_rank_that_is_not_finite_raises_or_goes_back_to_its_anchor(outer: OuterMethod) -> None:
+    def body(group: dist.ProcessGroup, policy: str) -> tuple[bool, float]:
+        model = mlp()
+        wrapper = wrap(model, group, outer, on_nonfinite=policy)
+        for step in range(2):
+            loss_of(wrapper, group.rank(), step)
+        if group.rank() == 1:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] = float("nan")
+        if policy == "raise":
+            if group.rank() == 1:
+                with pytest.raises(FloatingPointError, match="rank 1: in round 0 its own model holds infinities"):
+                    loss_of(wrapper, 1, 2)
+            return True, 0.0
+        loss_of(wrapper, group.rank(), 2)
+        is_finite, num_skipped = bool(flatten(model).isfinite().all()), wrapper.comm_stats()["num_skipped"]
+        wrapper.close()
+        return is_finite, num_skipped
+
+    assert run_ranks(2, lambda group: body(group, "skip")) == [(True, 0), (True, 1)]
+    assert [is_finite for is_finite, _ in run_ranks(2, lambda group: body(group, "spread"))] == [False, False]
+    run_ranks(2, lambda group: body(group, "raise"))
+
+
+def test_gossip_in_place_takes_outer_steps_too() -> None:
+    model = gossip(mlp(), process_group=solo_group(), outer=DiLoCo(2, lr=1.0, momentum=0.0))
+    for step in range(5):
+        loss_of(model, 0, step)
+    assert model.comm_stats()["num_rounds"] == 2
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outer": "diloco"}, r"got outer='diloco', expected an OuterMethod such as DiLoCo\(sync_every=30\)"),
+        ({"outer": torch.optim.SGD}, "expected an OuterMethod .*for another optimizer pass"),
+        ({"schedule": 4}, r"got schedule=Schedule\(gossip_every=4, average_every=0\) beside outer=DiLoCo\("),
+        ({"schedule": Schedule(average_every=2)}, "leave schedule out, and pass sync_every"),
+        ({"overlap": True}, "got overlap=True beside outer=DiLoCo.*expected overlap=False"),
+        ({"init_sync": False}, "got init_sync=False beside outer=.*all ranks move one anchor"),
+        ({"gossiper": PowerGossip(), "graph": "ring"}, "got graph, gossiper beside outer=DiLoCo.*never gossips"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GossipDataParallel(mlp(), process_group=solo_group(), **{"outer": DiLoCo(), **options})
+
+
+def test_weights_that_do_not_keep_the_mean_are_refused() -> None:
+    graph = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
+
+    def body(group: dist.ProcessGroup) -> None:
+        with pytest.raises(
+            ValueError, match=r"with NoLoCo\(.*expected doubly stochastic weights|rows do not sum to one"
+        ):
+            wrap(mlp(), group, NoLoCo(), mixing=UniformMixing(graph))
+        with pytest.raises(
+            ValueError, match=r"got on_nonfinite='skip' with SlowMo\(.*push-sum weights have no known sum"
+        ):
+            wrap(mlp(), group, SlowMo(gossip_every=1), graph=graph, on_nonfinite="skip")
+
+    run_ranks(3, body)

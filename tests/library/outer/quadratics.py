@@ -1,0 +1,59 @@
+"""Problem Q: five ranks, each with a parabola of its own, whose common minimum is 0.8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import GossipDataParallel
+from tests.harness.ranks import run_ranks
+
+CURVATURES, MINIMA = (1.0, 1.5, 2.0, 2.5, 3.0), (-2.0, -1.0, 0.0, 1.0, 3.0)
+START, LEARNING_RATE = 0.5, 0.05
+
+
+class Point(nn.Module):
+    """The number x, float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.full((1,), START, dtype=torch.float64))
+
+    def forward(self, rank: int) -> Tensor:
+        return CURVATURES[rank] / 2 * (self.x - MINIMA[rank]).square().sum()
+
+
+def descended(x: Tensor, num_steps: int) -> Tensor:
+    """x float64 [n] of all ranks after so many steps of SGD, each on its own parabola."""
+    curvatures, minima = (torch.tensor(values[: len(x)], dtype=torch.float64) for values in (CURVATURES, MINIMA))
+    for _ in range(num_steps):
+        x = x - LEARNING_RATE * curvatures * (x - minima)
+    return x
+
+
+def solve(make_options: Callable[[], dict[str, Any]], *, num_steps: int = 20, num_ranks: int = 5) -> Tensor:
+    """x float64 [n] of all ranks after so many steps, and the round that is due then.
+
+    Args:
+        make_options: the arguments of `GossipDataParallel`; called on each rank.
+        num_steps: of the optimizer.
+        num_ranks: the first of the ranks.
+    """
+
+    def body(group: dist.ProcessGroup) -> float:
+        point = Point()
+        wrapper = GossipDataParallel(point, process_group=group, **make_options())
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=LEARNING_RATE)
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            wrapper(group.rank()).backward()
+            optimizer.step()
+        wrapper(group.rank())  # an outer step runs at the forward after it
+        wrapper.close()
+        return point.x.item()
+
+    return torch.tensor(run_ranks(num_ranks, body), dtype=torch.float64)
