@@ -33,7 +33,8 @@ class RunConfig(MethodOptions, ABC):
     """Method, checkpoints, log, network: what does not depend on the task, whose choices a script adds."""
 
     recipe: str = "sgp"
-    """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd;
+    """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd,
+    diloco, slowmo, noloco, gasloc;
     python -m gossip_modules.methods says what each is."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
@@ -93,7 +94,7 @@ class RunConfig(MethodOptions, ABC):
     )
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
-        *("sync_period", "divergence_threshold", "clip_norm"),
+        *("sync_period", "divergence_threshold", "clip_norm", "outer_lr"),
     )
     SHARES: ClassVar[tuple[str, ...]] = ("budget", "compression_ratio", "fetch_probability")
     """More than 0, at most 1."""

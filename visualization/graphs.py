@@ -17,7 +17,7 @@ from gossip_modules.mixing_manager import default_mixing
 
 Matrix = npt.NDArray[np.float64]
 
-PUSH_SUM, ALL_NEIGHBOURS = ("sgp", "osgp"), ("choco", "deepsqueeze", "moniqua", "powergossip")
+PUSH_SUM, ALL_NEIGHBOURS = ("sgp", "osgp"), ("choco", "deepsqueeze", "moniqua", "powergossip", "gasloc")
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
     if recipe == "localsgd":
         period = config.get("sync_period", 10)
         return f"Local SGD: parameters are averaged over all ranks every {period} steps; there is no graph."
+    if recipe in ("diloco", "slowmo"):
+        title, period = {"diloco": "DiLoCo", "slowmo": "SlowMo"}[recipe], config.get("sync_period", 10)
+        return f"{title}: an outer step along the mean drift of all ranks every {period} steps; there is no graph."
+    if recipe == "noloco":
+        return "NoLoCo: each outer step is in random pairs of ranks; there is no fixed graph."
     if recipe == "dpwa":
         return "dpwa: each rank pulls the model of a random live peer; there is no fixed graph."
     if num_nodes < 2:

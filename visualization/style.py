@@ -57,6 +57,10 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "wagma": MethodStyle("WAGMA-SGD", "#7F3B08", ("wagma", "wagma-sgd")),
     "dpwa": MethodStyle("dpwa", "#E7298A", ("dpwa",)),
     "localsgd": MethodStyle("Local SGD", "#66A61E", ("local sgd", "localsgd", "post-local sgd", "local-average")),
+    "diloco": MethodStyle("DiLoCo", "#1F78B4", ("diloco",)),
+    "slowmo": MethodStyle("SlowMo", "#A6761D", ("slowmo",)),
+    "noloco": MethodStyle("NoLoCo", "#6A3D9A", ("noloco",)),
+    "gasloc": MethodStyle("GASLoC", "#B15928", ("gasloc",)),
 }
 """The one colour of each method in all pictures, by the name of its recipe: see `method_of` and `method_styles`."""
 OTHERS = ("#A6A6A6", "#B8A36A", "#7A8FB0", "#B07A7A", "#6FA08B")

@@ -140,6 +140,8 @@ def _check_weights(gossiper: Mixer, outer: OuterMethod, on_nonfinite: str) -> No
             f"got {gossiper.mixing} with {outer}, expected doubly stochastic weights, which keep the mean of the "
             "anchors; use an undirected graph, such as RingGraph, without mixing="
         )
+    if not outer.averages_exactly:
+        outer.check(gossiper.mixing.graph, gossiper.mixing.matrix)
     if outer.gossip_every and gossiper.is_weighted and on_nonfinite == "skip":
         raise ValueError(
             f"got on_nonfinite='skip' with {outer} and {gossiper.mixing}, expected 'raise' or 'spread', or doubly "

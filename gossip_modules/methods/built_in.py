@@ -18,6 +18,7 @@ from ..schedule import Schedule
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
+from .outer_methods import OUTER_METHODS
 from .simulated import (
     pairs,
     simulate_ad_psgd,
@@ -284,4 +285,5 @@ BUILT_IN: tuple[Method, ...] = (
         example="GossipDataParallel(model, schedule=Schedule(gossip_every=10, average_every=1))",
         options=frozenset({"sync_period", "nprocs_per_node"}),
     ),
+    *OUTER_METHODS,
 )

@@ -67,14 +67,23 @@ class MethodOptions:
     compress_vectors: bool = False
     """Parameters of one dimension are compressed too, as one matrix."""
 
-    # Local SGD and WAGMA-SGD
+    # WAGMA-SGD
     group_size: int = 0
     """Ranks that average in a round, a power of two; 1: none, local SGD; 0: about the square root of all."""
-    sync_period: int = 10
-    """localsgd: steps from one average over all ranks to the next. wagma: rounds from one average over all ranks,
-    which wait for each other there, to the next; 0: never."""
     wait_avoiding: bool = True
     """A late rank contributes what it last had; otherwise the ranks of a group wait for each other."""
+
+    # Averages now and then
+    sync_period: int = 10
+    """localsgd: steps from one average over all ranks to the next; diloco, slowmo, noloco, gasloc: from one outer step
+    to the next. wagma: rounds from one average over all ranks, which wait for each other there, to the next; 0:
+    never."""
+
+    # Outer optimizers
+    outer_lr: float = 0.0
+    """Learning rate of the outer optimizer. 0: the published one, 0.7, and for slowmo 1."""
+    outer_momentum: float = -1.0
+    """Its momentum, less than 1. Below 0: the published one, 0.9, for slowmo and noloco 0.5."""
 
     # dpwa
     interpolation: Literal["constant", "clock", "loss"] = "constant"
@@ -105,7 +114,9 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "MATCHA": ("budget", "plan"),
     "Moniqua": ("theta",),
     "PowerGossip": ("power_rank", "power_iterations", "warm_start", "compress_vectors"),
-    "Local SGD and WAGMA-SGD": ("group_size", "sync_period", "wait_avoiding"),
+    "WAGMA-SGD": ("group_size", "wait_avoiding"),
+    "averages": ("sync_period",),
+    "outer optimizers": ("outer_lr", "outer_momentum"),
     "dpwa": ("interpolation", "interpolation_value", "divergence_threshold", "fetch_probability"),
 }
 """All of them by what they belong to, for --help: a way to communicate, or the titles of the methods that use them."""

@@ -20,6 +20,7 @@ from ..gossiper.moniqua import Moniqua
 from ..gossiper.power_gossip import PowerGossip
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.laplacian import LaplacianMixing
+from ..outer.method import OuterMethod
 from ..schedule import Schedule
 from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
@@ -130,14 +131,9 @@ def wrap_gossip(
         push_sum: whether the graph may be directed.
         schedule: which step gossips and which averages over all.
     """
-    if context.world_size % options.nprocs_per_node:
-        raise ValueError(
-            f"got nprocs_per_node={options.nprocs_per_node} for {context.world_size} processes, expected a divisor; "
-            "change one"
-        )
     return GossipDataParallel(
         module,
-        **whom(options, context.world_size // options.nprocs_per_node, context),
+        **whom(options, _count_nodes(options, context), context),
         **what(options, context),
         push_sum=push_sum,
         overlap=options.overlap,
@@ -209,6 +205,35 @@ def averages_only(options: MethodOptions) -> Schedule:
 def wrap_local_sgd(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
     """Local SGD: ranks train alone, and average their parameters over all ranks every `sync_period` steps."""
     return wrap_gossip(module, options, context, whom=peers_of_a_graph, what=parameters, schedule=averages_only)
+
+
+def wrap_outer(
+    outer: Callable[[MethodOptions, int], OuterMethod], *, has_graph: bool = False
+) -> Callable[[nn.Module, MethodOptions, Context], Wrapper]:
+    """How a method wraps a model whose ranks train alone between steps of an outer optimizer, on a graph or none."""
+
+    def wrap(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
+        num_nodes = _count_nodes(options, context)
+        return GossipDataParallel(
+            module,
+            outer=outer(options, context.seed),
+            **(undirected_neighbours(options, num_nodes, context) if has_graph else {}),
+            nprocs_per_node=options.nprocs_per_node,
+            comm_device=context.comm_device,
+            timeout=context.timeout,
+        )
+
+    return wrap
+
+
+def _count_nodes(options: MethodOptions, context: Context) -> int:
+    """How many ranks gossip; raises ValueError where processes cannot form nodes."""
+    if context.world_size % options.nprocs_per_node:
+        raise ValueError(
+            f"got nprocs_per_node={options.nprocs_per_node} for {context.world_size} processes, expected a divisor; "
+            "change one"
+        )
+    return context.world_size // options.nprocs_per_node
 
 
 def wrap_gossiper(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -10,33 +11,40 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..graph_manager.base import GraphManager
 from .anchor import Anchor
 from .method import OuterMethod
+
+_MAX_CHECKED_RANKS, _MAX_CHECKED_ROUNDS = 1024, 16
 
 
 @dataclass(frozen=True)
 class GASLoC(OuterMethod):
     """GASLoC: H steps alone, an outer step of each rank by itself, and one round of gossip of the result.
 
-    Every `sync_every` = H optimizer steps, with c = `lr`, g = `momentum` and W(t) the weights of the wrapper's graph,
-    which in the paper are I - alpha L:
+    Every `sync_every` = H optimizer steps, with c = `lr`, g = `momentum`, alpha = `step_size`, W(t) the weights of the
+    wrapper's graph and L = I - W(t):
 
         y_i   <- phi_i + c (x_i - phi_i)
-        phi_i <- sum_j W_ij(t) (y_j + g (y_j - y'_j))     # y': y of the outer step before; at first phi
+        e_i   <- y_i + g (y_i - y'_i)                        # y': y of the outer step before; at first phi
+        phi_i <- e_i + alpha (sum_j W_ij(t) e_j - e_i)       # (I - alpha L) e
         x_i   <- phi_i
 
-    The extrapolation is mixed too, not added after the round: so ranks do not disagree for ever, and on a complete
-    graph this is `DiLoCo` with the same rates.
+    The extrapolation e is mixed as a whole, momentum and all: so ranks do not disagree for ever, and with alpha = 1 on
+    a complete graph this is `DiLoCo` with the same rates. Differences of the ranks die out where all eigenvalues of
+    I - alpha L are above -1 / (1 + 2 g); with alpha = 1/2 they are on every graph, since none is below 0.
 
-    "GASLoC", 2026, arXiv 2606.11081; the law is given here as secondary sources have it.
+    Cagnasso, Belilovsky, Oyallon, "Unifying Local Communications and Local Updates for LLM Pretraining", 2026, arXiv
+    2606.11081. The law is given here as secondary sources have it; some add the momentum unmixed.
 
     Args:
         sync_every: H, the number of optimizer steps from one outer step to the next.
         lr: c, the outer learning rate.
         momentum: g, the outer momentum; 0 <= g < 1.
+        step_size: alpha, how far a round goes; 0 < alpha <= 1.
 
     Raises:
-        ValueError: a rate out of range.
+        ValueError: a rate out of range; or weights on which differences of ranks would grow.
 
     Example:
         >>> model = GossipDataParallel(model, outer=GASLoC(sync_every=50), graph=RingGraph(8, peers_per_itr=2))
@@ -46,15 +54,31 @@ class GASLoC(OuterMethod):
     _: KW_ONLY
     lr: float = 0.7
     momentum: float = 0.9
+    step_size: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_rates(lr=self.lr, momentum=self.momentum)
+        self._check_rates(lr=self.lr, momentum=self.momentum, step_size=self.step_size)
+        if self.step_size > 1:
+            raise ValueError(f"GASLoC: got step_size={self.step_size!r}, expected at most 1, a whole round of gossip")
 
     @property
     def averages_exactly(self) -> bool:
         """See `OuterMethod`."""
         return False
+
+    def check(self, graph: GraphManager, matrix: Callable[[int], Tensor]) -> None:
+        """See `OuterMethod`; looks at graphs of up to 1,024 ranks, at the first rounds."""
+        if self.step_size <= 0.5 or graph.world_size > _MAX_CHECKED_RANKS or not graph.is_symmetric:
+            return
+        for t in itertools.islice(graph.distinct_rounds(), _MAX_CHECKED_ROUNDS):
+            lowest = float(torch.linalg.eigvalsh(matrix(t).double())[0])
+            if 1 - self.step_size * (1 - lowest) <= -1 / (1 + 2 * self.momentum):
+                raise ValueError(
+                    f"GASLoC: got step_size={self.step_size:g} and momentum={self.momentum:g} on {graph}, whose "
+                    f"weights have an eigenvalue of {lowest:.3g}: the differences between ranks would grow from outer "
+                    "step to outer step, expected a smaller step; step_size=0.5 serves on every graph"
+                )
 
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
         """See `OuterMethod`."""
@@ -70,7 +94,7 @@ class GASLoC(OuterMethod):
     def finish(self, anchor: Anchor) -> None:
         """See `OuterMethod`."""
         for phi, mixed in zip(anchor.parameters, anchor.gradients, strict=True):
-            phi.copy_(mixed)
+            phi.lerp_(mixed, self.step_size)
 
 
 class Extrapolation(Optimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
@@ -59,6 +59,14 @@ class OuterMethod(ABC):
     def default_graph(self, world_size: int) -> GraphManager | None:
         """The graph that outer steps mix on where the user names none; None: the wrapper's own default."""
         return None
+
+    def check(self, graph: GraphManager, matrix: Callable[[int], Tensor]) -> None:
+        """Raise ValueError when the method is wrong with the weights that it mixes with.
+
+        Args:
+            graph: who mixes with whom.
+            matrix: W(t) of round t, [n, n].
+        """
 
     @abstractmethod
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:

@@ -16,15 +16,19 @@ from torch import nn
 from gossip_modules import (
     Choco,
     DeepSqueeze,
+    DiLoCo,
+    GASLoC,
     GossipDataParallel,
     GroupAverageDataParallel,
     MatchaGraph,
     Moniqua,
+    NoLoCo,
     NPeerDynamicDirectedExponentialGraph,
     PowerGossip,
     RingGraph,
     Schedule,
     SignNorm,
+    SlowMo,
     TopK,
 )
 from gossip_modules.methods import METHODS
@@ -168,6 +172,11 @@ RING = RingGraph(NUM_RANKS, peers_per_itr=2)
 COSTS: dict[str, tuple[Make, float]] = {
     # bytes that a rank sends per step, by the page
     "localsgd": (gossip(lambda: {"schedule": Schedule(gossip_every=3, average_every=1)}), 2 * 3 / 4 * P / 3),
+    # The first of 12 forwards comes before any step, so there are three outer steps.
+    "diloco": (gossip(lambda: {"outer": DiLoCo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
+    "slowmo": (gossip(lambda: {"outer": SlowMo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
+    "noloco": (gossip(lambda: {"outer": NoLoCo(3)}), P * 3 / NUM_ROUNDS),
+    "gasloc": (gossip(lambda: {"outer": GASLoC(3), "graph": RING}), 2 * P * 3 / NUM_ROUNDS),
     "dpsgd": (gossip(lambda: {"push_sum": False}), P),
     "sgp": (gossip(dict), P),
     "osgp": (gossip(lambda: {"overlap": True}), P),

@@ -174,7 +174,7 @@ def test_every_method_has_one_colour_of_its_own_and_is_found_by_its_names() -> N
         "runs/ar": "ar",
         "local SGD, average every 4": "localsgd",
         "no communication": "none",
-        "fairscale SlowMo on SGP": "sgp",
+        "fairscale SlowMo on SGP": "slowmo",
         "Decent-DP, ring": None,
         "hivemind averager": None,
         "cargo": None,

@@ -30,6 +30,7 @@ from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, MoniquaRule, Plain, Rule
 from gossip_modules.simulate.mixing import SimulatedMixing
+from tests.library.outer.quadratics import START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
 from train.consensus_experiment.methods import variants
@@ -110,6 +111,20 @@ def test_gossipers_of_one_thread_do_what_the_rules_of_the_simulator_say(name: st
         y += real.correction(y, rounds.round(t), t)
         torch.testing.assert_close(y, x, rtol=1e-6, atol=1e-6)
     assert real.transports[0].num_bytes_sent > 0
+
+
+@pytest.mark.parametrize("name", ["diloco", "slowmo", "gasloc:ring"])
+def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
+    """Problem Q; the golden values of training are in tests/library/outer."""
+    setting = replace(CLUSTER, world_size=5, local_steps=5)
+    method, x = make_method(Choice.parse(name), setting), torch.full((5, 1), START, dtype=torch.float64)
+    for step in range(21):
+        method.forward(x)
+        if step < 20:
+            x.copy_(descended(x[:, 0], 1)[:, None])
+    outer = {"diloco": gm.DiLoCo(5), "slowmo": gm.SlowMo(5), "gasloc:ring": gm.GASLoC(5)}[name]
+    graph = {"graph": gm.RingGraph(5, peers_per_itr=2)} if name == "gasloc:ring" else {}
+    torch.testing.assert_close(x[:, 0], solve(lambda: {"outer": outer, **graph}), rtol=0, atol=1e-12)
 
 
 def test_what_one_thread_cannot_run_is_refused() -> None:

@@ -17,6 +17,7 @@ from gossip_modules import (
     FlatBuffer,
     GASLoC,
     GossipDataParallel,
+    HypercubeGraph,
     MetropolisHastingsMixing,
     MixingManager,
     NetworkXGraph,
@@ -46,7 +47,7 @@ def complete() -> CompleteGraph:
         (lambda: {"outer": DiLoCo(5)}, 0.7702157507),
         (lambda: {"outer": SlowMo(5)}, 0.7307994909),
         (lambda: {"outer": SlowMo(5, lr=0.7, momentum=0.9)}, 0.8018335365),
-        (lambda: {"outer": GASLoC(5), "graph": complete()}, 0.7702157507),  # as DiLoCo
+        (lambda: {"outer": GASLoC(5, step_size=1.0), "graph": complete()}, 0.7702157507),  # as DiLoCo
     ],
     ids=["diloco", "slowmo", "slowmo-heavy-ball", "gasloc-complete"],
 )
@@ -58,15 +59,35 @@ def matrices(mixing: MixingManager, num_rounds: int) -> list[Tensor]:
     return [mixing.matrix(t).double() for t in range(num_rounds)]
 
 
-def test_gasloc_on_a_ring_is_its_law() -> None:
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_gasloc_on_a_ring_is_its_law(alpha: float) -> None:
     phi = torch.full((5,), START, dtype=torch.float64)
     before = phi
     for w in matrices(MetropolisHastingsMixing(RING), 4):
         y = phi + 0.7 * (descended(phi, 5) - phi)
-        phi, before = w @ (y + 0.9 * (y - before)), y
-    found = solve(lambda: {"outer": GASLoC(5), "graph": RING})
+        e = y + 0.9 * (y - before)
+        phi, before = e + alpha * (w @ e - e), y
+    found = solve(lambda: {"outer": GASLoC(5, step_size=alpha), "graph": RING})
     torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
     assert found.std() > 0.1
+
+
+def test_the_limit_of_gasloc_is_that_of_its_recursion() -> None:
+    """z^2 = w ((1 + g) z - g) for an eigenvalue w of the weights: a hypercube of 16 ranks has -0.6."""
+    mixing = MetropolisHastingsMixing(HypercubeGraph(16, peers_per_itr=4))
+    lowest = float(torch.linalg.eigvalsh(mixing.matrix(0))[0])
+    assert lowest == pytest.approx(-0.6)
+    for momentum in (0.3, 0.37):  # the limit is 1/3
+        companion = torch.tensor([[lowest * (1 + momentum), -lowest * momentum], [1.0, 0.0]])
+        is_stable = bool(torch.linalg.eigvals(companion).abs().max() < 1)
+        assert is_stable == (momentum < 1 / 3)
+        outer = GASLoC(momentum=momentum, step_size=1.0)
+        if is_stable:
+            outer.check(mixing.graph, mixing.matrix)
+        else:
+            with pytest.raises(ValueError, match=r"an eigenvalue of -0.6: the differences .*; step_size=0.5 serves on"):
+                outer.check(mixing.graph, mixing.matrix)
+    GASLoC(momentum=0.99).check(mixing.graph, mixing.matrix)
 
 
 @pytest.mark.parametrize("n", [4, 5])
@@ -183,6 +204,7 @@ def test_diloco_without_momentum_is_local_sgd() -> None:
             lambda: DiLoCo(lr=0.5, optimizer=torch.optim.Adam),
             "got lr=0.5 and momentum=0.9 beside an optimizer, expected one or the other; give the rates to the",
         ),
+        (lambda: GASLoC(step_size=1.5), "GASLoC: got step_size=1.5, expected at most 1, a whole round"),
         (
             lambda: NoLoCo(momentum=0.9),
             r"NoLoCo: got pull=0.7 with momentum=0.9, expected pull < 2 \(1 - momentum\^2\) = 0.38, since otherwise "

@@ -336,6 +336,22 @@ def test_local_sgd_averages_and_never_gossips(wrapped: Callable[..., dict[str, A
         wrapped(4, recipe="localsgd", sync_period=0)
 
 
+def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) -> None:
+    rates = {"sync_period": 7, "outer_lr": 0.4, "outer_momentum": 0.25}
+    for recipe, expected, default in (
+        ("diloco", gm.DiLoCo(7, lr=0.4, momentum=0.25), gm.DiLoCo(10)),
+        ("slowmo", gm.SlowMo(7, lr=0.4, momentum=0.25), gm.SlowMo(10)),
+        ("noloco", gm.NoLoCo(7, lr=0.4, momentum=0.25, seed=1), gm.NoLoCo(10, seed=1)),
+        ("gasloc", gm.GASLoC(7, lr=0.4, momentum=0.25), gm.GASLoC(10)),
+    ):
+        arguments = wrapped(6, recipe=recipe, **rates)
+        assert arguments["outer"] == expected
+        assert ("graph" in arguments) == (recipe == "gasloc")
+        assert wrapped(6, recipe=recipe)["outer"] == default
+    with pytest.raises(ValueError, match=r"NoLoCo: got pull=0.7 with momentum=0.9, expected pull < 2"):
+        wrapped(4, recipe="noloco", outer_momentum=0.9)
+
+
 def test_codes_that_need_no_static_graph_take_pairs(wrapped: Callable[..., dict[str, Any]]) -> None:
     for recipe in ("deepsqueeze", "moniqua", "powergossip"):
         graph = wrapped(8, recipe=recipe, graph="bipartite-exponential")["graph"]
