@@ -14,12 +14,16 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     DiLoCo,
+    FlatBuffer,
     GASLoC,
     GossipDataParallel,
     NetworkXGraph,
     NoLoCo,
     OuterMethod,
     PowerGossip,
+    ProcessGroupTransport,
+    PushPull,
+    RingGraph,
     Schedule,
     SlowMo,
     UniformMixing,
@@ -27,7 +31,7 @@ from gossip_modules import (
 )
 from gossip_modules.engine.outer import OuterEngine
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
-from tests.harness.ranks import run_ranks, solo_group
+from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
 
 METHODS: list[OuterMethod] = [
@@ -226,6 +230,30 @@ def test_a_rank_that_is_not_finite_raises_or_goes_back_to_its_anchor(outer: Oute
     assert run_ranks(2, lambda group: body(group, "skip")) == [(True, 0), (True, 1)]
     assert [is_finite for is_finite, _ in run_ranks(2, lambda group: body(group, "spread"))] == [False, False]
     run_ranks(2, lambda group: body(group, "raise"))
+
+
+@pytest.mark.parametrize("num_shards", [2, 7])
+def test_outer_steps_on_the_shards_of_a_node_are_those_of_the_whole(num_shards: int) -> None:
+    """A small model has fewer elements than shards, of which some are empty then."""
+
+    def engine() -> OuterEngine:
+        gossiper = PushPull()
+        transport = ProcessGroupTransport(solo_group(), device=CPU, timeout=TIMEOUT)
+        gossiper.bind(UniformMixing(RingGraph(1)), transport)
+        return OuterEngine(gossiper, DiLoCo(2))
+
+    whole, cut = (FlatBuffer(net(), num_shards=num_shards).vector for _ in range(2))
+    shards = [cut.shard(k, num_shards) for k in range(num_shards)]
+    engines = [engine() for _ in shards]
+    one = engine()
+    start = whole.segments[0].clone()
+    for step in range(7):
+        for x in (whole.segments[0], cut.segments[0]):
+            x.mul_(1 + 0.1 * step)
+        has_changed = one.round(whole)
+        assert [each.round(shard) for each, shard in zip(engines, shards, strict=True)] == [has_changed] * num_shards
+        torch.testing.assert_close(cut.segments[0], whole.segments[0])
+    assert not torch.equal(start, whole.segments[0])
 
 
 def test_gossip_in_place_takes_outer_steps_too() -> None:
