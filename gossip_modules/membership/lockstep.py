@@ -35,7 +35,13 @@ class ElasticWrapper(Protocol):
 
 
 def check_elastic(
-    *, process_group: object, comm_device: object, nprocs_per_node: int, graph: object, mixing: object
+    *,
+    outer: object,
+    process_group: object,
+    comm_device: object,
+    nprocs_per_node: int,
+    graph: object,
+    mixing: object,
 ) -> None:
     """Raise ValueError for arguments that do not fit a membership."""
     for name, value in (("graph", graph), ("mixing", mixing)):
@@ -44,6 +50,11 @@ def check_elastic(
                 f"got {name}={value} with a membership, expected a class, a function or a name, since it is made anew "
                 f"for each number of workers, e.g. graph=RingGraph or graph=lambda n: BaseGraph(n, 2)"
             )
+    if outer is not None:
+        raise ValueError(
+            f"got outer={outer} with a membership, expected None: its anchor must be the same on all workers, also on "
+            "one that joins between two outer steps"
+        )
     if process_group is not None:
         raise ValueError("got process_group with a membership, expected None: a membership connects its workers itself")
     if comm_device not in (None, "cpu", torch.device("cpu")):

@@ -164,9 +164,15 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness = overlap, max_staleness
         self._on_nonfinite = check_policy(on_nonfinite)
+        self._outer = outer
         if membership is not None:
             check_elastic(
-                process_group=process_group, comm_device=comm_device, nprocs_per_node=g, graph=graph, mixing=mixing
+                outer=outer,
+                process_group=process_group,
+                comm_device=comm_device,
+                nprocs_per_node=g,
+                graph=graph,
+                mixing=mixing,
             )
             gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
             self._start_elastic(membership, graph, mixing, gossiper, as_schedule(schedule), push_sum=push_sum)
@@ -183,7 +189,6 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             )
             push_sum = push_sum and outer.averages_exactly  # what outer steps mix has no weight
             graph = outer.default_graph(num_nodes) if graph is None and mixing is None else graph
-        self._outer = outer
         gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
         mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper)
         self._describe(mixing, gossiper, as_schedule(schedule), init_sync=init_sync, nprocs_per_node=nprocs_per_node)

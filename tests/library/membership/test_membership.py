@@ -18,6 +18,7 @@ from torch import nn
 from gossip_modules import (
     BaseGraph,
     Choco,
+    DiLoCo,
     DynamicBipartiteExponentialGraph,
     GossipDataParallel,
     Membership,
@@ -333,6 +334,7 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
         ({"graph": DynamicBipartiteExponentialGraph}, r"does not exist for \[3, 5, 7, 9, 11, 13, 15\] workers"),
         ({"gossiper": Choco(SignNorm(), step_size=0.4)}, "got Choco.* with a membership, expected PushSum or PushPull"),
         ({"schedule": Schedule(average_every=4)}, "got Schedule.* with a membership, expected gossip only"),
+        ({"outer": DiLoCo()}, "got outer=DiLoCo.* with a membership, expected None"),
         ({"nprocs_per_node": 2}, "got nprocs_per_node=2 with a membership, expected 1"),
         ({"comm_device": "cuda"}, "got comm_device=cuda with a membership"),
     ],
