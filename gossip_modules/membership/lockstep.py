@@ -145,6 +145,10 @@ class LockstepParticipant:
         wrapper._transport = transport
         wrapper._place = transport.rank, transport.world_size
 
+    def settle(self) -> None:
+        """See `Participant`."""
+        self.wrapper._apply_in_flight()
+
     def peers(self, rank: int, world_size: int) -> Iterable[int]:
         """See `Participant`."""
         graph: GraphManager = self.choose(world_size).graph

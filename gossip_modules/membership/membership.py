@@ -40,6 +40,9 @@ class Participant(Protocol):
     def begin(self) -> None:
         """Turn to the transport of the generation that trains now; called at a safe point, by the training thread."""
 
+    def settle(self) -> None:
+        """Apply what is in flight."""
+
     def give(self) -> Mapping[str, Any]:
         """Copies of everything that a worker needs to join; called at a safe point, by the training thread."""
 
@@ -498,11 +501,7 @@ class Membership:
             count = sum(view.start <= clock for view, _ in self._due)
             before, (view, transport) = self._active, self._due[count - 1]
             reasons = {number: why for other, _ in self._due[:count] for number, why in other.reasons.items()}
-            until = time.monotonic() + _RETIRE_SECONDS
-            if self._transport is not None:
-                transport.num_bytes_sent += self._transport.num_bytes_sent
-                self._retired.append((until, self._transport))
-            self._retired += [(until, other) for _, other in self._due[: count - 1]]
+            old = [other for other in (self._transport, *(other for _, other in self._due[: count - 1])) if other]
             self._active, self._transport, self._due = view, transport, self._due[count:]
             self._has_joined = self._has_joined or not self._is_newcomer
             self._watch_peers()
@@ -515,7 +514,10 @@ class Membership:
             self.num_joins += len(joined)
             self.num_deaths += len(left)
         assert self._participant is not None
-        self._participant.begin()
+        self._participant.begin()  # also ends a round over the old links
+        with self._lock:
+            transport.num_bytes_sent += sum(other.num_bytes_sent for other in old)
+            self._retired += [(time.monotonic() + _RETIRE_SECONDS, other) for other in old]
         self._tell(change, is_first=before is None)
         for callback in self._callbacks:
             callback(change)
@@ -539,6 +541,8 @@ class Membership:
     def _rejoin(self) -> Change:
         """This worker was declared dead, and lives: it drops what it has and joins as a new one."""
         _log.warning("job %s: this worker was left out of the job while it was silent, and joins again", self.name)
+        assert self._participant is not None
+        self._participant.settle()
         callbacks, joins, deaths = self._callbacks, self.num_joins, self.num_deaths
         self._release_all()
         with self._lock:
