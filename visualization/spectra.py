@@ -8,10 +8,10 @@ whole period. Rounds to consensus count from round 0 until the distance from the
 --error times that of the worst start; the spectral gap says how it shrinks per round in the long
 run. A gap of 1: the average is exact after some rounds.
 
-Random graphs have no period. Their figures are expectations, and say so: with rho, the factor by
-which a round shrinks the squared distance in expectation (E[W^T W], for the worst start), the gap is
-1 - sqrt(rho), and the rounds are the least T with rho^T <= --error^2. Messages are those of the first
-T rounds, as they are drawn.
+Random graphs have no period. Their figures are expectations, and say so: with rho, the factor
+by which a round shrinks the squared distance in expectation (E[W^T W], for the worst start), the
+gap is 1 - sqrt(rho), and the rounds are the least T with rho^T <= --error^2. Messages are those
+of the first T rounds, as they are drawn.
 """
 
 from __future__ import annotations

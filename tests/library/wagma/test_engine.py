@@ -317,6 +317,8 @@ def test_a_slow_rank_waits_for_a_global_average_that_is_near(comes: bool) -> Non
                 pace.finish_step(5, is_halted=False)
             pace._seconds.extend([PATIENCE if comes else 0.01] * 3)
             turn.wait(PATIENCE)
+            with rank.worker.state:
+                rank.worker.wait_for(lambda: rank.worker.newest_arrival >= 5, "six rounds of the other", t=0)
             rank.round()
             assert rank.engine.t == (10 if comes else 6)
         rank.end()
@@ -331,13 +333,16 @@ def test_a_slow_rank_skips_what_others_have_passed() -> None:
     def body(group: dist.ProcessGroup) -> list[int]:
         rank = Rank(group)
         seen = []
-        for _ in range(4):
+        for turns in range(1, 5):
             if group.rank() == 0:
                 for _ in range(3):
                     rank.round()
                 turn.wait(PATIENCE)
             else:
                 turn.wait(PATIENCE)
+                last = 3 * turns - 1
+                with rank.worker.state:
+                    rank.worker.wait_for(lambda last=last: rank.worker.newest_arrival >= last, "its rounds", t=0)
                 rank.round()
                 seen.append(rank.engine.t)
             turn.wait(PATIENCE)
