@@ -340,9 +340,8 @@ def test_a_slow_rank_skips_what_others_have_passed() -> None:
                 turn.wait(PATIENCE)
             else:
                 turn.wait(PATIENCE)
-                last = 3 * turns - 1
                 with rank.worker.state:
-                    rank.worker.wait_for(lambda last=last: rank.worker.newest_arrival >= last, "its rounds", t=0)
+                    rank.worker.wait_for(lambda: rank.worker.newest_arrival >= 3 * turns - 1, "its rounds", t=0)  # noqa: B023
                 rank.round()
                 seen.append(rank.engine.t)
             turn.wait(PATIENCE)
