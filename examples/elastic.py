@@ -37,7 +37,7 @@ membership.track(optimizer=optimizer)  # what a worker that joins gets beside th
 first = membership.join()  # 0, or the step that the job has come to
 print(f"worker {membership.number} trains from step {first}", flush=True)
 slowest = 0.0
-for step in range(first, num_steps):
+for step in membership.steps(num_steps):
     start = time.perf_counter()
     x, y = batch(32, seed=1000 * step + membership.rank)  # by step and rank: each batch is drawn once
     loss = cross_entropy(model(x), y)  # gossips, then computes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +49,9 @@ class EventLog:
         self._epoch = ""
         self._has_snapshot = False
         self._store: BoundedStore | None = None
+        self._lock = threading.Lock()
+        self._clients: list[dist.Store] = []  # see [Note: lent clients]
+        self._must_rewind = False
         self._connect()
 
     @property
@@ -59,26 +64,39 @@ class EventLog:
         """Of the store."""
         return self._given if isinstance(self._given, str) else BoundedStore(self._given).address
 
-    def new_store(self, prefix: str) -> dist.Store:
-        """A store for addresses of connections, whose waits hinder no request of this log."""
-        store = self._given
-        if isinstance(store, str):
-            store = _client(store, self.timeout)
-        elif isinstance(store, dist.TCPStore):
-            store = _client(f"{store.host}:{store.port}", self.timeout)
-        return dist.PrefixStore(f"gossip/{self.name}/{prefix}", store)
+    @contextlib.contextmanager
+    def lent_store(self, prefix: str) -> Iterator[dist.Store]:
+        """A store for the addresses of one group that is made inside, by one thread.
+
+        [Note: lent clients] A client of a TCPStore that waits lets no other thread ask, so each group that is made
+        needs one of its own. They are kept: for each new client a server looks up the name of its host, which may take
+        seconds, in which it answers nobody.
+        """
+        given = self._given
+        if not isinstance(given, (str, dist.TCPStore)):
+            yield dist.PrefixStore(self._key(prefix), given)
+            return
+        epoch = self._epoch
+        with self._lock:
+            client = self._clients.pop() if self._clients else None
+        if client is None:
+            client = _client(given if isinstance(given, str) else f"{given.host}:{given.port}", self.timeout)
+        yield dist.PrefixStore(self._key(prefix), client)
+        with self._lock:  # one that has failed is not kept
+            if epoch == self._epoch:
+                self._clients.append(client)
 
     def arrive(self, name: str) -> None:
-        """Count one more arrival at `name`.
+        """Say that this worker is there.
 
         Raises:
             ConnectionError: the store cannot be reached now.
         """
-        self._asked.add(self._key(name), 1, what="meeting others")
+        self._asked.set(self._key(f"arrived/{name}"), "1", what="meeting others")
 
-    def num_arrived(self, name: str) -> int:
-        """How many have arrived at `name`. Raises as `arrive`."""
-        return self._asked.add(self._key(name), 0, what="meeting others")
+    def has_arrived(self, name: str) -> bool:
+        """Whether somebody has said so. Raises as `arrive`."""
+        return self._asked.check(self._key(f"arrived/{name}"), what="meeting others")
 
     def append(self, event: Mapping[str, Any]) -> bool:
         """Append an event; False: the store cannot be reached now."""
@@ -104,6 +122,8 @@ class EventLog:
         """
         if self._store is None and not self._reconnect():
             return False
+        if self._must_rewind:
+            self._next, self._has_snapshot, self._hole_since, self._must_rewind = 0, False, None, False
         try:
             if self._next == 0 or not self._has_snapshot:
                 self._read_snapshot(restart)
@@ -115,7 +135,7 @@ class EventLog:
                 self._next += 1
                 self._hole_since = None
                 event = _parsed(text)
-                if event is not None:
+                if event is not None and not self._must_rewind:
                     apply(event)
         except ConnectionError:
             self._store = None
@@ -123,8 +143,8 @@ class EventLog:
         return True
 
     def rewind(self) -> None:
-        """Read again from the beginning."""
-        self._next, self._has_snapshot, self._hole_since = 0, False, None
+        """The next `read` begins at the beginning; from any thread. One that is under way hands over no more."""
+        self._must_rewind = True
 
     def restore(self, snapshot: str) -> None:
         """Offer the state to a store that came back empty."""
@@ -184,6 +204,8 @@ class EventLog:
         epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job").decode()
         if epoch != self._epoch:
             self._epoch, self._next, self._has_snapshot, self._hole_since = epoch, 0, False, None
+            with self._lock:
+                self._clients.clear()
         self._store = store
 
 

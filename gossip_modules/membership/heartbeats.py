@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import select
+import selectors
 import socket
 import statistics
 import struct
@@ -95,7 +95,6 @@ class Heartbeats:
             self._is_closed.set()
             if self._thread is not threading.current_thread():
                 self._thread.join(1.0)
-            self._socket.close()
 
     def _deadline(self, peer: _Peer) -> float:
         if len(peer.gaps) < 8:
@@ -106,18 +105,16 @@ class Heartbeats:
 
     def _run(self) -> None:
         last_beat = time.monotonic()
-        while not self._is_closed.is_set():
-            wait = max(last_beat + self._interval - time.monotonic(), 0.0)
-            try:
-                readable, _, _ = select.select([self._socket], [], [], wait)
-                if readable:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while not self._is_closed.is_set():
+                if selector.select(max(last_beat + self._interval - time.monotonic(), 0.0)):
                     self._receive()
                 now = time.monotonic()
                 if now - last_beat >= self._interval:
                     self._beat(now, late_by=now - last_beat - self._interval)
                     last_beat = now
-            except (OSError, ValueError):  # closed meanwhile
-                return
+        self._socket.close()
 
     def _receive(self) -> None:
         now = time.monotonic()

@@ -77,6 +77,11 @@ class LinkTransport(PointToPoint):
 
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
         """See `PointToPoint`."""
+        if peer not in self._links:
+            raise ValueError(
+                f"worker {self.names[self.rank]}: got a round after its membership was closed, expected none; close "
+                "the wrapper, which closes its membership"
+            )
         return self._links[peer], int(self.rank < peer)
 
     def exchange(
@@ -158,7 +163,7 @@ def _ignore(peer: int, error: str, is_closed: bool) -> None:
 
 
 def connect_links(
-    store_of: Callable[[str], dist.Store],
+    store_of: Callable[[str], contextlib.AbstractContextManager[dist.Store]],
     rank: int,
     world_size: int,
     peers: Iterable[int],
@@ -171,8 +176,7 @@ def connect_links(
     """A transport over new links to these ranks, and a group over all; all ranks call it.
 
     Args:
-        store_of: a store for the addresses of a group, by its name; each group is made in a thread of its own, and a
-            client of a TCPStore that waits lets no other thread ask.
+        store_of: lends a store for the addresses of a group, by its name; each group is made in a thread of its own.
         rank: of the caller.
         world_size: the number of ranks.
         peers: the ranks to have links with; these have this rank among theirs.
@@ -187,11 +191,16 @@ def connect_links(
 
     def link(peer: int) -> dist.ProcessGroup:
         low, high = sorted((rank, peer))
-        return gloo_backend(store_of(f"{low}-{high}"), int(rank > peer), 2, patience)
+        with store_of(f"{low}-{high}") as store:
+            return gloo_backend(store, int(rank > peer), 2, patience)
+
+    def all_ranks() -> dist.ProcessGroup:
+        with store_of("all") as store:
+            return gloo_group(store, rank, world_size, patience)
 
     peers = sorted(set(peers) - {rank})
     with ThreadPoolExecutor(len(peers) + 1, thread_name_prefix="connecting") as pool:
-        whole = pool.submit(lambda: gloo_group(store_of("all"), rank, world_size, patience))
+        whole = pool.submit(all_ranks)
         links = {peer: pool.submit(link, peer) for peer in peers}
     group = whole.result()
     transport = ProcessGroupTransport(group, device=CPU, timeout=timeout, names=names)
@@ -201,6 +210,5 @@ def connect_links(
 
 def alone(timeout: timedelta) -> LinkTransport:
     """The transport of a world of one."""
-    return connect_links(
-        lambda name: dist.HashStore(), 0, 1, (), names=[0], timeout=timeout, patience=timeout, on_lost=_ignore
-    )
+    store = contextlib.nullcontext(dist.HashStore())
+    return connect_links(lambda name: store, 0, 1, (), names=[0], timeout=timeout, patience=timeout, on_lost=_ignore)

@@ -14,6 +14,7 @@ from ..gossiper.gossiper import Gossiper
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
+from ..transport.agreement import broadcast_tensors
 from .membership import Membership
 
 
@@ -93,7 +94,9 @@ class LockstepParticipant:
     [Note: generations] A generation of the membership is a set of workers, a transport over links of its own, and the
     training step with which it begins. At that step, before the round, every worker applies what is in flight over the
     old links and turns to the new ones, with graph and weights for the new number of workers. Rounds and steps count
-    on. Push-sum weights stay, and with them their sum; a worker that joins gets half of its donor's.
+    on. A worker that joins gets half of its donor's push-sum weight; then all multiply theirs by the same number, so
+    that the mean of the weights is what it was before: the optimizer steps on x = z w, so that weights that only fall
+    would make the steps of z ever longer.
 
     Args:
         wrapper: that trains.
@@ -137,13 +140,21 @@ class LockstepParticipant:
 
     # What the membership calls.
 
-    def begin(self) -> None:
+    def begin(self, growth: float) -> None:
         """See `Participant`."""
         transport, wrapper = self.membership.transport, self.wrapper
         wrapper._apply_in_flight()
+        if wrapper._engine.gossiper.is_weighted:  # the storage holds z = x / w, so this changes no estimate
+            wrapper._to_estimate()
+            wrapper._buffer.vector.push_sum_weight.mul_(growth)
         wrapper._engine.rebind(self.choose(transport.world_size), transport)
         wrapper._transport = transport
         wrapper._place = transport.rank, transport.world_size
+
+    @torch.no_grad()
+    def found(self) -> None:
+        """See `Participant`."""
+        broadcast_tensors(self.membership.transport, [self.wrapper._buffer.vector.raw, *self._others()])
 
     def settle(self) -> None:
         """See `Participant`."""
@@ -168,6 +179,7 @@ class LockstepParticipant:
     def give(self) -> Mapping[str, Any]:
         """See `Participant`. Halves the push-sum weight, whose other half goes with the copy."""
         wrapper = self.wrapper
+        wrapper._apply_in_flight()  # a correction of the whole weight would leave nothing of the half
         if not wrapper._buffer.is_attached():
             wrapper._reattach()
         vector = wrapper._buffer.vector
@@ -180,6 +192,18 @@ class LockstepParticipant:
             "others": [tensor.detach().clone() for tensor in self._others()],
             "engine": {"t": wrapper._engine.t, "step": wrapper._engine.step},
         }
+
+    def take_back(self, state: Mapping[str, Any]) -> None:
+        """See `Participant`."""
+        if self.wrapper._engine.gossiper.is_weighted:
+            self.wrapper._apply_in_flight()
+            self.wrapper._to_estimate()
+            self.wrapper._buffer.vector.push_sum_weight.add_(state["weight"])
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Participant`."""
+        return self.wrapper._buffer.vector.layout.num_bytes
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Any]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import random
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,7 +28,9 @@ from .roster import MARGIN, Joiner, Member, Roster, View
 
 _log = logging.getLogger(__name__)
 _POLL, _BUSY_POLL = 0.1, 0.01  # seconds between two looks at the log; while a generation is being formed
-_FORMING_SECONDS = 5.0  # after which those that have not come are left out
+_FORMING_SECONDS = 5.0  # after which those that have not come to form a generation are left out of it
+_CONNECT_SECONDS = 10.0  # for those that have come
+_MAX_STATES = 64  # times the model: what a donor may send
 _RETIRE_SECONDS = 5.0  # that links of the generation before stay open, for ranks that are behind
 
 
@@ -37,14 +40,28 @@ class Participant(Protocol):
     def peers(self, rank: int, world_size: int) -> Iterable[int]:
         """The ranks that this one has links with, in any round."""
 
-    def begin(self) -> None:
-        """Turn to the transport of the generation that trains now; called at a safe point, by the training thread."""
+    def found(self) -> None:
+        """Begin with the model of the first rank; all workers of the first generation call it."""
+
+    def begin(self, growth: float) -> None:
+        """Turn to the transport of the generation that trains now; called at a safe point, by the training thread.
+
+        Args:
+            growth: its number of members, by that of those who were in the one before.
+        """
 
     def settle(self) -> None:
         """Apply what is in flight."""
 
     def give(self) -> Mapping[str, Any]:
         """Copies of everything that a worker needs to join; called at a safe point, by the training thread."""
+
+    def take_back(self, state: Mapping[str, Any]) -> None:
+        """What `give` gave has reached nobody."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the model."""
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Go on from what `give` gave."""
@@ -114,7 +131,7 @@ class Membership:
         >>> model = GossipDataParallel(model, graph=RingGraph, membership=membership)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> membership.track(optimizer=optimizer)
-        >>> for step in range(membership.join(), num_steps):
+        >>> for step in membership.steps(num_steps):
         ...     x, y = batch(step, membership.rank, membership.world_size)
         ...     loss = criterion(model(x), y)
         ...     optimizer.zero_grad()
@@ -175,6 +192,9 @@ class Membership:
         self._unsent: list[Mapping[str, Any]] = []
         self._serving: set[tuple[int, int]] = set()
         self._snapshots: list[Joiner] = []  # that the training thread is to take
+        self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that did not get it
+        self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
+        self._hurried: set[int] = set()
         self._limit: int | None = None  # the step that is not begun before the next generation is known
         self._clock = -1  # calls of `at_step`, those of the job before this worker came included
         self._is_excluded = False
@@ -213,10 +233,33 @@ class Membership:
         """
         self._check_attached()
         if not self._has_joined:
-            self._has_joined = True
             if self._is_newcomer:
                 self._enter()
+            self._has_joined = True
         return self._participant.step  # type: ignore[union-attr]
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """The training steps from the one that this worker comes to, up to `num_steps`: 0, 1, ... for a founder.
+
+        A generation that is due begins before its first step is handed out, so `rank` and `world_size` are those of the
+        round that comes. After a worker was declared dead and has joined again, steps go on from that of the others.
+
+        Raises:
+            RuntimeError: a step went by without a training forward.
+            TimeoutError: see `join`.
+        """
+        self.join()
+        assert self._participant is not None
+        while (step := self._participant.step) < num_steps:
+            self.at_step()
+            self._is_ahead = True
+            step = self._participant.step
+            if step < num_steps:
+                yield step
+                if self._participant.step == step:
+                    raise RuntimeError(
+                        f"got no training forward in step {step}, expected one: each step is one round with the others"
+                    )
 
     def on_change(self, callback: Callable[[Change], None]) -> None:
         """Call `callback` with every generation that begins, in the training thread, before its first round."""
@@ -316,6 +359,7 @@ class Membership:
         self._come()
         if not self._is_newcomer:
             self._switch(0)
+            participant.found()
 
     @property
     def transport(self) -> LinkTransport:
@@ -332,15 +376,23 @@ class Membership:
         """At the safe point of a training step, before its round: what has changed, or None.
 
         Gives snapshots to workers that join, waits where [Note: first step] asks for it, and begins generations that
-        are due. Called once for each training step, whose number is that of calls on all workers.
+        are due. Called once for each training step, whose number is that of calls on all workers; by the forward,
+        unless `steps` has called it.
         """
+        if self._is_ahead:
+            self._is_ahead = False
+            return None
         with self._lock:
             clock = self._clock = self._clock + 1
             must_wait = self._limit is not None and clock >= self._limit
         if must_wait:
-            self._wait_for_first_step()
-        if self._is_excluded or (self._due and self._due[0][0].start < clock):
+            self._wait_for_first_step(clock)
+        if self._is_excluded:
             return self._rejoin()
+        if self._due and self._due[0][0].start < clock:
+            self._drop_late(clock)
+        if self._unclaimed:
+            self._take_back()
         if self._snapshots:
             self._take_snapshots()
         if self._due and self._due[0][0].start == clock:
@@ -407,46 +459,73 @@ class Membership:
     def _enter(self) -> None:
         """At the door: get the state from a donor, then wait for the first step."""
         assert self._participant is not None
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while True:
-            with self._lock:
-                joiner = self._roster.joiners.get(self.id)
-            if joiner is None:
-                raise ConnectionError(
-                    f"job {self.name!r} has no place for this worker: it has ended, or the donor found this worker "
-                    "gone; start it again"
-                )
-            try:
-                group = gloo_backend(
-                    self._log.new_store(f"give/{self.id}/{joiner.attempt}"), 1, 2, min(self.timeout, _seconds(20))
-                )
-                state = transfer.receive(group, timeout=self.timeout)
-                break
-            except (RuntimeError, ConnectionError) as error:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"job {self.name!r}: no donor has given the state of training within "
-                        f"{self.timeout.total_seconds():g} s, the last one was {joiner.donor}: {error}"
-                    ) from error
-                attempt = joiner.attempt
-                self._say({"event": "gave up", "id": self.id, "attempt": attempt, "by": self.id})
-                self._await(lambda attempt=attempt: self._attempt() != attempt)  # type: ignore[misc]
-        del group
-        self._load(state)
-        self._say({"event": "loaded", "id": self.id, "attempt": joiner.attempt})
+        received = self._receive_state()
+        if received is not None:
+            attempt, state = received
+            self._load(state)
+            self._say({"event": "loaded", "id": self.id, "attempt": attempt})
         if not self._await(lambda: bool(self._due)):
             raise TimeoutError(
-                f"job {self.name!r}: no generation with this worker began within {self.timeout.total_seconds():g} s"
+                f"job {self.name!r}: no generation with this worker began within {self.timeout.total_seconds():g} s; "
+                "start it again"
             )
         with self._lock:
             start = self._due[0][0].start
-            self._participant.advance(start - self._clock)
+            if received is not None:
+                self._participant.advance(start - self._clock)
             self._clock = start - 1
         self._switch(start)
+        if received is None:
+            self._participant.found()
+
+    def _receive_state(self) -> tuple[int, Mapping[str, Any]] | None:
+        """What a donor gives, and the number of the attempt; None: it takes the place of a founder that has died."""
+        assert self._participant is not None
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        reason = "none has answered"
+        while True:
+            with self._lock:
+                joiner, roster = self._roster.joiners.get(self.id), self._roster
+                is_founder = any(v is not None and v.has(self.id) for v in (roster.view, roster.forming))
+            if joiner is None and (self.id in roster.founders or is_founder):
+                return None
+            if joiner is None:
+                raise ConnectionError(f"job {self.name!r} ended while this worker was joining it; start another one")
+            if joiner.refusal:
+                raise ConnectionError(
+                    f"job {self.name!r}: this worker cannot join, since its donor cannot give the state of what it "
+                    f"tracks: {joiner.refusal}"
+                )
+            name = f"give/{self.id}/{joiner.attempt}"
+            try:
+                if self._is_offered(name, joiner.attempt, deadline):
+                    with self._log.lent_store(name) as store:
+                        group = gloo_backend(store, 1, 2, _seconds(_CONNECT_SECONDS))
+                    limit = _MAX_STATES * self._participant.num_bytes + (1 << 30)
+                    return joiner.attempt, transfer.receive(group, timeout=self.timeout, max_bytes=limit)
+            except (RuntimeError, ValueError, OSError) as error:
+                reason = str(error)
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"job {self.name!r}: no donor has given the state of training within "
+                    f"{self.timeout.total_seconds():g} s: {reason}; if all its workers have died, start the store "
+                    "again, or give the job another name"
+                )
+            if self._attempt() == joiner.attempt:
+                self._say({"event": "gave up", "id": self.id, "attempt": joiner.attempt, "by": self.id})
+                self._await(lambda attempt=joiner.attempt: self._attempt() != attempt)  # type: ignore[misc]
+
+    def _is_offered(self, name: str, attempt: int, deadline: float) -> bool:
+        """Wait until the donor, which may be slow, is about to give; False: another one will, or it is too late."""
+        while not self._log.has_arrived(name):
+            if self._attempt() != attempt or self._closed.wait(_BUSY_POLL) or time.monotonic() > deadline:
+                return False
+        return True
 
     def _attempt(self) -> int:
+        """The number of the donor that is to give; -1: none will."""
         joiner = self._roster.joiners.get(self.id)
-        return -1 if joiner is None else joiner.attempt
+        return -1 if joiner is None or joiner.refusal else joiner.attempt
 
     def _load(self, state: Mapping[str, Any]) -> None:
         assert self._participant is not None
@@ -463,14 +542,21 @@ class Membership:
     def _take_snapshots(self) -> None:
         assert self._participant is not None
         with self._lock:
-            joiners, self._snapshots = self._snapshots, []
+            joiners = [joiner for joiner in self._snapshots if self._roster.joiners.get(joiner.member.id) == joiner]
+            self._snapshots = []
         for joiner in joiners:
-            state = {
-                "model": self._participant.give(),
-                "tracked": {name: _copied(value.state_dict()) for name, value in self._tracked.items()},
-                "clock": self._clock,
-            }
+            try:
+                tracked = {name: _copied(value.state_dict()) for name, value in self._tracked.items()}
+                transfer.encode(tracked)
+            except Exception as error:  # noqa: BLE001 (of the user's objects: the joiner is told, training goes on)
+                self._give_up(joiner, why=f"{type(error).__name__}: {error}")
+                continue
+            state = {"model": self._participant.give(), "tracked": tracked, "clock": self._clock}
             self._start_thread(self._serve, joiner, state, name="gossip-donor")
+
+    def _give_up(self, joiner: Joiner, *, why: str = "") -> None:
+        event = {"event": "gave up", "id": joiner.member.id, "attempt": joiner.attempt, "by": self.id}
+        self._say({**event, "why": why} if why else event)
 
     def _start_thread(self, body: Callable[..., None], *arguments: Any, name: str) -> None:
         """A thread that connects with others, for which the exit of the interpreter waits; see `_close_all`."""
@@ -478,17 +564,24 @@ class Membership:
         _connecting.add(thread)
         thread.start()
 
-    def _wait_for_first_step(self) -> None:
-        """[Note: first step]"""
-        limit = self._limit
+    def _wait_for_first_step(self, clock: int) -> None:
+        """[Note: first step] A generation cannot begin without the store: then rounds go on as they are."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        with self._moved:
+            while not (self._limit is None or self._limit > clock or self._is_excluded or self._closed.is_set()):
+                self._moved.wait(_POLL)
+                if not self._log.is_connected or time.monotonic() > deadline:
+                    self._unsent = [event for event in self._unsent if event["event"] != "ready"]
+                    self._limit = None
 
-        def is_settled() -> bool:
-            return self._limit != limit or self._is_excluded
-
-        self._await(is_settled)
+    def _drop_late(self, clock: int) -> None:
+        """A generation began before this worker knew it, as the store was away: its members form another one."""
         with self._lock:
-            if not is_settled():  # the store is gone: rounds go on as they are
-                self._limit = None
+            late, self._due = self._due, []
+            self._retired += [(time.monotonic(), transport) for _, transport in late]
+        for view, _ in late:
+            _log.warning("job %s: generation %d came too late, at step %d", self.name, view.generation, clock)
+            self._say({"event": "again", "by": self.id, "generation": view.generation})
 
     def _await(self, condition: Callable[[], bool]) -> bool:
         """Wait until `condition`, which the watcher may make true, or the timeout; returns whether it is."""
@@ -500,6 +593,7 @@ class Membership:
         with self._lock:
             count = sum(view.start <= clock for view, _ in self._due)
             before, (view, transport) = self._active, self._due[count - 1]
+            growth = math.prod(len(v.members) / max(len(v.members) - v.num_joined, 1) for v, _ in self._due[:count])
             reasons = {number: why for other, _ in self._due[:count] for number, why in other.reasons.items()}
             old = [other for other in (self._transport, *(other for _, other in self._due[: count - 1])) if other]
             self._active, self._transport, self._due = view, transport, self._due[count:]
@@ -514,7 +608,7 @@ class Membership:
             self.num_joins += len(joined)
             self.num_deaths += len(left)
         assert self._participant is not None
-        self._participant.begin()  # also ends a round over the old links
+        self._participant.begin(growth)  # also ends a round over the old links
         with self._lock:
             transport.num_bytes_sent += sum(other.num_bytes_sent for other in old)
             self._retired += [(time.monotonic() + _RETIRE_SECONDS, other) for other in old]
@@ -550,11 +644,12 @@ class Membership:
             self._callbacks, self.num_joins, self.num_deaths = callbacks, joins, deaths
             self._log.rewind()
         self._come()
-        self._has_joined = True
         if self._is_newcomer:
             self._enter()
         else:
             self._switch(0)
+            self._participant.found()
+        self._has_joined = True
         self._clock += 1  # of the step that goes on now
         view = self._require_view()
         members = tuple(member.number for member in view.members)
@@ -566,6 +661,10 @@ class Membership:
         """From the thread of heartbeats."""
         with self._lock:
             views = [(self._active, self._transport), *self._due]
+            forming = self._roster.forming
+        is_forming = forming is not None and forming.has(worker)
+        if is_forming and not any(view is not None and view.has(worker) for view, _ in views):
+            self._accuse(worker, f"it was silent for {seconds:.2f} s", is_sure=False)
         for view, transport in views:
             if view is not None and transport is not None and view.has(worker):
                 transport.break_link(view.ids.index(worker))
@@ -597,13 +696,24 @@ class Membership:
 
     def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
         """A thread of its own: give the state to a worker that joins."""
+        name = f"give/{joiner.member.id}/{joiner.attempt}"
         try:
-            store = self._log.new_store(f"give/{joiner.member.id}/{joiner.attempt}")
-            group = gloo_backend(store, 0, 2, min(self.timeout, _seconds(_FORMING_SECONDS)))
+            self._log.arrive(name)
+            with self._log.lent_store(name) as store:
+                group = gloo_backend(store, 0, 2, _seconds(_CONNECT_SECONDS))
             transfer.send(group, state, timeout=self.timeout)
-        except (RuntimeError, ConnectionError, TypeError) as error:
+        except (RuntimeError, OSError) as error:
             _log.warning("job %s: %s did not get the state of training: %s", self.name, joiner.member, error)
-            self._say({"event": "gave up", "id": joiner.member.id, "attempt": joiner.attempt, "by": self.id})
+            with self._lock:
+                self._unclaimed.append(state["model"])
+            self._give_up(joiner)
+
+    def _take_back(self) -> None:
+        assert self._participant is not None
+        with self._lock:
+            unclaimed, self._unclaimed = self._unclaimed, []
+        for state in unclaimed:
+            self._participant.take_back(state)
 
     # The watcher.
 
@@ -625,8 +735,18 @@ class Membership:
         return _BUSY_POLL if is_busy and has_answer else _POLL
 
     def _restart(self, snapshot: str) -> None:
+        """The store has come back empty, with what all knew; what was being formed is formed anew."""
         with self._moved:
             self._roster.loads(snapshot)
+            self._limit = None
+            self._retired += [(time.monotonic(), transport) for transport in self._formed.values()]
+            self._formed, self._forming_since = {}, {}
+            view, transport = self._active, self._transport
+            lost = [] if view is None or transport is None else [view.ids[rank] for rank in transport.lost]
+            why = "it was lost while the store was away"
+            self._unsent += [
+                {"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": False} for worker in lost
+            ]
 
     def _apply(self, event: Mapping[str, Any]) -> None:
         with self._moved:
@@ -641,6 +761,7 @@ class Membership:
             if forming is not None and forming.has(self.id) and forming.generation not in self._forming_since:
                 self._forming_since[forming.generation] = time.monotonic()
                 self._limit = None  # it was said for another one
+                self._watch_peers()
                 self._start_thread(self._form, forming, name="gossip-forming")
             if forming is not None and forming.generation in self._formed:
                 self._hurry(forming)
@@ -680,7 +801,8 @@ class Membership:
         assert self._participant is not None
         assert self._heartbeats is not None
         watched: dict[int, tuple[str, int]] = {}
-        for view in (self._active, *(view for view, _ in self._due)):
+        forming = self._roster.forming
+        for view in (self._active, *(view for view, _ in self._due), forming):
             if view is not None and view.has(self.id):
                 for rank in self._participant.peers(view.ids.index(self.id), len(view.members)):
                     member = view.members[rank]
@@ -693,7 +815,9 @@ class Membership:
 
     def _hurry(self, forming: View) -> None:
         """Leave out those that have not come to form a generation."""
-        if time.monotonic() - self._forming_since[forming.generation] > _FORMING_SECONDS:
+        is_late = time.monotonic() - self._forming_since[forming.generation] > _FORMING_SECONDS + _CONNECT_SECONDS
+        if is_late and forming.generation not in self._hurried:
+            self._hurried.add(forming.generation)
             for worker in forming.ids:
                 if worker not in self._roster.ready and worker != self.id:
                     self._unsent.append(
@@ -714,17 +838,18 @@ class Membership:
             if not self._all_come(view):
                 return
             transport = connect_links(
-                lambda name: self._log.new_store(f"links/{view.generation}/{name}"),
+                lambda name: self._log.lent_store(f"links/{view.generation}/{name}"),
                 rank,
                 len(view.members),
                 self._participant.peers(rank, len(view.members)),
                 names=[member.number for member in view.members],
                 timeout=self.timeout,
-                patience=min(self.timeout, _seconds(_FORMING_SECONDS)),
+                patience=_seconds(_CONNECT_SECONDS),
                 on_lost=lambda peer, error, is_closed: self._on_lost(view, peer, error, is_closed),
             )
-        except (RuntimeError, ConnectionError) as error:  # another generation follows
-            _log.info("job %s: generation %d was not formed: %s", self.name, view.generation, error)
+        except (RuntimeError, OSError) as error:
+            _log.warning("job %s: generation %d was not formed: %s", self.name, view.generation, error)
+            self._say({"event": "again", "by": self.id, "generation": view.generation})
             return
         with self._moved:
             forming = self._roster.forming
@@ -741,12 +866,16 @@ class Membership:
 
         A thread that waits here can be left behind at the exit of the interpreter, one inside Gloo cannot.
         """
-        name = f"arrived/{view.generation}"
-        self._log.arrive(name)
-        while self._log.num_arrived(name) < len(view.members):
+        self._log.arrive(f"{view.generation}/{self.id}")
+        start, missing, are_accused = time.monotonic(), set(view.ids), False
+        while missing := {worker for worker in missing if not self._log.has_arrived(f"{view.generation}/{worker}")}:
             forming = self._roster.forming
             if forming is None or forming.generation != view.generation or self._closed.wait(_BUSY_POLL):
                 return False
+            if not are_accused and time.monotonic() - start > _FORMING_SECONDS:
+                are_accused = True
+                for worker in sorted(missing):
+                    self._accuse(worker, f"it did not come to form generation {view.generation}", is_sure=False)
         return True
 
 
@@ -765,7 +894,7 @@ def _close_all() -> None:
         if membership._watcher is not None:
             membership._watcher.join(1.0)
     for thread in list(_connecting):
-        thread.join(2 * _FORMING_SECONDS)
+        thread.join(_CONNECT_SECONDS)
 
 
 def _watch(reference: weakref.ref[Membership], wake: threading.Event, closed: threading.Event) -> None:
@@ -795,7 +924,8 @@ def _copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _copied(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(_copied(value) for value in state)
+        copies = [_copied(value) for value in state]
+        return copies if isinstance(state, list) else tuple(copies)
     return state
 
 

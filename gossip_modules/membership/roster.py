@@ -40,12 +40,14 @@ class View:
         generation: 1, 2, ...; a generation that could not be formed is skipped.
         members: position i of the graph is members[i].
         start: the first step of its rounds; -1 while it is being formed.
+        num_joined: how many of its members were not in the generation before.
         reasons: by number of each member that left since the generation before, why.
     """
 
     generation: int
     members: tuple[Member, ...]
     start: int = -1
+    num_joined: int = 0
     reasons: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -117,6 +119,7 @@ class Roster:
         self.ready: dict[int, int] = {}
         self.joiners: dict[int, Joiner] = {}
         self.founders: dict[int, Member] = {}
+        self.num_founders = 1
         self.description: dict[str, str] = {}
         self.accusations: list[Accusation] = []
         self.left: dict[int, str] = {}  # by worker, of members of `view`
@@ -132,13 +135,20 @@ class Roster:
             "ready": self._ready,
             "accuse": self._accuse,
             "leave": self._leave,
+            "again": self._again,
         }
         handler = handlers.get(str(event.get("event")))
         if handler is None:
             return
         try:
             handler(event)
-        except (KeyError, TypeError, ValueError):  # garbage: of a stranger, or of another version
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+        ):  # garbage: of a stranger, or of another version
             return
 
     # Who comes.
@@ -163,10 +173,10 @@ class Roster:
             if refusal:
                 self.joiners[member.id] = Joiner(member, donor=-1, refusal=refusal)
                 return
-        num_founders = int(event["min_workers"])
+        self.num_founders = int(event["min_workers"])
         self.description = description
         self.founders[member.id] = replace(member, number=self._new_number())
-        if len(self.founders) >= num_founders:
+        if len(self.founders) >= self.num_founders:
             self._form(self.founders.values(), {})
 
     def _new_number(self) -> int:
@@ -180,14 +190,14 @@ class Roster:
             self._change()
 
     def _gave_up(self, event: Mapping[str, Any]) -> None:
-        """A donor could not give; its joiner is gone, or gets another donor if it says so itself."""
+        """A donor and a joiner have not come together: another donor tries, unless the reason is the state itself."""
         joiner = self.joiners[event["id"]]
         if self.view is None or joiner.refusal or joiner.attempt != event["attempt"] or joiner.is_loaded:
             return
-        if event["by"] == joiner.member.id:
+        if event.get("why"):
+            self.joiners[joiner.member.id] = replace(joiner, refusal=str(event["why"]))
+        elif event["by"] in (joiner.member.id, joiner.donor):
             self._give_another_donor(joiner)
-        else:
-            del self.joiners[joiner.member.id]
 
     def _give_another_donor(self, joiner: Joiner) -> None:
         assert self.view is not None
@@ -219,13 +229,21 @@ class Roster:
     def _change(self) -> None:
         """Form the generation of those who remain, with those who have loaded."""
         base = self.view or self.forming
-        assert base is not None
+        if base is None:
+            return
         candidates = {m.id: m for m in base.members}
         if self.forming is not None:
             candidates |= {m.id: m for m in self.forming.members}
         candidates |= {j.member.id: j.member for j in self.joiners.values() if j.is_loaded}
         gone = self._gone(candidates)
         if gone is None:
+            return
+        if self.view is None:  # a founder has gone: the first generation waits for another one
+            self.forming, self.accusations, self.left = None, [], {}
+            self.founders = {m.id: m for m in (*base.members, *self._waiting()) if m.id not in gone}
+            self.joiners = {key: joiner for key, joiner in self.joiners.items() if joiner.refusal}
+            if len(self.founders) >= self.num_founders:
+                self._form(self.founders.values(), {})
             return
         reasons = {candidates[worker].number: why for worker, why in gone.items()}
         for worker in gone:
@@ -236,6 +254,17 @@ class Roster:
         else:  # the job is over, and another may begin
             self.view = self.forming = None
             self.accusations, self.left, self.founders, self.joiners = [], {}, {}, {}
+
+    def _waiting(self) -> list[Member]:
+        return [joiner.member for joiner in self.joiners.values() if not joiner.refusal]
+
+    def _again(self, event: Mapping[str, Any]) -> None:
+        """A generation could not be connected, or begun in time: the same members form another one."""
+        for view in (self.forming, self.view if self.forming is None else None):
+            if view is not None and view.generation == event["generation"] and view.has(int(event["by"])):
+                self.forming = None
+                self._form(view.members, view.reasons)
+                return
 
     def _gone(self, candidates: Mapping[int, Member]) -> dict[int, str] | None:
         """Who is left out, and why; None: too few would remain. See [Note: majority]."""
@@ -282,7 +311,8 @@ class Roster:
         self.ready[worker] = int(event["step"])
         if set(self.ready) != set(forming.ids):
             return
-        self.view = replace(forming, start=max(self.ready.values()))
+        num_joined = 0 if self.view is None else len(set(forming.ids) - set(self.view.ids))
+        self.view = replace(forming, start=max(self.ready.values()), num_joined=num_joined)
         self.forming = None
         self.ready = {}
         self.founders = {}
@@ -324,7 +354,7 @@ def _member(state: Mapping[str, Any]) -> Member:
 def _view(state: Mapping[str, Any]) -> View:
     members = tuple(_member(member) for member in state["members"])
     reasons = {int(number): str(why) for number, why in state["reasons"].items()}
-    return View(int(state["generation"]), members, int(state["start"]), reasons)
+    return View(int(state["generation"]), members, int(state["start"]), int(state["num_joined"]), reasons)
 
 
 def _differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:

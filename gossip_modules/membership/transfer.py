@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -77,8 +77,8 @@ def send(group: dist.ProcessGroup, state: Any, *, timeout: timedelta) -> int:
     return total
 
 
-def receive(group: dist.ProcessGroup, *, timeout: timedelta, on_bytes: Callable[[int], None] | None = None) -> Any:
-    """The state that rank 0 sends.
+def receive(group: dist.ProcessGroup, *, timeout: timedelta, max_bytes: int = 1 << 40) -> Any:
+    """The state that rank 0 sends, of at most so many bytes.
 
     Raises:
         RuntimeError: the other one is gone, or late.
@@ -91,16 +91,17 @@ def receive(group: dist.ProcessGroup, *, timeout: timedelta, on_bytes: Callable[
     text = torch.empty(int(size), dtype=torch.uint8)
     group.recv([text], 0, 0).wait(timeout)
     header, specs = json.loads(bytes(text.tolist()))
-    tensors = []
+    tensors, total = [], 0
     for name, shape in specs:
         dtype = getattr(torch, name)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"got a tensor of dtype {name!r}, expected one of torch")
+        total += math.prod(shape) * dtype.itemsize
+        if total > max_bytes:
+            raise ValueError(f"got a state of more than {max_bytes} bytes, expected less: it is of another job")
         x = torch.empty(shape, dtype=dtype)
         for chunk in _chunks(_bytes(x)):
             group.recv([chunk], 0, 0).wait(timeout)
-            if on_bytes is not None:
-                on_bytes(chunk.nbytes)
         tensors.append(x)
     return decode(header, tensors)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .base import Transport
 from .process_group import ProcessGroupTransport
 
 _NOTE_BYTES = 512  # of each rank's finding: enough to name one difference
@@ -46,9 +47,7 @@ def check_agreement(transport: ProcessGroupTransport, description: Mapping[str, 
         )
 
 
-def broadcast_tensors(
-    transport: ProcessGroupTransport, tensors: Sequence[Tensor], *, chunk_bytes: int = 1 << 26
-) -> None:
+def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], *, chunk_bytes: int = 1 << 26) -> None:
     """Every tensor <- its value on rank 0, in place, a chunk of several tensors at a time; collective."""
     chunk: list[Tensor] = []
     num_bytes = 0

@@ -22,7 +22,6 @@ from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
-from ..transport.agreement import broadcast_tensors
 from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import (
     GossiperLike,
@@ -216,17 +215,10 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             return choose_mixing(graph, mixing, push_sum=push_sum, world_size=world_size, gossiper=gossiper)
 
         self._elastic = LockstepParticipant(self, membership, choose)
-        self._describe(choose(max(membership.min_workers, 2)), gossiper, schedule)
+        self._describe(choose(8), gossiper, schedule)
         self._transport: Any = alone(membership.timeout)
         self._start(choose(1), gossiper, schedule)
         membership.attach(self._elastic, self._elastic.describe())
-        if not membership.is_waiting_at_the_door:
-            self._start_from_first()
-
-    def _start_from_first(self) -> None:
-        """All parameters and buffers are those of the first rank."""
-        assert self._elastic is not None
-        broadcast_tensors(self._transport, [self._buffer.vector.raw, *self._elastic._others()])
 
     def _describe(self, mixing: MixingManager, gossiper: Gossiper, schedule: Schedule, **options: object) -> None:
         """Note what the ranks must agree on, by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +50,7 @@ def run_links(size: int, mixing: MixingManager, body: Body) -> tuple[list[Any], 
         peers = {*graph.phone_book(rank), *(j for j in range(size) if rank in graph.phone_book(j))}
         seen: set[int] = set()
         transport = connect_links(
-            lambda name: dist.PrefixStore(name, store),
+            lambda name: nullcontext(dist.PrefixStore(name, store)),
             rank,
             size,
             peers,
