@@ -121,8 +121,9 @@ def test_gradient_checkpointing_changes_nothing(graph: NetworkXGraph, use_reentr
             self.layers, self.use_checkpoint = layers, use_checkpoint
 
         def forward(self, x: Tensor) -> Tensor:
+            options: Any = {"use_reentrant": use_reentrant, "preserve_rng_state": False}  # see test_gossip.py
             for layer in self.layers.children():
-                x = checkpoint(layer, x, use_reentrant=use_reentrant) if self.use_checkpoint else layer(x)
+                x = checkpoint(layer, x, **options) if self.use_checkpoint else layer(x)
             return x
 
     def train(group: dist.ProcessGroup, use_checkpoint: bool) -> Tensor:
