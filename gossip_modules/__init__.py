@@ -74,8 +74,8 @@ from .transport.progress import Progress, job_store
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
 from .wrappers.base import GossipWrapper
-from .wrappers.composable import GossipModule, gossip
-from .wrappers.gossip import GossipDataParallel, SimpleGossipDataParallel
+from .wrappers.composable import GossipModule, SimpleGossipDataParallel, gossip
+from .wrappers.gossip import GossipDataParallel
 
 __version__ = "0.1.0"
 

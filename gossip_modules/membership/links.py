@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -189,23 +189,18 @@ def connect_links(
         RuntimeError: a rank does not come within `patience`.
     """
 
-    def link(peer: int) -> dist.ProcessGroup:
-        low, high = sorted((rank, peer))
-        with store_of(f"{low}-{high}") as store:
-            return gloo_backend(store, int(rank > peer), 2, patience)
-
-    def all_ranks() -> dist.ProcessGroup:
-        with store_of("all") as store:
-            return gloo_group(store, rank, world_size, patience)
+    def make(build: Callable[..., Any], name: str, *place: int) -> Any:
+        with store_of(name) as store:
+            return build(store, *place, patience)
 
     peers = sorted(set(peers) - {rank})
     with ThreadPoolExecutor(len(peers) + 1, thread_name_prefix="connecting") as pool:
-        whole = pool.submit(all_ranks)
-        links = {peer: pool.submit(link, peer) for peer in peers}
-    group = whole.result()
-    transport = ProcessGroupTransport(group, device=CPU, timeout=timeout, names=names)
+        whole = pool.submit(make, gloo_group, "all", rank, world_size)
+        pairs = {peer: f"{min(rank, peer)}-{max(rank, peer)}" for peer in peers}
+        links = {peer: pool.submit(make, gloo_backend, name, int(rank > peer), 2) for peer, name in pairs.items()}
+    transport = ProcessGroupTransport(whole.result(), device=CPU, timeout=timeout, names=names)
     transport.own_group()
-    return LinkTransport(transport, {peer: future.result() for peer, future in links.items()}, on_lost=on_lost)
+    return LinkTransport(transport, {peer: link.result() for peer, link in links.items()}, on_lost=on_lost)
 
 
 def alone(timeout: timedelta) -> LinkTransport:

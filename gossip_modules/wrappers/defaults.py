@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..gossiper.gossiper import Gossiper
@@ -80,6 +82,18 @@ def choose_mixing(
     if mixing is not None:
         return as_mixing(mixing, graph)
     return default_mixing(graph, push_sum=push_sum and not is_undirected)
+
+
+def choose_for_any_size(
+    graph: GraphLike | None, mixing: MixingLike | None, *, push_sum: bool, gossiper: Gossiper
+) -> Callable[[int], MixingManager]:
+    """`choose_mixing` as a function of the number of ranks, whatever the graph of one rank would be."""
+
+    def choose(world_size: int) -> MixingManager:
+        own = (graph, mixing) if world_size > 1 else (None, None)
+        return choose_mixing(*own, push_sum=push_sum, world_size=world_size, gossiper=gossiper)
+
+    return choose
 
 
 def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, *, world_size: int) -> MixingManager:

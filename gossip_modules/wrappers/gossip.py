@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +37,7 @@ from .arguments import (
 from .base import GossipWrapper
 from .composition import hold
 from .debias import Debias
-from .defaults import choose_gossiper, choose_mixing
+from .defaults import choose_for_any_size, choose_gossiper, choose_mixing
 from .join import UnevenInputs
 from .node import Node, count_nodes
 from .setup import Links
@@ -165,16 +165,16 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         self._on_nonfinite = check_policy(on_nonfinite)
         self._outer = outer
         if membership is not None:
-            check_elastic(
-                outer=outer,
-                process_group=process_group,
-                comm_device=comm_device,
-                nprocs_per_node=g,
-                graph=graph,
-                mixing=mixing,
-            )
+            fixed: dict[str, Any] = {
+                "outer": outer,
+                "process_group": process_group,
+                "comm_device": comm_device,
+                "nprocs_per_node": g,
+            }
+            check_elastic(graph=graph, mixing=mixing, **fixed)
             gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
-            self._start_elastic(membership, graph, mixing, gossiper, as_schedule(schedule), push_sum=push_sum)
+            choose = choose_for_any_size(graph, mixing, push_sum=push_sum, gossiper=gossiper)
+            self._start_elastic(membership, choose, gossiper, as_schedule(schedule))
             return
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         self._place = links.place
@@ -197,23 +197,10 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         self._start(mixing, gossiper, as_schedule(schedule))
 
     def _start_elastic(
-        self,
-        membership: Membership,
-        graph: GraphLike | None,
-        mixing: MixingLike | None,
-        gossiper: Gossiper,
-        schedule: Schedule,
-        *,
-        push_sum: bool,
+        self, membership: Membership, choose: Callable[[int], MixingManager], gossiper: Gossiper, schedule: Schedule
     ) -> None:
         """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
         check_lossy(gossiper, schedule)
-
-        def choose(world_size: int) -> MixingManager:
-            if world_size == 1:
-                return choose_mixing(None, None, push_sum=push_sum, world_size=1, gossiper=gossiper)
-            return choose_mixing(graph, mixing, push_sum=push_sum, world_size=world_size, gossiper=gossiper)
-
         self._elastic = LockstepParticipant(self, membership, choose)
         self._describe(choose(8), gossiper, schedule)
         self._transport: Any = alone(membership.timeout)
@@ -313,24 +300,3 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             )
         super().set_extra_state(state)
         self._buffer.vector.push_sum_weight.copy_(torch.ones(1) if state is None else state["weight"])
-
-
-class SimpleGossipDataParallel(GossipDataParallel):
-    """`GossipDataParallel` without overlap: every round runs in the training thread, and no other thread is started.
-
-    Args:
-        module: the model, as for `GossipDataParallel`.
-        options: any argument of `GossipDataParallel` but `overlap` and `max_staleness`.
-
-    Example:
-        >>> model = SimpleGossipDataParallel(nn.Linear(10, 2), push_sum=False)
-        >>> model(torch.randn(4, 10)).sum().backward()  # gossips, then computes
-    """
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        if given := sorted({"overlap", "max_staleness"} & set(options)):
-            raise TypeError(
-                f"got {' and '.join(given)} for SimpleGossipDataParallel, which never overlaps rounds with "
-                "training; use GossipDataParallel"
-            )
-        super().__init__(module, **options)

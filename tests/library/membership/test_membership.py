@@ -27,8 +27,8 @@ from gossip_modules import (
     Schedule,
 )
 from gossip_modules.compression.quantizer import SignNorm
-from gossip_modules.membership import membership as membership_module
-from gossip_modules.membership.membership import Change
+from gossip_modules.membership import limits
+from gossip_modules.membership.participant import Change
 from tests.harness.ranks import assert_no_gossip_threads
 
 SECONDS = 60.0  # of any wait: nothing here should take as long
@@ -37,8 +37,8 @@ PATIENT = 20.0  # of silence, so that a loaded machine declares nobody dead
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_FORMING_SECONDS", "_CONNECT_SECONDS"):  # a loaded machine may take long
-        monkeypatch.setattr(membership_module, name, 30.0)
+    for name in ("FORMING", "CONNECT"):  # a loaded machine may take long
+        monkeypatch.setattr(limits, name, 30.0)
     yield
     assert_no_gossip_threads()
 
@@ -82,7 +82,7 @@ class Job:
     def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + SECONDS
         while not condition():
-            errors = [worker.error for worker in self.workers if worker.error is not None]
+            errors = [w.error for w in self.workers if w.error is not None and not w.is_killed.is_set()]
             if errors:
                 raise errors[0]
             assert time.monotonic() < deadline, what
@@ -106,7 +106,7 @@ class Job:
             worker.thread.join(SECONDS)
             assert not worker.thread.is_alive(), f"a worker hangs at step {worker.step} of {self.last}"
         for worker in self.workers:
-            if worker.error is not None:
+            if worker.error is not None and not worker.is_killed.is_set():
                 raise worker.error
         return alive
 
@@ -233,7 +233,7 @@ def test_weights_stay_near_one_whoever_comes_and_goes() -> None:
 
 
 def test_a_founder_that_dies_before_the_beginning_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_module, "_FORMING_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "FORMING", 0.5)
     store = dist.HashStore()
     job = Job(store, min_workers=3)
     (first,) = job.start(1)
@@ -248,7 +248,7 @@ def test_a_founder_that_dies_before_the_beginning_is_waited_for_again(monkeypatc
 
 def test_a_worker_that_dies_at_the_door_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the state, and does not come to form the generation."""
-    monkeypatch.setattr(membership_module, "_FORMING_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "FORMING", 0.5)
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)
     job.until_live(workers)

@@ -1,0 +1,206 @@
+"""Generations: how one begins, and how the next is formed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from datetime import timedelta
+
+from . import limits
+from .links import connect_links
+from .participant import Change
+from .roster import MARGIN
+from .view import View
+from .worker_state import WorkerState, log
+
+
+class Generations(WorkerState):
+    """The part of `Membership` that forms generations, begins them, and notices who is lost.
+
+    [Note: first step] A worker that has connected with the members of the next generation names a step that it does not
+    begin before it knows the generation's first one: that is the largest step that any of them has named. So all begin
+    at the same step, and only who has come to its own before the others have spoken waits.
+    """
+
+    def _wait_for_first_step(self, clock: int) -> None:
+        """[Note: first step] A generation cannot begin without the store: then rounds go on as they are."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        with self._moved:
+            while not (self._limit is None or self._limit > clock or self._is_excluded or self._closed.is_set()):
+                self._moved.wait(limits.POLL)
+                if not self._log.is_connected or time.monotonic() > deadline:
+                    self._unsent = [event for event in self._unsent if event["event"] != "ready"]
+                    self._limit = None
+
+    def _drop_late(self, clock: int) -> None:
+        """A generation began before this worker knew it, as the store was away: its members form another one."""
+        with self._lock:
+            late, self._due = self._due, []
+            self._retired += [(time.monotonic(), transport) for _, transport in late]
+        for view, _ in late:
+            log.warning("job %s: generation %d came too late, at step %d", self.name, view.generation, clock)
+            self._say({"event": "again", "by": self.id, "generation": view.generation})
+
+    def _switch(self, clock: int) -> Change:
+        """Begin the latest generation that is due: one before it that would begin no sooner is left out by all."""
+        with self._lock:
+            count = sum(view.start <= clock for view, _ in self._due)
+            before, (view, transport) = self._active, self._due[count - 1]
+            growth = math.prod(len(v.members) / max(len(v.members) - v.num_joined, 1) for v, _ in self._due[:count])
+            reasons = {number: why for other, _ in self._due[:count] for number, why in other.reasons.items()}
+            old = [other for other in (self._transport, *(other for _, other in self._due[: count - 1])) if other]
+            self._active, self._transport, self._due = view, transport, self._due[count:]
+            self._has_joined = self._has_joined or not self._is_newcomer
+            self._watch_peers()
+        known = set() if before is None else {m.number for m in before.members}
+        members = tuple(member.number for member in view.members)
+        joined = tuple(number for number in members if number not in known)
+        left = {number: reasons.get(number, "it left") for number in sorted(known - set(members))}
+        change = Change(view.generation, view.start, view.ids.index(self.id), members, joined, left)
+        if before is not None:
+            self.num_joins += len(joined)
+            self.num_deaths += len(left)
+        assert self._participant is not None
+        self._participant.begin(growth)  # also ends a round over the old links
+        with self._lock:
+            transport.num_bytes_sent += sum(other.num_bytes_sent for other in old)
+            self._retired += [(time.monotonic() + limits.RETIRE, other) for other in old]
+        self._tell(change, is_first=before is None)
+        for callback in self._callbacks:
+            callback(change)
+        return change
+
+    def _tell(self, change: Change, *, is_first: bool) -> None:
+        who = [f"worker {n} left ({why})" for n, why in change.left.items()]
+        if change.joined and not is_first:
+            who.append(f"workers {list(change.joined)} joined")
+        log.log(
+            logging.INFO if is_first else logging.WARNING,
+            "job %s: generation %d from step %d with %d workers %s%s",
+            self.name,
+            change.generation,
+            change.step,
+            len(change.members),
+            list(change.members),
+            ": " + "; ".join(who) if who else "",
+        )
+
+    def _adopt(self, view: View) -> None:
+        """The generation has formed: it is due, or goes on without this worker."""
+        if not view.has(self.id):
+            if self._active is not None:
+                self._is_excluded = True
+            return
+        if self._due and self._due[-1][0].generation >= view.generation:
+            return
+        transport = self._formed.pop(view.generation, None)
+        if transport is None:  # it was formed before this process had read so far
+            return
+        self._due.append((view, transport))
+        self._limit = None
+        for generation in [g for g in self._formed if g < view.generation]:
+            self._retired.append((time.monotonic(), self._formed.pop(generation)))
+        self._watch_peers()
+
+    def _watch_peers(self) -> None:
+        """Watch the peers of the generation that trains, and of those that are due."""
+        assert self._participant is not None
+        assert self._heartbeats is not None
+        watched: dict[int, tuple[str, int]] = {}
+        forming = self._roster.forming
+        for view in (self._active, *(view for view, _ in self._due), forming):
+            if view is not None and view.has(self.id):
+                for rank in self._participant.peers(view.ids.index(self.id), len(view.members)):
+                    member = view.members[rank]
+                    watched[member.id] = member.address
+        watched.pop(self.id, None)
+        lost = set() if self._active is None or self._transport is None else {
+            self._active.ids[rank] for rank in self._transport.lost
+        }  # fmt: skip
+        self._heartbeats.watch({worker: address for worker, address in watched.items() if worker not in lost})
+
+    def _hurry(self, forming: View) -> None:
+        """Leave out those that have not come to form a generation."""
+        is_late = time.monotonic() - self._forming_since[forming.generation] > limits.FORMING + limits.CONNECT
+        if is_late and forming.generation not in self._hurried:
+            self._hurried.add(forming.generation)
+            for worker in forming.ids:
+                if worker not in self._roster.ready and worker != self.id:
+                    self._unsent.append(
+                        {
+                            "event": "accuse",
+                            "by": self.id,
+                            "of": worker,
+                            "why": f"it did not come to form generation {forming.generation}",
+                            "is_sure": False,
+                        }
+                    )
+
+    def _form(self, view: View) -> None:
+        """A thread of its own: connect with the members of a generation, and say so."""
+        assert self._participant is not None
+        rank = view.ids.index(self.id)
+        try:
+            if not self._all_come(view):
+                return
+            transport = connect_links(
+                lambda name: self._log.lent_store(f"links/{view.generation}/{name}"),
+                rank,
+                len(view.members),
+                self._participant.peers(rank, len(view.members)),
+                names=[member.number for member in view.members],
+                timeout=self.timeout,
+                patience=timedelta(seconds=limits.CONNECT),
+                on_lost=lambda peer, error, is_closed: self._on_lost(view, peer, error, is_closed),
+            )
+        except (RuntimeError, OSError) as error:
+            log.warning("job %s: generation %d was not formed: %s", self.name, view.generation, error)
+            self._say({"event": "again", "by": self.id, "generation": view.generation})
+            return
+        with self._moved:
+            forming = self._roster.forming
+            if forming is None or forming.generation != view.generation or self._closed.is_set():
+                self._retired.append((time.monotonic(), transport))
+                return
+            self._formed[view.generation] = transport
+            self._limit = self._clock + MARGIN if self._active is not None else 0
+            self._unsent.append({"event": "ready", "id": self.id, "generation": view.generation, "step": self._limit})
+        self._wake.set()
+
+    def _all_come(self, view: View) -> bool:
+        """Wait until all members are about to connect; False: another generation is formed instead.
+
+        A thread that waits here can be left behind at the exit of the interpreter, one inside Gloo cannot.
+        """
+        self._log.arrive(f"{view.generation}/{self.id}")
+        start, missing, are_accused = time.monotonic(), set(view.ids), False
+        while missing := {worker for worker in missing if not self._log.has_arrived(f"{view.generation}/{worker}")}:
+            forming = self._roster.forming
+            if forming is None or forming.generation != view.generation or self._closed.wait(limits.BUSY_POLL):
+                return False
+            if not are_accused and time.monotonic() - start > limits.FORMING:
+                are_accused = True
+                for worker in sorted(missing):
+                    self._accuse(worker, f"it did not come to form generation {view.generation}", is_sure=False)
+        return True
+
+    def _silent(self, worker: int, seconds: float) -> None:
+        """From the thread of heartbeats."""
+        with self._lock:
+            views = [(self._active, self._transport), *self._due]
+            forming = self._roster.forming
+        is_forming = forming is not None and forming.has(worker)
+        if is_forming and not any(view is not None and view.has(worker) for view, _ in views):
+            self._accuse(worker, f"it was silent for {seconds:.2f} s", is_sure=False)
+        for view, transport in views:
+            if view is not None and transport is not None and view.has(worker):
+                transport.break_link(view.ids.index(worker))
+                self._accuse(worker, f"it was silent for {seconds:.2f} s", is_sure=False)
+
+    def _on_lost(self, view: View, rank: int, error: str, is_closed: bool) -> None:
+        """From the thread that runs the round."""
+        why = "its connection closed" if is_closed else f"it did not answer within {self.timeout.total_seconds():g} s"
+        self._accuse(view.ids[rank], why, is_sure=is_closed)
+        if self._heartbeats is not None:
+            self._heartbeats.forget(view.ids[rank])

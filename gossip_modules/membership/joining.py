@@ -1,0 +1,228 @@
+"""Joining: how a worker comes to a job, and how it gets the state of training from a donor."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..transport.gloo import gloo_backend
+from . import limits, transfer
+from .heartbeats import Heartbeats
+from .participant import Change
+from .view import Joiner, Member
+from .watching import Watching
+from .worker_state import log
+
+_MAX_STATES = 64  # times the model: what a donor may send
+
+
+class Joining(Watching):
+    """The part of `Membership` for workers that come, and for their donors."""
+
+    min_workers: int
+
+    def _come(self) -> None:
+        """Append "come", and wait until this worker is in the first generation or at the door."""
+        heartbeats = Heartbeats(
+            self.id, job=self.name, host=self._host, on_silent=self._silent, **self._heartbeat_options
+        )
+        self._heartbeats = heartbeats
+        me = Member(self.id, host=socket.gethostname(), pid=os.getpid(), address=heartbeats.address)
+        event = {
+            "event": "come",
+            "member": {"id": me.id, "number": -1, "host": me.host, "pid": me.pid, "address": list(me.address)},
+            "description": self._description,
+            "min_workers": self.min_workers,
+        }
+        self._unsent.append(event)
+        self._start_watching()
+
+        def is_known() -> bool:
+            return bool(self._due) or self.id in self._roster.joiners
+
+        if not self._await(is_known):
+            if self._closed.is_set():
+                raise RuntimeError(
+                    f"job {self.name!r}: the membership was closed before the job began; make another one"
+                )
+            came = len(self._roster.founders)
+            self.close()
+            raise TimeoutError(
+                f"job {self.name!r} did not begin within {self.timeout.total_seconds():g} s: got {came} workers, "
+                f"expected min_workers={self.min_workers}; start the others, or ask for fewer"
+                if self._log.is_connected
+                else f"the store of job {self.name!r} at {self._log.address} did not answer within "
+                f"{self.timeout.total_seconds():g} s"
+            )
+        self._is_newcomer = not self._due
+        joiner = self._roster.joiners.get(self.id)
+        if joiner is not None and joiner.refusal:
+            self.close()
+            raise ValueError(
+                f"job {self.name!r} at {self._log.address} refused this worker, which differs from it: "
+                f"{joiner.refusal}; start it with the model and the options of the job"
+            )
+
+    def _enter(self) -> None:
+        """At the door: get the state from a donor, then wait for the first step."""
+        assert self._participant is not None
+        received = self._receive_state()
+        if received is not None:
+            attempt, state = received
+            self._load(state)
+            self._say({"event": "loaded", "id": self.id, "attempt": attempt})
+        if not self._await(lambda: bool(self._due)):
+            raise TimeoutError(
+                f"job {self.name!r}: no generation with this worker began within {self.timeout.total_seconds():g} s; "
+                "start it again"
+            )
+        with self._lock:
+            start = self._due[0][0].start
+            if received is not None:
+                self._participant.advance(start - self._clock)
+            self._clock = start - 1
+        self._switch(start)
+        if received is None:
+            self._participant.found()
+
+    def _receive_state(self) -> tuple[int, Mapping[str, Any]] | None:
+        """What a donor gives, and the number of the attempt; None: it takes the place of a founder that has died."""
+        assert self._participant is not None
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        reason = "none has answered"
+        while True:
+            with self._lock:
+                joiner, roster = self._roster.joiners.get(self.id), self._roster
+                is_founder = any(v is not None and v.has(self.id) for v in (roster.view, roster.forming))
+            if joiner is None and (self.id in roster.founders or is_founder):
+                return None
+            if joiner is None:
+                raise ConnectionError(f"job {self.name!r} ended while this worker was joining it; start another one")
+            if joiner.refusal:
+                raise ConnectionError(
+                    f"job {self.name!r}: this worker cannot join, since its donor cannot give the state of what it "
+                    f"tracks: {joiner.refusal}"
+                )
+            name = f"give/{self.id}/{joiner.attempt}"
+            try:
+                if self._is_offered(name, joiner.attempt, deadline):
+                    with self._log.lent_store(name) as store:
+                        group = gloo_backend(store, 1, 2, timedelta(seconds=limits.CONNECT))
+                    limit = _MAX_STATES * self._participant.num_bytes + (1 << 30)
+                    return joiner.attempt, transfer.receive(group, timeout=self.timeout, max_bytes=limit)
+            except (RuntimeError, ValueError, OSError) as error:
+                reason = str(error)
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"job {self.name!r}: no donor has given the state of training within "
+                    f"{self.timeout.total_seconds():g} s: {reason}; if all its workers have died, start the store "
+                    "again, or give the job another name"
+                )
+            if self._attempt() == joiner.attempt:
+                self._say({"event": "gave up", "id": self.id, "attempt": joiner.attempt, "by": self.id})
+                self._await(lambda attempt=joiner.attempt: self._attempt() != attempt)  # type: ignore[misc]
+
+    def _is_offered(self, name: str, attempt: int, deadline: float) -> bool:
+        """Wait until the donor, which may be slow, is about to give; False: another one will, or it is too late."""
+        while not self._log.has_arrived(name):
+            if self._attempt() != attempt or self._closed.wait(limits.BUSY_POLL) or time.monotonic() > deadline:
+                return False
+        return True
+
+    def _attempt(self) -> int:
+        """The number of the donor that is to give; -1: none will."""
+        joiner = self._roster.joiners.get(self.id)
+        return -1 if joiner is None or joiner.refusal else joiner.attempt
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        assert self._participant is not None
+        self._participant.take(state["model"])
+        for name, value in state["tracked"].items():
+            if name in self._tracked:
+                self._tracked[name].load_state_dict(value)
+        missing = sorted(set(self._tracked) - set(state["tracked"]))
+        if missing:
+            log.warning("the donor tracks no %s: they start anew; track() the same names on all workers", missing)
+        with self._lock:
+            self._clock = int(state["clock"])
+
+    def _take_snapshots(self) -> None:
+        assert self._participant is not None
+        with self._lock:
+            joiners = [joiner for joiner in self._snapshots if self._roster.joiners.get(joiner.member.id) == joiner]
+            self._snapshots = []
+        for joiner in joiners:
+            try:
+                tracked = {name: _copied(value.state_dict()) for name, value in self._tracked.items()}
+                transfer.encode(tracked)
+            except Exception as error:  # noqa: BLE001 (of the user's objects: the joiner is told, training goes on)
+                self._give_up(joiner, why=f"{type(error).__name__}: {error}")
+                continue
+            state = {"model": self._participant.give(), "tracked": tracked, "clock": self._clock}
+            self._start_thread(self._serve, joiner, state, name="gossip-donor")
+
+    def _give_up(self, joiner: Joiner, *, why: str = "") -> None:
+        event = {"event": "gave up", "id": joiner.member.id, "attempt": joiner.attempt, "by": self.id}
+        self._say({**event, "why": why} if why else event)
+
+    def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
+        """A thread of its own: give the state to a worker that joins."""
+        name = f"give/{joiner.member.id}/{joiner.attempt}"
+        try:
+            self._log.arrive(name)
+            with self._log.lent_store(name) as store:
+                group = gloo_backend(store, 0, 2, timedelta(seconds=limits.CONNECT))
+            transfer.send(group, state, timeout=self.timeout)
+        except (RuntimeError, OSError) as error:
+            log.warning("job %s: %s did not get the state of training: %s", self.name, joiner.member, error)
+            with self._lock:
+                self._unclaimed.append(state["model"])
+            self._give_up(joiner)
+
+    def _take_back(self) -> None:
+        assert self._participant is not None
+        with self._lock:
+            unclaimed, self._unclaimed = self._unclaimed, []
+        for state in unclaimed:
+            self._participant.take_back(state)
+
+    def _rejoin(self) -> Change:
+        """This worker was declared dead, and lives: it drops what it has and joins as a new one."""
+        log.warning("job %s: this worker was left out of the job while it was silent, and joins again", self.name)
+        assert self._participant is not None
+        self._participant.settle()
+        callbacks, joins, deaths = self._callbacks, self.num_joins, self.num_deaths
+        self._release_all()
+        with self._lock:
+            self._reset()
+            self._callbacks, self.num_joins, self.num_deaths = callbacks, joins, deaths
+            self._log.rewind()
+        self._come()
+        if self._is_newcomer:
+            self._enter()
+        else:
+            self._switch(0)
+            self._participant.found()
+        self._has_joined = True
+        self._clock += 1  # of the step that goes on now
+        view = self._require_view()
+        members = tuple(member.number for member in view.members)
+        return Change(view.generation, view.start, self.rank, members, (self.number,), {})
+
+
+def _copied(state: Any) -> Any:
+    """A state dict whose tensors training does not change."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        copies = [_copied(value) for value in state]
+        return copies if isinstance(state, list) else tuple(copies)
+    return state

@@ -1,0 +1,6 @@
+"""How long things may take in a membership, in seconds; apart, so that tests can change them."""
+
+POLL, BUSY_POLL = 0.1, 0.01  # between two looks at the log; while a generation is being formed
+FORMING = 5.0  # after which those that have not come to form a generation are left out of it
+CONNECT = 10.0  # for those that have come
+RETIRE = 5.0  # that links of the generation before stay open, for ranks that are behind

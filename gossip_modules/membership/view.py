@@ -1,0 +1,103 @@
+"""What a roster is made of: members, generations, workers at the door, and accusations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker.
+
+    Attributes:
+        id: of this start of the process; another start is another member.
+        number: of the worker in names and logs: 0, 1, ... in the order in which they came; -1: not given yet.
+        host: of the process.
+        pid: of the process.
+        address: of its heartbeats, (host, port).
+    """
+
+    id: int
+    number: int = -1
+    host: str = ""
+    pid: int = 0
+    address: tuple[str, int] = ("", 0)
+
+    def __str__(self) -> str:
+        return f"worker {self.number} ({self.host}, process {self.pid})"
+
+
+@dataclass(frozen=True)
+class View:
+    """A generation: its members in the order of their positions, and the training step with which it starts.
+
+    Attributes:
+        generation: 1, 2, ...; a generation that could not be formed is skipped.
+        members: position i of the graph is members[i].
+        start: the first step of its rounds; -1 while it is being formed.
+        num_joined: how many of its members were not in the generation before.
+        reasons: by number of each member that left since the generation before, why.
+    """
+
+    generation: int
+    members: tuple[Member, ...]
+    start: int = -1
+    num_joined: int = 0
+    reasons: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids of the members, by position."""
+        return tuple(member.id for member in self.members)
+
+    def has(self, member: int) -> bool:
+        """Whether the worker with this worker is a member."""
+        return member in self.ids
+
+
+@dataclass(frozen=True)
+class Joiner:
+    """A worker that waits at the door.
+
+    Attributes:
+        member: who it is.
+        donor: the worker of the member that gives it the state of training.
+        attempt: 0, 1, ...: another donor is another attempt.
+        is_loaded: whether it has that state.
+        refusal: why it may not join; empty: it may.
+    """
+
+    member: Member
+    donor: int
+    attempt: int = 0
+    is_loaded: bool = False
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """A member that saw another one fail."""
+
+    by: int
+    of: int
+    why: str
+    is_sure: bool  # its connection was closed, as by the end of a process
+
+
+def member_of(state: Mapping[str, Any]) -> Member:
+    host, port = state["address"]
+    return Member(int(state["id"]), int(state["number"]), str(state["host"]), int(state["pid"]), (str(host), int(port)))
+
+
+def view_of(state: Mapping[str, Any]) -> View:
+    members = tuple(member_of(member) for member in state["members"])
+    reasons = {int(number): str(why) for number, why in state["reasons"].items()}
+    return View(int(state["generation"]), members, int(state["start"]), int(state["num_joined"]), reasons)
+
+
+def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
+    """What differs between the description of the job and that of a worker, both named; empty: nothing."""
+    names = [name for name in {**expected, **got} if expected.get(name) != got.get(name)]
+    return "; ".join(f"{name}: got {got.get(name)!r:.200}, expected {expected.get(name)!r:.200}" for name in names)

@@ -1,0 +1,134 @@
+"""Watching: the thread that reads the log of events, and does what it asks for."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from . import limits
+from .generations import Generations
+from .worker_state import log, wait_for_connecting
+
+
+class Watching(Generations):
+    """The part of `Membership` that its watcher runs."""
+
+    def _look(self) -> float:
+        """One turn of the watcher; returns the seconds until the next."""
+        if self._log.is_anew and self._roster.view is not None:
+            self._log.restore(self._roster.dumps())
+        with self._lock:
+            unsent, self._unsent = self._unsent, []
+        for i, event in enumerate(unsent):
+            if not self._log.append(event):
+                with self._lock:
+                    self._unsent[:0] = unsent[i:]
+                break
+        has_answer = self._log.read(self._restart, self._apply)
+        self._act()
+        with self._lock:
+            is_busy = self._roster.forming is not None or bool(self._unsent) or self._active is None
+        return limits.BUSY_POLL if is_busy and has_answer else limits.POLL
+
+    def _restart(self, snapshot: str) -> None:
+        """The store has come back empty, with what all knew; what was being formed is formed anew."""
+        with self._moved:
+            self._roster.loads(snapshot)
+            self._limit = None
+            self._retired += [(time.monotonic(), transport) for transport in self._formed.values()]
+            self._formed, self._forming_since = {}, {}
+            view, transport = self._active, self._transport
+            lost = [] if view is None or transport is None else [view.ids[rank] for rank in transport.lost]
+            why = "it was lost while the store was away"
+            self._unsent += [
+                {"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": False} for worker in lost
+            ]
+
+    def _apply(self, event: Mapping[str, Any]) -> None:
+        with self._moved:
+            self._roster.apply(event)
+            self._moved.notify_all()
+
+    def _act(self) -> None:
+        """Do what the roster asks of this worker."""
+        with self._moved:
+            roster = self._roster
+            forming, view = roster.forming, roster.view
+            if forming is not None and forming.has(self.id) and forming.generation not in self._forming_since:
+                self._forming_since[forming.generation] = time.monotonic()
+                self._limit = None  # it was said for another one
+                self._watch_peers()
+                self._start_thread(self._form, forming, name="gossip-forming")
+            if forming is not None and forming.generation in self._formed:
+                self._hurry(forming)
+            if view is not None and view.generation > self.generation:
+                self._adopt(view)
+            for joiner in roster.joiners.values():
+                key = joiner.member.id, joiner.attempt
+                if joiner.donor == self.id and not joiner.is_loaded and key not in self._serving:
+                    self._serving.add(key)
+                    self._snapshots.append(joiner)
+            self._moved.notify_all()
+            now = time.monotonic()
+            old = [transport for until, transport in self._retired if until < now]
+            self._retired = [(until, transport) for until, transport in self._retired if until >= now]
+        for transport in old:
+            transport.close()
+
+    def close(self) -> None:
+        """Leave; the others go on. Idempotent."""
+        if self._closed.is_set():
+            return
+        if self._participant is not None and not self._is_excluded:
+            self._log.append({"event": "leave", "id": self.id, "why": "it left"})
+        self._closed.set()
+        self._wake.set()
+        with self._moved:
+            self._moved.notify_all()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(1.0)
+        self._release_all()
+
+    def _start_watching(self) -> None:
+        if self._watcher is None:
+            self._watcher = threading.Thread(
+                target=_watch, args=(weakref.ref(self), self._wake, self._closed), name="gossip-membership", daemon=True
+            )
+            self._watcher.start()
+            _live.add(self)
+
+
+_live: weakref.WeakSet[Watching] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that comes back from C++ code after the interpreter has ended would abort the process."""
+    for membership in list(_live):
+        membership._closed.set()
+        membership._wake.set()
+        if membership._heartbeats is not None:
+            membership._heartbeats.close()
+        if membership._watcher is not None:
+            membership._watcher.join(1.0)
+    wait_for_connecting()
+
+
+def _watch(reference: weakref.ref[Watching], wake: threading.Event, closed: threading.Event) -> None:
+    """The watcher: reads the log, and does what it asks for; it ends with its membership."""
+    while not closed.is_set():
+        membership = reference()
+        if membership is None:
+            return
+        try:
+            seconds = membership._look()
+        except Exception:  # noqa: BLE001 (without it, who comes and goes would go unnoticed)
+            log.exception("job %s: the watcher of the membership goes on after an error", membership.name)
+            seconds = 1.0
+        del membership
+        wake.wait(seconds)
+        wake.clear()

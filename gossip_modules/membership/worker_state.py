@@ -1,0 +1,158 @@
+"""WorkerState: what one worker of a membership knows, and what its threads share."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from . import limits
+from .event_log import EventLog
+from .heartbeats import Heartbeats
+from .links import LinkTransport
+from .participant import Change, Participant
+from .roster import Roster
+from .view import Joiner, View
+
+log = logging.getLogger("gossip_modules.membership")
+_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+class WorkerState:
+    """What a worker knows of the job; the base of `Membership`, whose arguments these are.
+
+    [Note: lock of a membership] `_lock` guards all that is below `_reset`, and `_moved` is notified when the roster, or
+    what is due, has changed. Who holds it waits for nobody.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        *,
+        name: str,
+        timeout: timedelta,
+        host: str,
+        on_partition: str,
+        interval: float,
+        floor: float,
+    ) -> None:
+        self.name, self.timeout = name, timeout
+        self._log, self._host, self._on_partition = log, host, on_partition
+        self._heartbeat_options: dict[str, float] = {"interval": interval, "floor": floor}
+        self._callbacks: list[Callable[[Change], None]] = []
+        self._tracked: dict[str, Any] = {}
+        self._participant: Participant | None = None
+        self._description: dict[str, str] = {}
+        self._lock = threading.RLock()
+        self._moved = threading.Condition(self._lock)
+        self._closed = threading.Event()
+        self._wake = threading.Event()  # the watcher has something to do
+        self._watcher: threading.Thread | None = None
+        self.num_joins = self.num_deaths = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        """As a worker that nobody knows."""
+        self.id = time.time_ns() // 1000 * 1000 + random.SystemRandom().randrange(1000)
+        self._roster = Roster(on_partition=self._on_partition)
+        self._active: View | None = None
+        self._transport: LinkTransport | None = None
+        self._due: list[tuple[View, LinkTransport]] = []  # generations that are to begin, in their order
+        self._formed: dict[int, LinkTransport] = {}
+        self._forming_since: dict[int, float] = {}
+        self._retired: list[tuple[float, LinkTransport]] = []
+        self._unsent: list[Mapping[str, Any]] = []
+        self._serving: set[tuple[int, int]] = set()
+        self._snapshots: list[Joiner] = []  # that the training thread is to take
+        self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that did not get it
+        self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
+        self._hurried: set[int] = set()
+        self._limit: int | None = None  # the step that is not begun before the next generation is known
+        self._clock = -1  # calls of `at_step`, those of the job before this worker came included
+        self._is_excluded = False
+        self._has_joined = False
+        self._is_newcomer = False
+        self._heartbeats: Heartbeats | None = None
+
+    def _require_view(self) -> View:
+        view = self._active
+        if view is None:
+            raise RuntimeError("this worker has no place in the job yet, expected join() before; wrap the model first")
+        return view
+
+    @property
+    def rank(self) -> int:
+        """The position of this worker in the generation that trains; it changes with generations."""
+        view = self._require_view()
+        return view.ids.index(self.id)
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers in the generation that trains."""
+        return len(self._require_view().members)
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that trains; 0 before the first."""
+        return 0 if self._active is None else self._active.generation
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the workers of the generation that trains, by rank."""
+        return tuple(member.number for member in self._require_view().members)
+
+    @property
+    def number(self) -> int:
+        """The number of this worker in logs and errors; it keeps it for as long as it lives."""
+        return self._require_view().members[self.rank].number
+
+    def _release_all(self) -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+        with self._lock:
+            transports = [*self._formed.values(), *(t for _, t in self._retired)]
+            transports += [transport for _, transport in self._due]
+            transports += [] if self._transport is None else [self._transport]
+            self._formed, self._retired, self._due = {}, [], []
+        for transport in {id(t): t for t in transports}.values():
+            transport.close()
+
+    def _await(self, condition: Callable[[], bool]) -> bool:
+        """Wait until `condition`, which the watcher may make true, or the timeout; returns whether it is."""
+        with self._moved:
+            self._moved.wait_for(lambda: condition() or self._closed.is_set(), self.timeout.total_seconds())
+            return condition()
+
+    def _start_thread(self, body: Callable[..., None], *arguments: Any, name: str) -> None:
+        """A thread that connects with others, for which the exit of the interpreter waits; see `_close_all`."""
+        thread = threading.Thread(target=body, args=arguments, name=name, daemon=True)
+        _connecting.add(thread)
+        thread.start()
+
+    def _say(self, event: Mapping[str, Any]) -> None:
+        """Have the watcher append an event."""
+        with self._lock:
+            self._unsent.append(event)
+        self._wake.set()
+
+    def _accuse(self, worker: int, why: str, *, is_sure: bool) -> None:
+        log.warning("job %s: rounds go on without worker %s: %s", self.name, self._number_of(worker), why)
+        self._say({"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": is_sure})
+
+    def _number_of(self, worker: int) -> int:
+        for view in (self._active, self._roster.forming, self._roster.view):
+            for member in () if view is None else view.members:
+                if member.id == worker:
+                    return member.number
+        return -1
+
+
+def wait_for_connecting() -> None:
+    """At the exit of the interpreter: a thread inside Gloo that came back later would abort the process."""
+    for thread in list(_connecting):
+        thread.join(limits.CONNECT)
