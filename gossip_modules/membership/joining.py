@@ -42,11 +42,7 @@ class Joining(Watching):
         }
         self._unsent.append(event)
         self._start_watching()
-
-        def is_known() -> bool:
-            return bool(self._due) or self.id in self._roster.joiners
-
-        if not self._await(is_known):
+        if not self._await(lambda: bool(self._due) or self.id in self._roster.joiners):
             if self._closed.is_set():
                 raise RuntimeError(
                     f"job {self.name!r}: the membership was closed before the job began; make another one"

@@ -108,8 +108,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             without overlap it costs a copy of the model, and no compressed gossiper can. "spread": do not look.
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
         timeout: the limit of every wait; a number = seconds.
-        membership: where workers may die, come back and be added: who takes part, see `Membership`. Then `graph` and
-            `mixing` are functions of the size, `timeout` is the membership's, and torch.distributed is not used.
+        membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then.
         device_ids: refused: DistributedDataParallel needs it, here the model is on its device already.
 
     Raises:
@@ -275,8 +274,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
 
     def comm_stats(self) -> dict[str, float]:
         """See `FlatAveraging`; with a membership also what `Membership.stats` gives."""
-        members = {} if self._elastic is None else self._elastic.membership.stats()
-        return {**super().comm_stats(), **members}
+        return {**super().comm_stats(), **(self._elastic.membership.stats() if self._elastic else {})}
 
     def get_extra_state(self) -> dict[str, Any]:
         """See `GossipWrapper`; with the push-sum weight."""

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -137,8 +138,7 @@ class Worker:
 
     def train(self) -> None:
         options = dict(self.job.options)
-        names = ("min_deadline", "on_partition")
-        member_options = {name: options.pop(name) for name in names if name in options}
+        member_options = {name: options.pop(name) for name in ("min_deadline",) if name in options}
         member = self.membership = member_of(self.job.store, min_workers=self.job.min_workers, **member_options)
         member.on_change(self.changes.append)
         wrapper = self.wrapper = GossipDataParallel(self.model, membership=member, **options)
@@ -299,8 +299,7 @@ def test_steps_are_those_of_the_job() -> None:
         seen.append((step, wrapper._engine.step))
     assert seen == [(0, 1), (1, 2), (2, 3)]
     with pytest.raises(RuntimeError, match="got no training forward in step 3, expected one"):
-        for _ in member.steps(5):
-            pass
+        list(member.steps(5))
     wrapper.close()
 
 
@@ -390,11 +389,8 @@ def test_averages_are_of_those_who_live() -> None:
         wrapper.average_()
         found[k] = distance, wrapper._buffer.vector.raw.clone()
 
-    threads = [threading.Thread(target=average, args=(k,)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(average, range(2)))
     assert found[0][0] == found[1][0] < 1.0
     assert torch.equal(found[0][1], found[1][1])
     assert [worker.weight for worker in alive] == [1.0, 1.0]
