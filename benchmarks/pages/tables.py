@@ -1,29 +1,14 @@
-"""The pages of docs/benchmarks/, generated from the CSV files of benchmarks/results/.
-
-    python -m benchmarks.pages              # writes them
-    python -m benchmarks.pages --check      # exit code 1 where a page is not what its CSV file says
-
-A page has what is measured and how, then the figures with command, commit, machine, date and seed. A figure without a
-row in a CSV file has no place on a page.
-"""
+"""The pages, each with the columns of its table."""
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from benchmarks.faults.table import markdown as faults_markdown
-from benchmarks.record import RESULTS, ROOT
-
-DOCS = ROOT / "docs" / "benchmarks"
-MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{csv}: change that, not this. -->"
 
 
 def faults(rows: pd.DataFrame) -> str:
@@ -177,6 +162,27 @@ agree they are not one model, and the method is not advised.""",
             "agreed": ("agree", "s"),
         },
     ),
+    "elastic": Page(
+        "Killed while the others train on",
+        "elastic.csv",
+        """\
+Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two
+cores; a step computes little and sleeps 50 ms. Some are killed (SIGKILL) at once, the first among them, and
+one is started again 100 steps later. Times are those of the workers that live: the median of all steps before,
+the slowest step before the kill, from the kill to the restart, and after it. The last column counts the rounds
+that the others began between the moment when the new worker was ready to join and its first.""",
+        {
+            "method": ("method", "s"),
+            "num_workers": ("workers", "d"),
+            "killed": ("killed", "d"),
+            "median_ms": ("median, ms", ".1f"),
+            "slowest_before_ms": ("slowest before", ".1f"),
+            "slowest_after_kill_ms": ("after the kill", ".1f"),
+            "slowest_after_join_ms": ("after the restart", ".1f"),
+            "rounds_until_joined": ("rounds until joined", "d"),
+            "survivors_that_failed": ("survivors that failed", "d"),
+        },
+    ),
     "before_after": Page(
         "The time of a step, before and after",
         "before_after.csv",
@@ -260,86 +266,3 @@ The same faults with the library of an earlier commit, for comparison with
         render=faults,
     ),
 }
-
-
-def page(name: str) -> str:
-    """The text of a page, from its CSV file."""
-    own = PAGES[name]
-    rows = pd.read_csv(RESULTS / own.csv, dtype={"commit": str, "victims": str, "named": str})
-    figures = own.render(rows) if own.render else f"{sources(rows)}\n\n{table(rows, own.columns)}\n"
-    return f"# {own.title}\n\n{MADE.format(csv=own.csv)}\n\n{own.text}\n\n{figures}"
-
-
-def index() -> str:
-    """The list of all pages."""
-    lines = [
-        "# Benchmarks",
-        "",
-        "<!-- Written by `python -m benchmarks.pages`: change that, not this. -->",
-        "",
-        "Every figure was measured by the command on its page, on the machine and with the commit that stand",
-        "beside it. Compare ratios within one page: absolute times depend on the machine. `benchmarks/README.md`",
-        "says how to run the benchmarks.",
-        "",
-        *(f"- [{own.title}]({name}.md), from `benchmarks/results/{own.csv}`" for name, own in PAGES.items()),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def sources(rows: pd.DataFrame) -> str:
-    """Command, date, commit and machine of the rows, an entry for each that differs."""
-    entries = []
-    for (command, commit), part in rows.groupby(["command", "commit"], sort=False):
-        first = part.iloc[0]
-        seed = f", seed {first['seed']}" if "seed" in part else ""
-        cores = f", {first['cores']} cores" if "cores" in part else ""
-        made = f"{first['date']}, commit {commit}, torch {first['torch']}, {first['machine']}{cores}{seed}."
-        entries.append(f"    {command}\n\n{made}")
-    return "\n\n".join(entries)
-
-
-def table(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> str:
-    """The columns as a Markdown table; an empty cell stays empty."""
-    lines = [f"| {' | '.join(header for header, _ in columns.values())} |"]
-    lines.append(f"|{'|'.join('---' if form == 's' else '---:' for _, form in columns.values())}|")
-    for row in rows.to_dict("records"):
-        cells = [_cell(row[name], form) for name, (_, form) in columns.items()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _cell(value: Any, form: str) -> str:
-    if pd.isna(value):
-        return ""
-    return format(int(value) if form.endswith("d") else value, form)
-
-
-def texts() -> dict[Path, str]:
-    """All pages by their file."""
-    return {DOCS / "index.md": index(), **{DOCS / f"{name}.md": page(name) for name in PAGES}}
-
-
-def stale() -> list[Path]:
-    """Files that are not what the CSV files say, and pages that no CSV file makes."""
-    wanted = texts()
-    wrong = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    return [*wrong, *(path for path in sorted(DOCS.glob("*.md")) if path not in wanted)]
-
-
-def main() -> int:
-    """Write the pages or check them; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is out of date")
-    if parser.parse_args().check:
-        for path in (wrong := stale()):
-            print(f"error: got {path} out of date, expected what its CSV file says; run python -m benchmarks.pages")
-        return 1 if wrong else 0
-    DOCS.mkdir(parents=True, exist_ok=True)
-    for path, text in texts().items():
-        path.write_text(text, encoding="utf-8")
-        print(path.relative_to(ROOT))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
