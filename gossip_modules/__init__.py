@@ -64,7 +64,6 @@ from .outer.diloco import DiLoCo
 from .outer.gasloc import GASLoC
 from .outer.method import OuterMethod
 from .outer.noloco import NoLoCo
-from .outer.random_pairs import RandomPairs
 from .outer.slowmo import SlowMo
 from .schedule import Schedule
 from .transport.base import Transport
@@ -144,7 +143,6 @@ __all__ = [
     "RandomGraph",
     "RandomK",
     "RandomMatchingGraph",
-    "RandomPairs",
     "RandomPushGraph",
     "RingGraph",
     "Schedule",

@@ -127,15 +127,7 @@ class Generations(WorkerState):
             self._hurried.add(forming.generation)
             for worker in forming.ids:
                 if worker not in self._roster.ready and worker != self.id:
-                    self._unsent.append(
-                        {
-                            "event": "accuse",
-                            "by": self.id,
-                            "of": worker,
-                            "why": f"it did not come to form generation {forming.generation}",
-                            "is_sure": False,
-                        }
-                    )
+                    self._accuse(worker, f"it did not come to form generation {forming.generation}", is_sure=False)
 
     def _form(self, view: View) -> None:
         """A thread of its own: connect with the members of a generation, and say so."""

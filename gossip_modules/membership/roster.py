@@ -9,6 +9,8 @@ from typing import Any
 
 from .view import Accusation, Joiner, Member, View, differences, member_of, view_of
 
+# What the events of a stranger, or of another version, may raise.
+_GARBAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 MARGIN = 2  # training steps between the last rank that is ready for a generation and its first step
 
 
@@ -65,13 +67,7 @@ class Roster:
             return
         try:
             handler(event)
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-            OverflowError,
-        ):  # garbage: of a stranger, or of another version
+        except _GARBAGE:
             return
 
     # Who comes.

@@ -43,10 +43,8 @@ class Watching(Generations):
             self._formed, self._forming_since = {}, {}
             view, transport = self._active, self._transport
             lost = [] if view is None or transport is None else [view.ids[rank] for rank in transport.lost]
-            why = "it was lost while the store was away"
-            self._unsent += [
-                {"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": False} for worker in lost
-            ]
+            for worker in lost:
+                self._accuse(worker, "it was lost while the store was away", is_sure=False)
 
     def _apply(self, event: Mapping[str, Any]) -> None:
         with self._moved:

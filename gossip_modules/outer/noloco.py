@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..graph_manager.random_matching_graph import RandomMatchingGraph
 from .anchor import Anchor
 from .method import OuterMethod
-from .random_pairs import RandomPairs
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class NoLoCo(OuterMethod):
         """See `OuterMethod`."""
         return False
 
-    def default_graph(self, world_size: int) -> RandomPairs:
+    def default_graph(self, world_size: int) -> RandomMatchingGraph:
         """See `OuterMethod`."""
-        return RandomPairs(world_size, seed=self.seed)
+        return RandomMatchingGraph(world_size, seed=self.seed)
 
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
         """See `OuterMethod`: m <- a m + gradient, phi <- phi - m."""

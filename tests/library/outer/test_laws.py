@@ -17,13 +17,14 @@ from gossip_modules import (
     FlatBuffer,
     GASLoC,
     GossipDataParallel,
+    GraphMixing,
     HypercubeGraph,
     MetropolisHastingsMixing,
     MixingManager,
     NetworkXGraph,
     NoLoCo,
     OuterMethod,
-    RandomPairs,
+    RandomMatchingGraph,
     RingGraph,
     SlowMo,
     UniformMixing,
@@ -95,7 +96,7 @@ def test_the_limit_of_gasloc_is_that_of_its_recursion() -> None:
 def test_noloco_is_its_law(n: int, pull: float | None) -> None:
     phi, m = torch.full((n,), START, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     c = 0.7 if pull is None else pull
-    for w in matrices(MetropolisHastingsMixing(RandomPairs(n, seed=3)), 4):
+    for w in matrices(GraphMixing(RandomMatchingGraph(n, seed=3)), 4):
         m = 0.5 * m + 0.7 * (w @ (descended(phi, 5) - phi)) + c * (w @ phi - phi)
         phi = phi + m
     found = solve(lambda: {"outer": NoLoCo(5, pull=pull, seed=3)}, num_ranks=n)
