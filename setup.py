@@ -50,7 +50,8 @@ setup(
         "train": [*TRAIN, *TRANSLATE],
         "test": [
             "hypothesis>=6.100",
-            "pytest>=8.0",
+            "pytest>=8.2",
+            "pytest-rerunfailures>=15.0",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             *TRAIN,
