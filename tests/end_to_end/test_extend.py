@@ -95,6 +95,7 @@ def test_gossiper_reaches_the_mean_and_has_a_row_in_the_simulator() -> None:
         torch.testing.assert_close(result, values.mean(0))
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_gossiper_is_a_recipe(tmp_path: Path) -> None:
@@ -108,6 +109,7 @@ def test_gossiper_is_a_recipe(tmp_path: Path) -> None:
     assert accuracy_of(first) > 80
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_task(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def equal(x: Any, y: Any) -> bool:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("recipe", "world_size"), [("wagma", 3), *_in_soak(("adpsgd", 2), ("adpsgd", 3), ("dpwa", 2))])
+@pytest.mark.parametrize(("recipe", "world_size"), _in_soak(("wagma", 3), ("adpsgd", 2), ("adpsgd", 3), ("dpwa", 2)))
 def test_an_asynchronous_run_loses_nothing_when_it_is_resumed(tmp_path: Path, recipe: str, world_size: int) -> None:
     outcomes = run_processes(world_size, train_on_from_the_middle, recipe, str(tmp_path), world_size)
     assert [outcome.result for outcome in outcomes] == [[]] * world_size

@@ -242,13 +242,13 @@ def test_round_trip_is_the_dense_oracle(name: str, dtype: torch.dtype, device: s
 @pytest.mark.parametrize("d", [64, 1000])
 @pytest.mark.parametrize("name", CASES)
 def test_error_is_what_the_paper_says(name: str, d: int) -> None:
-    """On average over 500 rounds, within 4 standard errors; on vectors dense, of few large entries, and of one."""
+    """On average over 200 rounds, within 4 standard errors; on vectors dense, of few large entries, and of one."""
     compressor = CASES[name].make()
     one = torch.zeros(d)
     one[d // 3] = -2.0
     for x in (vector(d), vector(d).exp().pow(3), one, torch.ones(d)):
         errors = [
-            energy((x - decompressed(compressor, x, t)).numpy()) for t in range(500 if CASES[name].is_random else 1)
+            energy((x - decompressed(compressor, x, t)).numpy()) for t in range(200 if CASES[name].is_random else 1)
         ]
         slack = 4 * np.std(errors) / math.sqrt(len(errors)) + 1e-6 * energy(x.numpy())
         assert np.mean(errors) <= CASES[name].error(x.numpy()) + slack

@@ -130,7 +130,15 @@ def is_possible(name: str, n: int) -> bool:
     return n in {"HypercubeGraph": (2, 4, 8), "TorusGraph": (2, 3, 4, 6, 8, 9)}.get(name, range(2, 10))
 
 
-@pytest.mark.parametrize(("name", "n"), [(g, n) for g in GRAPHS for n in range(2, 10) if is_possible(g, n)])
+CASES = [
+    pytest.param(name, n, marks=pytest.mark.soak if n in (6, 7, 9) else ())
+    for name in GRAPHS
+    for n in range(2, 10)
+    if is_possible(name, n)
+]
+
+
+@pytest.mark.parametrize(("name", "n"), CASES)
 def test_synchronous_wrappers_equal_the_oracle(name: str, n: int) -> None:
     graph = GRAPHS[name](n)
     num_steps = min(max(graph.period + 1, 4), 7)
