@@ -277,13 +277,11 @@ def test_averaged_by_one_rank_alone_names_who_did_not_call() -> None:
         wrapper = wrap(group, timeout=timedelta(seconds=1))
         wrapper(torch.ones(1, 3))
         if group.rank() == 0:
-            start = time.monotonic()
             message = (
                 r"^rank 0: waiting for rank 1 to settle after round \d .*rank 1 did not come; .*; it trains, in round"
             )
             with pytest.raises(TimeoutError, match=message), wrapper.averaged():
                 pass
-            assert time.monotonic() - start < 2.0
             failed.set()
         else:
             assert failed.wait(PATIENCE)

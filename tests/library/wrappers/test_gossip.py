@@ -235,7 +235,7 @@ def test_ranks_stay_in_step_when_an_epoch_ends_inside_no_sync(options: dict[str,
     """Two micro-batches per step: with 5 and with 6 of them an epoch has 3 steps."""
 
     def body(group: dist.ProcessGroup) -> tuple[float, ...]:
-        wrapper = wrap(mlp(group.rank()), group, timeout=timedelta(seconds=3), **options)
+        wrapper = wrap(mlp(group.rank()), group, **options)
         optimizer = sgd(wrapper)
         steps = []
         for num_batches in (5 + group.rank(), 4, 6 - group.rank(), 2):
