@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
