@@ -126,6 +126,8 @@ def options_of(choice: Choice, setting: Setting) -> MethodOptions:
         theta=setting.theta or MethodOptions.theta,
         budget=setting.budget,
         sync_period=setting.local_steps,
+        outer_lr=setting.outer_lr or MethodOptions.outer_lr,
+        outer_momentum=MethodOptions.outer_momentum if setting.outer_momentum is None else setting.outer_momentum,
     )
 
 

@@ -15,6 +15,7 @@ from .delays import ComputeModel, LinkModel
 from .problems import Consensus, Digits, Problem
 from .run import simulate
 from .setting import Setting
+from .tuning import tune
 
 __all__ = [
     "Advice",
@@ -30,4 +31,5 @@ __all__ = [
     "advise",
     "best",
     "simulate",
+    "tune",
 ]

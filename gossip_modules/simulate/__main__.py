@@ -7,12 +7,14 @@ all of them at once.
         --methods osgp dpsgd:torus choco:ring:topk --straggle-share 0.02
     python -m gossip_modules.simulate --world-size 256 --problem consensus --target 1e-6 \
         --methods sgp dpsgd:ring
+    python -m gossip_modules.simulate --world-size 16 --rate-gbit 0.1 --parameters 11e6 --tune
 
 Prints a table, the fastest first, and which to choose and why. Steps are those that n small models
 really take on a small problem (digits: softmax regression on drawn digits; consensus: vectors that
 agree on their mean); seconds and bytes are those of your model by a model of compute and links
 (`ComputeModel`, `LinkModel`). So steps say how much a method's way of averaging costs beside
-others, not how long your own training lasts.
+others, not how long your own training lasts. With --tune each method has the graph, the steps
+between rounds and the outer rates that serve it best on this problem; the table names them.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from .choice import Choice, simulated_methods
 from .options import import_named, make_parser, setting_of
 from .problems import Consensus, Digits
 from .run import simulate
+from .tuning import tune
 
 
 def _choices(texts: Sequence[str], world_size: int) -> list[Choice]:
     """The methods to compare, each once."""
-    choices = [Choice.parse(text).resolved(world_size) for text in texts]
-    if twice := [text for text, choice in zip(texts, choices) if choices.count(choice) > 1]:
+    choices = [Choice.parse(text) for text in texts]
+    resolved = [choice.resolved(world_size) for choice in choices]
+    if twice := [text for text, choice in zip(texts, resolved) if resolved.count(choice) > 1]:
         raise ValueError(f"got methods {' and '.join(twice)}, which are the same, expected each once; leave one out")
     return choices
 
@@ -45,10 +49,11 @@ def _run(arguments: Sequence[str] | None) -> str:
     is_digits = options.problem == "digits"
     problem = Digits(label_skew=options.label_skew, seed=options.seed) if is_digits else Consensus(seed=options.seed)
     target = problem.target if options.target is None else options.target
+    predict = tune if options.tune else simulate
     predictions, left_out = [], []
     for choice in _choices(options.methods or simulated_methods(), setting.world_size):
         try:
-            predictions.append(simulate(choice, setting, problem, target=target, max_steps=options.max_steps))
+            predictions.append(predict(choice, setting, problem, target=target, max_steps=options.max_steps))
         except ValueError as error:
             if options.methods:
                 raise

@@ -33,6 +33,7 @@ class Prediction:
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and what counts as agreement.
         is_overlapped: whether messages travel while workers compute.
         options: of the gossiper, by name, that it was simulated with.
+        tuned: options that `tune` found faster than those of the setting, by name; the graph is in `choice`.
     """
 
     choice: Choice
@@ -47,6 +48,7 @@ class Prediction:
     max_disagreement: float
     is_overlapped: bool = False
     options: Mapping[str, float] = field(default_factory=dict)
+    tuned: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def has_reached(self) -> bool:
@@ -125,7 +127,9 @@ def recipe_options(prediction: Prediction, setting: Setting) -> str:
         "sync_period": setting.local_steps,
         "gossip_every": schedule.gossip_every if schedule.gossip_every > 1 else None,
         "average_every": schedule.average_every or None,
-        **{name: f"{value:g}" for name, value in prediction.options.items()},
+        "outer_lr": setting.outer_lr,
+        "outer_momentum": None if setting.outer_momentum is None else f"{setting.outer_momentum:g}",
+        **{name: f"{value:g}" for name, value in {**prediction.options, **prediction.tuned}.items()},
     }
     used = METHODS[choice.method].options
     options = {"recipe": choice.method, **{name: value for name, value in values.items() if value and name in used}}
@@ -146,10 +150,11 @@ def as_table(predictions: Sequence[Prediction]) -> str:
 
 def _row(prediction: Prediction) -> tuple[str, ...]:
     code = f":{prediction.choice.compressor}" if prediction.choice.compressor else ""
+    notes = [f"{name.replace('_', '-')} {value:g}" for name, value in prediction.tuned.items()]
     if not prediction.has_reached:
-        note = f"not reached: {prediction.error:.3g}"
-    else:
-        note = "" if prediction.has_agreed else "workers disagree"
+        notes.append(f"not reached: {prediction.error:.3g}")
+    elif not prediction.has_agreed:
+        notes.append("workers disagree")
     return (
         prediction.choice.method + code,
         prediction.choice.graph or "-",
@@ -159,7 +164,7 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
         f"{prediction.rank_bytes / 1e6:,.0f}",
         f"{prediction.waiting_share:.0%}",
         f"{prediction.disagreement:.3f}",
-        note,
+        ", ".join(notes),
     )
 
 

@@ -100,10 +100,19 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--peers", type=_COUNT, help="peers per round (default: one, on graphs that never change all)")
     add("--gossip-every", type=_COUNT, default=1, help="steps from one round to the next (default 1)")
     add("--average-every", type=_Number(0, is_whole=True), default=0, help="rounds to a global average; 0: never")
-    add("--local-steps", type=_COUNT, default=10, help="to an average, of localsgd and wagma (default 10)")
+    add(
+        "--local-steps",
+        type=_COUNT,
+        default=10,
+        help="to an average, or an outer step (default 10)",
+    )
     add("--step-size", type=_Number(0, is_above=True, most=2), help="of consensus, for codes (default: published)")
     add("--theta", type=_POSITIVE, help="of moniqua (default: the least of 1, 2, 4, ... that serves)")
     add("--budget", type=_Number(0, is_above=True, most=1), default=0.5, help="of matcha (default 0.5)")
+    add("--outer-lr", type=_POSITIVE, help="of diloco and the like (default: published)")
+    add("--outer-momentum", type=_Number(0, most=0.9999), help="likewise")
+    help_ = "look for the graph, steps between rounds and outer rates with which each method is fastest"
+    add("--tune", action="store_true", help=help_)
     add("--problem", choices=list(PROBLEMS), default="digits", help="what workers solve (default digits)")
     add("--label-skew", type=_SHARE, default=0.0, help="share of a worker's digits that are its own (default 0)")
     add("--target", type=_POSITIVE, help="of the error (default: the problem's own)")
@@ -143,5 +152,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         step_size=options.step_size,
         theta=options.theta,
         budget=options.budget,
+        outer_lr=options.outer_lr,
+        outer_momentum=options.outer_momentum,
         seed=options.seed,
     )

@@ -23,11 +23,13 @@ class Setting:
             `simulate` sets it.
         peers_per_itr: peers per round, or a schedule of it; None: all neighbours on static graphs, one on others.
         schedule: which step gossips and which averages over all.
-        local_steps: of local SGD, from one average over all to the next; also WAGMA's `sync_period`.
+        local_steps: of local SGD and outer optimizers, from one average or outer step to the next; also WAGMA's
+            `sync_period`.
         step_size: of consensus, for coded gossip; None: the published one.
         theta: of Moniqua, for the whole run; None = the least of 1, 2, 4, ... that no two neighbours differ by, which
             `simulate` finds.
         budget: of MATCHA.
+        outer_lr, outer_momentum: of outer optimizers; None: those that the method's paper has.
         seed: of what is random in methods.
 
     Raises:
@@ -46,6 +48,8 @@ class Setting:
     step_size: float | None = None
     theta: float | None = None
     budget: float = 0.5
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,6 +61,12 @@ class Setting:
             raise ValueError(f"got step_size={self.step_size}, expected above 0 and at most 2; leave it out")
         if self.theta is not None and not 0 < self.theta < math.inf:
             raise ValueError(f"got theta={self.theta}, expected a positive number; leave it out")
+        if self.outer_lr is not None and not 0 < self.outer_lr < math.inf:
+            raise ValueError(f"got outer_lr={self.outer_lr}, expected a positive number; leave it out")
+        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
+            raise ValueError(
+                f"got outer_momentum={self.outer_momentum}, expected at least 0 and less than 1; leave it out"
+            )
 
     @property
     def model_bytes(self) -> int:

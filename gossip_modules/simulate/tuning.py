@@ -1,0 +1,99 @@
+"""The graph, steps between rounds and outer rates with which a method is fastest, each looked for in turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..registry import METHODS
+from .advice import Prediction
+from .choice import Choice
+from .options import MAX_STEPS
+from .problems import Problem
+from .run import simulate
+from .setting import Setting
+
+GRAPHS_TO_TRY = (
+    *("npeer-exponential", "exponential", "bipartite-exponential", "base", "equi-dyn", "equi-dyn-undirected"),
+    *("static-exponential", "hypercube", "torus", "ring"),
+)
+LOCAL_STEPS_TO_TRY = (3, 10, 30, 100)
+GOSSIP_EVERY_TO_TRY = (2, 4, 8)
+OUTER_LRS_TO_TRY = (0.4, 0.7, 1.0)
+OUTER_MOMENTA_TO_TRY = (0.0, 0.5, 0.9)
+
+
+def tune(
+    choice: str | Choice, setting: Setting, problem: Problem, *, target: float | None = None, max_steps: int = MAX_STEPS
+) -> Prediction:
+    """`simulate` with the options with which the method is fastest.
+
+    First the graph, unless one is named; then the steps between rounds or averages (H); then, for an outer optimizer,
+    its learning rate and momentum, unless the setting has them. What is found first stays for the next, so it is the
+    best along that way and need not be the best of all combinations. Fastest is by `Prediction.seconds` among those
+    that reach the target with workers that agree; where none does, what comes nearest.
+
+    Args:
+        choice, setting, problem, target, max_steps: see `simulate`.
+
+    Returns:
+        The prediction, with what was chosen in `tuned`.
+
+    Raises:
+        ValueError: see `simulate`.
+    """
+    chosen = Choice.parse(choice) if isinstance(choice, str) else choice
+    found = simulate(chosen, setting, problem, target=target, max_steps=max_steps)
+    for knob in (_graphs, _local_steps, _gossip_every, _outer_rates):
+        tuned, start = found.tuned, (found.choice, setting)  # what was found before
+        for options, tried, tried_setting in knob(chosen, *start):
+            try:
+                prediction = simulate(tried, tried_setting, problem, target=target, max_steps=max_steps)
+            except ValueError:
+                continue  # a graph that the method or this number of workers cannot have
+            if _rank(prediction) < _rank(found):
+                found, setting = replace(prediction, tuned={**tuned, **options}), tried_setting
+    return found
+
+
+def _rank(prediction: Prediction) -> tuple[bool, bool, float]:
+    """The lower the better."""
+    if prediction.has_reached:
+        return False, not prediction.has_agreed, prediction.seconds
+    return True, True, prediction.error if math.isfinite(prediction.error) else math.inf
+
+
+_Tries = Iterator[tuple[dict[str, float], Choice, Setting]]
+
+
+def _graphs(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
+    if chosen.graph is None and METHODS[now.method].simulated_graph is not None:
+        for graph in GRAPHS_TO_TRY:
+            if graph != now.graph:
+                yield {}, now._replace(graph=graph), setting
+
+
+def _local_steps(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
+    if "sync_period" in METHODS[now.method].options:
+        for steps in LOCAL_STEPS_TO_TRY:
+            if steps != setting.local_steps:
+                yield {"sync_period": steps}, now, replace(setting, local_steps=steps)
+
+
+def _gossip_every(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
+    if "gossip_every" in METHODS[now.method].options and setting.schedule.gossip_every == 1:
+        for steps in GOSSIP_EVERY_TO_TRY:
+            schedule = replace(setting.schedule, gossip_every=steps)
+            yield {"gossip_every": steps}, now, replace(setting, schedule=schedule)
+
+
+def _outer_rates(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
+    if "outer_lr" not in METHODS[now.method].options:
+        return
+    lrs = OUTER_LRS_TO_TRY if setting.outer_lr is None else (setting.outer_lr,)
+    momenta = OUTER_MOMENTA_TO_TRY if setting.outer_momentum is None else (setting.outer_momentum,)
+    for lr in lrs:
+        for momentum in momenta:
+            rates = {"outer_lr": lr, "outer_momentum": momentum}
+            yield rates, now, replace(setting, outer_lr=lr, outer_momentum=momentum)
