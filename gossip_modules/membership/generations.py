@@ -179,16 +179,24 @@ class Generations(WorkerState):
 
     def _silent(self, worker: int, seconds: float) -> None:
         """From the thread of heartbeats."""
+        self._give_up_on(worker, f"it was silent for {seconds:.2f} s", is_sure=False)
+
+    def _ended(self, worker: int) -> None:
+        """From the thread of heartbeats."""
+        if worker not in self._roster.left:
+            self._give_up_on(worker, "its connection closed", is_sure=True)
+
+    def _give_up_on(self, worker: int, why: str, *, is_sure: bool) -> None:
         with self._lock:
             views = [(self._active, self._transport), *self._due]
             forming = self._roster.forming
         is_forming = forming is not None and forming.has(worker)
         if is_forming and not any(view is not None and view.has(worker) for view, _ in views):
-            self._accuse(worker, f"it was silent for {seconds:.2f} s", is_sure=False)
+            self._accuse(worker, why, is_sure=is_sure)
         for view, transport in views:
             if view is not None and transport is not None and view.has(worker):
                 transport.break_link(view.ids.index(worker))
-                self._accuse(worker, f"it was silent for {seconds:.2f} s", is_sure=False)
+                self._accuse(worker, why, is_sure=is_sure)
 
     def _on_lost(self, view: View, rank: int, error: str, is_closed: bool) -> None:
         """From the thread that runs the round."""

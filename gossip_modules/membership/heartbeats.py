@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import selectors
-import socket
 import statistics
-import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MethodType
+from typing import ParamSpec
 
-_PACKET = struct.Struct("!8sQ")  # the job, and who sends
+from .liveness.lifelines import GREETING, Lifelines, open_listener
+
+P = ParamSpec("P")
 _NUM_GAPS = 64
+_GRACE = 2  # intervals: see `Lifelines`
 _LATE_SELF = 4  # intervals: who was late itself has no opinion of others
 
 
@@ -36,13 +39,15 @@ class Heartbeats:
     A worker that is slow (it writes a checkpoint, it evaluates) sends on, as a thread of its own does; one that is
     stopped or cut off does not. The deadline of a worker is the median of the times between its datagrams plus six
     times their median absolute deviation, and at least `floor`. Who was never heard, as where a network carries no
-    UDP, is never silent: then only the timeout of the connection is left.
+    UDP, is never silent: then only the timeout of the connection is left. A process that ends is noticed by its
+    lifeline, without a deadline.
 
     Args:
         worker: of this worker.
         job: name of the job; datagrams of others are dropped.
         host: the address that this worker is reached at.
         on_silent: called by the thread with the worker and the seconds of who has been silent for too long; once.
+        on_ended: called by the thread with a worker whose process has ended; once.
         interval: seconds between two datagrams.
         floor: seconds of silence that are always allowed.
     """
@@ -54,19 +59,23 @@ class Heartbeats:
         job: str,
         host: str,
         on_silent: Callable[[int, float], None],
+        on_ended: Callable[[int], None],
         interval: float = 0.05,
         floor: float = 0.2,
     ) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind(("", 0))
-        self._socket.setblocking(False)
+        self._socket, listener = open_listener()
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
-        self._job = hashlib.sha256(job.encode()).digest()[:8]
-        self._packet = _PACKET.pack(self._job, worker)
+        self._job = digest(job)
+        self._packet = GREETING.pack(self._job, worker)
         self._interval, self._floor = interval, floor
         self._lock = threading.Lock()
         self._peers: dict[int, _Peer] = {}
-        self._on_silent = weakref.WeakMethod(on_silent) if hasattr(on_silent, "__self__") else lambda: on_silent
+        self._on_silent, self._on_ended = _weak(on_silent), _weak(on_ended)
+        self._selector = selectors.DefaultSelector()
+        self._lifelines = Lifelines(
+            self._selector, listener, greeting=self._packet, job=self._job, grace=_GRACE * interval
+        )
+        self.has_said_farewell = False
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gossip-heartbeats", daemon=True)
         self._thread.start()
@@ -82,6 +91,11 @@ class Heartbeats:
         """Watch it no more."""
         with self._lock:
             self._peers.pop(peer, None)
+
+    @property
+    def has_met(self) -> bool:
+        """Whether a lifeline to anybody was ever open."""
+        return self._lifelines.has_met
 
     def deadline(self, peer: int) -> float:
         """The seconds of silence that are allowed."""
@@ -105,18 +119,19 @@ class Heartbeats:
 
     def _run(self) -> None:
         last_beat = time.monotonic()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(self._socket, selectors.EVENT_READ, self._receive)
+        with self._selector:
             while not self._is_closed.is_set():
-                if selector.select(max(last_beat + self._interval - time.monotonic(), 0.0)):
-                    self._receive()
+                for key, _ in self._selector.select(max(last_beat + self._interval - time.monotonic(), 0.0)):
+                    key.data(key.fileobj)
                 now = time.monotonic()
                 if now - last_beat >= self._interval:
                     self._beat(now, late_by=now - last_beat - self._interval)
                     last_beat = now
+            self._lifelines.close(with_farewell=self.has_said_farewell)
         self._socket.close()
 
-    def _receive(self) -> None:
+    def _receive(self, _: object) -> None:
         now = time.monotonic()
         for _ in range(256):  # then it is time to send
             try:
@@ -125,9 +140,9 @@ class Heartbeats:
                 return
             except ConnectionError:  # an earlier datagram found nobody
                 continue
-            if len(packet) != _PACKET.size:
+            if len(packet) != GREETING.size:
                 continue
-            job, sender = _PACKET.unpack(packet)
+            job, sender = GREETING.unpack(packet)
             with self._lock:
                 peer = self._peers.get(sender)
                 if peer is None or job != self._job:
@@ -151,3 +166,19 @@ class Heartbeats:
                 on_silent = self._on_silent()
                 if on_silent is not None:
                     on_silent(worker, now - peer.last)
+        self._lifelines.watch({worker: peer.address for worker, peer in peers.items()})
+        for worker in self._lifelines.ended():
+            self.forget(worker)
+            on_ended = self._on_ended()
+            if on_ended is not None:
+                on_ended(worker)
+
+
+def _weak(function: Callable[P, None]) -> Callable[[], Callable[P, None] | None]:
+    """A reference to a function; one to a method does not keep its object."""
+    return weakref.WeakMethod(function) if isinstance(function, MethodType) else lambda: function
+
+
+def digest(job: str) -> bytes:
+    """Eight bytes that stand for a job in datagrams and greetings."""
+    return hashlib.sha256(job.encode()).digest()[:8]

@@ -30,7 +30,12 @@ class Joining(Watching):
     def _come(self) -> None:
         """Append "come", and wait until this worker is in the first generation or at the door."""
         heartbeats = Heartbeats(
-            self.id, job=self.name, host=self._host, on_silent=self._silent, **self._heartbeat_options
+            self.id,
+            job=self.name,
+            host=self._host,
+            on_silent=self._silent,
+            on_ended=self._ended,
+            **self._heartbeat_options,
         )
         self._heartbeats = heartbeats
         me = Member(self.id, host=socket.gethostname(), pid=os.getpid(), address=heartbeats.address)

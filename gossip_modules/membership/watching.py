@@ -82,7 +82,9 @@ class Watching(Generations):
         if self._closed.is_set():
             return
         if self._participant is not None and not self._is_excluded:
-            self._log.append({"event": "leave", "id": self.id, "why": "it left"})
+            has_left = self._log.append({"event": "leave", "id": self.id, "why": "it left"})
+            if self._heartbeats is not None:
+                self._heartbeats.has_said_farewell = has_left
         self._closed.set()
         self._wake.set()
         with self._moved:

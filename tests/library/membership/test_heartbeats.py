@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+from typing import Any
 
-from gossip_modules.membership.heartbeats import Heartbeats
+from gossip_modules.membership.heartbeats import Heartbeats, digest
+from gossip_modules.membership.liveness.probe import LifeSign, probe
 
 SECONDS = 30.0
 
@@ -15,7 +21,11 @@ class Listener:
 
     def __init__(self) -> None:
         self.silent: list[int] = []
+        self.ended: list[int] = []
         self.is_told = threading.Event()
+
+    def told(self) -> dict[str, Any]:
+        return {"on_silent": self.on_silent, "on_ended": self.ended.append}
 
     def on_silent(self, worker: int, seconds: float) -> None:
         assert seconds > 1.0
@@ -26,7 +36,7 @@ class Listener:
 def test_who_ends_is_silent_and_who_goes_on_is_not() -> None:
     listeners = [Listener() for _ in range(3)]
     beats = [
-        Heartbeats(i, job="job", host="127.0.0.1", on_silent=listeners[i].on_silent, interval=0.05, floor=floor)
+        Heartbeats(i, job="job", host="127.0.0.1", **listeners[i].told(), interval=0.05, floor=floor)
         for i, floor in enumerate((1.0, 1.0, 20.0))
     ]
     for i, mine in enumerate(beats):
@@ -34,6 +44,7 @@ def test_who_ends_is_silent_and_who_goes_on_is_not() -> None:
     heard = threading.Event()
     while not all(peer.was_heard for peer in beats[0]._peers.values()):
         heard.wait(0.01)
+    beats[1].has_said_farewell = True  # else its lifelines would tell
     beats[1].close()
     assert listeners[0].is_told.wait(SECONDS)
     assert 1 in listeners[0].silent
@@ -41,12 +52,13 @@ def test_who_ends_is_silent_and_who_goes_on_is_not() -> None:
     for mine in beats:
         mine.close()
     assert listeners[2].silent == [], "its floor is higher"
+    assert [listener.ended for listener in listeners] == [[], [], []]
 
 
 def test_who_was_never_heard_is_not_silent() -> None:
     """As where a network carries no datagrams."""
     listener = Listener()
-    mine = Heartbeats(0, job="job", host="127.0.0.1", on_silent=listener.on_silent, interval=0.01, floor=0.02)
+    mine = Heartbeats(0, job="job", host="127.0.0.1", **listener.told(), interval=0.01, floor=0.02)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
         nobody.bind(("127.0.0.1", 0))
         mine.watch({1: nobody.getsockname()})
@@ -56,8 +68,8 @@ def test_who_was_never_heard_is_not_silent() -> None:
 
 def test_datagrams_of_strangers_are_dropped() -> None:
     listener = Listener()
-    mine = Heartbeats(0, job="job", host="127.0.0.1", on_silent=listener.on_silent, interval=0.01)
-    other = Heartbeats(1, job="another job", host="127.0.0.1", on_silent=listener.on_silent, interval=0.01)
+    mine = Heartbeats(0, job="job", host="127.0.0.1", **listener.told(), interval=0.01)
+    other = Heartbeats(1, job="another job", host="127.0.0.1", **listener.told(), interval=0.01)
     mine.watch({1: other.address})
     other.watch({0: mine.address})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
@@ -68,3 +80,65 @@ def test_datagrams_of_strangers_are_dropped() -> None:
     assert mine._thread.is_alive()
     mine.close()
     other.close()
+
+
+_PARENT = """
+import os, time
+from gossip_modules.membership.heartbeats import Heartbeats
+mine = Heartbeats(1, job="job", host="127.0.0.1", on_silent=print, on_ended=print)
+print(mine.address[1], flush=True)
+while not mine._lifelines._accepted:
+    time.sleep(0.01)
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_with_forked_children_is_seen_to_end() -> None:
+    """The workers of a DataLoader inherit the connections of Gloo, and may live longer than their parent."""
+    listener, is_told = Listener(), threading.Event()
+    mine = Heartbeats(
+        0, job="job", host="127.0.0.1", on_silent=listener.on_silent, on_ended=lambda _: is_told.set(), floor=1000.0
+    )
+    command = [sys.executable, "-W", "ignore", "-c", _PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        mine.watch({1: ("127.0.0.1", int(process.stdout.readline()))})
+        child = int(process.stdout.readline())
+        try:
+            wait = threading.Event()
+            while not mine.has_met:
+                wait.wait(0.01)
+            process.kill()
+            assert is_told.wait(SECONDS)
+            os.kill(child, 0)  # it lives
+        finally:
+            process.kill()
+            os.kill(child, signal.SIGKILL)
+    mine.close()
+
+
+def test_a_probe_tells_who_lives_from_who_has_ended_and_who_is_silent() -> None:
+    listener = Listener()
+    mine = Heartbeats(1, job="job", host="127.0.0.1", **listener.told())
+    address, job = mine.address, digest("job")
+    with socket.socket() as stopped, socket.socket() as stranger:
+        for other in (stopped, stranger):
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+
+        def answer() -> None:
+            with stranger.accept()[0] as other:
+                other.sendall(b"SSH-2.0")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        addresses = {2: stopped.getsockname(), 3: stranger.getsockname()}
+        assert probe(addresses, job=job, seconds=0.5) == {2: LifeSign.SILENT, 3: LifeSign.ENDED}
+        thread.join()
+    assert probe({1: address}, job=job, seconds=SECONDS) == {1: LifeSign.LIVES}
+    assert probe({2: address}, job=job, seconds=SECONDS) == {2: LifeSign.ENDED}, "another worker has the port now"
+    mine.close()
+    assert probe({1: address}, job=job, seconds=SECONDS) == {1: LifeSign.ENDED}
