@@ -14,15 +14,16 @@ import torch
 from ..transport.gloo import gloo_backend
 from . import limits, transfer
 from .heartbeats import Heartbeats
+from .links import alone
+from .liveness.door import Door
 from .participant import Change
-from .view import Joiner, Member
-from .watching import Watching
+from .view import Joiner, Member, View
 from .worker_state import log
 
 _MAX_STATES = 64  # times the model: what a donor may send
 
 
-class Joining(Watching):
+class Joining(Door):
     """The part of `Membership` for workers that come, and for their donors."""
 
     min_workers: int
@@ -45,30 +46,34 @@ class Joining(Watching):
             "description": self._description,
             "min_workers": self.min_workers,
         }
+        self._coming = event
         self._unsent.append(event)
         self._start_watching()
-        if not self._await(lambda: bool(self._due) or self.id in self._roster.joiners):
-            if self._closed.is_set():
-                raise RuntimeError(
-                    f"job {self.name!r}: the membership was closed before the job began; make another one"
-                )
-            came = len(self._roster.founders)
-            self.close()
-            raise TimeoutError(
-                f"job {self.name!r} did not begin within {self.timeout.total_seconds():g} s: got {came} workers, "
-                f"expected min_workers={self.min_workers}; start the others, or ask for fewer"
-                if self._log.is_connected
-                else f"the store of job {self.name!r} at {self._log.address} did not answer within "
-                f"{self.timeout.total_seconds():g} s"
-            )
+        while True:
+            if not self._await(lambda: bool(self._due) or self.id in self._roster.joiners):
+                raise self._nobody_came()
+            if self._due or not self._is_abandoned():
+                break
+            self._begin_anew()
         self._is_newcomer = not self._due
         joiner = self._roster.joiners.get(self.id)
         if joiner is not None and joiner.refusal:
-            self.close()
             raise ValueError(
                 f"job {self.name!r} at {self._log.address} refused this worker, which differs from it: "
                 f"{joiner.refusal}; start it with the model and the options of the job"
             )
+
+    def _nobody_came(self) -> Exception:
+        if self._closed.is_set():
+            return RuntimeError(f"job {self.name!r}: the membership was closed before the job began; make another one")
+        return TimeoutError(
+            f"job {self.name!r} did not begin within {self.timeout.total_seconds():g} s: got "
+            f"{len(self._roster.founders)} workers, expected min_workers={self._coming['min_workers']}; start the "
+            "others, or ask for fewer"
+            if self._log.is_connected
+            else f"the store of job {self.name!r} at {self._log.address} did not answer within "
+            f"{self.timeout.total_seconds():g} s"
+        )
 
     def _enter(self) -> None:
         """At the door: get the state from a donor, then wait for the first step."""
@@ -122,8 +127,7 @@ class Joining(Watching):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"job {self.name!r}: no donor has given the state of training within "
-                    f"{self.timeout.total_seconds():g} s: {reason}; if all its workers have died, start the store "
-                    "again, or give the job another name"
+                    f"{self.timeout.total_seconds():g} s, while its workers live: {reason}; start this one again"
                 )
             if self._attempt() == joiner.attempt:
                 self._say({"event": "gave up", "id": self.id, "attempt": joiner.attempt, "by": self.id})
@@ -131,9 +135,14 @@ class Joining(Watching):
 
     def _is_offered(self, name: str, attempt: int, deadline: float) -> bool:
         """Wait until the donor, which may be slow, is about to give; False: another one will, or it is too late."""
+        asked = time.monotonic()
         while not self._log.has_arrived(name):
             if self._attempt() != attempt or self._closed.wait(limits.BUSY_POLL) or time.monotonic() > deadline:
                 return False
+            if time.monotonic() - asked > limits.KNOCK:
+                if self._is_abandoned():
+                    self._begin_anew()
+                asked = time.monotonic()
         return True
 
     def _attempt(self) -> int:
@@ -198,23 +207,52 @@ class Joining(Watching):
         log.warning("job %s: this worker was left out of the job while it was silent, and joins again", self.name)
         assert self._participant is not None
         self._participant.settle()
+        before, number, clock = self._require_view().generation, self.number, self._clock
+        self._has_met = self._has_met or (self._heartbeats is not None and self._heartbeats.has_met)
         callbacks, joins, deaths = self._callbacks, self.num_joins, self.num_deaths
         self._release_all()
         with self._lock:
             self._reset()
             self._callbacks, self.num_joins, self.num_deaths = callbacks, joins, deaths
             self._log.rewind()
-        self._come()
-        if self._is_newcomer:
-            self._enter()
-        else:
-            self._switch(0)
-            self._participant.found()
+        try:
+            self._come()
+            if self._is_newcomer:
+                self._enter()
+            else:
+                self._switch(0)
+                self._participant.found()
+        except (TimeoutError, ConnectionError) as error:
+            if self._closed.is_set():
+                raise
+            return self._go_on_alone(before, number, clock, error)
         self._has_joined = True
         self._clock += 1  # of the step that goes on now
         view = self._require_view()
         members = tuple(member.number for member in view.members)
         return Change(view.generation, view.start, self.rank, members, (self.number,), {})
+
+    def _go_on_alone(self, before: int, number: int, clock: int, error: Exception) -> Change:
+        """Joining again has failed: train as a world of one, until somebody can be reached."""
+        log.warning(
+            "job %s: this worker trains on alone, and tries again, since it could not join: %s", self.name, error
+        )
+        assert self._participant is not None
+        assert self._heartbeats is not None
+        self._say({"event": "leave", "id": self.id, "why": "it could not join"})
+        with self._lock:
+            generation = max(before, self._roster.last_generation)
+            me = Member(self.id, number, socket.gethostname(), os.getpid(), self._heartbeats.address)
+            self._active, self._transport = View(generation, (me,), start=clock), alone(self.timeout)
+            self._is_excluded = self._is_cut_off = self._has_joined = True
+            self._next_probe = time.monotonic() + limits.KNOCK
+            self._retired += [(time.monotonic(), transport) for _, transport in self._due]
+            self._due, self._limit, self._clock = [], None, clock
+        self._participant.begin(1.0)
+        change = Change(generation, clock, 0, (number,), (), {})
+        for callback in self._callbacks:
+            callback(change)
+        return change
 
 
 def _copied(state: Any) -> Any:

@@ -153,8 +153,13 @@ class LockstepParticipant:
 
     @torch.no_grad()
     def found(self) -> None:
-        """See `Participant`."""
-        broadcast_tensors(self.membership.transport, [self.wrapper._buffer.vector.raw, *self._others()])
+        """See `Participant`; who was in an earlier life of the job gives up its own rounds and weight."""
+        vector, engine = self.wrapper._buffer.vector, self.wrapper._engine
+        self.wrapper._to_estimate()
+        counts = torch.tensor([engine.t, engine.step])
+        broadcast_tensors(self.membership.transport, [vector.raw, counts, *self._others()])
+        vector.push_sum_weight.fill_(1.0)
+        engine.t, engine.step = counts.tolist()
 
     def settle(self) -> None:
         """See `Participant`."""

@@ -186,7 +186,11 @@ class Membership(Joining):
             )
         self._participant = participant
         self._description = dict(description)
-        self._come()
+        try:
+            self._come()
+        except BaseException:
+            self.close()
+            raise
         if not self._is_newcomer:
             self._switch(0)
             participant.found()
@@ -217,7 +221,7 @@ class Membership(Joining):
             must_wait = self._limit is not None and clock >= self._limit
         if must_wait:
             self._wait_for_first_step(clock)
-        if self._is_excluded:
+        if self._is_excluded and self._can_rejoin:
             return self._rejoin()
         if self._due and self._due[0][0].start < clock:
             self._drop_late(clock)

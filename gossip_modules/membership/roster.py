@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from .liveness.majority import left_out
 from .view import Accusation, Joiner, Member, View, differences, member_of, view_of
 
 # What the events of a stranger, or of another version, may raise.
@@ -50,6 +51,7 @@ class Roster:
         self.left: dict[int, str] = {}  # by worker, of members of `view`
         self.last_generation = 0
         self.next_number = 0
+        self.num_knocks = self.num_answers = 0  # see [Note: another life] of `Door`
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Take in one event of the log; what is not understood, or comes too late, changes nothing."""
@@ -61,6 +63,9 @@ class Roster:
             "accuse": self._accuse,
             "leave": self._leave,
             "again": self._again,
+            "knock": self._knock,
+            "here": self._here,
+            "anew": self._anew,
         }
         handler = handlers.get(str(event.get("event")))
         if handler is None:
@@ -72,8 +77,15 @@ class Roster:
 
     # Who comes.
 
+    def present(self) -> list[Member]:
+        """The members of the generation that trains, and of the one that is being formed."""
+        views = [view for view in (self.view, self.forming) if view is not None]
+        return list({member.id: member for view in views for member in view.members}.values())
+
     def _come(self, event: Mapping[str, Any]) -> None:
         member = member_of(event["member"])
+        if member.id in self.founders or any(member.id == other.id for other in self.present()):
+            return
         if self.view is None and self.forming is None:
             self._found(member, event)
             return
@@ -97,6 +109,35 @@ class Roster:
         self.founders[member.id] = replace(member, number=self._new_number())
         if len(self.founders) >= self.num_founders:
             self._form(self.founders.values(), {})
+
+    def _knock(self, event: Mapping[str, Any]) -> None:
+        """Somebody at the door asks who lives."""
+        self.num_knocks += 1
+
+    def _here(self, event: Mapping[str, Any]) -> None:
+        """A member does."""
+        if any(member.id == event["id"] for member in self.present()):
+            self.num_answers += 1
+
+    def _anew(self, event: Mapping[str, Any]) -> None:
+        """A worker at the door has found nobody who lives: those who wait there found the job again."""
+        worker, life = int(event["member"]["id"]), (event["generation"], event["answers"])
+        if self.present():
+            if life != (self.last_generation, self.num_answers) or worker not in self.joiners:
+                return
+            waiting, description = [j for j in self.joiners.values() if not j.refusal], self.description
+            self._end()
+        else:
+            waiting, description = [], {}
+        self.joiners.pop(worker, None)
+        self._come(event)
+        for joiner in waiting:
+            self._come({**event, "member": asdict(joiner.member), "description": description})
+
+    def _end(self) -> None:
+        """The job is over, and another may begin."""
+        self.view = self.forming = None
+        self.accusations, self.left, self.founders, self.joiners = [], {}, {}, {}
 
     def _new_number(self) -> int:
         self.next_number += 1
@@ -154,7 +195,7 @@ class Roster:
         if self.forming is not None:
             candidates |= {m.id: m for m in self.forming.members}
         candidates |= {j.member.id: j.member for j in self.joiners.values() if j.is_loaded}
-        gone = self._gone(candidates)
+        gone = left_out(base.ids, candidates, self.accusations, self.left, on_partition=self.on_partition)
         if gone is None:
             return
         if self.view is None:  # a founder has gone: the first generation waits for another one
@@ -170,9 +211,8 @@ class Roster:
         remaining = [member for worker, member in candidates.items() if worker not in gone]
         if remaining:
             self._form(remaining, reasons)
-        else:  # the job is over, and another may begin
-            self.view = self.forming = None
-            self.accusations, self.left, self.founders, self.joiners = [], {}, {}, {}
+        else:
+            self._end()
 
     def _waiting(self) -> list[Member]:
         return [joiner.member for joiner in self.joiners.values() if not joiner.refusal]
@@ -184,35 +224,6 @@ class Roster:
                 self.forming = None
                 self._form(view.members, view.reasons)
                 return
-
-    def _gone(self, candidates: Mapping[int, Member]) -> dict[int, str] | None:
-        """Who is left out, and why; None: too few would remain. See [Note: majority]."""
-        members = list((self.view or self.forming).ids)  # type: ignore[union-attr]
-        gone = dict(self.left)
-        for accusation in self.accusations:
-            if accusation.by not in gone and accusation.of not in gone:
-                gone[accusation.of] = accusation.why
-        if self._has_majority(members, gone):
-            return gone
-        gone = dict(self.left)
-        while accusations := [a for a in self.accusations if a.by not in gone and a.of not in gone]:
-            count = {
-                worker: sum(worker in (a.by, a.of) for a in accusations) for worker in candidates if worker not in gone
-            }
-            worst = max(count, key=lambda worker: (count[worker], candidates[worker].number))
-            gone[worst] = next(a.why for a in accusations if worst in (a.by, a.of))
-        return gone if self._has_majority(members, gone) else None
-
-    def _has_majority(self, members: list[int], gone: Mapping[int, str]) -> bool:
-        if self.on_partition == "both":
-            return True
-        # Who accuses from outside proves nothing about those inside.
-        ended = {a.of for a in self.accusations if a.is_sure and a.by not in gone} | set(self.left)
-        counted = [worker for worker in members if worker not in ended]
-        remaining = [worker for worker in counted if worker not in gone]
-        if not counted:
-            return True
-        return 2 * len(remaining) > len(counted) or (2 * len(remaining) == len(counted) and remaining[0] == counted[0])
 
     def _form(self, members: Iterable[Member], reasons: Mapping[int, str]) -> None:
         members = tuple(members)

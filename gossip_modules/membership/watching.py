@@ -11,6 +11,8 @@ from typing import Any
 
 from . import limits
 from .generations import Generations
+from .heartbeats import digest
+from .liveness.probe import LifeSign, probe
 from .worker_state import log, wait_for_connecting
 
 
@@ -30,6 +32,7 @@ class Watching(Generations):
                 break
         has_answer = self._log.read(self._restart, self._apply)
         self._act()
+        self._seek()
         with self._lock:
             is_busy = self._roster.forming is not None or bool(self._unsent) or self._active is None
         return limits.BUSY_POLL if is_busy and has_answer else limits.POLL
@@ -70,12 +73,35 @@ class Watching(Generations):
                 if joiner.donor == self.id and not joiner.is_loaded and key not in self._serving:
                     self._serving.add(key)
                     self._snapshots.append(joiner)
+            if roster.num_knocks != self._num_heard and any(self.id == member.id for member in roster.present()):
+                self._unsent.append({"event": "here", "id": self.id})
+            self._num_heard = roster.num_knocks
             self._moved.notify_all()
             now = time.monotonic()
             old = [transport for until, transport in self._retired if until < now]
             self._retired = [(until, transport) for until, transport in self._retired if until >= now]
         for transport in old:
             transport.close()
+
+    def _seek(self) -> None:
+        """Left out of the job: is there anybody to join again? Until then this worker trains on by itself."""
+        now = time.monotonic()
+        if not self._is_excluded or self._can_rejoin or now < self._next_probe:
+            return
+        with self._lock:
+            view, beats = self._roster.view, self._heartbeats
+        self._next_probe = now + limits.RETRY
+        addresses = {} if view is None else {member.id: member.address for member in view.members}
+        has_met = self._has_met or (beats is not None and beats.has_met)  # else no listener may be in anybody's reach
+        signs = probe(addresses, job=digest(self.name), seconds=limits.PROBE)
+        self._can_rejoin = LifeSign.LIVES in signs.values() or (bool(signs) and not has_met)
+        if not (self._can_rejoin or self._is_cut_off):
+            self._is_cut_off = True
+            log.warning(
+                "job %s: the others go on without this worker, which reaches none of them: it trains on without them, "
+                "and joins again when it reaches one",
+                self.name,
+            )
 
     def close(self) -> None:
         """Leave; the others go on. Idempotent."""

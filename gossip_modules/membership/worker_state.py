@@ -54,6 +54,7 @@ class WorkerState:
         self._wake = threading.Event()  # the watcher has something to do
         self._watcher: threading.Thread | None = None
         self.num_joins = self.num_deaths = 0
+        self._has_met = False  # whether a listener of another worker was ever in reach
         self._reset()
 
     def _reset(self) -> None:
@@ -75,6 +76,9 @@ class WorkerState:
         self._limit: int | None = None  # the step that is not begun before the next generation is known
         self._clock = -1  # calls of `at_step`, those of the job before this worker came included
         self._is_excluded = False
+        self._can_rejoin = self._is_cut_off = False  # of who is excluded
+        self._next_probe = 0.0
+        self._num_heard = 0  # knocks, see [Note: another life]
         self._has_joined = False
         self._is_newcomer = False
         self._heartbeats: Heartbeats | None = None

@@ -171,6 +171,55 @@ def test_when_all_have_left_another_job_may_begin() -> None:
     assert ids(formed(roster)) == (10, 11)
 
 
+def anew(roster: Roster, worker: int, *, answers: int = 0, **options: Any) -> dict[str, Any]:
+    return {**come(worker, **options), "event": "anew", "generation": roster.last_generation, "answers": answers}
+
+
+def test_a_job_that_nobody_lives_in_begins_anew_with_those_at_the_door() -> None:
+    roster = job(3)
+    for worker in (10, 11):
+        roster.apply(come(worker, min_workers=2))
+    roster.apply(anew(roster, 10, min_workers=2))
+    assert roster.view is None
+    assert roster.forming is not None
+    assert roster.forming.ids == (10, 11)
+    roster.apply(anew(job(3), 11, min_workers=2))  # it found the same
+    assert ids(formed(roster)) == (10, 11)
+    assert roster.view is not None
+    assert roster.view.generation == 2
+    assert len({member.number for member in roster.view.members} | {0, 1, 2}) == 5
+
+
+def test_another_model_may_begin_anew() -> None:
+    roster = job(2)
+    other = {"model": "resnet", "graph": "ring"}
+    roster.apply(come(9))
+    roster.apply(come(10, description=other))
+    assert roster.joiners[10].refusal
+    roster.apply(anew(roster, 10, description=other, min_workers=1))
+    assert ids(formed(roster)) == (10,)
+    assert roster.joiners[9].refusal == "model: got 'mlp', expected 'resnet'"
+
+
+def test_a_member_that_answers_keeps_its_job() -> None:
+    roster = job(3)
+    roster.apply(come(10))
+    event = anew(roster, 10)
+    roster.apply({"event": "knock", "id": 10})
+    roster.apply({"event": "here", "id": 99})  # a stranger
+    assert (roster.num_knocks, roster.num_answers) == (1, 0)
+    roster.apply({"event": "here", "id": 1})
+    roster.apply(event)
+    assert ids(roster) == (0, 1, 2)
+    roster.apply(accuse(0, 1))
+    event = anew(roster, 10, answers=1)
+    roster.apply(accuse(0, 2))  # who forms a generation lives
+    roster.apply(event)
+    assert ids(roster) == (0, 1, 2)
+    roster.apply(anew(roster, 12, answers=1))  # of a worker that is not at the door
+    assert ids(roster) == (0, 1, 2)
+
+
 def test_a_store_that_comes_back_gets_the_state() -> None:
     roster = job(4)
     roster.apply(accuse(0, 3))
@@ -220,6 +269,19 @@ EVENTS = st.one_of(
         WORKERS,
         st.integers(1, 6),
         st.integers(0, 50),
+    ),
+    st.just({"event": "knock", "id": 0}),
+    st.builds(lambda worker: {"event": "here", "id": worker}, WORKERS),
+    st.builds(
+        lambda worker, generation, answers: {
+            **come(worker, min_workers=2),
+            "event": "anew",
+            "generation": generation,
+            "answers": answers,
+        },
+        WORKERS,
+        st.integers(1, 6),
+        st.integers(0, 1),
     ),
     st.just({"event": "all ready"}),
 )

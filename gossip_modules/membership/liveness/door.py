@@ -1,0 +1,65 @@
+"""At the door of a job: whether anybody lives there, and where nobody does, another life of the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from .. import limits
+from ..heartbeats import digest
+from ..watching import Watching
+from ..worker_state import log
+from .probe import LifeSign, probe
+
+
+class Door(Watching):
+    """The part of `Membership` for a worker that finds a job of which nobody may live.
+
+    [Note: another life] A job whose workers have all died stays in its store as it was. A worker that comes asks for a
+    sign of life: it connects with each member's listener, and knocks in the log, which members answer there. Only if
+    none shows one, it begins the job anew, as the first founder, under the same name. It has waited until then for two
+    seconds if the processes of all members have ended, as their machines refuse the connection, and for `timeout` if
+    one is silent, since a machine that has lost its power looks like one that is stopped or cut off. A member that
+    answers, or a generation that forms, before the event stands in the log makes it void.
+    """
+
+    _coming: Mapping[str, Any]  # the event with which this worker came
+
+    def _is_abandoned(self) -> bool:
+        """Whether no member shows a sign of life; see [Note: another life]."""
+        with self._lock:
+            life, members = self._life, self._roster.present()
+        addresses = {member.id: member.address for member in members}
+        has_knocked, start = False, time.monotonic()
+        while not self._closed.is_set():
+            signs = probe(addresses, job=digest(self.name), seconds=limits.PROBE)
+            if LifeSign.LIVES in signs.values() or self._life != life:
+                return False
+            if not has_knocked:
+                has_knocked = True
+                self._say({"event": "knock", "id": self.id})
+            have_ended = set(signs.values()) == {LifeSign.ENDED}
+            patience = limits.ENDED if have_ended else self.timeout.total_seconds()
+            if not self._log.is_connected:  # an answer would not arrive
+                start = time.monotonic()
+            if time.monotonic() - start > patience:
+                self._tell_of(signs)
+                return True
+            self._closed.wait(limits.POLL)
+        return False
+
+    def _begin_anew(self) -> None:
+        """Say that the job begins anew, and wait until all have read what becomes of it."""
+        life = self._life
+        self._say({**self._coming, "event": "anew", "generation": life[0], "answers": life[1]})
+        self._await(lambda: self.id not in self._roster.joiners or self._life != life)
+
+    @property
+    def _life(self) -> tuple[int, int]:
+        """What changes where anybody lives."""
+        return self._roster.last_generation, self._roster.num_answers
+
+    def _tell_of(self, signs: Mapping[int, LifeSign]) -> None:
+        who = [f"worker {member.number} on {member.host} {signs[member.id].value}" for member in self._roster.present()]
+        log.warning("job %s: nobody lives, so it begins anew under this name: %s", self.name, "; ".join(who))

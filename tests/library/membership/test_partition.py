@@ -1,0 +1,124 @@
+"""Workers that reach the store, and nobody else: they train on alone; and jobs that nobody lives in."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gossip_modules import Membership
+from gossip_modules.membership import limits, watching
+from gossip_modules.membership.liveness import door
+from gossip_modules.membership.liveness.probe import LifeSign, probe
+from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
+
+__all__ = ["_no_thread_stays"]
+
+
+def exclude(stopped: Worker, others: list[Worker]) -> None:
+    """As if it had been silent for so long that the others go on without it."""
+    for worker in others:
+        assert stopped.membership is not None
+        assert worker.membership is not None
+        worker.membership._silent(stopped.membership.id, 9.0)
+
+
+@pytest.mark.parametrize("fails", ["nobody in reach", "no donor gives"])
+def test_a_minority_trains_on_alone_and_joins_again(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It reads in the store that the others go on, and cannot reach them; then it can."""
+    monkeypatch.setattr(limits, "RETRY", 0.0)
+    monkeypatch.setattr(limits, "KNOCK", 0.0)
+    job = Job(dist.HashStore(), min_workers=3)
+    workers = job.start(3)
+    job.until_live(workers)
+    stopped, *others = workers
+    member = stopped.membership
+    assert member is not None
+    if fails == "nobody in reach":
+        monkeypatch.setattr(watching, "probe", lambda ids, **_: dict.fromkeys(ids, LifeSign.SILENT))
+    else:
+        receive = member._receive_state
+
+        def times_out() -> Any:
+            receive()
+            raise TimeoutError("no donor has given the state of training within 60 s")
+
+        monkeypatch.setattr(member, "_receive_state", times_out)
+    with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
+        exclude(stopped, others)
+        job.until_live(others)
+        job.until(lambda: member._is_cut_off, "it notices that it is alone")
+        step = stopped.step
+        job.until(lambda: stopped.step > step + 5, "it trains on")
+        assert member._is_cut_off
+        assert member.stats()["live"] == 1
+        monkeypatch.setattr(watching, "probe", probe)
+        if fails != "nobody in reach":
+            monkeypatch.undo()
+        job.until_live(workers)
+    words = "reaches none of them" if fails == "nobody in reach" else "trains on alone, and tries again"
+    assert any(words in record.getMessage() for record in caplog.records)
+    close(job.end())
+
+
+def test_a_job_whose_workers_have_all_died_begins_anew_under_its_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "ENDED", 0.1)
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    for worker in workers:
+        worker.is_killed.set()
+    for worker in workers:
+        worker.thread.join()
+    with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
+        again = job.start(2, seed=1)
+        job.until_live(again)
+    assert [worker.first for worker in again] == [0, 0]
+    assert any("nobody lives, so it begins anew under this name: worker" in r.getMessage() for r in caplog.records)
+    close(job.end())
+
+
+def test_a_job_is_not_begun_anew_while_a_member_answers_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener of the member that lives is out of reach, and the machines of the others refuse."""
+    job = Job(dist.HashStore(), min_workers=3)
+    workers = job.start(3)
+    job.until_live(workers)
+    asked: list[int] = []
+
+    def ended(ids: dict[int, Any], **_: Any) -> dict[int, LifeSign]:
+        asked.append(len(ids))
+        return dict.fromkeys(ids, LifeSign.ENDED)
+
+    monkeypatch.setattr(door, "probe", ended)
+    newcomer, *_ = job.start(1)
+    job.until_live([*workers, newcomer])
+    assert asked
+    assert newcomer.first > 0
+    close(job.end())
+
+
+def test_who_waits_at_the_door_when_the_last_dies_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "KNOCK", 0.1)
+    store = dist.HashStore()
+    (founder,) = Job(store, min_workers=1).start(1)
+    founder.job.until_live([founder])
+    founder.is_paused.set()  # gives nothing any more
+    founder.job.until(lambda: founder.membership is not None and not founder.may_go_on.is_set(), "it stands")
+    monkeypatch.setattr(limits, "ENDED", 0.1)
+    job = Job(store, min_workers=1)
+    (newcomer,) = job.start(1)
+    job.until(lambda: newcomer.membership is not None and newcomer.membership._is_newcomer, "it is at the door")
+    founder.is_killed.set()
+    assert isinstance(founder.membership, Membership)
+    founder.membership._heartbeats.close()  # type: ignore[union-attr]
+    job.until_live([newcomer])
+    assert newcomer.first == 0
+    founder.may_go_on.set()
+    founder.thread.join()
+    close(job.end())
