@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ..transport.bounded_store import BoundedStore
+from . import limits
 
 _HOLE_SECONDS = 2.0  # after which an entry that its writer has not written is left out
 _RECONNECT_SECONDS = 1.0
@@ -25,9 +26,14 @@ class EventLog:
     An entry is written once: who appends takes the next number, and writes the entry if nobody has declared it void
     meanwhile, as readers do where a writer has died between the two.
 
+    [Note: base] The log does not grow for ever: every `limits.LOG_EVENTS` entries, some worker that has read them
+    writes under "base" what they amount to, with the number of the entry that comes next, and deletes those that were
+    already part of the base before. Who comes later, or finds that an entry is no more, begins with the base. A base is
+    written before anything is deleted, so who puts an entry where one was deleted finds the base afterwards.
+
     [Note: store that came back] A store that was started again is empty. Who notices (its connection had ended, and the
-    store has another epoch) puts there what the log amounted to, `snapshot`, which comes before entry 0; all read on
-    from there. The first one to write it wins, as all know the same.
+    store has another epoch) puts there what the log amounted to, as a base before entry 0; all read on from there. The
+    first one to write it wins, as all know the same.
 
     Args:
         store: a key-value store that the workers share; or "host:port", of one that `membership.serve` runs.
@@ -47,7 +53,8 @@ class EventLog:
         self._hole_since: float | None = None
         self._last_attempt = time.monotonic()
         self._epoch = ""
-        self._has_snapshot = False
+        self._has_base = False
+        self._base = _Base()  # as last seen
         self._store: BoundedStore | None = None
         self._lock = threading.Lock()
         self._clients: list[dist.Store] = []  # see [Note: lent clients]
@@ -104,17 +111,18 @@ class EventLog:
         try:
             while True:
                 index = self._asked.add(self._key("size"), 1, what="appending to the log") - 1
-                if self._set_once(f"entry/{index}", text) == text:
+                if self._set_once(f"entry/{index}", text) == text and not self._is_deleted(index):
                     return True
         except ConnectionError:
             self._store = None
             return False
 
-    def read(self, restart: Callable[[str], None], apply: Callable[[Mapping[str, Any]], None]) -> bool:
+    def read(self, restart: Callable[[str, int], None], apply: Callable[[Mapping[str, Any]], None]) -> bool:
         """Hand over what is new.
 
         Args:
-            restart: called with the snapshot, before what comes after it, where the log has begun anew.
+            restart: called with what the first entries amount to, and how many these are, in place of them; 0: the
+                store has come back empty.
             apply: called with each new event.
 
         Returns:
@@ -123,15 +131,20 @@ class EventLog:
         if self._store is None and not self._reconnect():
             return False
         if self._must_rewind:
-            self._next, self._has_snapshot, self._hole_since, self._must_rewind = 0, False, None, False
+            self._next, self._has_base, self._hole_since, self._must_rewind = 0, False, None, False
         try:
-            if self._next == 0 or not self._has_snapshot:
-                self._read_snapshot(restart)
+            if self._next == 0 or not self._has_base:
+                self._skip(restart)
             size = self._asked.add(self._key("size"), 0, what="reading the log")
             while self._next < size:
                 text = self._asked.get(self._key(f"entry/{self._next}"), what="reading the log")
-                if text is None and not self._is_void():
-                    break
+                if text is None:
+                    if self._skip(restart):
+                        continue
+                    if not self._is_void():
+                        break
+                    if self._skip(restart):  # it was there, and deleted meanwhile
+                        continue
                 self._next += 1
                 self._hole_since = None
                 event = _parsed(text)
@@ -142,28 +155,59 @@ class EventLog:
             return False
         return True
 
+    def is_long(self) -> bool:
+        """Whether it is time to `cut`."""
+        return not self._must_rewind and self._next - self._base.next >= limits.LOG_EVENTS
+
+    def cut(self, state: str) -> None:
+        """Make `state` the base, which is what the entries that were read amount to; see [Note: base]."""
+        with contextlib.suppress(RuntimeError):  # a store that deletes nothing
+            try:
+                text = self._asked.get(self._key("base"), what="reading the log")
+                base = _base_of(text)
+                if self._next - base.next < limits.LOG_EVENTS or (text is not None and not self._has_base):
+                    return  # somebody else was first
+                new = json.dumps({"next": self._next, "first": base.next, "state": state})
+                old = "" if text is None else text.decode(errors="replace")
+                if self._asked.compare_set(self._key("base"), old, new, what="cutting the log").decode() == new:
+                    self._base, self._has_base = _base_of(new.encode()), True
+                    for index in range(base.first, base.next):
+                        self._asked.delete(self._key(f"entry/{index}"), what="cutting the log")
+            except ConnectionError:
+                self._store = None
+
+    def forget(self, *keys: str) -> None:
+        """Delete what nobody needs any more of what `arrive` and groups over `lent_store` have put there."""
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            for key in keys:
+                self._asked.delete(self._key(key), what="cleaning up")
+
     def rewind(self) -> None:
         """The next `read` begins at the beginning; from any thread. One that is under way hands over no more."""
         self._must_rewind = True
 
     def restore(self, snapshot: str) -> None:
         """Offer the state to a store that came back empty."""
-        if self._store is not None and self._next == 0 and not self._has_snapshot:
+        if self._store is not None and self._next == 0 and not self._has_base:
             try:
-                self._set_once("snapshot", snapshot)
+                self._set_once("base", json.dumps({"next": 0, "first": 0, "state": snapshot}))
             except ConnectionError:
                 self._store = None
 
     @property
     def is_anew(self) -> bool:
         """Whether the store is another one than before, of which nothing was read yet."""
-        return self._store is not None and self._next == 0 and not self._has_snapshot
+        return self._store is not None and self._next == 0 and not self._has_base
 
-    def _read_snapshot(self, restart: Callable[[str], None]) -> None:
-        text = self._asked.get(self._key("snapshot"), what="reading the log")
-        if text is not None:
-            self._has_snapshot, self._next = True, 0
-            restart(text.decode())
+    def _skip(self, restart: Callable[[str, int], None]) -> bool:
+        """Begin with the base, if it is further than what was read, or the first one that is there; whether it was."""
+        text = self._asked.get(self._key("base"), what="reading the log")
+        base = _base_of(text)
+        if base.state is None or (self._has_base and base.next <= self._next):
+            return False
+        self._has_base, self._next, self._hole_since, self._base = True, base.next, None, base
+        restart(base.state, base.next)
+        return True
 
     def _is_void(self) -> bool:
         """Whether the next entry, which is not there, never will be: see `EventLog`."""
@@ -172,6 +216,10 @@ class EventLog:
         if now - self._hole_since < _HOLE_SECONDS:
             return False
         return self._set_once(f"entry/{self._next}", "{}") == "{}"
+
+    def _is_deleted(self, index: int) -> bool:
+        """Whether an entry was void, and deleted, before its writer came to write it."""
+        return index < _base_of(self._asked.get(self._key("base"), what="appending to the log")).first
 
     def _set_once(self, key: str, value: str) -> str:
         """What is under `key` afterwards: `value`, or what was there."""
@@ -203,10 +251,28 @@ class EventLog:
         mine = secrets.token_hex(8)
         epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job").decode()
         if epoch != self._epoch:
-            self._epoch, self._next, self._has_snapshot, self._hole_since = epoch, 0, False, None
+            self._epoch, self._next, self._has_base, self._hole_since = epoch, 0, False, None
+            self._base = _Base()
             with self._lock:
                 self._clients.clear()
         self._store = store
+
+
+class _Base(NamedTuple):
+    """See [Note: base]."""
+
+    next: int = 0  # the entry that comes after it
+    first: int = 0  # the first entry that is not deleted
+    state: str | None = None
+
+
+def _base_of(text: bytes | None) -> _Base:
+    """What is under "base"; one before entry 0 without a state where that is none."""
+    try:
+        fields = json.loads(text or b"{}")
+        return _Base(int(fields["next"]), int(fields["first"]), str(fields["state"]))
+    except (ValueError, TypeError, KeyError):
+        return _Base()
 
 
 def _parsed(text: bytes | None) -> Mapping[str, Any] | None:

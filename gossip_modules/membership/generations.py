@@ -99,9 +99,21 @@ class Generations(WorkerState):
             return
         self._due.append((view, transport))
         self._limit = None
+        self._garbage += self._keys_of(view)
+        self._forming_since = {g: since for g, since in self._forming_since.items() if g > view.generation}
+        self._hurried = {g for g in self._hurried if g > view.generation}
         for generation in [g for g in self._formed if g < view.generation]:
             self._retired.append((time.monotonic(), self._formed.pop(generation)))
         self._watch_peers()
+
+    def _keys_of(self, view: View) -> list[str]:
+        """What this worker has put into the store to form a generation."""
+        assert self._participant is not None
+        rank = view.ids.index(self.id)
+        peers = set(self._participant.peers(rank, len(view.members))) - {rank}
+        pairs = [f"links/{view.generation}/{min(rank, peer)}-{max(rank, peer)}/0" for peer in sorted(peers)]
+        ends = [f"{pair}/{end}" for pair in pairs for end in (0, 1)]
+        return [f"arrived/{view.generation}/{self.id}", f"links/{view.generation}/all/0/{rank}", *ends]
 
     def _watch_peers(self) -> None:
         """Watch the peers of the generation that trains, and of those that are due."""

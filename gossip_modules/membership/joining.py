@@ -189,6 +189,7 @@ class Joining(Door):
             with self._log.lent_store(name) as store:
                 group = gloo_backend(store, 0, 2, timedelta(seconds=limits.CONNECT))
             transfer.send(group, state, timeout=self.timeout)
+            self._log.forget(f"arrived/{name}", f"{name}/0/0", f"{name}/0/1")
         except (RuntimeError, OSError) as error:
             log.warning("job %s: %s did not get the state of training: %s", self.name, joiner.member, error)
             with self._lock:

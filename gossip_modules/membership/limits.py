@@ -8,3 +8,4 @@ PROBE = 0.5  # for an answer to the question whether a worker lives
 KNOCK = 5.0  # between two such questions
 RETRY = 1.0  # between two attempts to reach a job that goes on without this worker
 ENDED = 2.0  # for an answer in the log, where the processes of all members seem to have ended
+LOG_EVENTS = 256  # entries of the log, not seconds: after so many it is cut

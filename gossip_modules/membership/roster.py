@@ -12,6 +12,7 @@ from .view import Accusation, Joiner, Member, View, differences, member_of, view
 
 # What the events of a stranger, or of another version, may raise.
 _GARBAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
+_MAX_REFUSED = 64
 MARGIN = 2  # training steps between the last rank that is ready for a generation and its first step
 
 
@@ -91,7 +92,7 @@ class Roster:
             return
         refusal = differences(self.description, event["description"])
         if refusal:
-            self.joiners[member.id] = Joiner(member, donor=-1, refusal=refusal)
+            self._refuse(member, refusal)
             return
         members = (self.forming or self.view).members  # type: ignore[union-attr]
         donor = members[member.id % len(members)].id
@@ -102,7 +103,7 @@ class Roster:
         if self.founders:
             refusal = differences(self.description, description)
             if refusal:
-                self.joiners[member.id] = Joiner(member, donor=-1, refusal=refusal)
+                self._refuse(member, refusal)
                 return
         self.num_founders = int(event["min_workers"])
         self.description = description
@@ -111,33 +112,37 @@ class Roster:
             self._form(self.founders.values(), {})
 
     def _knock(self, event: Mapping[str, Any]) -> None:
-        """Somebody at the door asks who lives."""
         self.num_knocks += 1
 
     def _here(self, event: Mapping[str, Any]) -> None:
-        """A member does."""
+        """A member answers who was asked by a worker at the door whether it lives."""
         if any(member.id == event["id"] for member in self.present()):
             self.num_answers += 1
 
     def _anew(self, event: Mapping[str, Any]) -> None:
         """A worker at the door has found nobody who lives: those who wait there found the job again."""
         worker, life = int(event["member"]["id"]), (event["generation"], event["answers"])
+        waiting, description = self._waiting(), self.description
         if self.present():
             if life != (self.last_generation, self.num_answers) or worker not in self.joiners:
                 return
-            waiting, description = [j for j in self.joiners.values() if not j.refusal], self.description
             self._end()
-        else:
-            waiting, description = [], {}
         self.joiners.pop(worker, None)
         self._come(event)
-        for joiner in waiting:
-            self._come({**event, "member": asdict(joiner.member), "description": description})
+        for member in waiting:
+            self._come({**event, "member": asdict(member), "description": description})
 
     def _end(self) -> None:
         """The job is over, and another may begin."""
         self.view = self.forming = None
         self.accusations, self.left, self.founders, self.joiners = [], {}, {}, {}
+
+    def _refuse(self, member: Member, why: str) -> None:
+        """It reads so here; the oldest of those who have done so are forgotten."""
+        refused = [worker for worker, joiner in self.joiners.items() if joiner.refusal]
+        for worker in refused[: -_MAX_REFUSED + 1]:
+            del self.joiners[worker]
+        self.joiners[member.id] = Joiner(member, donor=-1, refusal=why)
 
     def _new_number(self) -> int:
         self.next_number += 1
@@ -257,20 +262,39 @@ class Roster:
 
     # As text.
 
-    def dumps(self) -> str:
-        """The whole state, for a store that came back empty."""
+    def dumps(self, *, is_whole: bool = False) -> str:
+        """What all agree in, for a store that came back empty; `is_whole`: for who reads on at the next event."""
         state: dict[str, Any] = {
             "view": None if self.view is None else asdict(self.view),
             "description": self.description,
             "last_generation": self.last_generation,
             "next_number": self.next_number,
         }
+        if is_whole:
+            state |= {
+                "forming": None if self.forming is None else asdict(self.forming),
+                "ready": list(self.ready.items()),
+                **{name: [asdict(x) for x in getattr(self, name).values()] for name in ("joiners", "founders")},
+                "num_founders": self.num_founders,
+                "accusations": [asdict(accusation) for accusation in self.accusations],
+                "left": list(self.left.items()),
+                "calls": [self.num_knocks, self.num_answers],
+            }
         return json.dumps(state)
 
     def loads(self, text: str) -> None:
-        """Take back what `dumps` gave; what was being formed is not part of it."""
+        """Take back what `dumps` gave."""
         state = json.loads(text)
         self.__init__(on_partition=self.on_partition)  # type: ignore[misc]
         self.view = None if state["view"] is None else view_of(state["view"])
         self.description = dict(state["description"])
         self.last_generation, self.next_number = int(state["last_generation"]), int(state["next_number"])
+        if "forming" not in state:
+            return
+        self.forming = None if state["forming"] is None else view_of(state["forming"])
+        self.ready, self.left = dict(state["ready"]), dict(state["left"])
+        self.joiners = {j["member"]["id"]: Joiner(**{**j, "member": member_of(j["member"])}) for j in state["joiners"]}
+        self.founders = {member.id: member for member in map(member_of, state["founders"])}
+        self.num_founders = int(state["num_founders"])
+        self.accusations = [Accusation(**accusation) for accusation in state["accusations"]]
+        self.num_knocks, self.num_answers = map(int, state["calls"])

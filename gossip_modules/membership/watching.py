@@ -32,15 +32,28 @@ class Watching(Generations):
                 break
         has_answer = self._log.read(self._restart, self._apply)
         self._act()
+        self._tidy()
         self._seek()
         with self._lock:
             is_busy = self._roster.forming is not None or bool(self._unsent) or self._active is None
         return limits.BUSY_POLL if is_busy and has_answer else limits.POLL
 
-    def _restart(self, snapshot: str) -> None:
-        """The store has come back empty, with what all knew; what was being formed is formed anew."""
+    def _tidy(self) -> None:
+        """Delete from the store what nobody needs any more."""
+        with self._lock:
+            garbage, self._garbage = self._garbage, []
+            self._serving &= {(joiner.member.id, joiner.attempt) for joiner in self._roster.joiners.values()}
+            state = self._roster.dumps(is_whole=True) if self._log.is_long() else ""  # a rewind comes with the lock
+        self._log.forget(*garbage)
+        if state:
+            self._log.cut(state)
+
+    def _restart(self, state: str, num_events: int) -> None:
+        """Begin with a base of the log; where the store has come back empty, what was being formed is formed anew."""
         with self._moved:
-            self._roster.loads(snapshot)
+            self._roster.loads(state)
+            if num_events:
+                return
             self._limit = None
             self._retired += [(time.monotonic(), transport) for transport in self._formed.values()]
             self._formed, self._forming_since = {}, {}

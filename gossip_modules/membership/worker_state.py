@@ -68,6 +68,7 @@ class WorkerState:
         self._forming_since: dict[int, float] = {}
         self._retired: list[tuple[float, LinkTransport]] = []
         self._unsent: list[Mapping[str, Any]] = []
+        self._garbage: list[str] = []  # keys in the store
         self._serving: set[tuple[int, int]] = set()
         self._snapshots: list[Joiner] = []  # that the training thread is to take
         self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that did not get it

@@ -68,6 +68,10 @@ class BoundedStore:
         """Put `value` under `key` if `expected` is there ("": nothing); what is there afterwards. See `add`."""
         return self._ask(lambda: self._store.compare_set(key, expected, value), what, timeout)
 
+    def delete(self, key: str, *, what: str, timeout: timedelta | None = None) -> None:
+        """Take `key` away, if it is there. See `add`."""
+        self._ask(lambda: self._store.delete_key(key), what, timeout)
+
     def check(self, key: str, *, what: str, timeout: timedelta | None = None) -> bool:
         """Whether there is anything under `key`. See `add`."""
         return self._ask(lambda: self._store.check([key]), what, timeout)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.membership import event_log
+from gossip_modules.membership import event_log, limits
 from gossip_modules.membership.event_log import EventLog
 
 TIMEOUT = timedelta(seconds=20)
@@ -17,7 +17,7 @@ TIMEOUT = timedelta(seconds=20)
 
 def read(log: EventLog) -> list[Mapping[str, Any]]:
     events: list[Mapping[str, Any]] = []
-    assert log.read(lambda snapshot: events.append({"snapshot": snapshot}), events.append)
+    assert log.read(lambda state, _: events.append({"snapshot": state}), events.append)
     return events
 
 
@@ -80,3 +80,65 @@ def test_a_store_that_came_back_begins_with_the_snapshot() -> None:
     other.restore("another state, too late")
     assert read(other) == [{"snapshot": "what was"}, {"i": 1}]
     del server
+
+
+def test_a_log_is_cut_and_all_read_on_from_what_it_amounts_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOG_EVENTS", 4)
+    store = dist.HashStore()
+    writer, reader = (EventLog(store, name="job", timeout=TIMEOUT) for _ in range(2))
+    keys = []
+    for i in range(40):
+        assert writer.append({"i": i})
+        read(writer)
+        if writer.is_long():
+            writer.cut(f"all before {i + 1}")
+        keys.append(store.num_keys())
+    assert max(keys) == max(keys[:20]) < 3 + 8 + 1  # epoch, size, base; entries
+    assert [event.get("i", event.get("snapshot")) for event in read(reader)] == ["all before 40"]
+    assert writer.append({"i": 40})
+    assert read(reader) == read(writer) == [{"i": 40}]
+
+
+def test_a_reader_that_falls_behind_goes_on_from_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOG_EVENTS", 2)
+    store = dist.HashStore()
+    writer, reader = (EventLog(store, name="job", timeout=TIMEOUT) for _ in range(2))
+    assert writer.append({"i": 0})
+    assert read(reader) == [{"i": 0}]
+    for i in range(1, 8):
+        assert writer.append({"i": i})
+        read(writer)
+        if writer.is_long():
+            writer.cut(f"all before {i + 1}")
+    assert [event.get("i", event.get("snapshot")) for event in read(reader)] == ["all before 8"]
+    reader.cut("another state, too early")
+    assert read(EventLog(store, name="job", timeout=TIMEOUT)) == [{"snapshot": "all before 8"}]
+
+
+def test_who_writes_where_an_entry_was_deleted_writes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood still between taking a number and writing, while readers declared the entry void and cut the log."""
+    monkeypatch.setattr(limits, "LOG_EVENTS", 1)
+    monkeypatch.setattr(event_log, "_HOLE_SECONDS", 0.0)
+    store = dist.HashStore()
+    slow, other = (EventLog(store, name="job", timeout=TIMEOUT) for _ in range(2))
+    write = slow._set_once
+
+    def late(key: str, value: str) -> str:
+        monkeypatch.setattr(slow, "_set_once", write)
+        for i in range(3):
+            assert other.append({"i": i})
+            read(other)
+            other.cut(f"{i + 1} events")
+        return write(key, value)
+
+    monkeypatch.setattr(slow, "_set_once", late)
+    assert slow.append({"i": "late"})
+    assert {"i": "late"} in read(other)
+
+
+def test_garbage_for_a_base_is_none() -> None:
+    store = dist.HashStore()
+    log = EventLog(store, name="job", timeout=TIMEOUT)
+    store.set("gossip/job/base", "[3]")
+    assert log.append({"i": 0})
+    assert read(log) == [{"i": 0}]

@@ -216,8 +216,9 @@ def test_workers_die_and_come_and_nobody_raises(options: dict[str, Any]) -> None
     close(alive)
 
 
-def test_weights_stay_near_one_whoever_comes_and_goes() -> None:
+def test_weights_and_the_store_stay_as_they_are_whoever_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer steps on z w: weights that only fell would make the steps of z ever longer."""
+    monkeypatch.setattr(limits, "LOG_EVENTS", 8)
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)
     job.until_live(workers)
@@ -230,6 +231,7 @@ def test_weights_stay_near_one_whoever_comes_and_goes() -> None:
     job.end()
     assert all(0.2 < worker.weight < 5.0 for worker in workers), [worker.weight for worker in workers]
     close(workers)
+    assert job.store.num_keys() < 60  # type: ignore[union-attr] # 198 if none were deleted
 
 
 def test_a_founder_that_dies_before_the_beginning_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +313,7 @@ def test_all_but_one_may_die() -> None:
         worker.is_killed.set()
     job.until_live(workers[2:])
     (last,) = job.end()
-    assert last.membership is not None
-    assert last.membership.world_size == 1
+    assert last.membership.world_size == 1  # type: ignore[union-attr]
     close([last])
 
 
@@ -470,8 +471,7 @@ def test_one_line_of_the_log_says_who_has_gone_and_why(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
         workers = job.start(2)
         job.until_live(workers)
-        assert workers[1].membership is not None
-        number = workers[1].membership.number
+        number = workers[1].membership.number  # type: ignore[union-attr]
         workers[1].is_killed.set()
         job.until_live(workers[:1])
         close(job.end())
