@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,8 @@ class ElasticWrapper(Protocol):
     _place: tuple[int, int] | None
 
     def _reattach(self) -> None: ...
+
+    def _choose(self) -> None: ...
 
     def _apply_in_flight(self) -> None: ...
 
@@ -185,6 +187,7 @@ class LockstepParticipant:
         """See `Participant`. Halves the push-sum weight, whose other half goes with the copy."""
         wrapper = self.wrapper
         wrapper._apply_in_flight()  # a correction of the whole weight would leave nothing of the half
+        wrapper._choose()  # what was frozen since the last round
         if not wrapper._buffer.is_attached():
             wrapper._reattach()
         vector = wrapper._buffer.vector
@@ -196,6 +199,8 @@ class LockstepParticipant:
             "weight": vector.push_sum_weight.clone(),
             "others": [tensor.detach().clone() for tensor in self._others()],
             "engine": {"t": wrapper._engine.t, "step": wrapper._engine.step},
+            "travels": wrapper._buffer.signature(),
+            "trained": [name for name, tensor in wrapper.module.named_parameters() if tensor.requires_grad],
         }
 
     def take_back(self, state: Mapping[str, Any]) -> None:
@@ -218,18 +223,38 @@ class LockstepParticipant:
         if not wrapper._buffer.is_attached():
             wrapper._reattach()
         wrapper._to_estimate()
+        self._choose_as(state["travels"], set(state["trained"]))
         vector = wrapper._buffer.vector
-        if state["vector"].numel() != vector.raw.numel():
-            raise ValueError(
-                f"got {state['vector'].numel()} bytes of parameters from the donor, expected {vector.raw.numel()}: the "
-                "models train other parameters; freeze the same ones before the model is wrapped"
-            )
         vector.raw.copy_(state["vector"])
         vector.push_sum_weight.copy_(state["weight"])
         for own, other in zip(self._others(), state["others"], strict=True):
             own.copy_(other)
         wrapper._engine.t, wrapper._engine.step = int(state["engine"]["t"]), int(state["engine"]["step"])
         torch.autograd.graph.increment_version(wrapper._buffer.parameters)
+
+    def _choose_as(self, travels: Sequence[str], trained: Collection[str]) -> None:
+        """Freeze what the job has frozen on the way, and train what it trains.
+
+        Args:
+            travels: the signature of the donor's vector, which an engine with rounds under way keeps when less is
+                trained than travels.
+            trained: the names of the parameters that the donor trains.
+        """
+        buffer, named = self.wrapper._buffer, dict(self.wrapper.module.named_parameters())
+        if buffer.signature() != travels:
+            travelling = {text.split(" ", 1)[0] for text in travels}
+            for name, parameter in named.items():
+                parameter.requires_grad_(name in travelling)
+            buffer.attach()
+            if buffer.signature() != travels:
+                ours, theirs = set(buffer.signature()) - set(travels), set(travels) - set(buffer.signature())
+                raise ValueError(
+                    f"got a donor that trains {sorted(theirs)} where this worker has {sorted(ours)}, expected the same "
+                    "tensors on both; layers that are added or taken away on the way must be so before the model is "
+                    "wrapped"
+                )
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in trained)
 
     def _others(self) -> list[Tensor]:
         """Parameters and buffers that do not travel: frozen ones, counters."""

@@ -1,0 +1,66 @@
+"""Joining a job whose model is no longer what it was at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossip_modules import GossipDataParallel
+from tests.library.membership.test_membership import Job, _no_thread_stays, close, member_of
+
+__all__ = ["_no_thread_stays"]
+
+
+class Frozen(nn.Sequential):
+    """Trains its first layer in five steps only."""
+
+    steps: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 3), nn.Linear(3, 1))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps == 5:
+            self[0].requires_grad_(requires_grad=False)
+        result: torch.Tensor = super().forward(x)
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=["SGP", "Overlap SGP"])
+def test_a_worker_joins_a_job_that_has_frozen_a_layer(options: dict[str, Any]) -> None:
+    job = Job(dist.HashStore(), min_workers=2, **options)
+    workers = [worker for _ in range(2) for worker in job.start(1, model=Frozen())]
+    job.until(lambda: min(worker.step for worker in workers) > 8, "the layer is frozen")
+    (newcomer,) = job.start(1, model=Frozen())
+    job.until_live([*workers, newcomer])
+    alive = job.end()
+    assert len(alive) == 3
+    frozen = [worker.model[0].weight for worker in alive]  # type: ignore[index]
+    for weight in frozen:
+        assert not weight.requires_grad
+        if not options:  # it travels no more
+            assert torch.equal(weight, frozen[0])
+    assert all(worker.model[1].weight.requires_grad for worker in alive)  # type: ignore[index]
+    close(alive)
+
+
+def test_another_set_of_layers_is_refused_and_the_job_goes_on() -> None:
+    """A layer that was added on the way, which the newcomer's model does not have."""
+    job = Job(dist.HashStore(), min_workers=1)
+    (worker,) = job.start(1, model=nn.Sequential(nn.Linear(4, 1)))
+    job.until_live([worker])
+    worker.model.add_module("1", nn.Linear(1, 1))
+    job.until(lambda: worker.wrapper is not None and len(worker.wrapper._buffer.tensors) == 4, "it travels")
+    other = member_of(job.store, min_workers=1)
+    wrapper = GossipDataParallel(nn.Sequential(nn.Linear(4, 1)), membership=other)
+    with pytest.raises(ValueError, match=r"got a donor that trains \['1.bias .* where this worker has \[\], expected"):
+        other.join()
+    wrapper.close()
+    assert len(job.end()) == 1
+    close([worker])
