@@ -157,6 +157,7 @@ class Generations(WorkerState):
                 timeout=self.timeout,
                 patience=timedelta(seconds=limits.CONNECT),
                 on_lost=lambda peer, error, is_closed: self._on_lost(view, peer, error, is_closed),
+                host=self._link_host,
             )
         except (RuntimeError, OSError) as error:
             log.warning("job %s: generation %d was not formed: %s", self.name, view.generation, error)
@@ -171,6 +172,20 @@ class Generations(WorkerState):
             self._limit = self._clock + MARGIN if self._active is not None else 0
             self._unsent.append({"event": "ready", "id": self.id, "generation": view.generation, "step": self._limit})
         self._wake.set()
+
+    def _warn_of_loopback(self, view: View) -> None:
+        """Other machines cannot reach this worker where it has told them to: say so once, before it is left out."""
+        hosts = {m.host for m in view.members} - {m.host for m in view.members if m.id == self.id}
+        if hosts and self._host.startswith("127.") and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "job %s: got %s for the address of this worker, which only its own machine reaches, in a job with "
+                "workers on %s; give the store by the name of its machine, not as %s, or pass host=",
+                self.name,
+                self._host,
+                sorted(hosts),
+                self._log.address,
+            )
 
     def _all_come(self, view: View) -> bool:
         """Wait until all members are about to connect; False: another generation is formed instead.

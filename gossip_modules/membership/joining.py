@@ -119,7 +119,7 @@ class Joining(Door):
             try:
                 if self._is_offered(name, joiner.attempt, deadline):
                     with self._log.lent_store(name) as store:
-                        group = gloo_backend(store, 1, 2, timedelta(seconds=limits.CONNECT))
+                        group = gloo_backend(store, 1, 2, timedelta(seconds=limits.CONNECT), host=self._link_host)
                     limit = _MAX_STATES * self._participant.num_bytes + (1 << 30)
                     return joiner.attempt, transfer.receive(group, timeout=self.timeout, max_bytes=limit)
             except (RuntimeError, ValueError, OSError) as error:
@@ -187,7 +187,7 @@ class Joining(Door):
         try:
             self._log.arrive(name)
             with self._log.lent_store(name) as store:
-                group = gloo_backend(store, 0, 2, timedelta(seconds=limits.CONNECT))
+                group = gloo_backend(store, 0, 2, timedelta(seconds=limits.CONNECT), host=self._link_host)
             transfer.send(group, state, timeout=self.timeout)
             self._log.forget(f"arrived/{name}", f"{name}/0/0", f"{name}/0/1")
         except (RuntimeError, OSError) as error:

@@ -172,6 +172,7 @@ def connect_links(
     timeout: timedelta,
     patience: timedelta,
     on_lost: Callable[[int, str, bool], None],
+    host: str | None = None,
 ) -> LinkTransport:
     """A transport over new links to these ranks, and a group over all; all ranks call it.
 
@@ -184,6 +185,7 @@ def connect_links(
         timeout: of the waits of rounds.
         patience: of connecting.
         on_lost: see `LinkTransport`.
+        host: see `gloo_backend`.
 
     Raises:
         RuntimeError: a rank does not come within `patience`.
@@ -191,7 +193,7 @@ def connect_links(
 
     def make(build: Callable[..., Any], name: str, *place: int) -> Any:
         with store_of(name) as store:
-            return build(store, *place, patience)
+            return build(store, *place, patience, host=host)
 
     peers = sorted(set(peers) - {rank})
     with ThreadPoolExecutor(len(peers) + 1, thread_name_prefix="connecting") as pool:

@@ -40,7 +40,8 @@ class Membership(Joining):
             runs more threads than it has cores may keep a thread waiting for some tenths of a second.
         on_partition: where workers cannot reach each other: "majority": the larger part forms a generation, the others
             train on without it and join again when they can; "both": each part forms one.
-        host: the address at which others reach this process; None: that of the interface towards the store.
+        host: the name or address of this machine at which others reach it; None: for heartbeats, the address of the
+            interface towards the store, and for messages what Gloo chooses, or the variable GLOO_SOCKET_IFNAME.
 
     Raises:
         ConnectionError: the store does not answer; names address and seconds.
@@ -80,12 +81,22 @@ class Membership(Joining):
                 f"got interval={interval!r} and min_deadline={min_deadline!r}, expected seconds, the second at least "
                 "twice the first"
             )
+        if host is not None:
+            _check_own(host)
         self.min_workers = min_workers
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         log = EventLog(store, name=name, timeout=min(limit, timedelta(seconds=10)))
         address = host or _own_address(log.address)
-        options = {"interval": interval, "floor": min_deadline}
-        super().__init__(log, name=name, timeout=limit, host=address, on_partition=on_partition, **options)
+        super().__init__(
+            log,
+            name=name,
+            timeout=limit,
+            host=address,
+            link_host=host,
+            on_partition=on_partition,
+            interval=interval,
+            floor=min_deadline,
+        )
 
     def track(self, **objects: Any) -> None:
         """Say what a worker that joins gets beside the model: objects with `state_dict` and `load_state_dict`.
@@ -238,6 +249,18 @@ class Membership(Joining):
             raise RuntimeError("got join() of a membership without a wrapper, expected it after the model was wrapped")
         if self._closed.is_set():
             raise RuntimeError("got join() of a membership that is closed, expected it before close(); make another")
+
+
+def _check_own(host: str) -> None:
+    """Raise ValueError for a host that is not this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ValueError(
+                f"got host={host!r}, which is no address of this machine ({error}), expected the one at which the "
+                "other workers reach it"
+            ) from error
 
 
 def _own_address(store: str) -> str:

@@ -76,6 +76,7 @@ class Watching(Generations):
                 self._forming_since[forming.generation] = time.monotonic()
                 self._limit = None  # it was said for another one
                 self._watch_peers()
+                self._warn_of_loopback(forming)
                 self._start_thread(self._form, forming, name="gossip-forming")
             if forming is not None and forming.generation in self._formed:
                 self._hurry(forming)

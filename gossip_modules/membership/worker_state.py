@@ -37,6 +37,7 @@ class WorkerState:
         name: str,
         timeout: timedelta,
         host: str,
+        link_host: str | None,
         on_partition: str,
         interval: float,
         floor: float,
@@ -54,6 +55,7 @@ class WorkerState:
         self._wake = threading.Event()  # the watcher has something to do
         self._watcher: threading.Thread | None = None
         self.num_joins = self.num_deaths = 0
+        self._link_host, self._has_warned = link_host, False  # of Gloo
         self._has_met = False  # whether a listener of another worker was ever in reach
         self._reset()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 CPU = torch.device("cpu")
 
 
-def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None) -> Any:
     """A Gloo backend, which has the methods of a process group; returns when all its ranks are connected.
 
     [Note: groups and the interpreter's lock] torch 2.6 has two defects that threads meet. The constructor of the
@@ -26,20 +26,25 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
         rank: of the caller.
         world_size: the number of ranks.
         timeout: of connecting, and of every wait that gives none.
+        host: a name or address of this machine, at which the other ranks reach it; None: Gloo chooses, or the
+            environment variable GLOO_SOCKET_IFNAME.
 
     Raises:
         RuntimeError: a rank does not come in time.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    new = dist.ProcessGroupGloo
+    options._devices = [new.create_default_device() if host is None else new.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-def gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+def gloo_group(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None
+) -> dist.ProcessGroup:
     """A process group over `gloo_backend`, which its last reference releases."""
     group = dist.ProcessGroup(store, rank, world_size)
-    holder = [gloo_backend(store, rank, world_size, timeout)]
+    holder = [gloo_backend(store, rank, world_size, timeout, host=host)]
     group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, holder[0])
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     weakref.finalize(group, holder.clear).atexit = False  # [Note: groups and the interpreter's lock]

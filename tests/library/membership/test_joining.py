@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -64,3 +65,34 @@ def test_another_set_of_layers_is_refused_and_the_job_goes_on() -> None:
     wrapper.close()
     assert len(job.end()) == 1
     close([worker])
+
+
+def test_a_host_is_that_of_heartbeats_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    new = dist.ProcessGroupGloo.create_device
+
+    def create_device(hostname: str) -> Any:
+        asked.append(hostname)
+        return new(hostname=hostname)
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", staticmethod(create_device))
+    member = member_of(dist.HashStore(), min_workers=1, host="127.0.0.1")
+    wrapper = GossipDataParallel(nn.Linear(2, 1), membership=member)
+    assert member._heartbeats is not None
+    assert (set(asked), member._heartbeats.address[0]) == ({"127.0.0.1"}, "127.0.0.1")
+    wrapper.close()
+    with pytest.raises(ValueError, match=r"got host='192.0.2.1', which is no address of this machine"):
+        member_of(dist.HashStore(), min_workers=1, host="192.0.2.1")
+
+
+def test_loopback_in_a_job_of_several_machines_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = iter(["node0", "node1"])
+    job = Job(dist.HashStore(), min_workers=2)
+    monkeypatch.setattr("gossip_modules.membership.joining.socket.gethostname", lambda: next(names, "node1"))
+    with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
+        job.until_live(job.start(2))
+        close(job.end())
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("got 127.0.0.1 for the address of this worker" in x and "with workers on ['node0']" in x for x in lines)
