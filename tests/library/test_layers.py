@@ -38,7 +38,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "registry": set(),
         "simulate": {"graph_manager", "mixing_manager", "matcha", "compression", "schedule", "registry"},
         "methods": {*_WRAPPERS, "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
-        "testing": {"transport"},
+        "testing": {"membership", "transport"},
     },
     "train": {
         "job": set(),

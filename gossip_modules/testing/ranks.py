@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
-from .transport.gloo import CPU as CPU
-from .transport.gloo import gloo_group
+from ..transport.gloo import CPU as CPU
+from ..transport.gloo import gloo_group
 
 T = TypeVar("T")
 TIMEOUT = timedelta(seconds=20)

@@ -1,0 +1,74 @@
+"""Backend: where the workers of `Chaos` run, and how they are hit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from .events import Event
+from .worker import Worker
+
+Body = Callable[[Worker], Any]
+
+
+class Backend(ABC):
+    """Starts workers and a store, and carries out what `Chaos` asks for.
+
+    A worker that comes to a step with events asks, and waits until `go_on`; so events happen at exactly their step.
+
+    Args:
+        body: of each worker.
+
+    Attributes:
+        refused: kinds of events that it cannot do, and why.
+        results: by rank, what the body of a worker that has ended returned.
+        errors: by rank, what ended the others; workers that were killed are in neither.
+        running: ranks of the workers that have not ended.
+        store: "host:port" of the store.
+    """
+
+    refused: ClassVar[Mapping[type[Event], str]] = {}
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.running: set[int] = set()
+        self.store = ""
+
+    @abstractmethod
+    def start(self, rank: int, steps: Sequence[int]) -> None:
+        """Start a worker, which asks at these steps."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> list[tuple[int, int]]:
+        """Wait until somebody asks or ends; the ranks that ask, each with the step that it has come to."""
+
+    @abstractmethod
+    def go_on(self, rank: int) -> None:
+        """Answer a worker that has asked."""
+
+    @abstractmethod
+    def kill(self, rank: int) -> None:
+        """End a worker."""
+
+    @abstractmethod
+    def stop(self, rank: int) -> None:
+        """Have a worker stand still."""
+
+    @abstractmethod
+    def resume(self, rank: int) -> None:
+        """A worker that stands still goes on."""
+
+    @abstractmethod
+    def kill_store(self) -> None:
+        """End the store."""
+
+    @abstractmethod
+    def start_store(self) -> None:
+        """Start the store again, empty, at its address."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything. Idempotent."""

@@ -1,0 +1,173 @@
+"""Chaos: a training loop under faults, each at a given step."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from .backend import Backend, Body
+from .events import Continue, Event, Join, Kill, Stop, StoreKill
+from .process_backend import ProcessBackend
+from .thread_backend import ThreadBackend
+
+BACKENDS: dict[str, type[Backend]] = {"threads": ThreadBackend, "processes": ProcessBackend}
+
+
+class Chaos:
+    """Runs a training loop on several workers, and kills, stops and starts them at given training steps.
+
+    For tests that a loop with a `Membership` goes on: `run` raises what a worker raises that nobody has killed.
+
+    Args:
+        events: `Kill`, `Stop`, `Continue`, `Join`, `StoreKill`, ... in any order.
+        backend: "threads": all workers are threads of this process, and a killed one leaves its loop by an exception
+            that no `except Exception` catches, after its connections were closed; for the logic, in seconds.
+            "processes": each is a process, which is sent SIGKILL, SIGSTOP and SIGCONT.
+        seconds: after which a run that has not ended is ended by an error.
+
+    Raises:
+        ValueError: the backend cannot do one of the events; says why.
+
+    Example:
+        >>> def train(worker):
+        ...     membership = worker.membership(min_workers=3)
+        ...     model = GossipDataParallel(nn.Linear(4, 1), membership=membership)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     membership.track(optimizer=optimizer)
+        ...     for step in membership.steps(100):
+        ...         loss = model(torch.ones(2, 4)).pow(2).mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...     model.close()
+        ...     return membership.num_deaths
+        >>> Chaos([Kill(step=20, rank=0), Join(step=40)]).run(train, 3)
+        {1: 1, 2: 1, 3: 0}
+    """
+
+    def __init__(
+        self,
+        events: Iterable[Event] = (),
+        *,
+        backend: Literal["threads", "processes"] = "threads",
+        seconds: float = 120.0,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"got backend={backend!r}, expected one of {', '.join(map(repr, BACKENDS))}")
+        self.events = tuple(sorted(events, key=lambda event: event.step))
+        self.seconds = seconds
+        self._backend = BACKENDS[backend]
+        for event in self.events:
+            if type(event) not in _KINDS:
+                reason = self._backend.refused.get(type(event), "it is no event of gossip_modules.testing")
+                raise ValueError(f"got {event} with backend={backend!r}, expected events that it can do: {reason}")
+
+    def run(self, body: Body, num_workers: int) -> dict[int, Any]:
+        """Run `body(worker)` on each of so many workers, and on those that join, until all have ended.
+
+        Workers that stand still for ever are ended with the last of the others.
+
+        Args:
+            body: the training loop; it gets a `Worker`, whose `membership()` it trains with. In processes it is a
+                function of a module, and returns what JSON can say.
+            num_workers: that begin.
+
+        Returns:
+            By rank, what the body has returned; without those who were killed or stand still.
+
+        Raises:
+            ValueError: an event for a worker that never is.
+            Exception: what a worker raised that was not killed; of a process, a RuntimeError with its traceback.
+            TimeoutError: workers still run after `seconds`; names them.
+            RuntimeError: the run has ended before one of the events.
+        """
+        ranks = num_workers + sum(isinstance(event, Join) for event in self.events)
+        for event in self.events:
+            if getattr(event, "rank", 0) >= ranks:
+                raise ValueError(
+                    f"got {event} in a run of {num_workers} workers and {ranks - num_workers} that join, expected a "
+                    f"rank below {ranks}"
+                )
+        backend = self._backend(body)
+        try:
+            return _Run(backend, self.events, num_workers, self.seconds).run()
+        finally:
+            backend.close()
+
+
+_OWN = (Kill, Stop)  # happen when the worker itself comes to the step
+_KINDS = (*_OWN, Continue, Join, StoreKill)
+
+
+class _Run:
+    """One call of `Chaos.run`."""
+
+    def __init__(self, backend: Backend, events: Iterable[Event], num_workers: int, seconds: float) -> None:
+        self.backend, self.num_workers, self.seconds = backend, num_workers, seconds
+        self.coming = list(events)
+        self.stopped: set[int] = set()
+        self.next_rank = 0
+        self._order = itertools.count()  # of actions at the same time
+        self.later: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+
+    def run(self) -> dict[int, Any]:
+        """See `Chaos.run`."""
+        deadline = time.monotonic() + self.seconds
+        for _ in range(self.num_workers):
+            self.start()
+        while self.backend.running - self.stopped or self.later:
+            now = time.monotonic()
+            if now > deadline:
+                raise TimeoutError(
+                    f"got workers {sorted(self.backend.running)} still at work after {self.seconds:g} s, expected "
+                    f"their end; events that did not happen: {self.coming}"
+                )
+            until = min(deadline, self.later[0][0] if self.later else deadline)
+            for rank, step in self.backend.wait(until - now):
+                for event in [event for event in self.coming if event.step <= step and self.is_for(event, rank)]:
+                    self.coming.remove(event)
+                    self.fire(event)
+                self.backend.go_on(rank)
+            for error in self.backend.errors.values():
+                raise error
+            while self.later and self.later[0][0] <= time.monotonic():
+                heapq.heappop(self.later)[2]()
+        if self.coming:
+            raise RuntimeError(f"got an end of the run before {self.coming}, expected all events; train more steps")
+        return dict(sorted(self.backend.results.items()))
+
+    def start(self) -> None:
+        rank, self.next_rank = self.next_rank, self.next_rank + 1
+        steps = [event.step for event in self.coming if self.is_for(event, rank)]
+        self.backend.start(rank, steps)
+
+    def is_for(self, event: Event, rank: int) -> bool:
+        """Whether the event happens when this worker comes to its step."""
+        return event.rank == rank if isinstance(event, _OWN) else True
+
+    def fire(self, event: Event) -> None:
+        if isinstance(event, Kill):
+            self.backend.kill(event.rank)
+        elif isinstance(event, Stop):
+            self.stopped.add(event.rank)
+            self.backend.stop(event.rank)
+            if event.seconds is not None:
+                self.at(event.seconds, lambda: self.resume(event.rank))
+        elif isinstance(event, Continue):
+            self.resume(event.rank)
+        elif isinstance(event, Join):
+            self.start()
+        elif isinstance(event, StoreKill):
+            self.backend.kill_store()
+            self.at(event.seconds, self.backend.start_store)
+
+    def resume(self, rank: int) -> None:
+        if rank in self.stopped:
+            self.stopped.discard(rank)
+            self.backend.resume(rank)
+
+    def at(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.later, (time.monotonic() + seconds, next(self._order), action))

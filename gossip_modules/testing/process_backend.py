@@ -1,0 +1,191 @@
+"""ProcessBackend: each worker a process, which gets real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, ClassVar
+
+from ..membership.membership import Membership
+from ..membership.serve import serve
+from .backend import Backend, Body
+from .events import Delay, Event, Loss, Partition
+from .worker import Worker
+
+_WIRE = "the wire between processes of one machine is not emulated"
+_START_SECONDS = 60.0  # of a store
+_PR_SET_PDEATHSIG = 1
+# What every worker needs; torch loads torch._dynamo in the first step of an optimizer.
+_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "gossip_modules", "gossip_modules.testing")
+
+
+class ProcessBackend(Backend):
+    """See `Backend`. Processes are forks of one that has imported torch, so that they begin in milliseconds."""
+
+    refused: ClassVar[Mapping[type[Event], str]] = {Delay: _WIRE, Loss: _WIRE, Partition: _WIRE}
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(body)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*_PRELOADED, getattr(body, "__module__", "")])
+        self._processes: dict[int, ForkServerProcess] = {}
+        self._connections: dict[int, Connection] = {}
+        self._killed: set[int] = set()
+        self._server: ForkServerProcess | None = None
+        self._port = 0
+        self.start_store()
+
+    def start(self, rank: int, steps: Sequence[int]) -> None:
+        """See `Backend`."""
+        mine, other = self._context.Pipe()
+        process = self._context.Process(
+            target=_work, args=(self.body, rank, self.store, list(steps), other), name=f"chaos-{rank}", daemon=True
+        )
+        process.start()
+        other.close()
+        self._processes[rank], self._connections[rank] = process, mine
+        self.running.add(rank)
+
+    def pid(self, rank: int) -> int:
+        """Of the process of a worker."""
+        pid = self._processes[rank].pid
+        assert pid is not None, "it was started"
+        return pid
+
+    def wait(self, seconds: float) -> list[tuple[int, int]]:
+        """See `Backend`."""
+        ranks = {self._connections[rank]: rank for rank in self.running}
+        asking = []
+        for connection in wait(list(ranks), max(seconds, 0.0)):
+            assert isinstance(connection, Connection)
+            rank = ranks[connection]
+            try:
+                message = json.loads(connection.recv_bytes())
+            except (EOFError, ConnectionError):
+                self._ended(rank)
+                continue
+            if "step" in message:
+                asking.append((rank, int(message["step"])))
+            elif "error" in message:
+                self.errors[rank] = RuntimeError(f"worker {rank} failed:\n{message['error']}")
+            else:
+                self.results[rank] = message["result"]
+        return asking
+
+    def _ended(self, rank: int) -> None:
+        process = self._processes[rank]
+        process.join()
+        self._connections.pop(rank).close()
+        self.running.discard(rank)
+        if rank not in self._killed and rank not in self.results:
+            self.errors.setdefault(
+                rank, RuntimeError(f"worker {rank}: got exit code {process.exitcode} without a result, expected one")
+            )
+        elif rank not in self._killed and process.exitcode != 0:
+            self.errors[rank] = RuntimeError(
+                f"worker {rank}: got exit code {process.exitcode} after its result, expected 0"
+            )
+
+    def go_on(self, rank: int) -> None:
+        """See `Backend`."""
+        with contextlib.suppress(KeyError, ConnectionError):  # it has just been killed
+            self._connections[rank].send_bytes(b"{}")
+
+    def kill(self, rank: int) -> None:
+        """See `Backend`."""
+        self._killed.add(rank)
+        self._signal(rank, signal.SIGKILL)
+
+    def stop(self, rank: int) -> None:
+        """See `Backend`."""
+        self._signal(rank, signal.SIGSTOP)
+
+    def resume(self, rank: int) -> None:
+        """See `Backend`."""
+        self._signal(rank, signal.SIGCONT)
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        if rank in self.running:  # whose id is its own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid(rank), number)
+
+    def kill_store(self) -> None:
+        """See `Backend`."""
+        if self._server is not None:
+            self._server.kill()
+            self._server.join()
+            self._server = None
+
+    def start_store(self) -> None:
+        """See `Backend`."""
+        if self._server is not None:
+            return
+        mine, other = self._context.Pipe()
+        self._server = self._context.Process(target=_serve, args=(self._port, other), name="chaos-store", daemon=True)
+        self._server.start()
+        other.close()
+        with mine:
+            if not mine.poll(_START_SECONDS):
+                raise TimeoutError(f"got no answer of the store in {_START_SECONDS:g} s, expected it to start")
+            self._port = int(json.loads(mine.recv_bytes()))
+        self.store = f"127.0.0.1:{self._port}"
+
+    def close(self) -> None:
+        """See `Backend`."""
+        for rank in list(self.running):
+            self.kill(rank)
+            self._processes[rank].join()
+            self._connections.pop(rank).close()
+            self.running.discard(rank)
+        self.kill_store()
+
+
+def _end_with_parent() -> None:
+    """Linux: this process is killed with the server of forks, which ends with the process that has started it."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(port: int, connection: Connection) -> None:
+    """The process of the store."""
+    _end_with_parent()
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            store = serve(port)
+            break
+        except RuntimeError:  # the port of the one before is not free yet
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+    connection.send_bytes(json.dumps(store.port).encode())
+    threading.Event().wait()
+
+
+def _work(body: Body, rank: int, store: str, steps: Sequence[int], connection: Connection) -> None:
+    """The process of a worker."""
+    _end_with_parent()
+
+    def at_event(membership: Membership, step: int) -> None:
+        _say(connection, step=step)
+        connection.recv_bytes()
+
+    try:
+        _say(connection, result=body(Worker(rank, store, steps, at_event)))
+    except Exception:  # noqa: BLE001 - raised by `Chaos.run`, in the process that has started this one
+        _say(connection, error=traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def _say(connection: Connection, **message: Any) -> None:
+    connection.send_bytes(json.dumps(message).encode())
