@@ -30,12 +30,14 @@ import tyro
 from torch import nn
 
 from benchmarks.record import RESULTS, provenance
-from gossip_modules import GossipDataParallel, Membership, RingGraph
+from gossip_modules import Choco, GossipDataParallel, Membership, PowerGossip, RingGraph, SignNorm
 
 METHODS: dict[str, dict[str, Any]] = {
     "SGP": {},
     "Overlap SGP": {"overlap": True},
     "D-PSGD, ring": {"push_sum": False, "graph": lambda n: RingGraph(n, peers_per_itr=min(2, n - 1))},
+    "PowerGossip": {"gossiper": PowerGossip()},
+    "CHOCO": {"gossiper": Choco(SignNorm(), step_size=0.4)},
 }
 
 

@@ -13,6 +13,7 @@ from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingWeights
 from .compressed import CompressedGossiper, State, copy_state
+from .gossiper import Messages
 from .message import MessageBuffer
 
 
@@ -57,8 +58,15 @@ class BroadcastGossiper(CompressedGossiper):
             messages: each message with its weight in the row of W - I; the message of this rank comes first.
         """
 
+    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
+        """See `Gossiper`."""
+        self.prepare(s)
+        if self._is_elastic:  # workers that came later have sent fewer, and random choices must be the same
+            self.num_messages = self._t
+        return super().encode(s, out_peers, in_peers)
+
     def message_number(self, peer: int) -> int:
-        """See `CompressedGossiper`."""
+        """See `LinkedGossiper`."""
         return self.num_messages
 
     def buffers_for(self, peer: int) -> tuple[MessageBuffer, MessageBuffer]:

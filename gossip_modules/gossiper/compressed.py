@@ -13,20 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..flat.layout import FlatLayout, TensorSpec
+from ..flat.layout import TensorSpec
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager, MixingWeights
-from .gossiper import Gossiper, Messages
-from .message import MessageBuffer, tensor_runs
-from .message_check import MessageCheck
+from .gossiper import Messages
+from .linked import LinkedGossiper
+from .message import MessageBuffer, num_bytes, tensor_runs, warn_of_little
 
 State = dict[str, Tensor]
 
-_MIN_BYTES = 4096  # of parameters; below it latency decides what a round costs, and no warning is given
-_MAX_EXACT = 0.5  # of the parameters' bytes; above it a 16-bit wire saves more than compressing the rest
 
-
-class CompressedGossiper(Gossiper):
+class CompressedGossiper(LinkedGossiper):
     """x <- x + step_size (W - I) s', where s' is what the peers know of s from compressed messages.
 
     A round of every compressed algorithm; the arithmetic of lines 2 and 4 is in the file of the algorithm:
@@ -61,12 +58,10 @@ class CompressedGossiper(Gossiper):
                 f"{type(self).__name__}: got step_size={step_size!r}, expected a positive number; 1 mixes with the "
                 "weights as they are, strong compression needs less"
             )
+        super().__init__()
         self.step_size = float(step_size)
-        self._layout: FlatLayout | None = None
         self._device = torch.device("cpu")
         self._loaded: Mapping[str, Any] = {}
-        self._message_check = MessageCheck()
-        self._buffers: dict[int, tuple[MessageBuffer, MessageBuffer]] = {}  # outgoing and incoming, by peer
         self._has_failed = False  # True inside a round, and after one that raised
 
     def check(self, mixing: MixingManager) -> None:
@@ -116,14 +111,6 @@ class CompressedGossiper(Gossiper):
         """Copy in what `state()` returned."""
 
     @abstractmethod
-    def message_number(self, peer: int) -> int:
-        """The number of the next message to and from this peer."""
-
-    def state_checksum(self, peer: int) -> int:
-        """A checksum of the state that this rank and the peer must have in common; 0 if there is none."""
-        return 0
-
-    @abstractmethod
     def buffers_for(self, peer: int) -> tuple[MessageBuffer, MessageBuffer]:
         """The outgoing and the incoming message of this peer in this phase, of equal sizes."""
 
@@ -150,9 +137,8 @@ class CompressedGossiper(Gossiper):
                 "agree; start again from a checkpoint on all ranks"
             )
         self._has_failed = True
-        self._buffers = {peer: self.buffers_for(peer) for peer in in_peers}
-        numbers = {peer: (self.message_number(peer), self.state_checksum(peer)) for peer in in_peers}
-        self._message_check.post(self.transport, numbers, t=self._t)
+        self._buffers = {peer: self.buffers_for(peer) for peer in self.live(in_peers)}
+        self.post_headers()
         self.write_messages(s)
         sends = {peer: (outgoing.raw,) for peer, (outgoing, _) in self._buffers.items()}
         return sends, {peer: (incoming.raw,) for peer, (_, incoming) in self._buffers.items()}
@@ -162,33 +148,31 @@ class CompressedGossiper(Gossiper):
         self.apply_messages(s, weights)
         self._has_failed = self.phase + 1 < self.num_phases
 
-    def _wait(self) -> None:
-        messages, self._pending = self._pending, None
-        assert messages is not None, "no round is in flight: start() comes first"
-        # Headers first: where the numbers differ, the messages may have another size.
-        self._message_check.wait(self.transport, t=self._t)
-        messages.wait()
-        for peer, buffers in self._buffers.items():
-            self._message_check.add(peer, buffers)
-
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """See `Mixer`; shares memory with the gossiper, like that of a module. Empty after a round that failed."""
         if self._layout is None:
             return dict(self._loaded)
-        if self._has_failed:
+        if self._has_failed or self._is_elastic:
             return {}
+        return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
         return {"algorithm": type(self).__name__, **self._message_check.state_dict(), **self.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Mixer`; an empty state starts from zero. The next round uses it, and checks its shapes."""
-        if state and state.get("algorithm") != type(self).__name__:
+        """See `Mixer`; an empty state, or any on an elastic transport, starts from zero.
+
+        The next round uses it, and checks its shapes.
+        """
+        if state and not self._is_elastic and state.get("algorithm") != type(self).__name__:
             raise ValueError(
                 f"got state {sorted(state)} of {state.get('algorithm', 'another algorithm')}, expected that of "
                 f"{type(self).__name__}; load a checkpoint of the same gossiper"
             )
-        self._layout, self._loaded, self._has_failed = None, copy.deepcopy(dict(state)), False
+        loaded = {} if self._is_elastic else copy.deepcopy(dict(state))
+        self._layout, self._loaded, self._has_failed = None, loaded, False
 
     def prepare(self, s: FlatVector) -> None:
         """Find out which tensors of s are compressed, and allocate or load the state for them."""
@@ -196,7 +180,7 @@ class CompressedGossiper(Gossiper):
             return
         loaded = self._loaded
         if self._layout is not None and self._layout == s.layout:
-            loaded = self.state_dict()  # moved to another device
+            loaded = {} if self._has_failed else self._state_dict()  # moved to another device
         elif self._layout is not None:
             what = "other tensors, or tensors of other dtypes, are trained than before"
             warnings.warn(f"{self}: {what}, so its state starts from zero", stacklevel=2)
@@ -212,28 +196,13 @@ class CompressedGossiper(Gossiper):
         self._message_check.load_state_dict(loaded)
         self._layout, self._loaded = s.layout, {}
         if self.transport.rank == 0:  # all have the same layout
-            self._warn_of_little(s.layout)
-
-    def _warn_of_little(self, layout: FlatLayout) -> None:
-        """Warn where compression saves little or nothing; a model that is mostly matrices gets no warning."""
-        exact, compressed = (
-            sum((run.last - run.first) * layout.segments[run.segment].dtype.itemsize for run in runs)
-            for runs in ([run for run in self._exact_runs if not run.specs[0].is_buffer], self._compressed_runs)
-        )
-        if exact + compressed < _MIN_BYTES:
-            return
-        if exact > _MAX_EXACT * (exact + compressed):
-            warnings.warn(
-                f"{self}: {exact / (exact + compressed):.0%} of the parameters' bytes ({exact:,}) are in parameters of "
-                f"one dimension, which are sent as they are in every round; {self.remedy_for_exact}",
-                stacklevel=3,
-            )
-        elif compressed and self.num_compressed_bytes() >= compressed:
-            warnings.warn(
-                f"{self}: the compressed message of {compressed:,} bytes of parameters has "
-                f"{self.num_compressed_bytes():,} bytes, so compression saves nothing; leave the gossiper out, or "
-                "choose a coarser compressor",
-                stacklevel=3,
+            exact = [run for run in self._exact_runs if not run.specs[0].is_buffer]
+            warn_of_little(
+                str(self),
+                exact=num_bytes(s.layout, exact),
+                compressed=num_bytes(s.layout, self._compressed_runs),
+                num_compressed_bytes=self.num_compressed_bytes(),
+                remedy=self.remedy_for_exact,
             )
 
     # The compressed and the exact tensors of s.

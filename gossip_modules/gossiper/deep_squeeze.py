@@ -39,6 +39,8 @@ class DeepSqueeze(BroadcastGossiper):
         >>> model = GossipDataParallel(model, push_sum=False, gossiper=gossiper)
     """
 
+    is_elastic = True
+
     def __init__(self, compressor: Compressor, *, step_size: float) -> None:
         super().__init__(step_size=step_size)
         self.compressor = checked_compressor(compressor)

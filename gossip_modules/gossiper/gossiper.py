@@ -61,6 +61,7 @@ class Gossiper(Mixer):
     phase: int = 0  # of the round that runs, for `encode` and `decode`
     received: Sequence[FlatVector] = ()  # where messages are vectors: those of the in-peers, in their order
     _pending: Pending | None = None
+    _is_elastic: bool = False  # the transport
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
@@ -134,6 +135,19 @@ class Gossiper(Mixer):
         self._wait()
         return self.decode_difference(s, self._weights)
 
+    def for_membership(self) -> Gossiper:
+        """The gossiper that runs this algorithm where peers fail, come and go; itself where it can.
+
+        Raises:
+            ValueError: the algorithm cannot do without a peer in a round.
+        """
+        if not self.is_elastic:
+            raise ValueError(
+                f"got {self} with a membership, expected a gossiper whose rounds go on without peers that fail, which "
+                "says so by is_elastic = True; pass gossiper=None, or one of this library's"
+            )
+        return self
+
     def _begin(self, t: int) -> None:
         """The plan of round t, which is kept where it comes again."""
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
@@ -174,7 +188,8 @@ class Gossiper(Mixer):
             rows.append(MixingWeights(own, {peer: w for peer, w in row.inp.items() if peer not in lost}))
         self._weights, self._buffer_weights = rows
         self._in_peers = tuple(self._in_peers[k] for k in kept)
-        self.received = [self.received[k] for k in kept]
+        if self.received:
+            self.received = [self.received[k] for k in kept]
 
     # In chunks.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,31 @@ class LinkFactors:
                 words = factor[link].reshape(-1).view(torch.int32).long()
                 total = total * 31 + (words * torch.arange(1, 2 * words.numel(), 2, device=words.device)).sum()
         return int(total) % (1 << 32)
+
+    def forget(self, peer: int) -> None:
+        """As before the first iteration of a link."""
+        link = self._peers.index(peer)
+        self.iterations[peer] = 0
+        for state in self.tensors:
+            for factor in state.values():
+                factor[link].zero_()
+
+    def renumbered(self, rank: int, peers: Sequence[int], kept: Mapping[int, int]) -> LinkFactors:
+        """The factors of a rank that has another number and other peers.
+
+        Args:
+            rank, peers: see above.
+            kept: the links that stay: the new rank of each peer, by its old one.
+        """
+        like = [state["left"] for state in self.tensors]
+        new = LinkFactors(rank, peers, self._batches, like, seed=self._seed, warm_start=self._warm_start)
+        for link, old in enumerate(self._peers):
+            if old in kept:
+                new.iterations[kept[old]] = self.iterations[old]
+                for own, theirs in zip(new.tensors, self.tensors, strict=True):
+                    for side, factor in own.items():
+                        factor[new._peers.index(kept[old])] = theirs[side][link]
+        return new
 
     def state(self) -> dict[str, Any]:
         """Everything that is kept, for a checkpoint; shares memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from ..flat.vector import FlatVector
 
 _ALIGNMENT = 8  # bytes; a tensor of any dtype may start there
 WORD = 1 << 32  # the numbers in a header are unsigned and have 32 bits
+_MIN_BYTES = 4096  # of parameters; below it latency decides what a round costs, and no warning is given
+_MAX_EXACT = 0.5  # of the parameters' bytes; above it a 16-bit wire saves more than compressing the rest
 
 
 class MessageBuffer:
@@ -97,3 +100,34 @@ def _joined(layout: FlatLayout, predicate: Callable[[TensorSpec], bool]) -> Iter
                 run = []
         if run:
             yield TensorRun(index, start, start + sum(spec.numel for spec in run), tuple(run))
+
+
+def num_bytes(layout: FlatLayout, runs: Sequence[TensorRun]) -> int:
+    """The bytes of these tensors in a vector of that layout."""
+    return sum((run.last - run.first) * layout.segments[run.segment].dtype.itemsize for run in runs)
+
+
+def warn_of_little(name: str, *, exact: int, compressed: int, num_compressed_bytes: int, remedy: str) -> None:
+    """Warn where compression saves little or nothing; a model that is mostly matrices gets no warning.
+
+    Args:
+        name: of the gossiper.
+        exact: the bytes of parameters that are sent as they are.
+        compressed: those of the others.
+        num_compressed_bytes: of the message of the latter; 0: not known.
+        remedy: where most is sent exactly.
+    """
+    if exact + compressed < _MIN_BYTES:
+        return
+    if exact > _MAX_EXACT * (exact + compressed):
+        warnings.warn(
+            f"{name}: {exact / (exact + compressed):.0%} of the parameters' bytes ({exact:,}) are in parameters of "
+            f"one dimension, which are sent as they are in every round; {remedy}",
+            stacklevel=3,
+        )
+    elif compressed and num_compressed_bytes >= compressed:
+        warnings.warn(
+            f"{name}: the compressed message of {compressed:,} bytes of parameters has {num_compressed_bytes:,} bytes, "
+            "so compression saves nothing; leave the gossiper out, or choose a coarser compressor",
+            stacklevel=3,
+        )

@@ -59,6 +59,8 @@ class Moniqua(BroadcastGossiper):
         >>> model = GossipDataParallel(model, push_sum=False, gossiper=Moniqua(theta=0.5, bits=8))
     """
 
+    is_elastic = True
+
     def __init__(self, theta: float, *, bits: int = 8, step_size: float = 1.0, seed: int = 0) -> None:
         super().__init__(step_size=step_size)
         if not (isinstance(theta, int | float) and 0 < theta < math.inf):

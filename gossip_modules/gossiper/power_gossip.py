@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from math import prod
 from typing import Any
 
@@ -72,6 +72,8 @@ class PowerGossip(CompressedGossiper):
         >>> model = GossipDataParallel(model, graph=ring, push_sum=False, gossiper=PowerGossip())
     """
 
+    is_elastic = True
+    has_links = True
     remedy_for_exact = "pass compress_vectors=True (--compress-vectors), or wire_dtype=torch.bfloat16 and no gossiper"
 
     def __init__(
@@ -155,8 +157,8 @@ class PowerGossip(CompressedGossiper):
         """See `Mixer`."""
         super().bind(mixing, transport)
         self._peers = sorted(mixing.graph.phone_book(transport.rank))
-        if not self._has_own_step_size and mixing.period == 1:
-            self.step_size = best_step_size(mixing)
+        if not self._has_own_step_size:
+            self.step_size = best_step_size(mixing) if mixing.period == 1 else 1.0
 
     def is_compressed(self, spec: TensorSpec) -> bool:
         """See `CompressedGossiper`."""
@@ -208,11 +210,31 @@ class PowerGossip(CompressedGossiper):
         return self._message_buffers[key]
 
     def message_number(self, peer: int) -> int:
-        """See `CompressedGossiper`."""
+        """See `LinkedGossiper`."""
         return self._factors.iterations[peer]
 
+    def link_age(self, peer: int) -> int:
+        """See `LinkedGossiper`."""
+        return self._factors.iterations[peer]
+
+    def forget_link(self, peer: int) -> None:
+        """See `LinkedGossiper`: the factors are drawn anew."""
+        self._factors.forget(peer)
+
+    def _leave_out(self, lost: Set[int]) -> None:
+        """See `LinkedGossiper`: bases are those of the links that are left."""
+        for side, links in self._factors.by_side(self._buffers):
+            left = [k for k, link in enumerate(links) if self._peers[link] not in lost]
+            self._bases[side] = [basis[left] for basis in self._bases[side]]
+        super()._leave_out(lost)
+
+    def renumber_links(self, ranks: Mapping[int, int]) -> None:
+        """See `LinkedGossiper`."""
+        self._factors = self._factors.renumbered(self.transport.rank, self._peers, ranks)
+        self._message_buffers = {}
+
     def state_checksum(self, peer: int) -> int:
-        """See `CompressedGossiper`: a checksum of both factors, in the iterations that are checked."""
+        """See `LinkedGossiper`: a checksum of both factors, in the iterations that are checked."""
         if self.check_every == 0 or self._factors.iterations[peer] % self.check_every:
             return 0
         return self._factors.checksum(peer)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..flat.buffer import FlatBuffer
-from ..gossiper.gossiper import Gossiper
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
@@ -69,13 +68,8 @@ def check_elastic(
         )
 
 
-def check_lossy(gossiper: Gossiper, schedule: Schedule) -> None:
-    """Raise ValueError for an algorithm, or a schedule, that cannot do without a peer in a round."""
-    if not gossiper.is_elastic:
-        raise ValueError(
-            f"got {gossiper} with a membership, expected PushSum or PushPull: what it keeps of its peers must be the "
-            "same at both ends of a link, also after a message is lost; pass gossiper=None"
-        )
+def check_schedule(schedule: Schedule) -> None:
+    """Raise ValueError for a schedule that cannot do without a worker in a round."""
     if schedule.average_every:
         raise ValueError(
             f"got {schedule} with a membership, expected gossip only: an average over all workers fails with each of "
@@ -104,17 +98,26 @@ class LockstepParticipant:
         wrapper: that trains.
         membership: who takes part.
         choose: the weights, with their graph, for a number of workers; the same function on all of them.
+        check: raises ValueError for weights that do not suit the algorithm.
 
     Raises:
-        ValueError: there is no graph for some number of workers.
+        ValueError: there is no graph for some number of workers, or `check` raises it.
     """
 
-    def __init__(self, wrapper: ElasticWrapper, membership: Membership, choose: Callable[[int], MixingManager]) -> None:
+    def __init__(
+        self,
+        wrapper: ElasticWrapper,
+        membership: Membership,
+        choose: Callable[[int], MixingManager],
+        *,
+        check: Callable[[MixingManager], None],
+    ) -> None:
         self.wrapper, self.membership, self.choose = wrapper, membership, choose
         failing: dict[int, Exception] = {}
+        chosen = []
         for n in range(1, max(2 * membership.min_workers, _CHECKED_SIZES) + 1):
             try:
-                choose(n)
+                chosen.append(choose(n))
             except ValueError as error:
                 failing[n] = error
         if failing:
@@ -122,6 +125,8 @@ class LockstepParticipant:
                 f"got a graph or mixing that does not exist for {list(failing)} workers, expected one for any number, "
                 f"since workers may die and join; e.g. RingGraph or BaseGraph: {next(iter(failing.values()))}"
             )
+        for mixing in chosen:
+            check(mixing)
 
     def describe(self) -> dict[str, str]:
         """What a worker that joins must have in common with the others."""
@@ -224,6 +229,7 @@ class LockstepParticipant:
             wrapper._reattach()
         wrapper._to_estimate()
         self._choose_as(state["travels"], set(state["trained"]))
+        wrapper._engine.gossiper.load_state_dict({})  # what it kept of its peers
         vector = wrapper._buffer.vector
         vector.raw.copy_(state["vector"])
         vector.push_sum_weight.copy_(state["weight"])

@@ -17,7 +17,7 @@ from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..gossiper.gossiper import Gossiper
 from ..membership.links import alone
-from ..membership.lockstep import LockstepParticipant, check_elastic, check_lossy
+from ..membership.lockstep import LockstepParticipant, check_elastic, check_schedule
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..outer.method import OuterMethod
@@ -171,7 +171,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
                 "nprocs_per_node": g,
             }
             check_elastic(graph=graph, mixing=mixing, **fixed)
-            gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
+            gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype).for_membership()
             choose = choose_for_any_size(graph, mixing, push_sum=push_sum, gossiper=gossiper)
             self._start_elastic(membership, choose, gossiper, as_schedule(schedule))
             return
@@ -199,8 +199,8 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         self, membership: Membership, choose: Callable[[int], MixingManager], gossiper: Gossiper, schedule: Schedule
     ) -> None:
         """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
-        check_lossy(gossiper, schedule)
-        self._elastic = LockstepParticipant(self, membership, choose)
+        check_schedule(schedule)
+        self._elastic = LockstepParticipant(self, membership, choose, check=gossiper.check)
         self._describe(choose(8), gossiper, schedule)
         self._transport: Any = alone(membership.timeout)
         self._start(choose(1), gossiper, schedule)
