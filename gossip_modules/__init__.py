@@ -16,6 +16,7 @@ from .dpwa.wrapper import PairwiseDataParallel
 from .engine.engine import Engine, LockstepEngine, SyncEngine
 from .engine.outer import OuterEngine
 from .engine.overlap import OverlapEngine
+from .engine.ruled import RuledEngine
 from .flat.buffer import FlatBuffer
 from .flat.vector import FlatVector
 from .gossiper.choco import Choco
@@ -70,6 +71,13 @@ from .transport.base import Transport
 from .transport.connect import connect
 from .transport.process_group import ProcessGroupTransport
 from .transport.progress import Progress, job_store
+from .update_rules.carried import Carried
+from .update_rules.d2 import D2
+from .update_rules.decentlam import DecentLaM
+from .update_rules.exact_diffusion import ExactDiffusion
+from .update_rules.gradient_tracking import GradientTracking
+from .update_rules.qg_dsgdm import QGDSGDm
+from .update_rules.rule import UpdateRule
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
 from .wrappers.base import GossipWrapper
@@ -79,12 +87,14 @@ from .wrappers.gossip import GossipDataParallel
 __version__ = "0.1.0"
 
 __all__ = [
+    "D2",
     "QSGD",
     "AllReduceDataParallel",
     "Anchor",
     "BaseGraph",
     "BilatGossipDataParallel",
     "ButterflyGroups",
+    "Carried",
     "Cast",
     "Choco",
     "ClockInterpolation",
@@ -92,6 +102,7 @@ __all__ = [
     "Compressor",
     "ConstantInterpolation",
     "CurveKeys",
+    "DecentLaM",
     "DeepSqueeze",
     "DiLoCo",
     "DynamicBipartiteCompleteGraph",
@@ -102,6 +113,7 @@ __all__ = [
     "Engine",
     "EquiDynGraph",
     "EquiStaticGraph",
+    "ExactDiffusion",
     "FlatBuffer",
     "FlatVector",
     "GASLoC",
@@ -110,6 +122,7 @@ __all__ = [
     "GossipModule",
     "GossipWrapper",
     "Gossiper",
+    "GradientTracking",
     "GraphManager",
     "GraphMixing",
     "GroupAverageDataParallel",
@@ -140,11 +153,13 @@ __all__ = [
     "Progress",
     "PushPull",
     "PushSum",
+    "QGDSGDm",
     "RandomGraph",
     "RandomK",
     "RandomMatchingGraph",
     "RandomPushGraph",
     "RingGraph",
+    "RuledEngine",
     "Schedule",
     "SignNorm",
     "SimpleGossipDataParallel",
@@ -155,6 +170,7 @@ __all__ = [
     "TorusGraph",
     "Transport",
     "UniformMixing",
+    "UpdateRule",
     "WeightedGraph",
     "connect",
     "gossip",

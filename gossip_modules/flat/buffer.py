@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,15 @@ class FlatBuffer:
     def tensors(self) -> list[Tensor]:
         """All tensors that view the vector: matrices, vectors, buffers."""
         return [slot.tensor for slot in self._slots]
+
+    def parameters_in(self, vector: FlatVector) -> list[Tensor]:
+        """For each of `parameters` its place in another vector of this layout, in its shape; shares memory."""
+        segments, offsets, places = {x.dtype: x for x in vector.segments}, defaultdict[torch.dtype, int](int), []
+        for parameter in self.parameters:
+            dtype = real_dtype(parameter)
+            places.append(view_like(segments[dtype], offsets[dtype], parameter))
+            offsets[dtype] += real_numel(parameter)
+        return places
 
     def signature(self) -> list[str]:
         """Names, shapes, dtypes and strides in order: equal on two ranks if and only if their vectors match."""

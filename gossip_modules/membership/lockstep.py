@@ -39,6 +39,7 @@ class ElasticWrapper(Protocol):
 def check_elastic(
     *,
     outer: object,
+    rule: object,
     process_group: object,
     comm_device: object,
     nprocs_per_node: int,
@@ -56,6 +57,11 @@ def check_elastic(
         raise ValueError(
             f"got outer={outer} with a membership, expected None: its anchor must be the same on all workers, also on "
             "one that joins between two outer steps"
+        )
+    if rule is not None:
+        raise ValueError(
+            f"got rule={rule} with a membership, expected None: what a rank carries from round to round makes up for "
+            "what the others carry, and would be lost with it"
         )
     if process_group is not None:
         raise ValueError("got process_group with a membership, expected None: a membership connects its workers itself")

@@ -19,12 +19,14 @@ from torch import nn
 
 from ..compression.compressor import Compressor
 from ..gossiper.gossiper import Gossiper
+from ..gossiper.push_pull import PushPull
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..graph_manager.static_graphs import NetworkXGraph
 from ..mixing_manager.base import MixingManager
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
+from ..update_rules.rule import UpdateRule
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -141,6 +143,46 @@ def check_outer(
             f"got {', '.join(given)} beside outer={outer}, which averages over all ranks and never gossips, expected "
             "none; leave them out, or take an outer method that gossips: GASLoC, NoLoCo or SlowMo(gossip_every=1)"
         )
+
+
+def check_rule(rule: object, schedule: Schedule, others: Mapping[str, object]) -> None:
+    """Raise ValueError where `rule` is no update rule, or stands beside arguments that do not fit to it.
+
+    Args:
+        rule: what the user gave.
+        schedule: when ranks communicate.
+        others: other arguments of the wrapper, by name.
+    """
+    if not isinstance(rule, UpdateRule):
+        raise ValueError(f"got rule={rule!r}, expected an UpdateRule such as D2(), QGDSGDm() or GradientTracking()")
+    if schedule != Schedule():
+        raise ValueError(
+            f"got schedule={schedule} beside rule={rule}, expected none: what the rule carries is made in a round "
+            "after every step; leave schedule out"
+        )
+    gossiper = others["gossiper"]
+    is_compressed = gossiper is not None and type(gossiper) is not PushPull
+    refused = {
+        "outer": (others["outer"] is not None, "both say what is made of the steps of a rank; leave one of them out"),
+        "overlap": (others["overlap"], "the rule needs the result of a round before the next step; leave overlap out"),
+        "gossiper": (is_compressed, "the sums that the rule keeps hold for exact messages only; leave gossiper out"),
+        "wire_dtype": (
+            others["wire_dtype"] is not None,
+            "the rule adds up differences of models, and with them what a narrow wire rounds; leave wire_dtype out",
+        ),
+        "on_nonfinite": (
+            others["on_nonfinite"] == "skip",
+            "a round that one rank leaves out would be missing in what the others carry; expected 'raise' or 'spread'",
+        ),
+        "nprocs_per_node": (
+            rule.needs_sgd and others["nprocs_per_node"] != 1,
+            "the rule writes the momentum of the whole model, of which each process of a node mixes a shard; take D2, "
+            "ExactDiffusion or GradientTracking, or nprocs_per_node=1",
+        ),
+    }
+    for name, (is_refused, reason) in refused.items():
+        if is_refused:
+            raise ValueError(f"got {name}={others[name]} beside rule={rule}, expected none of it: {reason}")
 
 
 def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelta:

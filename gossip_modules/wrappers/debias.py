@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import weakref
 from enum import Enum
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..flat.buffer import FlatBuffer
+from ..flat.step_hooks import StepHooks, holds_any
 
 
 class Form(Enum):
@@ -78,10 +74,15 @@ class Debias:
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer holds one of our parameters."""
-        if self._is_stopped:
-            return False
-        ours = {id(parameter) for parameter in self.buffer.parameters}
-        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+        return not self._is_stopped and holds_any(optimizer, self.buffer.parameters)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+        self.to_numerator()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+        self.to_estimate()
 
     def _watch(self) -> None:
         if self.is_needed and not self._is_stopped:
@@ -92,74 +93,4 @@ class Debias:
         self._watch()
 
 
-class _Watched:
-    """The Debias objects that are needed, told of every optimizer step in the process by one pair of global hooks.
-
-    The hooks are there while there are such objects. torch walks over its hooks during a step, and must not find them
-    changed: where the last object goes within a step, or while another thread lives that has taken one since the hooks
-    came, they stay, without effect, until the next object comes or goes. (Whether that thread is within a step now
-    cannot be asked: reading the frames of a thread that runs is not safe.) The lock is reentrant, since an object may
-    be collected, and leave, wherever its holder allocates; nobody waits for anything else while holding it.
-    """
-
-    def __init__(self) -> None:
-        self._members: weakref.WeakSet[Debias] = weakref.WeakSet()
-        self._lock = threading.RLock()
-        self._handles: tuple[RemovableHandle, ...] = ()
-        self._steppers: set[int] = set()  # threads that have taken a step since the hooks came
-
-    def add(self, debias: Debias) -> None:
-        """Tell `debias` of steps as long as it lives and is not discarded."""
-        with self._lock:
-            self._members.add(debias)
-            weakref.finalize(debias, self._unhook_if_idle).atexit = False
-            if not self._handles:
-                self._handles = (
-                    register_optimizer_step_pre_hook(self._before_step),
-                    register_optimizer_step_post_hook(self._after_step),
-                )
-
-    def discard(self, debias: Debias) -> None:
-        """Tell it no more."""
-        with self._lock:
-            self._members.discard(debias)
-        self._unhook_if_idle()
-
-    def _unhook_if_idle(self) -> None:
-        """Also called by the garbage collector, when an object has died, in any thread."""
-        with self._lock:
-            if not any(True for _ in self._members) and not self._may_be_stepping():
-                handles, self._handles = self._handles, ()
-                self._steppers.clear()
-                for handle in handles:
-                    handle.remove()
-
-    def _may_be_stepping(self) -> bool:
-        """Whether an optimizer is inside its step in this thread, or may be in another one."""
-        own = threading.get_ident()
-        if any(ident != own and ident in self._steppers for ident in sys._current_frames()):
-            return True
-        frame = sys._getframe()
-        while (above := frame.f_back) is not None:
-            if above.f_code is _STEP:
-                return True
-            frame = above
-        return False
-
-    def _stepped_by(self, optimizer: Optimizer) -> list[Debias]:
-        with self._lock:
-            members = list(self._members)
-        return [debias for debias in members if debias.is_stepped_by(optimizer)]
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._steppers.add(threading.get_ident())
-        for debias in self._stepped_by(optimizer):
-            debias.to_numerator()
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for debias in self._stepped_by(optimizer):
-            debias.to_estimate()
-
-
-_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # what torch puts around every step, to call the hooks
-_watched = _Watched()
+_watched = StepHooks()

@@ -14,6 +14,7 @@ from torch import nn
 from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.outer import OuterEngine
 from ..engine.overlap import OverlapEngine
+from ..engine.ruled import RuledEngine
 from ..flat.nonfinite import check_policy
 from ..gossiper.gossiper import Gossiper
 from ..membership.links import alone
@@ -23,6 +24,7 @@ from ..mixing_manager.base import MixingManager
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
+from ..update_rules.rule import UpdateRule
 from .arguments import (
     GossiperLike,
     GraphLike,
@@ -32,6 +34,7 @@ from .arguments import (
     as_whole,
     check_outer,
     check_overlap,
+    check_rule,
     refuse_device_ids,
 )
 from .base import GossipWrapper
@@ -41,9 +44,10 @@ from .defaults import choose_for_any_size, choose_gossiper, choose_mixing
 from .join import UnevenInputs
 from .node import Node, count_nodes
 from .setup import Links
+from .state import WeightState
 
 
-class GossipDataParallel(GossipWrapper, UnevenInputs):
+class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     """Data-parallel training by gossip: ranks average their models with a few peers, where DDP averages with all.
 
     `help()` prints this text and every method of `nn.Module`. Of the methods, read `averaged` and `averaged_state_dict`
@@ -72,6 +76,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | gossiper=PowerGossip(), or Choco, DeepSqueeze, Moniqua        |
     | DiLoCo       | outer=DiLoCo(), or SlowMo, NoLoCo, GASLoC                     |
+    | D2           | rule=D2(), or QGDSGDm, GradientTracking, DecentLaM            |
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithms 1
     and 2; Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv
@@ -95,6 +100,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step.
         outer: an `OuterMethod` such as `DiLoCo`: ranks train alone, and every H steps an outer optimizer steps on where
             they have come. Costs three copies of the model; in place of `schedule` and `overlap`.
+        rule: an `UpdateRule` such as `D2`, for ranks with different data: rounds carry vectors that make up for it.
         process_group: a group that carries nothing else; None = a new one over all ranks.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`.
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
@@ -143,6 +149,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         wire_dtype: torch.dtype | None = None,
         schedule: Schedule | int = 1,
         outer: OuterMethod | None = None,
+        rule: UpdateRule | None = None,
         process_group: dist.ProcessGroup | None = None,
         nprocs_per_node: int = 1,
         comm_device: torch.device | str | None = None,
@@ -162,10 +169,11 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness = overlap, max_staleness
         self._on_nonfinite = check_policy(on_nonfinite)
-        self._outer = outer
+        self._outer, self._rule = outer, rule
         if membership is not None:
             fixed: dict[str, Any] = {
                 "outer": outer,
+                "rule": rule,
                 "process_group": process_group,
                 "comm_device": comm_device,
                 "nprocs_per_node": g,
@@ -178,15 +186,16 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         self._place = links.place
         num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
+        gossip = {"graph": graph, "mixing": mixing, "gossiper": gossiper, "wire_dtype": wire_dtype}
         if outer is not None:
-            check_outer(
-                *(outer, as_schedule(schedule)),
-                overlap=overlap,
-                init_sync=init_sync,
-                gossip={"graph": graph, "mixing": mixing, "gossiper": gossiper, "wire_dtype": wire_dtype},
-            )
+            check_outer(outer, as_schedule(schedule), overlap=overlap, init_sync=init_sync, gossip=gossip)
             push_sum = push_sum and outer.averages_exactly  # what outer steps mix has no weight
             graph = outer.default_graph(num_nodes) if graph is None and mixing is None else graph
+        if rule is not None:
+            others = {"outer": outer, "overlap": overlap, "on_nonfinite": on_nonfinite, "nprocs_per_node": g, **gossip}
+            check_rule(rule, as_schedule(schedule), others)
+            push_sum = False
+            mixing = rule.default_mixing(num_nodes) if graph is None and mixing is None else mixing
         gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
         mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper)
         self._describe(mixing, gossiper, as_schedule(schedule), init_sync=init_sync, nprocs_per_node=nprocs_per_node)
@@ -215,7 +224,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
             "gossip_buffers": self._buffer.include_buffers,
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
-            **({} if self._outer is None else {"outer": self._outer}),
+            **{name: value for name, value in (("outer", self._outer), ("rule", self._rule)) if value is not None},
         }
         algorithm = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
         self._description = {name: str(value) for name, value in {**algorithm, **options}.items()}
@@ -231,6 +240,8 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         """When rounds run."""
         if self._outer is not None:
             return OuterEngine(gossiper, self._outer, on_nonfinite=self._on_nonfinite)
+        if self._rule is not None:
+            return RuledEngine(gossiper, self._rule, self._buffer, on_nonfinite=self._on_nonfinite)
         if not self.overlap:
             return SyncEngine(gossiper, schedule, on_nonfinite=self._on_nonfinite)
         return OverlapEngine(
@@ -276,25 +287,7 @@ class GossipDataParallel(GossipWrapper, UnevenInputs):
         """See `FlatAveraging`; with a membership also what `Membership.stats` gives."""
         return {**super().comm_stats(), **(self._elastic.membership.stats() if self._elastic else {})}
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """See `GossipWrapper`; with the push-sum weight."""
-        return {"weight": self._buffer.vector.push_sum_weight.clone(), **super().get_extra_state()}
-
     def _check_place(self, state: Mapping[str, Any]) -> None:
         """See `RoundState`; the workers of a membership may be others than those that saved."""
         if self._elastic is None:
             super()._check_place(state)
-
-    def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """See `GossipWrapper`; without state the push-sum weight is 1.
-
-        Raises:
-            ValueError: the state is that of a wrapper of another kind.
-        """
-        if state is not None and "weight" not in state:
-            raise ValueError(
-                f"got gossip state without a push-sum weight, expected that of a {type(self).__name__} or its like; "
-                "wrap as when it was saved, or load the model alone: module.load_state_dict"
-            )
-        super().set_extra_state(state)
-        self._buffer.vector.push_sum_weight.copy_(torch.ones(1) if state is None else state["weight"])

@@ -7,9 +7,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..engine.engine import Engine
+from ..flat.buffer import FlatBuffer
 
 KEY = "gossip_state"
 
@@ -108,3 +110,27 @@ class RoundState(MetadataState):
                 "has a model of its own, so each loads what it has saved itself, with as many ranks as then; to start "
                 "from one model everywhere, save averaged_state_dict() and load it into the module before it is wrapped"
             )
+
+
+class WeightState(RoundState):
+    """The state of a wrapper with a push-sum weight, which is 1 in other algorithms."""
+
+    _buffer: FlatBuffer
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """See `RoundState`; with the push-sum weight."""
+        return {"weight": self._buffer.vector.push_sum_weight.clone(), **super().get_extra_state()}
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """See `RoundState`; without state the push-sum weight is 1.
+
+        Raises:
+            ValueError: the state is that of a wrapper of another kind.
+        """
+        if state is not None and "weight" not in state:
+            raise ValueError(
+                f"got gossip state without a push-sum weight, expected that of a {type(self).__name__} or its like; "
+                "wrap as when it was saved, or load the model alone: module.load_state_dict"
+            )
+        super().set_extra_state(state)
+        self._buffer.vector.push_sum_weight.copy_(torch.ones(1) if state is None else state["weight"])

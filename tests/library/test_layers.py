@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "outer", "engine", "membership", "wrappers"}
+_WRAPPERS = {*_LOCKSTEP, "outer", "update_rules", "engine", "membership", "wrappers"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -29,9 +29,10 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "mpi": {"transport"},
         "gossiper": _LOCKSTEP - {"gossiper"},
         "outer": {"flat", "graph_manager"},
-        "engine": {"gossiper", "flat", "schedule", "mixing_manager", "transport", "outer"},
+        "update_rules": {"flat", "graph_manager", "mixing_manager"},
+        "engine": {"gossiper", "flat", "schedule", "mixing_manager", "transport", "outer", "update_rules"},
         "membership": _LOCKSTEP,
-        "wrappers": {*_LOCKSTEP, "outer", "engine", "membership"},
+        "wrappers": {*_LOCKSTEP, "outer", "update_rules", "engine", "membership"},
         "ad_psgd": _WRAPPERS,
         "wagma": _WRAPPERS,
         "dpwa": _WRAPPERS,
@@ -70,6 +71,7 @@ WITHOUT_PROCESSES = {
     "mixing_manager",
     "matcha",
     "outer",
+    "update_rules",
     "simulate",
     "registry",
 }

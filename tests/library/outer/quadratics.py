@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,19 +35,31 @@ def descended(x: Tensor, num_steps: int) -> Tensor:
     return x
 
 
-def solve(make_options: Callable[[], dict[str, Any]], *, num_steps: int = 20, num_ranks: int = 5) -> Tensor:
+def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD without momentum."""
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+
+def solve(
+    make_options: Callable[[], dict[str, Any]],
+    *,
+    num_steps: int = 20,
+    num_ranks: int = 5,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = plain_sgd,
+) -> Tensor:
     """x float64 [n] of all ranks after so many steps, and the round that is due then.
 
     Args:
         make_options: the arguments of `GossipDataParallel`; called on each rank.
         num_steps: of the optimizer.
         num_ranks: the first of the ranks.
+        make_optimizer: the optimizer of each rank.
     """
 
     def body(group: dist.ProcessGroup) -> float:
         point = Point()
         wrapper = GossipDataParallel(point, process_group=group, **make_options())
-        optimizer = torch.optim.SGD(wrapper.parameters(), lr=LEARNING_RATE)
+        optimizer = make_optimizer(wrapper.parameters())
         for _ in range(num_steps):
             optimizer.zero_grad()
             wrapper(group.rank()).backward()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from gossip_modules.flat.buffer import FlatBuffer
+from gossip_modules.flat.step_hooks import StepHooks
 from gossip_modules.wrappers import debias as debias_module
 from gossip_modules.wrappers.debias import Debias, Form
 from gossip_modules.wrappers.gossip import GossipDataParallel
@@ -27,7 +28,7 @@ from tests.library.wrappers.wrapping import irregular
 @pytest.fixture(autouse=True)
 def _watched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks of objects that tests of other files left alive do not count."""
-    monkeypatch.setattr(debias_module, "_watched", debias_module._Watched())
+    monkeypatch.setattr(debias_module, "_watched", StepHooks())
 
 
 class StepError(Exception):

@@ -1,0 +1,128 @@
+"""RuledEngine: rounds of an update rule, which carries vectors from one to the next."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from typing import Any
+
+from torch.profiler import record_function
+
+from ..flat.buffer import FlatBuffer
+from ..flat.vector import FlatVector
+from ..gossiper.mixer import Mixer
+from ..schedule import Schedule
+from ..update_rules.carried import Carried
+from ..update_rules.rule import UpdateRule
+from ..update_rules.sgd_momentum import SGDMomentum, SGDStep
+from .engine import SyncEngine
+
+
+class RuledEngine(SyncEngine):
+    """In every step a round of an update rule, as `SyncEngine` runs plain ones: before the forward, and blocking.
+
+    [Note: Rounds of a rule] A round hands the model that the optimizer has left to the rule, which mixes `sent` once or
+    several times, and copies what the rule has made of it into the model. t counts mixings. Beside the model there are
+    `sent`, one vector for each that the rule carries, and the messages of the peers.
+
+    Where other tensors are trained than before (layers frozen or added), what is carried starts from zero.
+
+    Args:
+        gossiper: bound to its peers.
+        rule: what a round computes.
+        buffer: the tensors of the model, of which the rule may change the optimizer's momentum.
+        on_nonfinite: "raise" or "spread", see `LockstepEngine`.
+
+    Raises:
+        ValueError: weights that the rule is wrong with.
+    """
+
+    def __init__(
+        self, gossiper: Mixer, rule: UpdateRule, buffer: FlatBuffer | None = None, *, on_nonfinite: str = "raise"
+    ) -> None:
+        super().__init__(gossiper, Schedule(), on_nonfinite=on_nonfinite)
+        rule.check(gossiper.mixing)
+        self.rule = rule
+        self._carried: Carried | None = None
+        self._loaded: dict[str, Any] = {}  # the state of what is carried, until the next round
+        self._momentum: SGDMomentum | None = None
+        if rule.needs_sgd:
+            assert buffer is not None, f"{rule} changes the optimizer of a model"
+            name = type(rule).__name__
+            self._momentum = SGDMomentum(buffer, rule=name, takes_nesterov=rule.takes_nesterov)
+
+    @property
+    def state_name(self) -> str:
+        """See `Engine`: each rule has a state of its own."""
+        return f"{type(self.rule).__name__} engine"
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        start = time.perf_counter()
+        self.step += 1
+        with record_function("gossip.round", f"t={self.t}"):
+            if self.on_nonfinite == "raise" and not self._is_finite(x):
+                self._refuse_nonfinite(self.gossiper, self.t, is_own=True)
+            carried = self._carried_for(x)
+            carried.take(x)
+            step = None if self._momentum is None else self._momentum.take_step()
+            self.rule.round(carried, lambda: self._mix(carried.sent), step if carried.num_rounds else None)
+            carried.num_rounds += 1
+            if self._momentum is not None:
+                self._momentum.write(carried.vector("momentum"))
+            carried.write_to(x)
+        self.stats.wait_seconds += time.perf_counter() - start
+        self.stats.record(0)
+        return True
+
+    def _mix(self, sent: FlatVector) -> None:
+        self.gossiper.start(sent, self.t)
+        self.t += 1
+        self.gossiper.finish(sent)
+
+    def _carried_for(self, x: FlatVector) -> Carried:
+        """What is carried, on the device of x and with its tensors."""
+        before, loaded = self._carried, self._loaded
+        if before is not None and before.fits(x):
+            return before
+        if before is not None and before.has_tensors_of(x):
+            loaded = before.state_dict()  # moved to another device
+        elif before is not None:
+            warnings.warn(
+                f"{self.rule}: other tensors are trained than before, so what it carries from round to round starts "
+                "from zero",
+                stacklevel=2,
+            )
+        carried = Carried(x, self.rule.vectors)
+        if loaded:
+            carried.load_state_dict(loaded)
+        self._carried, self._loaded = carried, {}
+        return carried
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`; shares memory with the engine, like that of a module."""
+        carried = self._loaded if self._carried is None else self._carried.state_dict()
+        step = None if self._momentum is None or self._momentum.step is None else list(self._momentum.step)
+        return {**super().state_dict(), "carried": carried, "sgd_step": step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Engine`; the next round uses it, and checks its shapes."""
+        super().load_state_dict(state)
+        self._carried, self._loaded = None, copy.deepcopy(state["carried"])
+        if self._momentum is not None:
+            self._momentum.step = None if state["sgd_step"] is None else SGDStep(*state["sgd_step"])
+            self._momentum.write(self._loaded["vectors"]["momentum"] if self._loaded else ())
+
+    def reset(self) -> None:
+        """See `Engine`: the next round carries nothing."""
+        empty = {"t": 0, "step": 0, "gossiper": {}, "carried": {}, "sgd_step": None}
+        self.load_state_dict({"engine": self.state_name, **empty})
+
+    def close(self) -> None:
+        """See `Engine`; keeps what `state_dict()` gives."""
+        if self._carried is not None:
+            self._loaded = self._carried.state_dict()
+            self._carried = None
+        if self._momentum is not None:
+            self._momentum.close()

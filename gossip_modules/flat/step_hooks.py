@@ -1,0 +1,108 @@
+"""Hooks on the steps of torch optimizers, for whoever keeps the parameters that are stepped."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class Stepped(Protocol):
+    """Who is told of steps."""
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Whether the steps of this optimizer concern it."""
+        ...
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before a step; what it raises ends the step."""
+        ...
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called after a step that ended well."""
+        ...
+
+
+def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Whether the optimizer holds one of these parameters."""
+    ours = {id(parameter) for parameter in parameters}
+    return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+
+
+class StepHooks:
+    """Objects that are told of every optimizer step in the process that concerns them, by one pair of global hooks.
+
+    The hooks are there while there are such objects. torch walks over its hooks during a step, and must not find them
+    changed: where the last object goes within a step, or while another thread lives that has taken one since the hooks
+    came, they stay, without effect, until the next object comes or goes. (Whether that thread is within a step now
+    cannot be asked: reading the frames of a thread that runs is not safe.) The lock is reentrant, since an object may
+    be collected, and leave, wherever its holder allocates; nobody waits for anything else while holding it.
+    """
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._handles: tuple[RemovableHandle, ...] = ()
+        self._steppers: set[int] = set()  # threads that have taken a step since the hooks came
+
+    def add(self, member: Stepped) -> None:
+        """Tell `member` of steps as long as it lives and is not discarded."""
+        with self._lock:
+            self._members.add(member)
+            weakref.finalize(member, self._unhook_if_idle).atexit = False
+            if not self._handles:
+                self._handles = (
+                    register_optimizer_step_pre_hook(self._before_step),
+                    register_optimizer_step_post_hook(self._after_step),
+                )
+
+    def discard(self, member: Stepped) -> None:
+        """Tell it no more."""
+        with self._lock:
+            self._members.discard(member)
+        self._unhook_if_idle()
+
+    def _unhook_if_idle(self) -> None:
+        """Also called by the garbage collector, when an object has died, in any thread."""
+        with self._lock:
+            if not any(True for _ in self._members) and not self._may_be_stepping():
+                handles, self._handles = self._handles, ()
+                self._steppers.clear()
+                for handle in handles:
+                    handle.remove()
+
+    def _may_be_stepping(self) -> bool:
+        """Whether an optimizer is inside its step in this thread, or may be in another one."""
+        own = threading.get_ident()
+        if any(ident != own and ident in self._steppers for ident in sys._current_frames()):
+            return True
+        frame = sys._getframe()
+        while (above := frame.f_back) is not None:
+            if above.f_code is _STEP:
+                return True
+            frame = above
+        return False
+
+    def _stepped_by(self, optimizer: Optimizer) -> list[Stepped]:
+        with self._lock:
+            members = list(self._members)
+        return [member for member in members if member.is_stepped_by(optimizer)]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._steppers.add(threading.get_ident())
+        for member in self._stepped_by(optimizer):
+            member.before_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for member in self._stepped_by(optimizer):
+            member.after_step(optimizer)
+
+
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # what torch puts around every step, to call the hooks

@@ -1,0 +1,1 @@
+"""Update rules: rounds that take out of a model what uneven data puts into it."""

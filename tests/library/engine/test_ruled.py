@@ -1,0 +1,303 @@
+"""Update rules beside everything else that a wrapper does: checkpoints, copies, buffers, optimizers, narrow types."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import (
+    D2,
+    Choco,
+    DecentLaM,
+    DiLoCo,
+    ExactDiffusion,
+    FlatBuffer,
+    GossipDataParallel,
+    GradientTracking,
+    MetropolisHastingsMixing,
+    ProcessGroupTransport,
+    PushPull,
+    QGDSGDm,
+    RingGraph,
+    RuledEngine,
+    Schedule,
+    SignNorm,
+    UpdateRule,
+    gossip,
+)
+from gossip_modules.membership.lockstep import check_elastic
+from gossip_modules.wrappers.arguments import check_rule
+from tests.harness.problems import adamw, loss_of, mlp, net, train_step
+from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
+from tests.harness.reference import flatten
+
+RULES: list[UpdateRule] = [D2(), ExactDiffusion(), GradientTracking(), QGDSGDm(), DecentLaM()]
+LR = 0.05
+
+
+def sgd(module: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=LR, **{"momentum": 0.9, **options})
+
+
+def wrap(module: nn.Module, group: dist.ProcessGroup, rule: UpdateRule, **options: Any) -> GossipDataParallel:
+    return GossipDataParallel(module, process_group=group, rule=rule, **options)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(rule: UpdateRule) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank, other = group.rank(), net(5)
+        model = net()
+        wrapper, optimizer = wrap(model, group, rule), sgd(model)
+        for step in range(3):
+            train_step(wrapper, optimizer, rank, step)
+        file = io.BytesIO()
+        torch.save({"model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        twin = copy.deepcopy(wrapper)
+        twin_optimizer = sgd(twin.module)
+        twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, stepped in ((wrapper, optimizer), (twin, twin_optimizer)):
+            for step in range(3, 6):
+                train_step(each, stepped, rank, step)
+        assert torch.equal(flatten(twin.module), flatten(model))
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        resumed = wrap(other, group, rule)
+        loss_of(resumed, rank, 0)
+        resumed.load_state_dict(saved["model"])
+        assert str(resumed.state_dict()._metadata[""]) == str(saved["model"]._metadata[""])  # nothing is lost by then
+        optimizer = sgd(other)
+        optimizer.load_state_dict(saved["optimizer"])
+        for step in range(3, 6):
+            train_step(resumed, optimizer, rank, step)
+        assert torch.equal(flatten(other), flatten(model))
+        before = str(wrapper.state_dict()._metadata[""])
+        wrapper.close()
+        assert str(wrapper.state_dict()._metadata[""]) == before
+        resumed.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("rule", [QGDSGDm(), DecentLaM()], ids=str)
+def test_a_checkpoint_between_forward_and_step_goes_on_to_the_bit(rule: UpdateRule) -> None:
+    model, other = mlp(), mlp(4)
+    wrapper, optimizer = wrap(model, solo_group(), rule), sgd(model)
+    for step in range(2):
+        train_step(wrapper, optimizer, 0, step)
+    optimizer.zero_grad()
+    loss_of(wrapper, 0, 2).backward()
+    saved, rates = copy.deepcopy(wrapper.state_dict()), copy.deepcopy(optimizer.state_dict())
+    resumed, again = wrap(other, solo_group(), rule), sgd(other)
+    resumed.load_state_dict(saved)
+    again.load_state_dict(rates)
+    for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+        twin.grad = None if parameter.grad is None else parameter.grad.clone()
+    for each, stepped in ((wrapper, optimizer), (resumed, again)):
+        stepped.step()
+        train_step(each, stepped, 0, 3)
+    assert torch.equal(flatten(other), flatten(model))
+    wrapper.close()
+    resumed.close()
+
+
+def test_the_momentum_of_the_optimizer_is_the_one_of_the_law() -> None:
+    """In a world of one, x - x' is the step itself: mh <- mu mh + (1 - mu) m."""
+    model = mlp()
+    wrapper, optimizer = wrap(model, solo_group(), QGDSGDm(mu=0.5)), sgd(model)
+    for step in range(2):
+        train_step(wrapper, optimizer, 0, step)
+    m = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.parameters()]
+    x = flatten(model)
+    loss_of(wrapper, 0, 2)
+    assert torch.equal(flatten(model), x)
+    mh = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.parameters()]
+    wrapper_state = wrapper.state_dict()._metadata[""]["gossip_state"]["engine"]
+    (carried,) = wrapper_state["carried"]["vectors"]["momentum"]
+    assert torch.equal(torch.cat([x.flatten() for x in mh]).sort().values, carried.sort().values)
+    assert not torch.equal(mh[0], m[0])
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # such a step moves nothing, and so makes no momentum either
+        optimizer.step()
+    loss_of(wrapper, 0, 3)
+    for parameter, momentum in zip(model.parameters(), mh, strict=True):
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], momentum)
+    wrapper.close()
+    optimizer.step()  # nobody looks any more
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("rule", "make", "message"),
+    [
+        (QGDSGDm(), adamw, "QGDSGDm: got AdamW that steps the model, expected one torch.optim.SGD .*; its law is .*D2"),
+        (QGDSGDm(), lambda model: sgd(model, momentum=0.0), "got SGD with {'momentum': 0.0, .*; pass momentum=0.9"),
+        (QGDSGDm(), lambda model: sgd(model, dampening=0.1), "got SGD with .*'dampening': 0.1"),
+        (
+            DecentLaM(),
+            lambda model: sgd(model, nesterov=True),
+            "DecentLaM: got SGD with nesterov=True, expected .*, without nesterov, .*; pass nesterov=False, or take QG",
+        ),
+        (QGDSGDm(), lambda model: sgd(model[0]), "QGDSGDm: got SGD over some of the trained parameters, expected one"),
+        (
+            QGDSGDm(),
+            lambda model: torch.optim.SGD(
+                [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.2}],
+                momentum=0.9,
+            ),
+            r"got SGD with lr of \[0.1, 0.2\] in its groups of parameters, expected one for all",
+        ),
+    ],
+)
+def test_an_optimizer_that_the_law_is_not_for_is_refused(
+    rule: UpdateRule, make: Callable[[Any], torch.optim.Optimizer], message: str
+) -> None:
+    model = mlp()
+    wrapper = wrap(model, solo_group(), rule)
+    optimizer = make(model)
+    before = flatten(model)
+    with pytest.raises(ValueError, match=message):
+        train_step(wrapper, optimizer, 0, 0)
+    assert torch.equal(flatten(model), before)
+    wrapper.close()
+
+
+def test_two_steps_after_one_forward_are_refused() -> None:
+    model = mlp()
+    wrapper, optimizer = wrap(model, solo_group(), DecentLaM()), sgd(model)
+    train_step(wrapper, optimizer, 0, 0)
+    with pytest.raises(RuntimeError, match="DecentLaM: got a second optimizer step after one training forward, expec"):
+        optimizer.step()
+    wrapper.close()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_buffers_are_averaged_and_touched_by_no_rule(rule: UpdateRule) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = net()
+        wrapper, optimizer = wrap(model, group, rule), sgd(model)
+        norm: Any = model.norm
+        for step in range(2):
+            train_step(wrapper, optimizer, group.rank(), step)
+        before = norm.running_var.clone()
+        model.eval()
+        wrapper.gossip_in_eval_mode = True  # so that this forward leaves the statistics alone
+        loss_of(wrapper, group.rank(), 9)
+        wrapper.close()
+        return before, norm.running_var
+
+    (one, first), (other, second) = run_ranks(2, body)
+    torch.testing.assert_close(first, (one + other) / 2)
+    torch.testing.assert_close(second, first)
+    assert not torch.equal(one, other)
+
+
+def test_what_is_carried_of_a_narrow_model_is_float32() -> None:
+    model = mlp().bfloat16()
+    wrapper, optimizer = wrap(model, solo_group(), QGDSGDm()), sgd(model)
+    for step in range(2):
+        train_step(wrapper, optimizer, 0, step)
+    state = wrapper.state_dict()._metadata[""]["gossip_state"]["engine"]["carried"]["vectors"]
+    assert {x.dtype for tensors in state.values() for x in tensors} == {torch.float32}
+    assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+    wrapper.close()
+
+
+def test_freezing_starts_anew_and_other_states_are_refused() -> None:
+    model: Any = mlp()
+    wrapper, optimizer = wrap(model, solo_group(), QGDSGDm()), sgd(model)
+    for step in range(2):
+        train_step(wrapper, optimizer, 0, step)
+    state = wrapper.get_extra_state()
+    model[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match="other tensors are trained than before, so what it carries from round to"):
+        train_step(wrapper, optimizer, 0, 2)
+    train_step(wrapper, optimizer, 0, 3)
+    wrapper.set_extra_state(state)
+    with pytest.raises(ValueError, match=r"got a carried vector with \[26\] elements, expected \[10\]: other tensors"):
+        loss_of(wrapper, 0, 4)
+    with pytest.warns(UserWarning, match="holds no gossip state"):
+        wrapper.set_extra_state(None)
+    loss_of(wrapper, 0, 5)
+    other = wrap(mlp(), solo_group(), D2())
+    with pytest.raises(ValueError, match="got the state of a QGDSGDm engine, expected that of a D2 engine; wrap as"):
+        other.set_extra_state(state)
+    for each in (wrapper, other):
+        each.close()
+
+
+@pytest.mark.parametrize("rule", [D2(), GradientTracking()], ids=str)
+def test_rounds_on_the_shards_of_a_node_are_those_of_the_whole(rule: UpdateRule) -> None:
+    def engine(group: dist.ProcessGroup) -> RuledEngine:
+        gossiper = PushPull()
+        mixing = MetropolisHastingsMixing(RingGraph(group.size(), peers_per_itr=2))
+        gossiper.bind(mixing, ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
+        return RuledEngine(gossiper, rule)
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        whole, cut = (FlatBuffer(net(), num_shards=7).vector for _ in range(2))
+        shards = [cut.shard(k, 7) for k in range(7)]
+        one, engines = engine(group), [engine(group) for _ in shards]
+        for step in range(3):
+            for x in (whole.segments[0], cut.segments[0]):
+                x.mul_(1 + 0.1 * step * group.rank())
+            one.round(whole)
+            for each, shard in zip(engines, shards, strict=True):
+                each.round(shard)
+            torch.testing.assert_close(cut.segments[0], whole.segments[0])
+        return whole.segments[0]
+
+    results = run_ranks(3, body)
+    assert not torch.equal(results[0], results[1])
+
+
+def test_gossip_in_place_follows_rules_too_and_infinities_are_noticed() -> None:
+    model = gossip(mlp(), process_group=solo_group(), rule=D2())
+    for step in range(3):
+        loss_of(model, 0, step)
+    assert model.comm_stats()["num_rounds"] == 3
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="in round 3 its own model holds infinities or NaN"):
+        loss_of(model, 0, 3)
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "d2"}, r"got rule='d2', expected an UpdateRule such as D2\(\)"),
+        ({"schedule": Schedule(average_every=2)}, "got schedule=.* beside rule=D2.*, expected none: what the rule"),
+        ({"outer": DiLoCo(2)}, "got outer=DiLoCo.* beside rule=D2.*: both say what is made of the steps"),
+        ({"overlap": True}, "got overlap=True beside .*: the rule needs the result of a round before the next step"),
+        ({"gossiper": Choco(SignNorm(), step_size=0.4)}, "got gossiper=Choco.* beside .*hold for exact messages only"),
+        ({"wire_dtype": torch.bfloat16}, "got wire_dtype=torch.bfloat16 beside .*: the rule adds up differences"),
+        ({"on_nonfinite": "skip"}, "got on_nonfinite=skip beside rule=D2.*: a round that one rank leaves out"),
+        ({"graph": RingGraph(1), "mixing": MetropolisHastingsMixing(RingGraph(1)), "rule": 3}, "got rule=3, expected"),
+    ],
+)
+def test_what_does_not_fit_to_a_rule_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrap(mlp(), solo_group(), **{"rule": D2(), **options})
+
+
+def test_a_rule_that_changes_the_optimizer_is_refused_on_nodes() -> None:
+    others: dict[str, object] = dict.fromkeys(("outer", "gossiper", "wire_dtype"))
+    others |= {"overlap": False, "on_nonfinite": "raise", "nprocs_per_node": 2}
+    check_rule(D2(), Schedule(), others)
+    with pytest.raises(ValueError, match=r"got nprocs_per_node=2 beside rule=QGDSGDm.*: the rule writes the momentum"):
+        check_rule(QGDSGDm(), Schedule(), others)
+
+
+def test_a_membership_is_refused() -> None:
+    others: dict[str, Any] = {"outer": None, "process_group": None, "comm_device": None, "nprocs_per_node": 1}
+    with pytest.raises(ValueError, match=r"got rule=D2.* with a membership, expected None: what a rank carries"):
+        check_elastic(rule=D2(), graph=None, mixing=None, **others)

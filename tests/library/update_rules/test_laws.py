@@ -1,0 +1,240 @@
+"""Each update rule computes what its paper says, and reaches what its paper promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossip_modules import (
+    D2,
+    Carried,
+    DecentLaM,
+    DynamicBipartiteExponentialGraph,
+    ExactDiffusion,
+    FlatVector,
+    GradientTracking,
+    MatrixMixing,
+    MetropolisHastingsMixing,
+    NetworkXGraph,
+    QGDSGDm,
+    RingGraph,
+    UniformMixing,
+    UpdateRule,
+)
+from gossip_modules.update_rules.sgd_momentum import SGDStep
+from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve
+
+RING = RingGraph(5, peers_per_itr=2)
+W = MetropolisHastingsMixing(RING).matrix(0).double()
+OPTIMUM = 0.8
+A, B = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(*, lr: float = LEARNING_RATE, momentum: float = 0.9, nesterov: bool = False) -> Make:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov)
+
+
+def gradient(x: Tensor) -> Tensor:
+    return A * (x - B)
+
+
+GOLDEN = [
+    (None, plain_sgd, (0.7374770574, 0.5163239877, 0.6174802266, 0.8897665641, 0.9046333857)),
+    (None, sgd(), (0.6329045059, -0.5900952860, -0.0694835608, 1.4398064848, 1.3054625712)),
+    (D2(), plain_sgd, (0.7630639598, 0.7631002605, 0.7629286348, 0.7628287135, 0.7629770749)),
+    (ExactDiffusion(), plain_sgd, (0.7626268126, 0.7665165690, 0.7630669650, 0.7571970864, 0.7568583988)),
+    (QGDSGDm(), sgd(), (0.8369341056, 0.6151370547, 0.7131683618, 0.9847689816, 1.0030627369)),
+]
+
+
+@pytest.mark.parametrize(("rule", "make_optimizer", "expected"), GOLDEN, ids=["dpsgd", "dsgdm", "d2", "exact", "qg"])
+def test_golden_values_of_every_rank(
+    rule: UpdateRule | None, make_optimizer: Make, expected: tuple[float, ...]
+) -> None:
+    found = solve(lambda: {"rule": rule, "push_sum": False, "graph": RING}, make_optimizer=make_optimizer)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def start() -> Tensor:
+    return torch.full((5,), START, dtype=torch.float64)
+
+
+def tracking(num_steps: int, eta: float) -> Tensor:
+    x = start()
+    g = y = gradient(x)
+    for _ in range(num_steps):
+        x = W @ (x - eta * y)
+        y = W @ (y + gradient(x) - g)
+        g = gradient(x)
+    return x
+
+
+def decentlam(num_steps: int, eta: float, b: float) -> Tensor:
+    x, m = start(), torch.zeros(5, dtype=torch.float64)
+    for _ in range(num_steps):
+        m = b * m + (x - W @ (x - eta * gradient(x))) / eta
+        x = x - eta * m
+    return x
+
+
+def quasi_global(num_steps: int, eta: float, b: float, mu: float, matrices: Callable[[int], Tensor]) -> Tensor:
+    """With Nesterov's step: the direction is g + b m."""
+    x, mh = start(), torch.zeros(5, dtype=torch.float64)
+    for t in range(num_steps):
+        m = b * mh + gradient(x)
+        new = matrices(t + 1) @ (x - eta * (gradient(x) + b * m))  # round 0 came before the first step
+        mh = mu * mh + (1 - mu) * (x - new) / eta
+        x = new
+    return x
+
+
+LAWS = [
+    (GradientTracking(), plain_sgd, lambda: tracking(20, 0.05)),
+    (DecentLaM(), sgd(momentum=0.5), lambda: decentlam(20, 0.05, 0.5)),
+    (QGDSGDm(mu=0.7), sgd(nesterov=True), lambda: quasi_global(20, 0.05, 0.9, 0.7, lambda t: W)),
+]
+
+
+@pytest.mark.parametrize(("rule", "make_optimizer", "law"), LAWS, ids=["tracking", "decentlam", "nesterov"])
+def test_every_rank_follows_the_law(rule: UpdateRule, make_optimizer: Make, law: Callable[[], Tensor]) -> None:
+    found = solve(lambda: {"rule": rule, "graph": RING}, make_optimizer=make_optimizer)
+    torch.testing.assert_close(found, law(), rtol=0, atol=1e-12)
+    assert found.std() > 1e-4
+
+
+def test_quasi_global_momentum_on_pairs_that_change() -> None:
+    mixing = MetropolisHastingsMixing(DynamicBipartiteExponentialGraph(4))
+    law = quasi_global_of(4, lambda t: mixing.matrix(t).double())
+    found = solve(lambda: {"rule": QGDSGDm()}, num_ranks=4, make_optimizer=sgd())  # its default graph
+    torch.testing.assert_close(found, law, rtol=0, atol=1e-12)
+
+
+def quasi_global_of(n: int, matrices: Callable[[int], Tensor]) -> Tensor:
+    x, mh = start()[:n], torch.zeros(n, dtype=torch.float64)
+    for t in range(20):
+        new = matrices(t + 1) @ (x - 0.05 * (0.9 * mh + A[:n] * (x - B[:n])))
+        mh = 0.9 * mh + 0.1 * (x - new) / 0.05
+        x = new
+    return x
+
+
+def limit(rule: UpdateRule | None, *, num_steps: int, momentum: float = 0.0, lr: float = LEARNING_RATE) -> Tensor:
+    """x of all ranks after so many steps: rounds of the rule itself on the vector of all ranks, in one thread."""
+    x = start()
+    vector, m = FlatVector.over(x), torch.zeros_like(x)
+    carried = Carried(vector, () if rule is None else rule.vectors)
+    sent = carried.sent.segments[0]
+    for step in range(num_steps):
+        m = momentum * m + gradient(x)
+        x -= lr * m
+        if rule is None:
+            x.copy_(W @ x)
+            continue
+        carried.take(vector)
+        rule.round(carried, lambda: sent.copy_(W @ sent), SGDStep(lr, momentum) if step else None)  # type: ignore[arg-type]
+        carried.num_rounds += 1
+        carried.write_to(vector)
+        if rule.needs_sgd:
+            m = carried.vector("momentum")[0].clone()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("rule", "momentum"),
+    [(D2(), 0.0), (D2(), 0.5), (ExactDiffusion(), 0.0), (GradientTracking(), 0.0)],
+    ids=["d2", "d2-momentum", "exact", "tracking"],
+)
+def test_ranks_with_different_data_reach_the_optimum(rule: UpdateRule, momentum: float) -> None:
+    assert (limit(rule, num_steps=300, momentum=momentum) - OPTIMUM).abs().max() < 1e-9
+    assert (limit(None, num_steps=300, momentum=momentum) - OPTIMUM).abs().max() > 0.05  # D-PSGD
+
+
+def test_the_bias_of_momentum_is_smaller_where_it_sees_the_round() -> None:
+    """D-PSGD stays beside the optimum, with momentum further; DecentLaM has the bias of D-PSGD without momentum."""
+
+    def bias(rule: UpdateRule | None, momentum: float) -> float:
+        return float((limit(rule, num_steps=600, momentum=momentum, lr=0.02) - OPTIMUM).abs().max())
+
+    plain, local = bias(None, 0.0), bias(None, 0.8)
+    assert bias(DecentLaM(), 0.8) == pytest.approx(plain, rel=1e-3)
+    assert plain > 0.05
+    assert local > 3 * plain
+    assert bias(QGDSGDm(), 0.8) < local / 2
+
+
+@pytest.mark.parametrize("n", [2, 4, 5])
+def test_the_default_weights_of_d2_serve_any_number_of_ranks(n: int) -> None:
+    mixing = D2().default_mixing(n)
+    D2().check(mixing)
+    assert mixing.weights(0, 0).own == pytest.approx({2: 1 / 2, 4: 1 / 2, 5: 1 / 3}[n])
+
+
+def test_the_limit_of_d2_is_that_of_its_recursion() -> None:
+    """z^2 = w (2 z - 1) for an eigenvalue w of the weights."""
+    for n, is_stable in ((5, True), (4, False)):  # the lowest eigenvalues are -0.206 and -1/3
+        mixing = MetropolisHastingsMixing(RingGraph(n, peers_per_itr=2))
+        lowest = float(torch.linalg.eigvalsh(mixing.matrix(0))[0])
+        companion = torch.tensor([[2 * lowest, -lowest], [1.0, 0.0]], dtype=torch.float64)
+        assert bool(torch.linalg.eigvals(companion).abs().max() < 1 - 1e-9) == is_stable
+        if is_stable:
+            D2().check(mixing)
+        else:
+            with pytest.raises(ValueError, match=r"an eigenvalue of -0\.3333, expected all above -1/3: .*take Exact"):
+                D2().check(mixing)
+        ExactDiffusion().check(mixing)
+
+
+@pytest.mark.parametrize(("b", "mu"), [(0.9, None), (0.4, None), (0.99, 0.0), (0.5, 0.9)])
+def test_the_limit_of_quasi_global_momentum_is_that_of_its_recursion(b: float, mu: float | None) -> None:
+    """x' = w (x - b m) and m' = mu m + (1 - mu) (x - x') for an eigenvalue w of the weights."""
+    limit = -0.744 if mu is None else -(1 + mu) / (3 - mu)
+    keep = b if mu is None else mu
+
+    def radius(w: float) -> float:
+        new = torch.tensor([w, -w * b])
+        m = torch.tensor([0.0, keep]) + (1 - keep) * (torch.tensor([1.0, 0.0]) - new)
+        return float(torch.linalg.eigvals(torch.stack([new, m])).abs().max())
+
+    assert radius(limit) < 1
+    low, high = limit - 0.01, limit + 0.01
+    for lowest in (low, high):
+        mixing = MatrixMixing(RingGraph(2), torch.tensor([[1 + lowest, 1 - lowest], [1 - lowest, 1 + lowest]]) / 2)
+        if lowest == high:
+            QGDSGDm(mu).check(mixing)
+        else:
+            with pytest.raises(ValueError, match=r"QGDSGDm: got .* with an eigenvalue of .*, expected none below"):
+                QGDSGDm(mu).check(mixing)
+
+
+@pytest.mark.parametrize(
+    ("rule", "mixing", "message"),
+    [
+        (D2(), lambda: UniformMixing(RingGraph(5)), r"D2: got .*, expected symmetric weights on an undirected graph"),
+        (
+            DecentLaM(),
+            lambda: MetropolisHastingsMixing(DynamicBipartiteExponentialGraph(4)),
+            r"DecentLaM: got .* of period 2, expected a graph that never changes, .*; take a ring",
+        ),
+        (ExactDiffusion(), lambda: UniformMixing(RingGraph(5)), "ExactDiffusion: got .*, expected symmetric"),
+        (
+            GradientTracking(),
+            lambda: UniformMixing(NetworkXGraph(nx.star_graph(3))),
+            "GradientTracking: got .*, expected doubly stochastic weights, which keep the mean",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(rule: UpdateRule, mixing: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rule.check(mixing())
+
+
+def test_a_share_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"QGDSGDm: got mu=1.0, expected 0 <= mu < 1, or None for the momentum of"):
+        QGDSGDm(mu=1.0)
