@@ -50,6 +50,7 @@ class Method:
         options: the names of the fields of `MethodOptions` that it uses; see `methods.used_options` for those that
             depend on the value of another one.
         always_overlaps: whether rounds run under the next step whatever the options say.
+        needs_sgd: whether training must be by `torch.optim.SGD` with momentum, as that is part of the method.
         pace: who takes the steps of a run. "lockstep": every rank every step. "shared_steps": ranks share them, fast
             ranks take more. "shared_rounds": the wrapper counts rounds, and late ranks skip some.
         gossiper: makes the gossiper of a method that is one, given (`MethodOptions`, seed); the consensus experiment
@@ -71,6 +72,7 @@ class Method:
     graph: Literal["none", "any", "undirected", "undirected, static", "bipartite"] = "none"
     options: frozenset[str] = frozenset()
     always_overlaps: bool = False
+    needs_sgd: bool = False
     pace: Literal["lockstep", "shared_steps", "shared_rounds"] = "lockstep"
     gossiper: Callable[..., Any] | None = None
     step_sizes: StepSizes = field(default_factory=dict)

@@ -17,7 +17,11 @@ from gossip_modules.mixing_manager import default_mixing
 
 Matrix = npt.NDArray[np.float64]
 
-PUSH_SUM, ALL_NEIGHBOURS = ("sgp", "osgp"), ("choco", "deepsqueeze", "moniqua", "powergossip", "gasloc")
+PUSH_SUM = ("sgp", "osgp")
+ALL_NEIGHBOURS = (
+    *("choco", "deepsqueeze", "moniqua", "powergossip", "gasloc"),
+    *("d2", "exactdiffusion", "gradienttracking", "decentlam"),
+)
 
 
 @dataclass(frozen=True)

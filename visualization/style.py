@@ -61,6 +61,11 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "slowmo": MethodStyle("SlowMo", "#A6761D", ("slowmo",)),
     "noloco": MethodStyle("NoLoCo", "#6A3D9A", ("noloco",)),
     "gasloc": MethodStyle("GASLoC", "#B15928", ("gasloc",)),
+    "qgdsgdm": MethodStyle("QG-DSGDm", "#00796B", ("qg-dsgdm", "qgdsgdm", "qg-dsgdm-n")),
+    "d2": MethodStyle("D2", "#C2185B", ("d2",)),
+    "exactdiffusion": MethodStyle("Exact diffusion", "#5D4037", ("exact diffusion", "exactdiffusion")),
+    "gradienttracking": MethodStyle("Gradient tracking", "#3949AB", ("gradient tracking", "gradienttracking")),
+    "decentlam": MethodStyle("DecentLaM", "#558B2F", ("decentlam",)),
 }
 """The one colour of each method in all pictures, by the name of its recipe: see `method_of` and `method_styles`."""
 OTHERS = ("#A6A6A6", "#B8A36A", "#7A8FB0", "#B07A7A", "#6FA08B")

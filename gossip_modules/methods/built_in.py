@@ -19,6 +19,7 @@ from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
 from .outer_methods import OUTER_METHODS
+from .rule_methods import RULE_METHODS
 from .simulated import (
     pairs,
     simulate_ad_psgd,
@@ -286,4 +287,5 @@ BUILT_IN: tuple[Method, ...] = (
         options=frozenset({"sync_period", "nprocs_per_node"}),
     ),
     *OUTER_METHODS,
+    *RULE_METHODS,
 )

@@ -26,7 +26,7 @@ from ..simulate.mixing import SimulatedMixing
 from ..simulate.setting import Setting
 from .options import MethodOptions
 from .simulated import options_of, static, undirected
-from .wrapping import wrap_outer
+from .wrapping import undirected_neighbours, wrap_with
 
 MakeOuter: TypeAlias = Callable[[MethodOptions, int], OuterMethod]
 """Makes an outer method, given options and a seed."""
@@ -120,7 +120,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         "DiLoCo",
         "trains alone, and takes a Nesterov step along the mean drift of all ranks every few steps",
         DiLoCo,
-        make=wrap_outer(diloco),
+        make=wrap_with("outer", diloco),
         simulate=simulate_outer(diloco),
         paper=Paper(
             "Douillard et al.",
@@ -136,7 +136,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         "SlowMo",
         "puts a slow momentum on the averages of local SGD or gossip",
         SlowMo,
-        make=wrap_outer(slowmo),
+        make=wrap_with("outer", slowmo),
         simulate=simulate_outer(slowmo),
         paper=Paper(
             "Wang, Tantia, Ballas, Rabbat",
@@ -152,7 +152,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         "NoLoCo",
         "takes outer steps in random pairs, which pull their anchors together",
         NoLoCo,
-        make=wrap_outer(noloco),
+        make=wrap_with("outer", noloco),
         simulate=simulate_outer(noloco),
         paper=Paper(
             "Kolehmainen et al.",
@@ -168,7 +168,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         "GASLoC",
         "takes outer steps alone, and gossips their result along with the momentum",
         GASLoC,
-        make=wrap_outer(gasloc, has_graph=True),
+        make=wrap_with("outer", gasloc, whom=undirected_neighbours),
         simulate=simulate_outer(gasloc),
         paper=Paper(
             "Cagnasso, Belilovsky, Oyallon",

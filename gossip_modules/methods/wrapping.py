@@ -22,6 +22,7 @@ from ..matcha.graph import MatchaGraph
 from ..mixing_manager.laplacian import LaplacianMixing
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
+from ..update_rules.rule import UpdateRule
 from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
 from ..wrappers.gossip import GossipDataParallel
@@ -207,17 +208,21 @@ def wrap_local_sgd(module: nn.Module, options: MethodOptions, context: Context) 
     return wrap_gossip(module, options, context, whom=peers_of_a_graph, what=parameters, schedule=averages_only)
 
 
-def wrap_outer(
-    outer: Callable[[MethodOptions, int], OuterMethod], *, has_graph: bool = False
+def wrap_with(
+    argument: str,
+    make: Callable[[MethodOptions, int], OuterMethod | UpdateRule],
+    *,
+    whom: Callable[[MethodOptions, int, Context], dict[str, Any]] | None = None,
 ) -> Callable[[nn.Module, MethodOptions, Context], Wrapper]:
-    """How a method wraps a model whose ranks train alone between steps of an outer optimizer, on a graph or none."""
+    """How a method wraps a model that is one argument of the wrapper, given (options, seed), on a graph or none."""
 
     def wrap(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
         num_nodes = _count_nodes(options, context)
+        arguments: dict[str, Any] = {argument: make(options, context.seed)}
         return GossipDataParallel(
             module,
-            outer=outer(options, context.seed),
-            **(undirected_neighbours(options, num_nodes, context) if has_graph else {}),
+            **arguments,
+            **(whom(options, num_nodes, context) if whom else {}),
             nprocs_per_node=options.nprocs_per_node,
             comm_device=context.comm_device,
             timeout=context.timeout,

@@ -42,7 +42,7 @@ def text(tmp_path: Path) -> str:
 def train_by_every_recipe(rank: int, folder: str, text: str, world_size: int) -> list[str]:
     """Two steps of both kinds of models by each recipe; those that did not move the embeddings."""
     failed = []
-    for recipe in METHODS:
+    for recipe in (name for name, method in METHODS.items() if not method.needs_sgd):
         for model in ("gpt-tiny", "lstm-tiny"):
             out_dir = f"{folder}/{recipe}_{model}"
             config = LanguageModelConfig(recipe=recipe, model=model, data_dir=text, out_dir=out_dir, **SMALL)

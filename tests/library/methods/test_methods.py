@@ -30,7 +30,7 @@ from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, MoniquaRule, Plain, Rule
 from gossip_modules.simulate.mixing import SimulatedMixing
-from tests.library.outer.quadratics import START, descended, solve
+from tests.library.outer.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
 from train.consensus_experiment.methods import variants
@@ -125,6 +125,28 @@ def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
     outer = {"diloco": gm.DiLoCo(5), "slowmo": gm.SlowMo(5), "gasloc:ring": gm.GASLoC(5)}[name]
     graph = {"graph": gm.RingGraph(5, peers_per_itr=2)} if name == "gasloc:ring" else {}
     torch.testing.assert_close(x[:, 0], solve(lambda: {"outer": outer, **graph}), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["d2", "exactdiffusion", "gradienttracking", "decentlam", "qgdsgdm:ring"])
+def test_the_simulator_takes_rounds_of_a_rule_as_training_does(name: str) -> None:
+    """Problem Q; the golden values of training are in tests/library/update_rules."""
+    setting = replace(CLUSTER, world_size=5)
+    method, x = make_method(Choice.parse(name), setting), torch.full((5, 1), START, dtype=torch.float64)
+    for step in range(21):
+        method.forward(x)
+        if step < 20:
+            x.copy_(descended(x[:, 0], 1)[:, None])
+    entry = METHODS[name.partition(":")[0]]
+    momentum: dict[str, Any] = (
+        {"momentum": 0.9, "lr": 0.1 * LEARNING_RATE} if entry.needs_sgd else {"lr": LEARNING_RATE}
+    )
+    found = solve(
+        lambda: {"rule": entry.algorithm(), "graph": gm.RingGraph(5, peers_per_itr=2)},
+        make_optimizer=lambda parameters: torch.optim.SGD(parameters, **momentum),
+    )
+    torch.testing.assert_close(x[:, 0], found, rtol=0, atol=1e-12)
+    num_messages = 2 * (2 * 21 - 2 if name == "gradienttracking" else 21)
+    assert method.sent_bytes == num_messages * setting.model_bytes
 
 
 def test_what_one_thread_cannot_run_is_refused() -> None:

@@ -1,0 +1,186 @@
+"""Update rules as methods: their entries, and how they are simulated."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..flat.vector import FlatVector
+from ..mixing_manager.base import MixingManager
+from ..registry import Method, Paper
+from ..schedule import Action, Schedule
+from ..simulate.choice import Choice
+from ..simulate.clocks import Clock, SyncClock
+from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
+from ..simulate.mixing import Round, SimulatedMixing
+from ..simulate.setting import Setting
+from ..update_rules.carried import Carried
+from ..update_rules.d2 import D2
+from ..update_rules.decentlam import DecentLaM
+from ..update_rules.exact_diffusion import ExactDiffusion
+from ..update_rules.gradient_tracking import GradientTracking
+from ..update_rules.qg_dsgdm import QGDSGDm
+from ..update_rules.rule import UpdateRule
+from ..update_rules.sgd_momentum import SGDStep
+from .options import Context, MethodOptions
+from .simulated import pairs, undirected
+from .wrapping import all_neighbours, undirected_neighbours, wrap_with
+
+SIMULATED_MOMENTUM = 0.9
+"""Of rules that need some, with a learning rate that is smaller by one minus this."""
+
+
+def named_neighbours(options: MethodOptions, num_nodes: int, context: Context, *, is_static: bool) -> dict[str, Any]:
+    """The graph that is named, which never changes if `is_static`; auto: that of the rule, with its weights."""
+    if options.graph == "auto":
+        return {}
+    return (all_neighbours if is_static else undirected_neighbours)(options, num_nodes, context)
+
+
+class RuleSimulation(LockstepMethod):
+    """A rule itself, on the models of all ranks at once.
+
+    Args:
+        rule: what a round computes.
+        mixing: its weights.
+        clock: what rounds take.
+    """
+
+    def __init__(self, rule: UpdateRule, mixing: MixingManager, clock: Clock) -> None:
+        super().__init__(Plain(), SimulatedMixing(mixing), Schedule(), clock)
+        rule.check(mixing)
+        self._update_rule = rule
+        self._carried: Carried | None = None
+
+    def forward(self, x: Tensor) -> None:
+        """See `SimulatedMethod`."""
+        models = FlatVector.over(x)
+        carried = self._carried = self._carried or Carried(models, self._update_rule.vectors)
+        carried.take(models)
+        step = None
+        if self._update_rule.needs_sgd and carried.num_rounds:
+            step = SGDStep(1.0, SIMULATED_MOMENTUM)
+            self._add_momentum(carried)
+        rounds: list[Round] = []
+        with torch.no_grad():
+            self._update_rule.round(carried, lambda: self._mix(carried.sent.segments[0].view(x.shape), rounds), step)
+            carried.write_to(models)
+        carried.num_rounds += 1
+        self.clock.num_phases = 1
+        if self.num_ranks > 1 and (self.clock.step or self.clock.begins_with_round):
+            for round_ in rounds:
+                self._count_bytes(round_)
+        self.clock.num_phases = len(rounds)
+        self.clock.advance(Action.GOSSIP, rounds[0])
+
+    def _add_momentum(self, carried: Carried) -> None:
+        """x <- x' + (1 - b) (x - x') - b m, where x' is what the round before has left: a step of momentum SGD."""
+        for x, _, last, m in carried.each("last", "momentum"):
+            x.lerp_(last.to(x.dtype), SIMULATED_MOMENTUM).sub_(m, alpha=SIMULATED_MOMENTUM)
+
+    def _mix(self, sent: Tensor, rounds: list[Round]) -> None:
+        assert self.mixing is not None, "a rule mixes on a graph"
+        rounds.append(self.mixing.round(self._t))
+        self._t += 1
+        sent.copy_(rounds[-1].mix(sent))
+
+
+def simulate_rule(rule: UpdateRule, choice: Choice, setting: Setting) -> SimulatedMethod:
+    """A rule on the graph that was chosen; on a ring with the rule's own weights."""
+    mixing = undirected(choice, setting, is_static=rule.needs_static_graph)
+    if choice.graph == "ring":
+        mixing = rule.default_mixing(setting.world_size) or mixing
+    message = setting.network.plain_message(setting.model_bytes)
+    clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
+    return RuleSimulation(rule, mixing, clock)
+
+
+_GRAPH = frozenset({"graph"})
+_NODES = frozenset({"nprocs_per_node"})
+
+
+def _method(name: str, title: str, summary: str, rule: UpdateRule, paper: Paper) -> Method:
+    """The entry of a rule, which one object serves: it holds settings only."""
+    return Method(
+        name,
+        title,
+        summary,
+        type(rule),
+        make=wrap_with(
+            "rule", lambda options, seed: rule, whom=partial(named_neighbours, is_static=rule.needs_static_graph)
+        ),
+        simulate=partial(simulate_rule, rule),
+        paper=paper,
+        example=f"GossipDataParallel(model, rule={type(rule).__name__}())",
+        graph="undirected, static" if rule.needs_static_graph else "undirected",
+        options=_GRAPH if rule.needs_sgd else _GRAPH | _NODES,
+        needs_sgd=rule.needs_sgd,
+        simulated_graph=(lambda n: "ring") if rule.default_mixing(4) else pairs,
+    )
+
+
+RULE_METHODS: tuple[Method, ...] = (
+    _method(
+        "qgdsgdm",
+        "QG-DSGDm",
+        "gossips, with momentum that is made of how the mixed models move",
+        QGDSGDm(),
+        Paper(
+            "Lin, Karimireddy, Stich, Jaggi",
+            "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous Data",
+            "ICML 2021",
+            "2102.04761",
+        ),
+    ),
+    _method(
+        "d2",
+        "D2",
+        "gossips, and adds what earlier rounds have changed, so that uneven data leaves no bias",
+        D2(),
+        Paper(
+            "Tang, Lian, Yan, Zhang, Liu",
+            "D2: Decentralized Training over Decentralized Data",
+            "ICML 2018",
+            "1803.07068",
+        ),
+    ),
+    _method(
+        "exactdiffusion",
+        "Exact diffusion",
+        "is D2 with (I + W) / 2, on every undirected graph",
+        ExactDiffusion(),
+        Paper(
+            "Yuan, Ying, Zhao, Sayed",
+            "Exact Diffusion for Distributed Optimization and Learning - Part I: Algorithm Development",
+            "IEEE Transactions on Signal Processing 2019",
+            "1702.05122",
+        ),
+    ),
+    _method(
+        "gradienttracking",
+        "Gradient tracking",
+        "steps along an estimate of the mean step of all ranks, which is gossiped too",
+        GradientTracking(),
+        Paper(
+            "Di Lorenzo, Scutari",
+            "NEXT: In-Network Nonconvex Optimization",
+            "IEEE Transactions on Signal and Information Processing over Networks 2016",
+            "1602.00591",
+        ),
+    ),
+    _method(
+        "decentlam",
+        "DecentLaM",
+        "gossips, with momentum that sees the gossip as part of the gradient",
+        DecentLaM(),
+        Paper(
+            "Yuan, Chen, Huang, Zhang, Pan, Xu, Yin",
+            "DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training",
+            "ICCV 2021",
+            "2104.11981",
+        ),
+    ),
+)
