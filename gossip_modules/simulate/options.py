@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..schedule import Schedule
 from .choice import simulated_methods
@@ -78,7 +78,13 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    _add_cluster(parser.add_argument)
+    _add_methods(parser.add_argument)
+    return parser
+
+
+def _add_cluster(add: Callable[..., Any]) -> None:
+    """Workers, model, compute and links."""
     workers = _Number(1, is_whole=True, most=MAX_WORKERS)
     add("--world-size", type=workers, required=True, help=f"workers, at most {MAX_WORKERS}")
     add("--parameters", type=_COUNT, default=25_000_000, help="of your model, float32 (default 25e6)")
@@ -94,6 +100,10 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--straggle-share", type=_SHARE, default=0.0, help="share of steps that straggle")
     add("--straggle-factor", type=_FACTOR, default=10.0, help="how many times longer they take (default 10)")
     add("--slow-rank-factor", type=_FACTOR, default=1.0, help="how many times slower worker 0 is")
+
+
+def _add_methods(add: Callable[..., Any]) -> None:
+    """What is compared, on which problem."""
     add("--import", action="append", metavar="MODULE", help="a module that registers methods")
     names = ", ".join(simulated_methods())
     add("--methods", nargs="+", metavar="METHOD", help=f"<method>[:<graph>[:<code>]] of {names} (default: all)")
@@ -118,7 +128,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--target", type=_POSITIVE, help="of the error (default: the problem's own)")
     add("--max-steps", type=_COUNT, default=MAX_STEPS, help=f"to give up after (default {MAX_STEPS})")
     add("--seed", type=_Number(0, is_whole=True), default=0, help="of delays, data and methods")
-    return parser
 
 
 def setting_of(options: argparse.Namespace) -> Setting:
