@@ -11,7 +11,7 @@ import torch
 
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import GlobalAverage, Mixer
+from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action, Schedule
 from ..transport.base import Transport, is_elastic
@@ -143,7 +143,11 @@ class LockstepEngine(Engine):
         # A rank that leaves out what others have sent it keeps its own weight, and they have given theirs away; and a
         # rank that dies, or joins with half the weight of another, changes their mean.
         loses_weight = on_nonfinite == "skip" or is_elastic(gossiper.transport)
-        self.averager = GlobalAverage(gossiper.transport, sums_weights=loses_weight and gossiper.is_weighted)
+        sums_weights = loses_weight and gossiper.is_weighted
+        self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
+        self._scheduled_average = self.averager
+        if is_elastic(gossiper.transport):
+            self._scheduled_average = ElasticAverage(gossiper.transport, sums_weights=sums_weights)
         self.step = 0  # training steps seen so far
 
     @property
@@ -168,7 +172,7 @@ class LockstepEngine(Engine):
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """Run rounds over another transport, with other weights. Nothing may be in flight."""
         self.gossiper.rebind(mixing, transport)
-        self.averager.transport = transport
+        self.averager.transport = self._scheduled_average.transport = transport
 
     def advance(self, num_steps: int) -> None:
         """Count training steps as if they had been taken here."""
@@ -181,7 +185,7 @@ class LockstepEngine(Engine):
         self.step += 1
         if action is Action.GOSSIP:
             return self.gossiper
-        return self.averager if action is Action.AVERAGE else None
+        return self._scheduled_average if action is Action.AVERAGE else None
 
     def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool) -> NoReturn:
         names, rank = self.gossiper.transport.names, self.gossiper.transport.rank

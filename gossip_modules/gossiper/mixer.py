@@ -199,3 +199,31 @@ class GlobalAverage(Mixer):
     def _average(self, x: Tensor) -> None:
         self.transport.all_reduce(x, what=f"global average in round {self._round}")
         x.div_(self.transport.world_size)
+
+
+class ElasticAverage(GlobalAverage):
+    """`GlobalAverage` on an elastic transport: where a rank fails in it, those who live keep what they have.
+
+    All ranks tell each other before it that they have come, and after it that they have the result: without a word
+    from each of the others a rank goes back to what it had. So it takes effect on all or on none, unless a rank dies
+    while it says the latter; then some may have averaged, and the next average makes all equal again. Costs a copy of
+    the vector.
+    """
+
+    _has_failed = False  # the last one
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`; 1 where nothing was averaged."""
+        return 1.0 if self._has_failed else super().own_buffer_weight
+
+    def finish(self, s: FlatVector) -> None:
+        """See `Mixer`."""
+        before = s.clone()
+        try:
+            super().finish(s)
+            self.transport.all_reduce(torch.zeros(1), what=f"end of the global average in round {self._round}")
+            self._has_failed = False
+        except (ConnectionError, TimeoutError):
+            s.copy_(before)
+            self._has_failed = True

@@ -115,6 +115,15 @@ class Generations(WorkerState):
         ends = [f"{pair}/{end}" for pair in pairs for end in (0, 1)]
         return [f"arrived/{view.generation}/{self.id}", f"links/{view.generation}/all/0/{rank}", *ends]
 
+    def _break_with_those_who_left(self) -> None:
+        """Wait for nobody who is not in the generation that is due; also where it is no peer, in a collective."""
+        with self._lock:
+            view, transport, due = self._active, self._transport, self._due[-1:]
+        if view is not None and transport is not None and due:
+            for rank, worker in enumerate(view.ids):
+                if not due[0][0].has(worker) and rank not in transport.lost:
+                    transport.break_link(rank)
+
     def _watch_peers(self) -> None:
         """Watch the peers of the generation that trains, and of those that are due."""
         assert self._participant is not None
@@ -168,6 +177,7 @@ class Generations(WorkerState):
             if forming is None or forming.generation != view.generation or self._closed.is_set():
                 self._retired.append((time.monotonic(), transport))
                 return
+            transport.on_broken = lambda: self._say({"event": "again", "by": self.id, "generation": view.generation})
             self._formed[view.generation] = transport
             self._limit = self._clock + MARGIN if self._active is not None else 0
             self._unsent.append({"event": "ready", "id": self.id, "generation": view.generation, "step": self._limit})

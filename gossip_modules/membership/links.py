@@ -32,13 +32,18 @@ class LinkTransport(PointToPoint):
 
     A round with a lost peer is complete without it: `Exchange.lost` names it, and the gossiper leaves what would have
     travelled with who has it ([Note: lost peers] of `Gossiper`). Collectives are those of a group over all ranks; they
-    fail with an error where a rank has.
+    fail with an error where a rank has, and from then on: who fails closes its connections, so that nobody waits for
+    it. The next attempt asks for another generation.
 
     Args:
         whole: a transport over all ranks, for collectives.
         links: by rank, the group of this rank and that one.
         on_lost: called with the rank, the error, and whether its connection was closed rather than late; once for each,
             in the thread that runs the round.
+
+    Attributes:
+        lost: ranks that have failed.
+        on_broken: called once, where a collective is tried after another one has failed; None: nobody is.
     """
 
     is_elastic = True
@@ -57,6 +62,8 @@ class LinkTransport(PointToPoint):
         self._use = whole._use
         self._group = None
         self._on_lost = on_lost
+        self.on_broken: Callable[[], None] | None = None
+        self._is_whole_broken = False
         self._round_bytes = 0
         self._lock = threading.Lock()
         self.lost: set[int] = set()
@@ -115,7 +122,7 @@ class LinkTransport(PointToPoint):
         return True
 
     def break_link(self, peer: int) -> None:
-        """End the waits for a peer, which is lost from now on; from any thread.
+        """End the waits for a peer, which is lost from now on, and those of collectives; from any thread.
 
         A wait that ends by its timeout closes the connections of its group, which is this link's only.
         """
@@ -126,6 +133,16 @@ class LinkTransport(PointToPoint):
             with contextlib.suppress(RuntimeError):
                 group, other = self.route(peer)
                 group.recv([torch.empty(1, dtype=torch.uint8)], other, PROBE_TAG).wait(_BREAK)
+        self._break_whole()
+
+    def _break_whole(self) -> None:
+        """Close the connections of the group over all ranks: a wait that ends by its timeout does."""
+        with self._lock:
+            is_broken, self._is_whole_broken = self._is_whole_broken, True
+        for peer in () if is_broken else range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError, ValueError):  # it is closed already
+                    self._whole.group.recv([torch.empty(1, dtype=torch.uint8)], peer, PROBE_TAG).wait(_BREAK)
 
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:
         """See `PointToPoint`."""
@@ -135,7 +152,16 @@ class LinkTransport(PointToPoint):
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
-        self._collectives.all_reduce(x, what=what)
+        with self._lock:
+            ask = self.on_broken if self._is_whole_broken else None
+            self.on_broken = None if ask else self.on_broken
+        if ask is not None:
+            ask()
+        try:
+            self._collectives.all_reduce(x, what=what)
+        except (ConnectionError, TimeoutError):
+            self._break_whole()
+            raise
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
@@ -153,7 +179,7 @@ class LinkTransport(PointToPoint):
     def close(self) -> None:
         """Release the groups; waits for no rank. Idempotent."""
         links, self._links = list(self._links.values()), {}
-        self._on_lost = _ignore
+        self._on_lost, self.on_broken = _ignore, None
         self._whole.close()
         in_a_thread(links.clear).join(1.0)
 

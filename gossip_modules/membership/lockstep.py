@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..flat.buffer import FlatBuffer
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
-from ..schedule import Schedule
 from ..transport.agreement import broadcast_tensors
 from .membership import Membership
 
@@ -71,15 +70,6 @@ def check_elastic(
         raise ValueError(
             f"got nprocs_per_node={nprocs_per_node} with a membership, expected 1: each process is a worker that may "
             "come and go"
-        )
-
-
-def check_schedule(schedule: Schedule) -> None:
-    """Raise ValueError for a schedule that cannot do without a worker in a round."""
-    if schedule.average_every:
-        raise ValueError(
-            f"got {schedule} with a membership, expected gossip only: an average over all workers fails with each of "
-            "them; call average_() between steps, and again if it raises"
         )
 
 

@@ -96,6 +96,7 @@ class Watching(Generations):
             self._retired = [(until, transport) for until, transport in self._retired if until >= now]
         for transport in old:
             transport.close()
+        self._break_with_those_who_left()
 
     def _seek(self) -> None:
         """Left out of the job: is there anybody to join again? Until then this worker trains on by itself."""

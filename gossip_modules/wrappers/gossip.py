@@ -18,7 +18,7 @@ from ..engine.ruled import RuledEngine
 from ..flat.nonfinite import check_policy
 from ..gossiper.gossiper import Gossiper
 from ..membership.links import alone
-from ..membership.lockstep import LockstepParticipant, check_elastic, check_schedule
+from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..outer.method import OuterMethod
@@ -208,7 +208,6 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self, membership: Membership, choose: Callable[[int], MixingManager], gossiper: Gossiper, schedule: Schedule
     ) -> None:
         """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
-        check_schedule(schedule)
         self._elastic = LockstepParticipant(self, membership, choose, check=gossiper.check)
         self._describe(choose(8), gossiper, schedule)
         self._transport: Any = alone(membership.timeout)
