@@ -62,10 +62,12 @@ from .mixing_manager.matrix import MatrixMixing
 from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
 from .outer.anchor import Anchor
 from .outer.diloco import DiLoCo
+from .outer.eager_diloco import EagerDiLoCo
 from .outer.gasloc import GASLoC
 from .outer.method import OuterMethod
 from .outer.noloco import NoLoCo
 from .outer.slowmo import SlowMo
+from .outer.streaming_diloco import StreamingDiLoCo
 from .schedule import Schedule
 from .transport.base import Transport
 from .transport.connect import connect
@@ -110,6 +112,7 @@ __all__ = [
     "DynamicBipartiteLinearGraph",
     "DynamicDirectedExponentialGraph",
     "DynamicDirectedLinearGraph",
+    "EagerDiLoCo",
     "Engine",
     "EquiDynGraph",
     "EquiStaticGraph",
@@ -165,6 +168,7 @@ __all__ = [
     "SimpleGossipDataParallel",
     "SlowMo",
     "StaticExponentialGraph",
+    "StreamingDiLoCo",
     "SyncEngine",
     "TopK",
     "TorusGraph",

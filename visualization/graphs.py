@@ -24,6 +24,15 @@ ALL_NEIGHBOURS = (
 )
 
 
+_AVERAGED = {
+    "diloco": "DiLoCo",
+    "streamingdiloco": "Streaming DiLoCo",
+    "eagerdiloco": "Eager DiLoCo",
+    "slowmo": "SlowMo",
+}
+"""Recipes whose outer steps are along the mean drift of all ranks, and their titles."""
+
+
 @dataclass(frozen=True)
 class Rounds:
     """Who mixes with whom, and how.
@@ -76,8 +85,8 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
     if recipe == "localsgd":
         period = config.get("sync_period", 10)
         return f"Local SGD: parameters are averaged over all ranks every {period} steps; there is no graph."
-    if recipe in ("diloco", "slowmo"):
-        title, period = {"diloco": "DiLoCo", "slowmo": "SlowMo"}[recipe], config.get("sync_period", 10)
+    if recipe in _AVERAGED:
+        title, period = _AVERAGED[recipe], config.get("sync_period", 10)
         return f"{title}: an outer step along the mean drift of all ranks every {period} steps; there is no graph."
     if recipe == "noloco":
         return "NoLoCo: each outer step is in random pairs of ranks; there is no fixed graph."

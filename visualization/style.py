@@ -58,6 +58,8 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "dpwa": MethodStyle("dpwa", "#E7298A", ("dpwa",)),
     "localsgd": MethodStyle("Local SGD", "#66A61E", ("local sgd", "localsgd", "post-local sgd", "local-average")),
     "diloco": MethodStyle("DiLoCo", "#1F78B4", ("diloco",)),
+    "streamingdiloco": MethodStyle("Streaming DiLoCo", "#08519C", ("streaming diloco", "streamingdiloco")),
+    "eagerdiloco": MethodStyle("Eager DiLoCo", "#6BAED6", ("eager diloco", "eagerdiloco")),
     "slowmo": MethodStyle("SlowMo", "#A6761D", ("slowmo",)),
     "noloco": MethodStyle("NoLoCo", "#6A3D9A", ("noloco",)),
     "gasloc": MethodStyle("GASLoC", "#B15928", ("gasloc",)),

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.profiler import record_function
 
-from ..flat.nonfinite import is_finite
+from ..flat.nonfinite import are_finite
+from ..flat.slots import TensorPlace
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import Mixer
-from ..outer.anchor import Anchor, parameters_of
+from ..outer.anchor import Anchor
+from ..outer.fragment import cut
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
 from .engine import SyncEngine
+from .gossip_thread import GossipThread
+from .outer_checks import check_fragments, check_weights
+
+
+@dataclass
+class _OuterFlight:
+    """An outer step that travels: of which fragment, and the step of training at which it is applied."""
+
+    fragment: int
+    due: int
+    future: Future[float]
 
 
 class OuterEngine(SyncEngine):
@@ -26,6 +44,12 @@ class OuterEngine(SyncEngine):
     `OuterMethod`. Between outer steps ranks train alone, or gossip where the method says so. Beside the model it keeps
     the anchor, one vector that is mixed, and what the outer optimizer remembers: with momentum, three copies of the
     model.
+
+    [Note: Fragments and delays] Fragment p of P takes its outer steps at the steps p H / P, p H / P + H, ... With a
+    delay what it sends is mixed on the gossip thread, and applied at the forward `delay` steps later, which waits for
+    it. The thread takes one after the other, in the order of the steps, which is the same on all ranks. In between the
+    vector that is mixed belongs to the thread, and phi and the optimizer to the training thread, so that nothing is
+    locked. `flush()` applies what travels at once.
 
     Where other tensors are trained than before (layers frozen or added), the anchor is the exact average of all models
     at the next outer step, and the outer optimizer starts anew.
@@ -38,112 +62,218 @@ class OuterEngine(SyncEngine):
             outer steps.
         outer: what an outer step computes.
         on_nonfinite: see `LockstepEngine`.
+        places: says where the tensors of the model are in the vector; None: nobody knows, and fragments are equal runs
+            of the vector.
 
     Raises:
-        ValueError: weights that do not keep the mean, with a method that needs it.
+        ValueError: weights that do not keep the mean, with a method that needs it; or fragments, where they cannot be.
     """
 
-    def __init__(self, gossiper: Mixer, outer: OuterMethod, *, on_nonfinite: str = "raise") -> None:
+    def __init__(
+        self,
+        gossiper: Mixer,
+        outer: OuterMethod,
+        *,
+        on_nonfinite: str = "raise",
+        places: Callable[[], Sequence[TensorPlace]] | None = None,
+    ) -> None:
         super().__init__(gossiper, Schedule(gossip_every=max(outer.gossip_every, 1)), on_nonfinite=on_nonfinite)
-        _check_weights(gossiper, outer, on_nonfinite)
+        check_weights(gossiper, outer, on_nonfinite)
+        check_fragments(gossiper, outer, has_places=places is not None)
         self.outer = outer
+        self._places = places
         self._mixer = self.averager if outer.averages_exactly else gossiper
-        self._anchor: Anchor | None = None
-        self._loaded: dict[str, Any] = {}  # the state of an anchor, until the next outer step
+        self._anchors: list[Anchor] = []  # one for each fragment
+        self._loaded: list[dict[str, Any]] = []  # the states of anchors, until the next outer step
+        self._flights: list[_OuterFlight] = []  # in the order in which they were started
+        self._thread: GossipThread | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def state_name(self) -> str:
         """See `Engine`: each method has a state of its own."""
         return f"{type(self.outer).__name__} engine"
 
+    @property
+    def is_in_flight(self) -> bool:
+        """See `Engine`."""
+        return bool(self._flights)
+
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
-        if self._anchor is None and not self._loaded:
-            self._anchor = Anchor(x, self.outer.make_optimizer)
-        if self.step and self.step % self.outer.sync_every == 0:
-            self.step += 1
-            self._outer_step(x)
-            return True
-        if self.outer.gossip_every:
+        if not self._anchors and not self._loaded:
+            self._anchors = self._anchors_at(x)
+        step = self.step
+        has_changed = False
+        while self._flights and self._flights[0].due <= step:
+            self._arrive(x)
+            has_changed = True
+        starting = self.outer.starting_at(step)
+        if not starting and self.outer.gossip_every:
             return super().round(x)
         self.step += 1
-        return False
+        for p in starting:
+            has_changed |= self._outer_step(p, x, step)
+        return has_changed
 
-    def _outer_step(self, x: FlatVector) -> None:
-        """[Note: Outer steps]"""
+    def _outer_step(self, p: int, x: FlatVector, step: int) -> bool:
+        """[Note: Outer steps] of fragment p; returns whether x was written."""
         start = time.perf_counter()
         with record_function("gossip.outer_step", f"t={self.t}"):
-            anchor = self._anchor_for(x)
-            if self.on_nonfinite != "spread" and not is_finite(x):
-                if self.on_nonfinite == "raise":
-                    self._refuse_nonfinite(self._mixer, self.t, is_own=True)
-                anchor.write_to(x)
-                self.stats.num_skipped += 1
-            self.outer.start(anchor, parameters_of(x))
-            anchor.take_buffers(x)
-            self._mixer.start(anchor.sent, self.t)
+            anchor = self._anchor_for(p, x)
+            has_changed = self._bring(anchor, x)
+            mixer, t = self._mixer, self.t
             self.t += 1
-            self._mixer.finish(anchor.sent)
-            anchor.keep_buffers()
-            self.outer.finish(anchor)
-            anchor.write_to(x)
-            x.push_sum_weight.fill_(1.0)
+            if self.outer.delay:
+                self._depart(p, anchor, t, step + self.outer.delay)
+            else:
+                mixer.start(anchor.sent, t)
+                mixer.finish(anchor.sent)
+                self._apply(anchor, x)
+                has_changed = True
         self.stats.wait_seconds += time.perf_counter() - start
+        return has_changed
+
+    def _bring(self, anchor: Anchor, x: FlatVector) -> bool:
+        """What is sent <- that of x, if x is finite; returns whether x was written."""
+        has_changed = False
+        parameters, buffers = anchor.read(x)
+        if self.on_nonfinite != "spread" and not are_finite((*parameters, *buffers)):
+            if self.on_nonfinite == "raise":
+                self._refuse_nonfinite(self._mixer, self.t, is_own=True)
+            anchor.write_to(x)
+            parameters, buffers = anchor.read(x)
+            self.stats.num_skipped += 1
+            has_changed = True
+        self.outer.start(anchor, parameters)
+        anchor.take_buffers(buffers)
+        if self.outer.is_eager:
+            anchor.write_to(x)
+        return has_changed or self.outer.is_eager
+
+    def _apply(self, anchor: Anchor, x: FlatVector) -> None:
+        """phi <- a step with what was mixed, and x <- phi."""
+        anchor.keep_buffers()
+        self.outer.finish(anchor)
+        if not self.outer.is_eager:
+            anchor.write_to(x, own_weight=self.outer.kept)
+        x.push_sum_weight.fill_(1.0)
         self.stats.record(0)
 
-    def _anchor_for(self, x: FlatVector) -> Anchor:
-        """The anchor, on the device of x and with its tensors."""
-        anchor = self._anchor
-        if anchor is not None and anchor.fits(x):
-            return anchor
+    # With a delay: [Note: Fragments and delays].
+
+    def _depart(self, p: int, anchor: Anchor, t: int, due: int) -> None:
+        """Hand what is sent to the gossip thread."""
+        mixer, sent = self._mixer, anchor.sent
+        if sent.raw.is_cuda:
+            if self._stream is None or self._stream.device != sent.raw.device:
+                self._stream = torch.cuda.Stream(sent.raw.device)
+            self._stream.wait_stream(torch.cuda.current_stream(sent.raw.device))  # `sent` is written before it is sent
+        stream = self._stream if sent.raw.is_cuda else None
+
+        def run() -> float:
+            on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+            with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
+                mixer.start(sent, t)
+                mixer.finish(sent)
+            return 1.0
+
+        if self._thread is None:
+            self._thread = GossipThread(f"gossip-{self.gossiper.transport.rank}")
+        self._flights.append(_OuterFlight(p, due, self._thread.submit(run)))
+
+    def _arrive(self, x: FlatVector) -> None:
+        """Wait for the first outer step that travels, and apply it."""
+        start = time.perf_counter()
+        flight = self._flights[0]
+        try:
+            with record_function("gossip.wait"):
+                flight.future.result()
+        except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
+            self._flights.clear()
+            raise
+        self._flights.pop(0)
+        if self._stream is not None:
+            torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # `sent` is mixed before it is read
+        self._apply(self._anchors[flight.fragment], x)
+        self.stats.wait_seconds += time.perf_counter() - start
+
+    def flush(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        has_changed = bool(self._flights)
+        while self._flights:
+            self._arrive(x)
+        return has_changed
+
+    # Anchors.
+
+    def _anchors_at(self, x: FlatVector) -> list[Anchor]:
+        """New anchors, at x."""
+        places = None if self._places is None else self._places()
+        num_ranks = self.gossiper.transport.world_size
+        return [
+            Anchor(x, self.outer.make_optimizer, fragment=fragment, num_ranks=num_ranks)
+            for fragment in cut(x.layout, self.outer.fragments, places)
+        ]
+
+    def _anchor_for(self, p: int, x: FlatVector) -> Anchor:
+        """The anchor of fragment p, on the device of x and with its tensors."""
+        anchors = self._anchors
+        if anchors and anchors[p].fits(x):
+            return anchors[p]
         loaded = self._loaded
-        if anchor is not None and anchor.has_tensors_of(x):
-            loaded = anchor.state_dict()  # moved to another device
-        elif anchor is not None:
+        if anchors and anchors[p].has_tensors_of(x):
+            loaded = [anchor.state_dict() for anchor in anchors]  # moved to another device
+        elif anchors:
             warnings.warn(
                 f"{self.outer}: other tensors are trained than before, so the anchor becomes the average of all "
                 "models, and the outer optimizer starts anew",
                 stacklevel=2,
             )
             self.averager.mix(x, self.t)
-        anchor = Anchor(x, self.outer.make_optimizer)
+        anchors = self._anchors_at(x)
         if loaded:
-            anchor.load_state_dict(loaded)
-        self._anchor, self._loaded = anchor, {}
-        return anchor
+            _load(anchors, loaded)
+        self._anchors, self._loaded = anchors, []
+        return anchors[p]
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`; shares memory with the engine, like that of a module."""
-        anchor = self._loaded if self._anchor is None else self._anchor.state_dict()
+        states = self._loaded or [anchor.state_dict() for anchor in self._anchors]
+        anchor = {"fragments": states} if len(states) > 1 else dict(*states)
         return {**super().state_dict(), "anchor": anchor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`; the next outer step uses it, and checks its shapes."""
         super().load_state_dict(state)
-        self._anchor, self._loaded = None, copy.deepcopy(state["anchor"])
+        anchor = copy.deepcopy(state["anchor"])
+        self._anchors, self._loaded = [], anchor.get("fragments", [anchor] if anchor else [])
 
     def reset(self) -> None:
         """See `Engine`: the next forward starts a new anchor."""
         self.load_state_dict({"engine": self.state_name, "t": 0, "step": 0, "gossiper": {}, "anchor": {}})
 
     def close(self) -> None:
-        """See `Engine`; keeps what `state_dict()` gives."""
-        if self._anchor is not None:
-            self._loaded = self._anchor.state_dict()
-            self._anchor = None
+        """See `Engine`; keeps what `state_dict()` gives. What travels is left to end: other ranks wait for it."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+        self._flights.clear()
+        if self._anchors:
+            self._loaded = [anchor.state_dict() for anchor in self._anchors]
+            self._anchors = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert not self._flights, "flush() before copying: an outer step travels"
+        return {**self.__dict__, "_thread": None, "_stream": None}
 
 
-def _check_weights(gossiper: Mixer, outer: OuterMethod, on_nonfinite: str) -> None:
-    """Raise ValueError where the weights are not for this method."""
-    if not outer.averages_exactly and not gossiper.mixing.is_doubly_stochastic:
+def _load(anchors: Sequence[Anchor], states: Sequence[dict[str, Any]]) -> None:
+    """Each anchor <- its state; raises ValueError where they are of other fragments."""
+    if len(states) != len(anchors):
         raise ValueError(
-            f"got {gossiper.mixing} with {outer}, expected doubly stochastic weights, which keep the mean of the "
-            "anchors; use an undirected graph, such as RingGraph, without mixing="
+            f"got the state of {len(states)} fragments, expected {len(anchors)}; wrap with the fragments= of when it "
+            "was saved, or load the model alone: module.load_state_dict"
         )
-    if not outer.averages_exactly:
-        outer.check(gossiper.mixing.graph, gossiper.mixing.matrix)
-    if outer.gossip_every and gossiper.is_weighted and on_nonfinite == "skip":
-        raise ValueError(
-            f"got on_nonfinite='skip' with {outer} and {gossiper.mixing}, expected 'raise' or 'spread', or doubly "
-            "stochastic weights: where rounds are left out, push-sum weights have no known sum"
-        )
+    for anchor, state in zip(anchors, states, strict=True):
+        anchor.load_state_dict(state)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .layout import FlatLayout
 from .renamed import Renamed, renamed_argument
-from .slots import Slot, check, check_module, in_order, real_dtype, real_numel, view_like
+from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
 from .vector import FlatVector
 
 
@@ -93,6 +93,23 @@ class FlatBuffer:
     def signature(self) -> list[str]:
         """Names, shapes, dtypes and strides in order: equal on two ranks if and only if their vectors match."""
         return [slot.signature() for slot in self._slots]
+
+    def places(self) -> list[TensorPlace]:
+        """Where the tensors are in the vector, in the order in which the module has them."""
+        names = (
+            f"{prefix}.{attribute}" if prefix else attribute
+            for prefix, owner in self.module.named_modules()
+            for attribute in (*owner._parameters, *owner._buffers)
+        )
+        order = {name: k for k, name in enumerate(names)}
+        dtypes = [segment.dtype for segment in self.vector.layout.segments]
+        stops = [0] * len(dtypes)
+        places = []
+        for slot in self._slots:
+            k = dtypes.index(real_dtype(slot.tensor))
+            first, stops[k] = stops[k], stops[k] + real_numel(slot.tensor)
+            places.append(TensorPlace(slot.name, k, first, stops[k]))
+        return sorted(places, key=lambda place: order.get(place.name, len(order)))
 
     def is_current(self) -> bool:
         """Whether it is both complete and attached, as at nearly every step."""

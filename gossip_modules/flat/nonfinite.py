@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -43,7 +43,12 @@ def is_finite(x: FlatVector) -> bool:
 
     Waits for the device of x.
     """
-    return all(bool(torch.isfinite(_total(segment))) or _all_finite(segment) for segment in x.segments)
+    return are_finite(x.segments)
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """`is_finite` of flat tensors."""
+    return all(bool(torch.isfinite(_total(segment))) or _all_finite(segment) for segment in tensors)
 
 
 class FiniteCheck:

@@ -40,6 +40,15 @@ class Slot(NamedTuple):
         return f"{self.name} {tuple(self.tensor.shape)} {self.tensor.dtype}{strides}"
 
 
+class TensorPlace(NamedTuple):
+    """Where a tensor of the module is in the flat vector: elements [first, last) of a segment."""
+
+    name: str
+    segment: int
+    first: int
+    last: int
+
+
 def check_module(module: nn.Module) -> None:
     """Refuse modules that keep their tensors outside of Python, where nobody else can exchange them.
 

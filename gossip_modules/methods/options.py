@@ -75,15 +75,18 @@ class MethodOptions:
 
     # Averages now and then
     sync_period: int = 10
-    """localsgd: steps from one average over all ranks to the next; diloco, slowmo, noloco, gasloc: from one outer step
-    to the next. wagma: rounds from one average over all ranks, which wait for each other there, to the next; 0:
-    never."""
+    """localsgd: steps from one average over all ranks to the next; outer optimizers: from one outer step to the next.
+    wagma: rounds from one average over all ranks, which wait for each other there, to the next; 0: never."""
 
     # Outer optimizers
     outer_lr: float = 0.0
     """Learning rate of the outer optimizer. 0: the published one, 0.7, and for slowmo 1."""
     outer_momentum: float = -1.0
     """Its momentum, less than 1. Below 0: the published one, 0.9, for slowmo and noloco 0.5."""
+    outer_fragments: int = 4
+    """streamingdiloco: parts of the model that take outer steps at different times."""
+    outer_delay: int = 1
+    """streamingdiloco: steps for which an outer step travels under training, less than sync_period."""
 
     # dpwa
     interpolation: Literal["constant", "clock", "loss"] = "constant"
@@ -116,7 +119,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "PowerGossip": ("power_rank", "power_iterations", "warm_start", "compress_vectors"),
     "WAGMA-SGD": ("group_size", "wait_avoiding"),
     "averages": ("sync_period",),
-    "outer optimizers": ("outer_lr", "outer_momentum"),
+    "outer optimizers": ("outer_lr", "outer_momentum", "outer_fragments", "outer_delay"),
     "dpwa": ("interpolation", "interpolation_value", "divergence_threshold", "fetch_probability"),
 }
 """All of them by what they belong to, for --help: a way to communicate, or the titles of the methods that use them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -13,10 +14,13 @@ from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing
 from ..outer.anchor import Anchor
 from ..outer.diloco import DiLoCo
+from ..outer.eager_diloco import EagerDiLoCo
+from ..outer.fragment import Fragment, Range
 from ..outer.gasloc import GASLoC
 from ..outer.method import OuterMethod
 from ..outer.noloco import NoLoCo
 from ..outer.slowmo import SlowMo
+from ..outer.streaming_diloco import StreamingDiLoCo
 from ..registry import Method, Paper
 from ..schedule import Action, Schedule
 from ..simulate.choice import Choice
@@ -35,6 +39,17 @@ MakeOuter: TypeAlias = Callable[[MethodOptions, int], OuterMethod]
 def diloco(options: MethodOptions, seed: int) -> OuterMethod:
     """DiLoCo."""
     return DiLoCo(options.sync_period, **_rates(options))
+
+
+def streaming_diloco(options: MethodOptions, seed: int) -> OuterMethod:
+    """Streaming DiLoCo."""
+    cuts: dict[str, Any] = {"fragments": options.outer_fragments, "delay": options.outer_delay}
+    return StreamingDiLoCo(options.sync_period, **cuts, **_rates(options))
+
+
+def eager_diloco(options: MethodOptions, seed: int) -> OuterMethod:
+    """DiLoCo with eager updates."""
+    return EagerDiLoCo(options.sync_period, **_rates(options))
 
 
 def slowmo(options: MethodOptions, seed: int) -> OuterMethod:
@@ -61,8 +76,10 @@ def _rates(options: MethodOptions) -> dict[str, Any]:
 class OuterSimulation(LockstepMethod):
     """An outer method itself, on the models of all ranks at once.
 
+    An outer step with a delay is applied that much later; its time is that of one which training waits for.
+
     Args:
-        outer: the method; without gossip between outer steps.
+        outer: the method; without gossip between outer steps, and with equal runs as fragments.
         mixing: of outer steps; None: exact averages.
         clock: what they take.
     """
@@ -70,28 +87,57 @@ class OuterSimulation(LockstepMethod):
     def __init__(self, outer: OuterMethod, mixing: MixingManager | None, clock: Clock) -> None:
         super().__init__(Plain(), None if mixing is None else SimulatedMixing(mixing), Schedule(), clock)
         self.outer = outer
-        self._anchor: Anchor | None = None
+        self._anchors: list[Anchor] = []
+        self._due: list[tuple[int, Anchor]] = []
 
+    @torch.no_grad()
     def forward(self, x: Tensor) -> None:
         """See `SimulatedMethod`. The outer optimizer works element by element: one does for all ranks."""
-        models = FlatVector.over(x)
-        if self._anchor is None:
-            self._anchor = Anchor(models, self.outer.make_optimizer)
-        step = self.clock.step
-        if step == 0 or step % self.outer.sync_every:
-            self.clock.advance(Action.SKIP, None)
-            return
+        models, step = FlatVector.over(x), self.clock.step
+        if not self._anchors:
+            self._anchors = [self._anchor(models, columns) for columns in self._cuts(x.shape[1])]
+        self._arrive(models, step)
+        starting = self.outer.starting_at(step)
+        round_ = self.mixing.round(self._t) if self.mixing is not None and starting else None
+        action = Action.SKIP if not starting else Action.AVERAGE if round_ is None else Action.GOSSIP
+        self.clock.advance(action, round_)
+        for p in starting:
+            self._start(self._anchors[p], models)
+            if not self.outer.delay:
+                self._arrive(models, step)
+
+    def _cuts(self, num_columns: int) -> list[tuple[int, int]]:
+        """Equal runs of the elements of a model."""
+        stops = [num_columns * p // self.outer.num_fragments for p in range(self.outer.num_fragments + 1)]
+        return list(itertools.pairwise(stops))
+
+    def _anchor(self, models: FlatVector, columns: tuple[int, int]) -> Anchor:
+        size = models.segments[0].numel() // self.num_ranks
+        ranges = [Range(0, i * size + columns[0], i * size + columns[1]) for i in range(self.num_ranks)]
+        fragment = Fragment.of(models.layout, ranges)
+        return Anchor(models, self.outer.make_optimizer, fragment=fragment, num_ranks=self.num_ranks)
+
+    def _start(self, anchor: Anchor, models: FlatVector) -> None:
+        """An outer step up to where it would be applied."""
         round_ = None if self.mixing is None else self.mixing.round(self._t)
-        self.clock.advance(Action.AVERAGE if round_ is None else Action.GOSSIP, round_)
         self._t += 1
         if self.num_ranks > 1:
             self._count_bytes(round_)
-        with torch.no_grad():
-            self.outer.start(self._anchor, models.segments)
-            sent = self._anchor.sent.segments[0].view(x.shape)
+        self.outer.start(anchor, anchor.read(models)[0])
+        if self.outer.is_eager:
+            anchor.write_to(models)
+        for segment in anchor.sent.segments:
+            sent = segment.view(self.num_ranks, -1)
             sent.copy_(sent.mean(0) if round_ is None else round_.mix(sent))
-            self.outer.finish(self._anchor)
-            self._anchor.write_to(models)
+        self._due.append((self.clock.step - 1 + self.outer.delay, anchor))
+
+    def _arrive(self, models: FlatVector, step: int) -> None:
+        """Apply the outer steps that are due."""
+        while self._due and self._due[0][0] <= step:
+            _, anchor = self._due.pop(0)
+            self.outer.finish(anchor)
+            if not self.outer.is_eager:
+                anchor.write_to(models, own_weight=self.outer.kept)
 
 
 def simulate_outer(make: MakeOuter) -> Callable[[Choice, Setting], SimulatedMethod]:
@@ -105,8 +151,9 @@ def simulate_outer(make: MakeOuter) -> Callable[[Choice, Setting], SimulatedMeth
             mixing = default_mixing(own, push_sum=False)
         elif not outer.averages_exactly:
             mixing = undirected(choice, setting)
-        message = setting.network.plain_message(setting.model_bytes)
-        clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
+        size = setting.model_bytes / outer.num_fragments
+        message = setting.network.plain_message(size)
+        clock = SyncClock(setting.compute, setting.network, message, model_bytes=size)
         return OuterSimulation(outer, mixing, clock)
 
     return simulate
@@ -129,6 +176,38 @@ OUTER_METHODS: tuple[Method, ...] = (
             "2311.08105",
         ),
         example="GossipDataParallel(model, outer=DiLoCo())",
+        options=OPTIONS,
+    ),
+    Method(
+        "streamingdiloco",
+        "Streaming DiLoCo",
+        "takes the outer steps of parts of the model at different times, under the next steps of training",
+        StreamingDiLoCo,
+        make=wrap_outer(streaming_diloco),
+        simulate=simulate_outer(streaming_diloco),
+        paper=Paper(
+            "Douillard et al.",
+            "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
+            "2025",
+            "2501.18512",
+        ),
+        example="GossipDataParallel(model, outer=StreamingDiLoCo())",
+        options=OPTIONS | {"outer_fragments", "outer_delay"},
+    ),
+    Method(
+        "eagerdiloco",
+        "Eager DiLoCo",
+        "takes a rank's own part of the mean drift at once, and that of the others one outer step later",
+        EagerDiLoCo,
+        make=wrap_outer(eager_diloco),
+        simulate=simulate_outer(eager_diloco),
+        paper=Paper(
+            "Kale et al.",
+            "Eager Updates For Overlapped Communication and Computation in DiLoCo",
+            "2025",
+            "2502.12996",
+        ),
+        example="GossipDataParallel(model, outer=EagerDiLoCo())",
         options=OPTIONS,
     ),
     Method(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.vector import FlatVector
+from .fragment import Fragment, cut
 
 MakeOptimizer: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
 """Makes an optimizer of parameters, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`."""
@@ -25,6 +26,8 @@ class Anchor:
     Args:
         x: what the anchor starts as; copied.
         make_optimizer: see `OuterMethod.make_optimizer`.
+        fragment: the part of x that it is the anchor of; None: all of x.
+        num_ranks: how many mix.
 
     Attributes:
         phi: the anchor.
@@ -33,27 +36,46 @@ class Anchor:
         gradients: `sent` without buffers, likewise.
     """
 
-    def __init__(self, x: FlatVector, make_optimizer: MakeOptimizer) -> None:
-        self._layout = x.layout
-        self.phi = FlatVector.zeros(x.layout.with_dtypes(_widened), x.raw.device)
+    def __init__(
+        self, x: FlatVector, make_optimizer: MakeOptimizer, *, fragment: Fragment | None = None, num_ranks: int = 1
+    ) -> None:
+        self._cut_from = x.layout
+        self.fragment = cut(x.layout, 1, None)[0] if fragment is None else fragment
+        self.num_ranks = num_ranks
+        self.phi = FlatVector.zeros(self.fragment.layout.with_dtypes(_widened), x.raw.device)
         self.sent = self.phi.like()
-        for own, theirs in zip(self.phi.segments, x.segments, strict=True):
+        for own, theirs in zip(self.phi.segments, self.fragment.segments_of(x), strict=True):
             own.copy_(theirs)
         self.parameters = parameters_of(self.phi)
         self.gradients = parameters_of(self.sent)
+        self._memory: dict[str, list[Tensor]] = {}
         # A shard of a model that has fewer elements than processes may be empty.
         self.optimizer = make_optimizer(self.parameters) if self.parameters else None
+
+    def memory(self, name: str) -> Sequence[Tensor]:
+        """What a method keeps from one outer step to the next under that name: like `gradients`, at first zeros."""
+        if name not in self._memory:
+            self._memory[name] = [torch.zeros_like(gradient) for gradient in self.gradients]
+        return self._memory[name]
+
+    def read(self, x: FlatVector) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters and the buffers of its part of x, one flat tensor for each segment; views or copies."""
+        segments = self.fragment.segments_of(x)
+        sizes = [phi.numel() for phi in self.parameters]
+        halves = [(own[:size], own[size:]) for own, size in zip(segments, sizes, strict=True)]
+        return [parameters for parameters, _ in halves], [buffers for _, buffers in halves if buffers.numel()]
 
     def take_drift(self, x: Sequence[Tensor]) -> None:
         """sent <- phi - x, without buffers."""
         for drift, phi, own in zip(self.gradients, self.parameters, x, strict=True):
             torch.sub(phi, own, out=drift)
 
-    def step(self) -> None:
-        """phi <- a step of the outer optimizer with the gradient `sent`."""
+    def step(self, gradients: Sequence[Tensor] | None = None) -> None:
+        """phi <- a step of the outer optimizer with these gradients; None: `sent`."""
         if self.optimizer is None:
             return
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+        gradients = self.gradients if gradients is None else gradients
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         try:
             self.optimizer.step()
@@ -61,9 +83,9 @@ class Anchor:
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def take_buffers(self, x: FlatVector) -> None:
-        """The buffers of `sent` <- those of x."""
-        for sent, own in zip(self.sent.buffers, x.buffers, strict=True):
+    def take_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """The buffers of `sent` <- those of x, as `read` gives them."""
+        for sent, own in zip(self.sent.buffers, buffers, strict=True):
             sent.copy_(own)
 
     def keep_buffers(self) -> None:
@@ -71,23 +93,25 @@ class Anchor:
         for phi, sent in zip(self.phi.buffers, self.sent.buffers, strict=True):
             phi.copy_(sent)
 
-    def write_to(self, x: FlatVector) -> None:
-        """x <- phi."""
-        for own, phi in zip(x.segments, self.phi.segments, strict=True):
-            own.copy_(phi)
+    def write_to(self, x: FlatVector, *, own_weight: float = 0.0) -> None:
+        """x <- lerp(phi, x, own_weight) in its part of x, buffers included."""
+        for own, phi in self.fragment.pairs(x, self.phi):
+            own.copy_(torch.lerp(phi, own.to(phi.dtype), own_weight) if own_weight else phi)
 
     def has_tensors_of(self, x: FlatVector) -> bool:
         """Whether x has the tensors that phi was made of, in any dtype, on any device."""
-        return x.layout is self._layout or x.layout.with_dtypes(_widened) == self.phi.layout
+        own = self._cut_from
+        return x.layout is own or x.layout.with_dtypes(_widened) == own.with_dtypes(_widened)
 
     def fits(self, x: FlatVector) -> bool:
         """Whether x has these tensors, on the device of phi."""
         return self.has_tensors_of(x) and x.raw.device == self.phi.raw.device
 
     def state_dict(self) -> dict[str, Any]:
-        """phi and the state of the optimizer; shares memory with this object, as that of a module does."""
+        """phi, the state of the optimizer, and what the method keeps; shares memory with this object."""
         optimizer = {} if self.optimizer is None else self.optimizer.state_dict()
-        return {"phi": list(self.phi.segments), "optimizer": optimizer}
+        memory = {"memory": dict(self._memory)} if self._memory else {}
+        return {"phi": list(self.phi.segments), "optimizer": optimizer, **memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict()` gave; copies it.
@@ -103,6 +127,10 @@ class Anchor:
             )
         for mine, theirs in zip(self.phi.segments, state["phi"], strict=True):
             mine.copy_(theirs)
+        self._memory = {}
+        for name, tensors in state.get("memory", {}).items():
+            for mine, theirs in zip(self.memory(name), tensors, strict=True):
+                mine.copy_(theirs)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 

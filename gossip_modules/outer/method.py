@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..graph_manager.base import GraphManager
 from .anchor import Anchor
+from .fragment import Fragments
 
 
 @dataclass(frozen=True)
@@ -22,22 +23,32 @@ class OuterMethod(ABC):
     ranks, and serves an optimizer, the outer one, as the gradient of the anchor. An outer step of a rank:
 
         start(anchor, x):   sent = phi - x                   # the drift of this rank
-                            sent <- its average over ranks, or W(t) of it
+                            sent <- its average over ranks, or W(t) of it; with a delay under the next `delay` steps
         finish(anchor):     phi <- step of the outer optimizer, with the gradient `sent`
-                            x <- phi
+                            x <- phi; with a delay lerp(phi, x, own_weight)
 
     Those are the defaults; a method overrides what it does otherwise. It holds settings only, so that one object may
     serve several wrappers: what a rank remembers is in its `Anchor`.
 
     Args:
         sync_every: H, the number of optimizer steps from one outer step to the next, at least 1.
+        fragments: the parts of the model that take outer steps at different times, evenly spread over the H steps, each
+            with an anchor and an optimizer of its own: their number, for equal runs in the order of the module; or for
+            each a list of names of modules, which have each trained tensor once.
+        delay: tau, the number of optimizer steps for which an outer step travels in a thread, less than H; 0: training
+            waits for it.
+        own_weight: alpha, what a rank keeps of its model where an outer step arrives: x <- alpha x + (1 - alpha) phi;
+            0 <= alpha < 1. None: 1/2 with a delay, else 0. At 0 the steps taken under way are lost.
 
     Raises:
-        ValueError: `sync_every` is no whole number of at least 1.
+        ValueError: one of these is out of its range.
     """
 
     sync_every: int
     _: KW_ONLY
+    fragments: Fragments = 1
+    delay: int = 0
+    own_weight: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
@@ -45,6 +56,55 @@ class OuterMethod(ABC):
                 f"{type(self).__name__}: got sync_every={self.sync_every!r}, expected a whole number of at least 1, "
                 "the optimizer steps between two outer steps; 30 to 500 are usual"
             )
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        """Raise ValueError where fragments or delays are none."""
+        name = type(self).__name__
+        if self.num_fragments < 1 or isinstance(self.fragments, bool | str):
+            raise ValueError(
+                f"{name}: got fragments={self.fragments!r}, expected their number, at least 1, or a list of names of "
+                "modules for each, as in [['embed', 'layers.0'], ['layers.1', 'head']]"
+            )
+        if isinstance(self.delay, bool) or not isinstance(self.delay, int) or not 0 <= self.delay <= self.max_delay:
+            raise ValueError(
+                f"{name}: got delay={self.delay!r} with sync_every={self.sync_every}, expected 0 <= delay <= "
+                f"{self.max_delay} optimizer steps, since an outer step must be over when that fragment takes its next"
+            )
+        if not 0 <= self.kept < 1:
+            raise ValueError(
+                f"{name}: got own_weight={self.own_weight!r}, expected 0 <= own_weight < 1; 0 takes the anchor as it is"
+            )
+        if self.gossip_every and (self.delay or self.num_fragments > 1):
+            raise ValueError(
+                f"{name}: got gossip_every={self.gossip_every} with delay={self.delay} and fragments={self.fragments!r}"
+                ", expected no gossip between outer steps that travel under training or in parts; pass gossip_every=0"
+            )
+
+    @property
+    def num_fragments(self) -> int:
+        """The number of fragments."""
+        return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+
+    def starting_at(self, step: int) -> list[int]:
+        """The fragments that take an outer step after so many optimizer steps."""
+        firsts = [p * self.sync_every // self.num_fragments for p in range(self.num_fragments)]
+        return [p for p, k in enumerate(firsts) if step >= max(k, 1) and (step - k) % self.sync_every == 0]
+
+    @property
+    def max_delay(self) -> int:
+        """The longest `delay`."""
+        return self.sync_every - 1
+
+    @property
+    def kept(self) -> float:
+        """alpha: `own_weight`, or what it is where that is None."""
+        return (0.5 if self.delay else 0.0) if self.own_weight is None else self.own_weight
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether phi, and with it x, moves in `start`, before what is sent has been mixed."""
+        return False
 
     @property
     def averages_exactly(self) -> bool:

@@ -75,7 +75,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     | Local SGD    | schedule=Schedule(gossip_every=H, average_every=1)            |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | gossiper=PowerGossip(), or Choco, DeepSqueeze, Moniqua        |
-    | DiLoCo       | outer=DiLoCo(), or SlowMo, NoLoCo, GASLoC                     |
+    | DiLoCo       | outer=DiLoCo(), or StreamingDiLoCo, SlowMo, NoLoCo, ...       |
     | D2           | rule=D2(), or QGDSGDm, GradientTracking, DecentLaM            |
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithms 1
@@ -237,19 +237,16 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
         """When rounds run."""
+        policy, is_whole = self._on_nonfinite, self._node is None
         if self._outer is not None:
-            return OuterEngine(gossiper, self._outer, on_nonfinite=self._on_nonfinite)
+            places = self._buffer.places if is_whole else None
+            return OuterEngine(gossiper, self._outer, on_nonfinite=policy, places=places)
         if self._rule is not None:
-            return RuledEngine(gossiper, self._rule, self._buffer, on_nonfinite=self._on_nonfinite)
+            return RuledEngine(gossiper, self._rule, self._buffer, on_nonfinite=policy)
         if not self.overlap:
-            return SyncEngine(gossiper, schedule, on_nonfinite=self._on_nonfinite)
-        return OverlapEngine(
-            gossiper,
-            schedule,
-            max_staleness=self.max_staleness,
-            is_eager=self._node is None,
-            on_nonfinite=self._on_nonfinite,
-        )
+            return SyncEngine(gossiper, schedule, on_nonfinite=policy)
+        late = self.max_staleness
+        return OverlapEngine(gossiper, schedule, max_staleness=late, is_eager=is_whole, on_nonfinite=policy)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

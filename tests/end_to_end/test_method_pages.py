@@ -19,6 +19,7 @@ from gossip_modules import (
     DecentLaM,
     DeepSqueeze,
     DiLoCo,
+    EagerDiLoCo,
     ExactDiffusion,
     GASLoC,
     GossipDataParallel,
@@ -34,6 +35,7 @@ from gossip_modules import (
     Schedule,
     SignNorm,
     SlowMo,
+    StreamingDiLoCo,
     TopK,
 )
 from gossip_modules.methods import METHODS
@@ -179,6 +181,9 @@ COSTS: dict[str, tuple[Make, float]] = {
     "localsgd": (gossip(lambda: {"schedule": Schedule(gossip_every=3, average_every=1)}), 2 * 3 / 4 * P / 3),
     # The first of 12 forwards comes before any step, so there are three outer steps.
     "diloco": (gossip(lambda: {"outer": DiLoCo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
+    # Fragment 1 of 2 begins half a period early; fragments are cut at 64 elements.
+    "streamingdiloco": (gossip(lambda: {"outer": StreamingDiLoCo(4, fragments=2)}), 2 * 3 / 4 * P * 2.5 / NUM_ROUNDS),
+    "eagerdiloco": (gossip(lambda: {"outer": EagerDiLoCo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
     "slowmo": (gossip(lambda: {"outer": SlowMo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
     "noloco": (gossip(lambda: {"outer": NoLoCo(3)}), P * 3 / NUM_ROUNDS),
     "gasloc": (gossip(lambda: {"outer": GASLoC(3), "graph": RING}), 2 * P * 3 / NUM_ROUNDS),

@@ -113,7 +113,7 @@ def test_gossipers_of_one_thread_do_what_the_rules_of_the_simulator_say(name: st
     assert real.transports[0].num_bytes_sent > 0
 
 
-@pytest.mark.parametrize("name", ["diloco", "slowmo", "gasloc:ring"])
+@pytest.mark.parametrize("name", ["diloco", "eagerdiloco", "slowmo", "gasloc:ring"])
 def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
     """Problem Q; the golden values of training are in tests/library/outer."""
     setting = replace(CLUSTER, world_size=5, local_steps=5)
@@ -122,7 +122,12 @@ def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
         method.forward(x)
         if step < 20:
             x.copy_(descended(x[:, 0], 1)[:, None])
-    outer = {"diloco": gm.DiLoCo(5), "slowmo": gm.SlowMo(5), "gasloc:ring": gm.GASLoC(5)}[name]
+    outer = {
+        "diloco": gm.DiLoCo(5),
+        "eagerdiloco": gm.EagerDiLoCo(5),
+        "slowmo": gm.SlowMo(5),
+        "gasloc:ring": gm.GASLoC(5),
+    }[name]
     graph = {"graph": gm.RingGraph(5, peers_per_itr=2)} if name == "gasloc:ring" else {}
     torch.testing.assert_close(x[:, 0], solve(lambda: {"outer": outer, **graph}), rtol=0, atol=1e-12)
 

@@ -28,8 +28,8 @@ class Point(nn.Module):
 
 
 def descended(x: Tensor, num_steps: int) -> Tensor:
-    """x float64 [n] of all ranks after so many steps of SGD, each on its own parabola."""
-    curvatures, minima = (torch.tensor(values[: len(x)], dtype=torch.float64) for values in (CURVATURES, MINIMA))
+    """x float64 [..., n] of all ranks after so many steps of SGD, each on its own parabola."""
+    curvatures, minima = (torch.tensor(values[: x.shape[-1]], dtype=torch.float64) for values in (CURVATURES, MINIMA))
     for _ in range(num_steps):
         x = x - LEARNING_RATE * curvatures * (x - minima)
     return x
@@ -47,7 +47,7 @@ def solve(
     num_ranks: int = 5,
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = plain_sgd,
 ) -> Tensor:
-    """x float64 [n] of all ranks after so many steps, and the round that is due then.
+    """x float64 [..., n] of all ranks after so many steps, and the round that is due then.
 
     Args:
         make_options: the arguments of `GossipDataParallel`; called on each rank.

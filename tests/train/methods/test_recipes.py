@@ -340,6 +340,8 @@ def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) 
     rates = {"sync_period": 7, "outer_lr": 0.4, "outer_momentum": 0.25}
     for recipe, expected, default in (
         ("diloco", gm.DiLoCo(7, lr=0.4, momentum=0.25), gm.DiLoCo(10)),
+        ("streamingdiloco", gm.StreamingDiLoCo(7, lr=0.4, momentum=0.25), gm.StreamingDiLoCo(10)),
+        ("eagerdiloco", gm.EagerDiLoCo(7, lr=0.4, momentum=0.25), gm.EagerDiLoCo(10)),
         ("slowmo", gm.SlowMo(7, lr=0.4, momentum=0.25), gm.SlowMo(10)),
         ("noloco", gm.NoLoCo(7, lr=0.4, momentum=0.25, seed=1), gm.NoLoCo(10, seed=1)),
         ("gasloc", gm.GASLoC(7, lr=0.4, momentum=0.25), gm.GASLoC(10)),

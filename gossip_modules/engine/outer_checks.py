@@ -1,0 +1,36 @@
+"""What an outer method needs of the gossiper and of the model; checked once, when a wrapper is made."""
+
+from __future__ import annotations
+
+from ..gossiper.mixer import Mixer
+from ..outer.method import OuterMethod
+
+
+def check_weights(gossiper: Mixer, outer: OuterMethod, on_nonfinite: str) -> None:
+    """Raise ValueError where the weights are not for this method."""
+    if not outer.averages_exactly and not gossiper.mixing.is_doubly_stochastic:
+        raise ValueError(
+            f"got {gossiper.mixing} with {outer}, expected doubly stochastic weights, which keep the mean of the "
+            "anchors; use an undirected graph, such as RingGraph, without mixing="
+        )
+    if not outer.averages_exactly:
+        outer.check(gossiper.mixing.graph, gossiper.mixing.matrix)
+    if outer.gossip_every and gossiper.is_weighted and on_nonfinite == "skip":
+        raise ValueError(
+            f"got on_nonfinite='skip' with {outer} and {gossiper.mixing}, expected 'raise' or 'spread', or doubly "
+            "stochastic weights: where rounds are left out, push-sum weights have no known sum"
+        )
+
+
+def check_fragments(gossiper: Mixer, outer: OuterMethod, *, has_places: bool) -> None:
+    """Raise ValueError where the model cannot be cut as the method says."""
+    if not has_places and not isinstance(outer.fragments, int):
+        raise ValueError(
+            f"got fragments={outer.fragments!r} where several processes share the vector of one model, expected the "
+            "number of fragments: names are not known there"
+        )
+    if outer.num_fragments > 1 and not (outer.averages_exactly or gossiper.is_elastic):
+        raise ValueError(
+            f"got {gossiper} with {outer}, expected fragments=1, or no gossiper: it keeps what it knows of its peers "
+            "for one vector, and each fragment is another one"
+        )

@@ -1,0 +1,69 @@
+"""Eager updates: DiLoCo whose averages may take H steps, since each rank goes on with its own part of the drift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+import torch
+from torch import Tensor
+
+from .anchor import Anchor
+from .diloco import DiLoCo
+
+
+@dataclass(frozen=True)
+class EagerDiLoCo(DiLoCo):
+    """DiLoCo with eager updates: the own part of the mean drift at once, that of the others one outer step later.
+
+    Every `sync_every` = H optimizer steps, with c = `lr` and b = `momentum`, of rank i in outer step k:
+
+        D_i   <- phi_i - x_i                                      # its mean over ranks travels for H steps
+        G_i   <- D_i / n + mean_j D_j(k - 1) - D_i(k - 1) / n     # the own drift now, those of the others late
+        m_i   <- b m_i + G_i
+        phi_i <- phi_i - c (G_i + b m_i)
+        x_i   <- phi_i
+
+    Anchors differ between ranks by what is under way; each drift is counted once on each rank. With one rank this is
+    `DiLoCo`. Beside DiLoCo it keeps one more vector, so four copies of the model.
+
+    Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
+
+    Args:
+        sync_every, lr, momentum, optimizer: see `DiLoCo`.
+        fragments: see `OuterMethod`.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> model = GossipDataParallel(model, outer=EagerDiLoCo(sync_every=50))
+    """
+
+    _: KW_ONLY
+    delay: int = field(default=0, init=False, repr=False)
+    own_weight: float | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # with delay=0, so that sync_every is checked
+        object.__setattr__(self, "delay", self.sync_every)
+
+    @property
+    def is_eager(self) -> bool:
+        """See `OuterMethod`."""
+        return True
+
+    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
+        """See `OuterMethod`: the outer step of this rank, then its drift is what is sent."""
+        late = anchor.memory("late")  # of the others, from the outer step before
+        anchor.take_drift(x)
+        for sent, others in zip(anchor.gradients, late, strict=True):
+            others.add_(sent, alpha=1 / anchor.num_ranks)  # G, and D is kept in `sent`
+        anchor.step(late)
+        for sent, others in zip(anchor.gradients, late, strict=True):
+            torch.mul(sent, -1 / anchor.num_ranks, out=others)
+
+    def finish(self, anchor: Anchor) -> None:
+        """See `OuterMethod`: the mean without the own part, for the next outer step."""
+        for others, mean in zip(anchor.memory("late"), anchor.gradients, strict=True):
+            others.add_(mean)

@@ -1,0 +1,125 @@
+"""Fragment: the part of a model that takes one outer step at a time, so that not all of it travels at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..flat.layout import FlatLayout
+from ..flat.slots import TensorPlace
+from ..flat.vector import FlatVector
+
+Fragments: TypeAlias = int | Sequence[Sequence[str]]
+"""How a model is cut: into so many equal runs of its elements, or into the modules named, a list for each fragment."""
+
+_GRAIN = 64  # elements: where equal runs are cut
+
+
+class Range(NamedTuple):
+    """Elements [first, last) of a segment of a flat vector."""
+
+    segment: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Which elements of a flat vector, and what they are side by side.
+
+    Args:
+        ranges: in ascending order, without neighbours that touch.
+        layout: their layout side by side, in the dtypes of the vector; one segment for each that has some.
+    """
+
+    ranges: tuple[Range, ...]
+    layout: FlatLayout
+
+    @classmethod
+    def of(cls, layout: FlatLayout, ranges: Iterable[Range]) -> Fragment:
+        """The fragment of these elements of vectors of that layout."""
+        merged: list[Range] = []
+        for new in sorted(ranges):
+            if merged and merged[-1].segment == new.segment and merged[-1].last == new.first:
+                merged[-1] = merged[-1]._replace(last=new.last)
+            elif new.first < new.last:
+                merged.append(new)
+        sizes = []
+        for k, segment in enumerate(layout.segments):
+            specs = [spec for r in merged if r.segment == k for spec in segment.cut(r.first, r.last)]
+            if specs:
+                sizes.append((segment.dtype, specs))
+        return cls(tuple(merged), FlatLayout.of(sizes))
+
+    def segments_of(self, x: FlatVector) -> list[Tensor]:
+        """The elements in x, one tensor for each segment of `layout`; a view where they are one range, else a copy."""
+        found: dict[int, list[Tensor]] = {}
+        for k, first, last in self.ranges:
+            found.setdefault(k, []).append(x.segments[k][first:last])
+        return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in found.values()]
+
+    def pairs(self, x: FlatVector, own: FlatVector) -> list[tuple[Tensor, Tensor]]:
+        """Each range in x beside the same elements in `own`, a vector of this fragment alone; views."""
+        segments, offsets = iter(own.segments), dict.fromkeys((r.segment for r in self.ranges), 0)
+        flat = {k: next(segments) for k in offsets}
+        pairs = []
+        for k, first, last in self.ranges:
+            start = offsets[k]
+            offsets[k] = stop = start + last - first
+            pairs.append((x.segments[k][first:last], flat[k][start:stop]))
+        return pairs
+
+
+def cut(layout: FlatLayout, fragments: Fragments, places: Sequence[TensorPlace] | None) -> list[Fragment]:
+    """The fragments of a model, which have each of its elements once.
+
+    Args:
+        layout: of the flat vector.
+        fragments: how it is cut; see `OuterMethod`.
+        places: of the model's tensors in the vector, in the model's order; None: not known, equal runs are then those
+            of the vector.
+
+    Raises:
+        ValueError: a tensor that is in no fragment, or in two of them.
+    """
+    if not isinstance(fragments, int):
+        assert places is not None, "modules are named, and nobody knows where they are"
+        return [Fragment.of(layout, ranges) for ranges in _by_name(places, fragments)]
+    if places is None:
+        places = [TensorPlace("", k, 0, segment.numel) for k, segment in enumerate(layout.segments)]
+    return [Fragment.of(layout, ranges) for ranges in _evenly(places, fragments)]
+
+
+def _evenly(places: Sequence[TensorPlace], num_fragments: int) -> list[list[Range]]:
+    """Runs of equally many elements, in the order of the places."""
+    total = sum(place.last - place.first for place in places)
+    stops = [min(-(-total * p // num_fragments // _GRAIN) * _GRAIN, total) for p in range(num_fragments)] + [total]
+    cuts: list[list[Range]] = [[] for _ in range(num_fragments)]
+    start = 0
+    for place in places:
+        stop = start + place.last - place.first
+        for p, ranges in enumerate(cuts):
+            first, last = max(start, stops[p]), min(stop, stops[p + 1])
+            if first < last:
+                ranges.append(Range(place.segment, place.first + first - start, place.first + last - start))
+        start = stop
+    return cuts
+
+
+def _by_name(places: Sequence[TensorPlace], fragments: Sequence[Sequence[str]]) -> list[list[Range]]:
+    """The tensors of the modules that each fragment names."""
+    cuts: list[list[Range]] = [[] for _ in fragments]
+    for place in places:
+        owners = [p for p, names in enumerate(fragments) if any(f"{place.name}.".startswith(f"{n}.") for n in names)]
+        if len(owners) != 1:
+            raise ValueError(
+                f"got fragments={fragments!r}, of which {len(owners)} have '{place.name}', expected each trained "
+                "tensor in exactly one; name whole modules, as in [['embed', 'layers.0'], ['layers.1', 'head']], "
+                "or give the number of fragments"
+            )
+        cuts[owners[0]].append(Range(*place[1:]))
+    return cuts

@@ -1,0 +1,46 @@
+"""Streaming DiLoCo: DiLoCo in fragments, whose drifts travel under the next steps of training."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+from .diloco import DiLoCo
+from .fragment import Fragments
+
+
+@dataclass(frozen=True)
+class StreamingDiLoCo(DiLoCo):
+    """Streaming DiLoCo: each fragment of the model has outer steps of its own, which travel while training goes on.
+
+    Fragment p of P, with H = `sync_every`, tau = `delay`, alpha = `own_weight`, c = `lr` and b = `momentum`, at the
+    steps k with k = p H / P modulo H:
+
+        D     <- 1/n  sum_j (phi - x_j(k))           # of this fragment; travels for tau steps
+        m     <- b m + D                             # at step k + tau
+        phi   <- phi - c (D + b m)
+        x_i   <- alpha x_i + (1 - alpha) phi         # x_i of step k + tau: it has gone on
+
+    So a step sends 1 / P of the model at most, H / P steps apart, and training does not wait where that takes less than
+    tau steps. All ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds what
+    travels to 4 bits; here it travels as it is.
+
+    Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, arXiv
+    2501.18512, Algorithm 2.
+
+    Args:
+        sync_every, lr, momentum, optimizer: see `DiLoCo`; 100 steps in the paper.
+        fragments: P, or the names of modules; see `OuterMethod`.
+        delay: tau; 1 to 10 in the paper.
+        own_weight: alpha; 1/2 in the paper.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> model = GossipDataParallel(model, outer=StreamingDiLoCo(sync_every=100, fragments=4, delay=5))
+    """
+
+    sync_every: int = 100
+    _: KW_ONLY
+    fragments: Fragments = 4
+    delay: int = 1
