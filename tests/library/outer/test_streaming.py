@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,30 @@ def test_gossip_travels_late_too() -> None:
     at_once = solve(lambda: {"outer": GASLoC(5), "graph": RingGraph(5, peers_per_itr=2)})
     assert found.isfinite().all()
     assert 1e-3 < float((found - at_once).abs().max()) < 1
+
+
+@pytest.mark.parametrize(
+    ("outer", "num_models"),
+    [(DiLoCo(2), 3), (StreamingDiLoCo(2, fragments=2), 3), (EagerDiLoCo(2), 4), (DiLoCo(2, lr=1.0, momentum=0.0), 2)],
+    ids=["diloco", "streaming", "eager", "localsgd"],
+)
+def test_memory_is_what_the_pages_say(outer: OuterMethod, num_models: int) -> None:
+    """Copies of the model that the engine keeps: tensors that share memory count once."""
+    model = nn.Linear(64, 64)
+    wrapper = GossipDataParallel(model, process_group=solo_group(), outer=outer)
+    for _ in range(7):
+        wrapper(torch.zeros(1, 64))
+    wrapper.flush()
+    engine: Any = wrapper._engine
+    found: dict[int, int] = {}
+    for anchor in engine._anchors:
+        moments = [x for state in anchor.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+        memory = [x for tensors in anchor._memory.values() for x in tensors]
+        for x in (*anchor.phi.segments, *anchor.sent.segments, *moments, *memory):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    wrapper.close()
+    size = sum(x.nbytes for x in model.parameters())
+    assert sum(found.values()) / size == pytest.approx(num_models, rel=0.02)  # aligned to 64 bytes
 
 
 @pytest.mark.parametrize("make", [mlp, net])
