@@ -129,8 +129,8 @@ def check_outer(
         )
     if overlap:
         raise ValueError(
-            f"got overlap=True beside outer={outer}, whose outer steps do not run under training, expected "
-            "overlap=False; a larger sync_every makes them rare"
+            f"got overlap=True beside outer={outer}, expected overlap=False; outer steps run under training "
+            "with the delay= of the outer method, as in StreamingDiLoCo(delay=2)"
         )
     if outer.averages_exactly and not init_sync:
         raise ValueError(
