@@ -183,7 +183,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         "Streaming DiLoCo",
         "takes the outer steps of parts of the model at different times, under the next steps of training",
         StreamingDiLoCo,
-        make=wrap_outer(streaming_diloco),
+        make=wrap_with("outer", streaming_diloco),
         simulate=simulate_outer(streaming_diloco),
         paper=Paper(
             "Douillard et al.",
@@ -199,7 +199,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         "Eager DiLoCo",
         "takes a rank's own part of the mean drift at once, and that of the others one outer step later",
         EagerDiLoCo,
-        make=wrap_outer(eager_diloco),
+        make=wrap_with("outer", eager_diloco),
         simulate=simulate_outer(eager_diloco),
         paper=Paper(
             "Kale et al.",
