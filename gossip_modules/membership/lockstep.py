@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -77,6 +78,7 @@ def _is_function(value: object) -> bool:
     return callable(value) or isinstance(value, str)
 
 
+_KEPT_SIZES = 64
 _CHECKED_SIZES = 16  # worlds of so many workers at least must have a graph
 
 
@@ -108,12 +110,13 @@ class LockstepParticipant:
         *,
         check: Callable[[MixingManager], None],
     ) -> None:
-        self.wrapper, self.membership, self.choose = wrapper, membership, choose
+        self.wrapper, self.membership = wrapper, membership
+        self.choose = functools.lru_cache(maxsize=_KEPT_SIZES)(choose)  # MATCHA plans each graph, which takes a while
         failing: dict[int, Exception] = {}
         chosen = []
         for n in range(1, max(2 * membership.min_workers, _CHECKED_SIZES) + 1):
             try:
-                chosen.append(choose(n))
+                chosen.append(self.choose(n))
             except ValueError as error:
                 failing[n] = error
         if failing:

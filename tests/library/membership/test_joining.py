@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules import GossipDataParallel
+from gossip_modules import GossipDataParallel, MatchaGraph
 from tests.library.membership.test_membership import Job, _no_thread_stays, close, member_of
 
 __all__ = ["_no_thread_stays"]
@@ -65,6 +66,25 @@ def test_another_set_of_layers_is_refused_and_the_job_goes_on() -> None:
     wrapper.close()
     assert len(job.end()) == 1
     close([worker])
+
+
+def test_matcha_goes_on_with_those_who_live_and_come() -> None:
+    planned: list[int] = []
+
+    def graph(n: int) -> MatchaGraph:
+        planned.append(n)
+        return MatchaGraph(nx.cycle_graph(n), budget=0.5)
+
+    job = Job(dist.HashStore(), min_workers=3, push_sum=False, graph=graph)
+    workers = job.start(3)
+    job.until_live(workers)
+    workers[0].is_killed.set()
+    job.until_live(workers[1:])
+    job.until_live([*workers[1:], *job.start(1, seed=1)])
+    alive = job.end()
+    assert len({worker.wrapper._engine.t for worker in alive if worker.wrapper is not None}) == 1
+    assert planned.count(2) == planned.count(3) == 4, "each worker plans once for each number of workers"
+    close(alive)
 
 
 def test_a_host_is_that_of_heartbeats_and_links(monkeypatch: pytest.MonkeyPatch) -> None:

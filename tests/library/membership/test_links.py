@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from gossip_modules import (
     Gossiper,
+    LaplacianMixing,
+    MatchaGraph,
     MetropolisHastingsMixing,
     MixingManager,
     NPeerDynamicDirectedExponentialGraph,
@@ -137,6 +140,24 @@ def test_symmetric_weights_keep_the_mean_of_those_who_live(late: bool, chunk_byt
     got = torch.stack([result[0] for result in results if result is not None])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(got.mean(0), (W @ start)[[0, 1, 3, 4, 5]].mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in place", "as a correction"])
+def test_matcha_keeps_the_mean_of_those_who_live(late: bool) -> None:
+    """Rank 2 of 6 dies in the middle; links that are used in some rounds only give their weight back in these."""
+    mixing = LaplacianMixing(MatchaGraph(nx.cycle_graph(6), budget=0.5, seed=3))
+    x, alive = torch.linspace(0, 1, 7, dtype=torch.float64), [0, 1, 3, 4, 5]
+    results, lost = run_links(6, mixing, rounds(PushPull(), mixing, x, dying=2, num_rounds=60, late=late))
+    expected = (mixing.matrix(0) @ torch.stack([x + rank for rank in range(6)]))[alive]
+    mean = expected.mean(0)
+    for t in range(1, 60):
+        W = mixing.matrix(t)
+        expected = (W[alive][:, alive] + torch.diag(W[alive, 2])) @ expected
+    got = torch.stack([result[0] for result in results if result is not None])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got.mean(0), mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got, mean.expand(5, 7), rtol=0, atol=1e-2)  # a path of five agrees in the end
+    assert {rank for rank, others in lost.items() if others} == {1, 3}
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in place", "as a correction"])
