@@ -183,6 +183,27 @@ that the others began between the moment when the new worker was ready to join a
             "survivors_that_failed": ("survivors that failed", "d"),
         },
     ),
+    "elastic_joins": Page(
+        "What a join costs the donor",
+        "elastic_joins.csv",
+        """\
+Workers that come one after the other to a job with a [membership](../guides/elasticity.md), on one machine with two
+cores that did other work at the same time; a step computes and sleeps 50 ms. The state is the parameters and their
+momentum; beside it go the names and shapes. The slowest step of the donor while it gives its state stands beside
+its slowest step at other times, which shows what the other work did.""",
+        {
+            "method": ("method", "s"),
+            "num_workers": ("workers", "d"),
+            "state_bytes": ("state, bytes", ",d"),
+            "sent_bytes": ("sent, bytes", ",d"),
+            "seconds": ("seconds", ".3f"),
+            "rounds_until_joined": ("rounds until joined", "d"),
+            "median_ms": ("median step, ms", ".1f"),
+            "slowest_alone_ms": ("slowest alone", ".1f"),
+            "slowest_serving_ms": ("slowest while giving", ".1f"),
+            "ratio": ("by the median", ".2f"),
+        },
+    ),
     "before_after": Page(
         "The time of a step, before and after",
         "before_after.csv",
