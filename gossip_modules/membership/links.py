@@ -210,8 +210,7 @@ def connect_links(
         names: of the ranks, for errors.
         timeout: of the waits of rounds.
         patience: of connecting.
-        on_lost: see `LinkTransport`.
-        host: see `gloo_backend`.
+        on_lost, host: see `LinkTransport` and `gloo_backend`.
 
     Raises:
         RuntimeError: a rank does not come within `patience`.

@@ -29,13 +29,11 @@ def probe(addresses: Mapping[int, Address], *, job: bytes, seconds: float) -> di
     Returns:
         The answers by worker.
     """
-    answers = dict.fromkeys(addresses, LifeSign.SILENT)
-    heard = dict.fromkeys(addresses, b"")
+    answers, heard = dict.fromkeys(addresses, LifeSign.SILENT), dict.fromkeys(addresses, b"")
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         for worker, address in addresses.items():
-            line = connect(address)
-            if line is not None:
+            if (line := connect(address)) is not None:
                 selector.register(line, selectors.EVENT_READ, worker)
         while selector.get_map() and LifeSign.LIVES not in answers.values():
             for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
