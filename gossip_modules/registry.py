@@ -58,6 +58,8 @@ class Method:
         step_sizes: those that are published, by code.
         simulated_graph: the name of the graph that the simulator takes for n ranks where none is named.
         codes: the names of the compressors that it takes, its default first.
+        needs_fixed_ranks: why its workers cannot come and go, as a clause; "": they can, and `make` hands on the
+            membership of its context; None: that is as its gossiper says, see `methods.why_fixed_ranks`.
         aliases: other names that are accepted.
     """
 
@@ -78,6 +80,7 @@ class Method:
     step_sizes: StepSizes = field(default_factory=dict)
     simulated_graph: Callable[[int], str] | None = None
     codes: tuple[str, ...] = ()
+    needs_fixed_ranks: str | None = None
     aliases: tuple[str, ...] = ()
 
     @property

@@ -15,6 +15,7 @@ from train.job.errors import UsageError, leave, own_rank, refuse, usage_errors
 from train.job.preemption import ignore_signals
 from train.job.world import World
 from train.option_groups import read_groups
+from train.run.elastic_worker import run_elastic
 from train.run.run import run
 from train.run_config import RunConfig
 from train.tasks.base import Task
@@ -42,7 +43,7 @@ def main(
                 stack.enter_context(redirect_stderr(said))
                 stack.enter_context(redirect_stdout(said))
             config = read_command_line(config_type, description=description)
-        exit_code = run(config, make_task)
+        exit_code = (run_elastic if config.elastic else run)(config, make_task)
     except UsageError as error:
         refuse(error, rank)
     except SystemExit as end:

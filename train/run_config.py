@@ -21,6 +21,7 @@ from gossip_modules.methods import (
     name_of,
     unused_options,
     used_options,
+    why_fixed_ranks,
     without_unused,
 )
 from gossip_modules.methods.compressors import COMPRESSORS, WIRE_DTYPES
@@ -70,6 +71,21 @@ class RunConfig(MethodOptions, ABC):
     deterministic: bool = False
     """Deterministic CUDA kernels, for bit-identical resumption on a GPU; a CPU needs nothing."""
 
+    elastic: bool = False
+    """Workers may die, come back and be added while the others train on. Each is started by itself, with the same
+    command, and all meet at --store; see docs/guides/elasticity.md."""
+    min_workers: int = 1
+    """The run begins with so many workers; learning rate and epochs are counted as for these."""
+    max_workers: int = 0
+    """Of others that come only as many are taken in; 0: all."""
+    store: str = "127.0.0.1:29400"
+    """host:port where `python -m gossip_modules.membership.serve` runs, which outlives workers. Several runs may share
+    it: the name of --out-dir tells them apart."""
+    scale_lr: bool = False
+    """The learning rate is in proportion to the number of workers that train; otherwise always that of min_workers."""
+    min_deadline: float = 1.0
+    """Seconds of silence after which the others go on without a worker, at least."""
+
     checkpoint_every: int = 0
     """Epochs from one checkpoint to the next; 0: only on a signal. With checkpoints, the last step has one."""
     checkpoint_every_steps: int = 0
@@ -91,10 +107,11 @@ class RunConfig(MethodOptions, ABC):
     POSITIVE: ClassVar[tuple[str, ...]] = (
         *("epochs", "accumulation_steps", "gossip_every", "nprocs_per_node", "num_threads", "keep_last"),
         *("validate_every", "log_every", "timeout_seconds", "theta", "power_rank", "power_iterations"),
+        *("min_workers", "min_deadline"),
     )
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
-        *("sync_period", "divergence_threshold", "clip_norm", "outer_lr"),
+        *("sync_period", "divergence_threshold", "clip_norm", "outer_lr", "max_workers"),
     )
     SHARES: ClassVar[tuple[str, ...]] = ("budget", "compression_ratio", "fetch_probability")
     """More than 0, at most 1."""
@@ -108,6 +125,7 @@ class RunConfig(MethodOptions, ABC):
         "general": ("recipe", "out_dir", "resume", "overwrite", "seed"),
         "training": ("epochs", "accumulation_steps", "label_smoothing", "clip_norm", "amp", "compile"),
         "process": ("backend", "comm_device", "timeout_seconds", "num_threads", "deterministic"),
+        "elastic": ("elastic", "min_workers", "max_workers", "store", "scale_lr", "min_deadline"),
         "checkpoint and log": (
             "checkpoint_every",
             "checkpoint_every_steps",
@@ -147,6 +165,27 @@ class RunConfig(MethodOptions, ABC):
                 f"got interpolation_value={self.interpolation_value}, expected 0 <= interpolation_value <= 1; 0 stays, "
                 "1 takes the peer's model"
             )
+
+        if self.elastic:
+            self._check_elastic()
+
+    def _check_elastic(self) -> None:
+        if why := why_fixed_ranks(METHODS[self.recipe], self):
+            raise ValueError(
+                f"got --elastic with --recipe {self.recipe}, expected a method whose workers can come and go, since "
+                f"{why}; take sgp, osgp or dpsgd with their defaults, or leave out --elastic"
+            )
+        if self.max_workers and self.max_workers < self.min_workers:
+            raise ValueError(
+                f"got max_workers={self.max_workers} and min_workers={self.min_workers}, expected no fewer; 0 takes all"
+            )
+        if self.backend not in ("auto", "gloo"):
+            raise ValueError(f"got --elastic with --backend {self.backend}, expected gloo: its links can be replaced")
+
+    @property
+    def num_founders(self) -> int:
+        """Steps of all workers for each one that is counted: min_workers with --elastic, otherwise 1."""
+        return self.min_workers if self.elastic else 1
 
     @property
     @abstractmethod

@@ -23,6 +23,10 @@ from .worker_state import log
 _MAX_STATES = 64  # times the model: what a donor may send
 
 
+class JobFullError(ConnectionError):
+    """The job has as many workers as it takes; a later start may find a place."""
+
+
 class Joining(Door):
     """The part of `Membership` for workers that come, and for their donors."""
 
@@ -56,8 +60,16 @@ class Joining(Door):
                 break
             self._begin_anew()
         self._is_newcomer = not self._due
+        self._raise_if_refused()
+
+    def _raise_if_refused(self) -> None:
         joiner = self._roster.joiners.get(self.id)
         if joiner is not None and joiner.refusal:
+            if joiner.is_full:
+                raise JobFullError(
+                    f"job {self.name!r} at {self._log.address} has as many workers as it takes ({joiner.refusal}): "
+                    "this one is not needed; start it again when another has ended"
+                )
             raise ValueError(
                 f"job {self.name!r} at {self._log.address} refused this worker, which differs from it: "
                 f"{joiner.refusal}; start it with the model and the options of the job"

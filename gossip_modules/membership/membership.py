@@ -32,7 +32,9 @@ class Membership(Joining):
     Args:
         store: "host:port", where `python -m gossip_modules.membership.serve` runs, or a `torch.distributed.Store`.
         min_workers: how many workers the first generation has; whoever comes later joins.
+        max_workers: how many there are at most, the same on all: others are refused; 0: any number.
         name: of the job, where several share a store.
+        description: what else all workers must have in common, by name: others are refused, with both sides named.
         timeout: the limit of every wait, in seconds or as a timedelta. Only a worker whose process lives and whose
             training stands still is waited for so long.
         interval: seconds between two heartbeats.
@@ -65,15 +67,22 @@ class Membership(Joining):
         store: dist.Store | str,
         *,
         min_workers: int,
+        max_workers: int = 0,
         name: str = "job",
         timeout: timedelta | float = 60.0,
         interval: float = 0.05,
         min_deadline: float = 1.0,
         on_partition: str = "majority",
         host: str | None = None,
+        description: Mapping[str, str] | None = None,
     ) -> None:
         if not isinstance(min_workers, int) or isinstance(min_workers, bool) or min_workers < 1:
             raise ValueError(f"got min_workers={min_workers!r}, expected a whole number of at least 1")
+        if max_workers and not (isinstance(max_workers, int) and max_workers >= min_workers):
+            raise ValueError(
+                f"got max_workers={max_workers!r} and min_workers={min_workers}, expected a whole number that is no "
+                "smaller, or 0 for any number"
+            )
         if on_partition not in ("majority", "both"):
             raise ValueError(f"got on_partition={on_partition!r}, expected 'majority' or 'both'")
         if interval <= 0 or min_deadline < 2 * interval:
@@ -83,7 +92,8 @@ class Membership(Joining):
             )
         if host is not None:
             _check_own(host)
-        self.min_workers = min_workers
+        self.min_workers, self.max_workers = min_workers, max_workers
+        self._own_description = dict(description or {})
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         log = EventLog(store, name=name, timeout=min(limit, timedelta(seconds=10)))
         address = host or _own_address(log.address)
@@ -155,6 +165,17 @@ class Membership(Joining):
                         f"got no training forward in step {step}, expected one: each step is one round with the others"
                     )
 
+    def turn(self, step: int) -> int:
+        """The number of this worker's step `step` among the steps of all workers since the start of the job.
+
+        Each number is given once: draw the batch of this number, and workers that come and go neither repeat nor leave
+        out any, but those of a worker that has died and whose generation has not ended.
+
+        Args:
+            step: one that `steps` has handed out in this generation.
+        """
+        return self._require_view().turns_before(step) + self.rank
+
     def on_change(self, callback: Callable[[Change], None]) -> None:
         """Call `callback` with every generation that begins, in the training thread, before its first round."""
         self._callbacks.append(callback)
@@ -188,6 +209,7 @@ class Membership(Joining):
 
         Raises:
             ValueError: the job is another one; says in what. It goes on without this worker.
+            JobFullError: it has as many workers as it takes.
             TimeoutError: too few workers have come.
         """
         if self._participant is not None:
@@ -196,7 +218,8 @@ class Membership(Joining):
                 "Membership with another name"
             )
         self._participant = participant
-        self._description = dict(description)
+        limit = {"max_workers": str(self.max_workers)} if self.max_workers else {}
+        self._description = {**self._own_description, **limit, **description}
         try:
             self._come()
         except BaseException:

@@ -95,6 +95,10 @@ class Roster:
             self._refuse(member, refusal)
             return
         members = (self.forming or self.view).members  # type: ignore[union-attr]
+        limit = int(self.description.get("max_workers", 0))
+        if limit and len({m.id for m in (*members, *self._waiting())}) >= limit:
+            self.joiners[member.id] = Joiner(member, donor=-1, refusal=f"max_workers={limit}", is_full=True)
+            return
         donor = members[member.id % len(members)].id
         self.joiners[member.id] = Joiner(replace(member, number=self._new_number()), donor)
 
@@ -246,8 +250,11 @@ class Roster:
         self.ready[worker] = int(event["step"])
         if set(self.ready) != set(forming.ids):
             return
-        num_joined = 0 if self.view is None else len(set(forming.ids) - set(self.view.ids))
-        self.view = replace(forming, start=max(self.ready.values()), num_joined=num_joined)
+        start, num_joined, turns = max(self.ready.values()), 0, 0
+        if self.view is not None:
+            start = max(start, self.view.start)  # the one before may not have begun
+            num_joined, turns = len(set(forming.ids) - set(self.view.ids)), self.view.turns_before(start)
+        self.view = replace(forming, start=start, num_joined=num_joined, turns=turns)
         self.forming = None
         self.ready = {}
         self.founders = {}

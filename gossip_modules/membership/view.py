@@ -38,6 +38,7 @@ class View:
         members: position i of the graph is members[i].
         start: the first step of its rounds; -1 while it is being formed.
         num_joined: how many of its members were not in the generation before.
+        turns: the training steps of all workers in the generations before, added up.
         reasons: by number of each member that left since the generation before, why.
     """
 
@@ -45,7 +46,12 @@ class View:
     members: tuple[Member, ...]
     start: int = -1
     num_joined: int = 0
+    turns: int = 0
     reasons: Mapping[int, str] = field(default_factory=dict)
+
+    def turns_before(self, step: int) -> int:
+        """The training steps of all workers before `step`, which is of this generation, added up."""
+        return self.turns + (step - self.start) * len(self.members)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -67,6 +73,7 @@ class Joiner:
         attempt: 0, 1, ...: another donor is another attempt.
         is_loaded: whether it has that state.
         refusal: why it may not join; empty: it may.
+        is_full: whether that is because there are as many workers as the job takes.
     """
 
     member: Member
@@ -74,6 +81,7 @@ class Joiner:
     attempt: int = 0
     is_loaded: bool = False
     refusal: str = ""
+    is_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,8 @@ def member_of(state: Mapping[str, Any]) -> Member:
 def view_of(state: Mapping[str, Any]) -> View:
     members = tuple(member_of(member) for member in state["members"])
     reasons = {int(number): str(why) for number, why in state["reasons"].items()}
-    return View(int(state["generation"]), members, int(state["start"]), int(state["num_joined"]), reasons)
+    generation, start, num_joined, turns = (int(state[x]) for x in ("generation", "start", "num_joined", "turns"))
+    return View(generation, members, start, num_joined, turns, reasons)
 
 
 def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:

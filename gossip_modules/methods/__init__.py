@@ -10,7 +10,7 @@ from ..registry import METHODS, Method, Paper, name_of, register
 from .built_in import BUILT_IN
 from .options import METHOD_OPTIONS, OPTION_GROUPS, Context, MethodOptions
 from .own import gossiper_method
-from .usage import possible_options, unused_options, used_options, without_unused, wrap
+from .usage import possible_options, unused_options, used_options, why_fixed_ranks, without_unused, wrap
 from .wrapping import Wrapper
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "register",
     "unused_options",
     "used_options",
+    "why_fixed_ranks",
     "without_unused",
     "wrap",
 ]

@@ -84,6 +84,7 @@ BUILT_IN: tuple[Method, ...] = (
         simulate=simulate_all_reduce,
         example="AllReduceDataParallel(model)",
         aliases=("allreduce",),
+        needs_fixed_ranks="every step needs the gradients of all; an all-reduce that survives its workers is torchft",
     ),
     Method(
         "dpsgd",
@@ -116,6 +117,7 @@ BUILT_IN: tuple[Method, ...] = (
         graph="any",
         options=PLAIN,
         simulated_graph=lambda n: "npeer-exponential",
+        needs_fixed_ranks="",
     ),
     Method(
         "osgp",
@@ -130,6 +132,7 @@ BUILT_IN: tuple[Method, ...] = (
         options=PLAIN,
         always_overlaps=True,
         simulated_graph=lambda n: "npeer-exponential",
+        needs_fixed_ranks="",
     ),
     Method(
         "matcha",
@@ -148,6 +151,7 @@ BUILT_IN: tuple[Method, ...] = (
         graph="undirected, static",
         options=ROUNDS | {"budget", "plan", "overlap", "wire_dtype"},
         simulated_graph=lambda n: "ring",
+        needs_fixed_ranks="",
     ),
     Method(
         "choco",
@@ -245,6 +249,7 @@ BUILT_IN: tuple[Method, ...] = (
         options=frozenset({"graph"}),
         pace="shared_steps",
         simulated_graph=lambda n: "bipartite-complete" if n % 2 else "bipartite-exponential",
+        needs_fixed_ranks="a rank keeps what it owes each of its peers",
     ),
     Method(
         "wagma",
@@ -262,6 +267,7 @@ BUILT_IN: tuple[Method, ...] = (
         example="GroupAverageDataParallel(model)",
         options=frozenset({"group_size", "sync_period", "wait_avoiding", "overlap"}),
         pace="shared_rounds",
+        needs_fixed_ranks="its groups and their control messages are those of the ranks at the start",
     ),
     Method(
         "dpwa",
@@ -274,6 +280,7 @@ BUILT_IN: tuple[Method, ...] = (
         example='PairwiseDataParallel(model, name="w0", peers=addresses)',
         options=frozenset({"interpolation", "divergence_threshold", "fetch_probability"}),
         pace="shared_steps",
+        needs_fixed_ranks="its workers come and go without one; see the guide to dpwa",
     ),
     Method(
         "localsgd",
@@ -285,6 +292,7 @@ BUILT_IN: tuple[Method, ...] = (
         paper=Paper("Stich", "Local SGD Converges Fast and Communicates Little", "ICLR 2019", "1805.09767"),
         example="GossipDataParallel(model, schedule=Schedule(gossip_every=10, average_every=1))",
         options=frozenset({"sync_period", "nprocs_per_node"}),
+        needs_fixed_ranks="an average over all ranks fails with each of them",
     ),
     *OUTER_METHODS,
     *RULE_METHODS,

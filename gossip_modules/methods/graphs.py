@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..graph_manager import named_graphs
 from ..graph_manager.base import GraphManager
@@ -84,6 +84,20 @@ def make_static_graph(name: str, *, num_nodes: int) -> GraphManager:
 def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
     """The base graph of MATCHA by its name: `make_static_graph` as a networkx graph."""
     return networkx_graph(make_static_graph(name, num_nodes=num_nodes))
+
+
+def for_any_size(whom: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+    """The argument `graph` of a wrapper as a function of the number of workers; none: its own choice.
+
+    Args:
+        whom: the arguments `graph` or `mixing` for a number of workers.
+    """
+
+    def graph_of(num_workers: int) -> Any:
+        chosen = whom(num_workers)
+        return chosen["mixing"].graph if "mixing" in chosen else chosen["graph"]
+
+    return {} if graph_of(2) is None else {"graph": graph_of}
 
 
 def peers_by_round(text: str, *, steps_per_epoch: int, steps_per_round: int) -> int | dict[int, int]:

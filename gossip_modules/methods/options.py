@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..membership.membership import Membership
+
 
 @dataclass(frozen=True)
 class MethodOptions:
@@ -143,6 +145,8 @@ class Context:
         example_inputs: makes inputs of the model as it sees them in training, on its device; None: there are none.
         on_every_rank: collective, calls a function and returns what it returned on all ranks, in their order.
         own_host: collective, returns an address of this machine that all other ranks reach.
+        membership: of workers that come and go; the number of ranks is not used then. Only for methods that take one,
+            see `Method.needs_fixed_ranks`.
     """
 
     rank: int = 0
@@ -154,3 +158,4 @@ class Context:
     example_inputs: Callable[[], tuple[Tensor, ...]] | None = None
     on_every_rank: Callable[[Callable[[], Any]], list[Any]] = _alone
     own_host: Callable[[], str] = lambda: "127.0.0.1"
+    membership: Membership | None = None

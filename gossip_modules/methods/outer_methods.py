@@ -161,6 +161,8 @@ def simulate_outer(make: MakeOuter) -> Callable[[Choice, Setting], SimulatedMeth
 
 OPTIONS = frozenset({"sync_period", "outer_lr", "outer_momentum", "nprocs_per_node"})
 """Those of all outer methods."""
+ANCHORS = "its anchor must be the same on all workers, also on one that joins between two outer steps"
+"""Why none takes a membership."""
 OUTER_METHODS: tuple[Method, ...] = (
     Method(
         "diloco",
@@ -177,6 +179,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, outer=DiLoCo())",
         options=OPTIONS,
+        needs_fixed_ranks=ANCHORS,
     ),
     Method(
         "streamingdiloco",
@@ -225,6 +228,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, outer=SlowMo())",
         options=OPTIONS,
+        needs_fixed_ranks=ANCHORS,
     ),
     Method(
         "noloco",
@@ -241,6 +245,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, outer=NoLoCo())",
         options=OPTIONS,
+        needs_fixed_ranks=ANCHORS,
     ),
     Method(
         "gasloc",
@@ -258,6 +263,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         example="GossipDataParallel(model, outer=GASLoC())",
         graph="undirected",
         options=OPTIONS | {"graph"},
+        needs_fixed_ranks=ANCHORS,
         simulated_graph=static,
     ),
 )

@@ -54,6 +54,26 @@ def without_unused(method: Method, options: Options) -> Options:
     return replace(options, **{name: _DEFAULTS[name] for name in unused_options(method, options)})
 
 
+def why_fixed_ranks(method: Method, options: MethodOptions) -> str:
+    """Why a membership does not carry a method with these options, as a clause; "": it does."""
+    if method.needs_fixed_ranks is not None:
+        why = method.needs_fixed_ranks
+    elif method.gossiper is None:
+        why = "its entry in the registry does not say that its workers can come and go"
+    elif method.gossiper(options, 0).is_elastic:
+        why = ""
+    else:
+        why = "what it keeps of its peers must be the same at both ends of a link, also after a message is lost"
+    if why:
+        return why
+    used = used_options(method, options)
+    if "average_every" in used and options.average_every:
+        return f"an average over all ranks, here with average_every={options.average_every}, fails with each of them"
+    if "nprocs_per_node" in used and options.nprocs_per_node != 1:
+        return f"each process is a worker that may come and go, here with nprocs_per_node={options.nprocs_per_node}"
+    return f"a plan is for so many nodes, here with plan={options.plan}" if "plan" in used and options.plan else ""
+
+
 def wrap(name: str, module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
     """The wrapper of a method around a model; rank 0 warns of options that are set and have no effect.
 
@@ -67,6 +87,8 @@ def wrap(name: str, module: nn.Module, options: MethodOptions, context: Context)
         ValueError: options that the method cannot have.
     """
     method = METHODS[name]
+    if context.membership is not None and (why := why_fixed_ranks(method, options)):
+        raise ValueError(f"got a membership for {method.title}, expected None, since {why}; take sgp, osgp or dpsgd")
     if (unused := unused_options(method, options)) and context.rank == 0:
         warnings.warn(f"{', '.join(unused)}: without effect with --recipe {name}", stacklevel=2)
     options = without_unused(method, options)

@@ -35,7 +35,7 @@ from .compressors import (
     make_compressor,
     step_size_of,
 )
-from .graphs import base_graph, make_graph, make_static_graph, make_undirected_graph, peers_by_round
+from .graphs import base_graph, for_any_size, make_graph, make_static_graph, make_undirected_graph, peers_by_round
 from .options import Context, MethodOptions
 
 Wrapper: TypeAlias = (
@@ -132,9 +132,13 @@ def wrap_gossip(
         push_sum: whether the graph may be directed.
         schedule: which step gossips and which averages over all.
     """
+    if context.membership is None:
+        chosen = whom(options, _count_nodes(options, context), context)
+    else:
+        chosen = for_any_size(lambda num_workers: whom(options, num_workers, context))
     return GossipDataParallel(
         module,
-        **whom(options, _count_nodes(options, context), context),
+        **chosen,
         **what(options, context),
         push_sum=push_sum,
         overlap=options.overlap,
@@ -143,6 +147,7 @@ def wrap_gossip(
         nprocs_per_node=options.nprocs_per_node,
         comm_device=context.comm_device,
         timeout=context.timeout,
+        membership=context.membership,
     )
 
 

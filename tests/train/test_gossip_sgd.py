@@ -34,6 +34,7 @@ from train.job.world import World
 from train.run.export import export_model
 from train.run.meters import Meters
 from train.run.run import Run
+from train.run.step import train_step
 from train.tasks.base import MicroBatch
 from train.tasks.images.config import Config
 from train.tasks.images.images import TensorImages
@@ -160,16 +161,20 @@ def test_dpwa_reports_the_mean_loss_of_a_step() -> None:
         )
         run = SimpleNamespace(
             config=config,
-            world=SimpleNamespace(device=torch.device("cpu")),
             task=ImageTask.__new__(ImageTask),
-            wrapper=wrapper,
-            state=SimpleNamespace(optimizer=optimizer, scaler=torch.amp.GradScaler(enabled=False), step=0),
-            meters=Meters(torch.device("cpu")),
+            state=SimpleNamespace(
+                wrapper=wrapper,
+                optimizer=optimizer,
+                scaler=torch.amp.GradScaler(enabled=False),
+                meters=Meters(torch.device("cpu")),
+                device=torch.device("cpu"),
+                step=0,
+            ),
         )
         run.task.config, run.task.precision = config, Precision(torch.device("cpu"))
         run.task.prepare = lambda inputs: inputs
         parts = [MicroBatch((images[:1],), labels[:1], 1), MicroBatch((images[1:],), labels[1:], 1)]
-        Run.train_step(run, parts, learning_rate=0.1)  # type: ignore[arg-type]
+        train_step(run.task, run.config, run.state, parts, learning_rate=0.1)
     finally:
         wrapper.close()
     assert reported == [pytest.approx(expected.item())]

@@ -40,15 +40,7 @@ class World:
 
         It travels as JSON, since nothing from the network is unpickled: a tuple arrives as a list.
         """
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        self._transport.all_gather(sizes, torch.tensor([len(text)]), what="gathering values of all ranks")
-        longest = int(sizes.max())
-        texts = torch.zeros(self.size * longest, dtype=torch.uint8)
-        padded = F.pad(text, (0, longest - len(text)))
-        self._transport.all_gather(texts, padded, what="gathering values of all ranks")
-        rows = zip(texts.view(self.size, longest), sizes.tolist(), strict=True)
-        return [json.loads(text[:size].numpy().tobytes()) for text, size in rows]
+        return gather_json(self._transport, value)
 
     def barrier(self) -> None:
         """Collective: return when every rank is here.
@@ -69,6 +61,28 @@ class World:
     def on_every_rank(self, function: Callable[[], Any]) -> list[Any]:
         """Collective: see `agree`."""
         return agree(self.gather, function)
+
+
+class Gathering(Protocol):
+    """What gathers tensors of all ranks."""
+
+    world_size: int
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, *, what: str) -> None: ...
+
+
+def gather_json(transport: Gathering, value: Any) -> list[Any]:
+    """Collective: the value of every rank, in the order of ranks, see `World.gather`."""
+    what = "gathering values of all ranks"
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = torch.zeros(transport.world_size, dtype=torch.int64)
+    transport.all_gather(sizes, torch.tensor([len(text)]), what=what)
+    longest = int(sizes.max())
+    texts = torch.zeros(transport.world_size * longest, dtype=torch.uint8)
+    padded = F.pad(text, (0, longest - len(text)))
+    transport.all_gather(texts, padded, what=what)
+    rows = zip(texts.view(transport.world_size, longest), sizes.tolist(), strict=True)
+    return [json.loads(text[:size].numpy().tobytes()) for text, size in rows]
 
 
 def connect_control(group: dist.ProcessGroup) -> ProcessGroupTransport:
@@ -141,6 +155,32 @@ def start_world(backend: str, timeout: timedelta) -> World:
     assert isinstance(control, dist.ProcessGroup), "every rank is a member of the control group"
     rank, size, store = dist.get_rank(), dist.get_world_size(), dist.PrefixStore("train", job_store())
     return World(rank, size, place.local_rank, device, backend, control, store, place.local_size)
+
+
+def worker_world(timeout: timedelta) -> World:
+    """A world of one for a worker that comes and goes: those beside it belong to another world, if to any.
+
+    Args:
+        timeout: the longest wait, in what needs no other.
+
+    Raises:
+        ValueError: torchrun or mpirun has started several processes, all of which would end with the first that dies.
+    """
+    place = rank_environment(os.environ)
+    if place.launcher in ("torchrun", "mpirun", "manual") and place.size > 1:
+        raise ValueError(
+            f"got --elastic in one of {place.size} processes of {place.launcher}, expected a launcher for each, as all "
+            "processes of one end with the first that dies; start torchrun --standalone --nproc-per-node 1, or plain "
+            "python, once for each worker"
+        )
+    num_gpus = torch.cuda.device_count()
+    device = torch.device("cuda", place.local_rank % num_gpus) if num_gpus else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    control = dist.group.WORLD
+    assert control is not None
+    return World(0, 1, place.local_rank, device, "gloo", control, dist.PrefixStore("train", job_store()))
 
 
 def _join(place: RankEnvironment, backend: str, timeout: timedelta) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from tqdm import tqdm
@@ -14,6 +14,9 @@ from train.job.files import write_atomically
 from train.job.outputs import TENSORBOARD, csv_path
 from train.run.evaluate import Validation, in_words
 from train.run.meters import Meters
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass(frozen=True)
@@ -94,23 +97,35 @@ class RunLog:
 
     Args:
         folder: of the run.
-        rank: this rank; rank 0 also writes TensorBoard and prints.
+        rank: this rank; rank 0 also writes TensorBoard and prints, unless `lead` says otherwise.
         step: steps per rank already done; rows of later ones, left by a run that was stopped, are dropped.
     """
 
     def __init__(self, folder: Path, *, rank: int, step: int = 0) -> None:
         self._path = csv_path(folder, rank)
-        self._is_printing = rank == 0
         self._rows: list[dict[Any, Any]] = []
         if step and self._path.is_file():
             rows = pd.read_csv(self._path)
             self._rows = rows[rows["step"] <= step].to_dict("records")
-        self._board = None
-        if rank == 0:
+        self._folder = folder
+        self._board: SummaryWriter | None = None
+        self.lead(rank == 0, step=step)
+
+    def lead(self, is_first: bool, *, step: int) -> None:
+        """Write TensorBoard and print from now on, which one rank does, or leave that to another one.
+
+        Args:
+            is_first: whether it is this one.
+            step: steps per rank already done; points of later ones are dropped.
+        """
+        self._is_printing = is_first
+        if not is_first:
+            self.close()
+        elif self._board is None:
             # Imported here: only one rank pays the second it takes.
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(folder / TENSORBOARD, purge_step=step)
+            self._board = SummaryWriter(self._folder / TENSORBOARD, purge_step=step)
 
     def progress(self, epoch: int, *, first_step: int, num_steps: int) -> tqdm[int]:
         """A bar of the steps of an epoch that are left, to be updated by hand; shown on rank 0 of a terminal."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -59,7 +60,15 @@ class RankResult:
 
 
 def write_report(
-    folder: Path, config: RunConfig, score: str, validation: Validation, results: Sequence[RankResult]
+    folder: Path,
+    config: RunConfig,
+    score: str,
+    validation: Validation,
+    results: Sequence[RankResult],
+    *,
+    changes: Sequence[Mapping[str, Any]] = (),
+    numbers: Sequence[int] | None = None,
+    model: str = "averaged model",
 ) -> None:
     """Write summary.json and curves.png into `folder` and print the table and the last line; for rank 0.
 
@@ -69,7 +78,11 @@ def write_report(
         score: the metric that tells good from bad.
         validation: the last one.
         results: of all ranks, in their order.
+        changes: of the workers that take part, where they come and go.
+        numbers: of the ranks, in the names of their tables; None: 0, 1, ...
+        model: what `validation` calls averaged.
     """
+    numbers = range(len(results)) if numbers is None else numbers
     summary = {
         "score": score,
         "averaged_test": dict(validation.averaged),
@@ -78,6 +91,7 @@ def write_report(
         "ranks": [result.columns for result in results],
         "config": config.used_choices,
         "unused": config.unused_choices,
+        **({"membership": list(changes)} if changes else {}),
         "made": {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join(sys.orig_argv),
@@ -91,23 +105,23 @@ def write_report(
     # Imported here: only one rank pays the second that matplotlib takes.
     from visualization.curves import draw_run
 
-    if any(csv_path(folder, rank).is_file() for rank in range(len(results))):
+    if any(csv_path(folder, number).is_file() for number in numbers):
         draw_run(folder)
     else:
         print("no curves: the checkpoint that was resumed had all epochs behind it, none was trained here")
     rows = [
         {
-            "rank": str(rank),
+            "rank": str(number),
             **{f"own test {title_of(metric)}": f"{value:.2f}" for metric, value in result.own_test.items()},
             "steps": str(result.num_steps),
             "training [s]": f"{result.time_seconds:.1f}",
             "waiting for peers [s]": f"{result.wait_seconds:.1f}",
             "sent [MB]": f"{result.bytes_sent / 1e6:.1f}",
         }
-        for rank, result in enumerate(results)
+        for number, result in zip(numbers, results, strict=True)
     ]
     print(f"\n{table(rows)}\n\nconsensus distance {validation.consensus_distance:.3g}; results in {folder}")
-    print(f"averaged model: test {in_words(validation.averaged)}", flush=True)
+    print(f"{model}: test {in_words(validation.averaged)}", flush=True)
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import gossip_modules as gm
 from gossip_modules.methods import METHODS, Context, wrap
 from train.job.addresses import own_host
 from train.job.errors import usage_errors
@@ -30,10 +28,10 @@ from train.run.meters import Meters
 from train.run.report import RankResult, write_report
 from train.run.run_folder import CHECKPOINTS, require_own_folder
 from train.run.state import TrainingState
+from train.run.step import train_step
 from train.run_config import RunConfig
 from train.tasks.base import MicroBatch, Task
 from train.tasks.images.models import fingerprint
-from train.tasks.parameter_groups import clip_gradients, set_learning_rate
 
 
 class Run:
@@ -162,32 +160,8 @@ class Run:
         return False
 
     def train_step(self, batch: Sequence[MicroBatch], *, learning_rate: float) -> None:
-        """One optimizer step, its gradient a mean over all items of `batch`; only the last part of it gossips.
-
-        AllReduce reduces gradients there.
-        """
-        num_items = sum(part.num_items for part in batch)
-        mean_loss, num_correct = torch.zeros((), device=self.world.device), torch.zeros((), device=self.world.device)
-        set_learning_rate(self.state.optimizer, learning_rate)
-        for part in batch:
-            with nullcontext() if part is batch[-1] else self.wrapper.no_sync():
-                inputs, targets = self.task.on_device(part)
-                with self.task.precision.autocast():
-                    outputs = self.wrapper(*inputs)
-                    loss = self.task.loss(outputs, targets) * (part.num_items / num_items)
-                self.state.scaler.scale(loss).backward()
-            mean_loss += loss.detach()
-            num_correct += self.task.num_correct(outputs.detach(), targets)
-        self.meters.update(mean_loss, num_correct, num_items)
-        if self.config.weighs_losses and isinstance(self.wrapper, gm.PairwiseDataParallel):
-            self.wrapper.report_loss(mean_loss.item())
-        if self.config.clip_norm:
-            self.state.scaler.unscale_(self.state.optimizer)
-            clip_gradients(self.state.optimizer, self.config.clip_norm)
-        self.state.scaler.step(self.state.optimizer)
-        self.state.scaler.update()
-        self.state.optimizer.zero_grad(set_to_none=True)
-        self.state.step += 1
+        """See `train_step`."""
+        train_step(self.task, self.config, self.state, batch, learning_rate=learning_rate)
 
     def validate(self) -> Validation:
         """Collective: metrics of this rank's model and of the averaged one."""

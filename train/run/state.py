@@ -40,14 +40,18 @@ class TrainingState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, with the options of this run: torch would take momentum and decay from the state."""
+        self.step = state["step"]
+        self.wrapper.load_state_dict(state["wrapper"])
+        self.load_optimizer(state)
+        self.meters.load_state_dict(state["meters"])
+        set_rng_state(state["rng"], self.device)
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """The part of `load_state_dict` that is the optimizer's."""
         options = [
             {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
         ]
-        self.step = state["step"]
-        self.wrapper.load_state_dict(state["wrapper"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group, option in zip(self.optimizer.param_groups, options, strict=True):
             group.update(option)
         self.scaler.load_state_dict(state["scaler"])
-        self.meters.load_state_dict(state["meters"])
-        set_rng_state(state["rng"], self.device)

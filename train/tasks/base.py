@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,13 @@ class Task(ABC):
     @abstractmethod
     def train_stream(self, first_step: int) -> Iterator[Sequence[MicroBatch]]:
         """Without end, from this rank's step `first_step` on, what each optimizer step reads: a pure function of it."""
+
+    def dealt_stream(self, first: int, stride: int) -> Iterator[Sequence[MicroBatch]]:
+        """Every `stride`-th entry of `train_stream` from `first` on: workers that deal out one stream among themselves.
+
+        This reads the entries between as well; override it where they need not be read.
+        """
+        return islice(self.train_stream(first), 0, None, stride)
 
     def on_device(self, part: MicroBatch) -> tuple[tuple[Tensor, ...], Tensor]:
         """The inputs of the model and the targets of the loss, on the device."""

@@ -311,3 +311,53 @@ def test_any_events_leave_a_roster_that_makes_sense(events: list[dict[str, Any]]
             assert roster.view.generation >= generation
             generation = roster.view.generation
             assert roster.forming is None or roster.forming.generation > generation
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["leave", "join", "death"]), st.integers(0, 7), st.integers(0, 30))))
+def test_turns_count_the_steps_of_all_workers_without_a_gap(history: list[tuple[str, int, int]]) -> None:
+    """Each worker of each step has a number of its own, and none is left out, whatever the generations."""
+    roster, views = job(3), []
+    for i, (what, who, step) in enumerate(history):
+        assert roster.view is not None
+        views.append(roster.view)
+        member = roster.view.ids[who % len(roster.view.ids)]
+        if what == "join":
+            roster.apply(come(100 + i, min_workers=3))
+            roster.apply({"event": "loaded", "id": 100 + i, "attempt": 0})
+        elif len(roster.view.ids) == 1:
+            continue
+        elif what == "leave":
+            roster.apply({"event": "leave", "id": member, "why": "it left"})
+        else:
+            roster.apply(accuse(next(w for w in roster.view.ids if w != member), member, is_sure=True))
+        formed(roster, step=step)  # also before the first step of the generation before
+    assert roster.view is not None
+    views.append(roster.view)
+    given = [
+        view.turns_before(step) + rank
+        for view, end in zip(views, [*(view.start for view in views[1:]), roster.view.start + 3], strict=True)
+        for step in range(view.start, end)
+        for rank in range(len(view.members))
+    ]
+    assert given == list(range(len(given)))
+
+
+def test_a_job_takes_as_many_workers_as_it_says() -> None:
+    description = {**DESCRIPTION, "max_workers": "3"}
+    roster = Roster()
+    for worker in range(2):
+        roster.apply(come(worker, min_workers=2, description=description))
+    formed(roster, step=0)
+    for worker in (2, 3):
+        roster.apply(come(worker, min_workers=2, description=description))
+    assert [(joiner.is_full, joiner.refusal) for joiner in roster.joiners.values()] == [
+        (False, ""),
+        (True, "max_workers=3"),
+    ]
+    roster.apply({"event": "loaded", "id": 2, "attempt": 0})
+    assert ids(formed(roster)) == (0, 1, 2)
+    roster.apply({"event": "leave", "id": 0, "why": "it left"})
+    assert ids(formed(roster)) == (1, 2)
+    roster.apply(come(4, min_workers=2, description=description))
+    assert not roster.joiners[4].refusal

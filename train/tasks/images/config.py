@@ -111,6 +111,11 @@ class Config(RunConfig):
             raise ValueError(f"got milestones={self.milestones}, expected epochs after the first; --lr is for it")
         if list(self.milestones) != sorted(self.milestones):
             raise ValueError(f"got milestones={self.milestones}, expected ascending epochs; sort them")
+        if self.elastic and self.dirichlet_alpha:
+            raise ValueError(
+                f"got dirichlet_alpha={self.dirichlet_alpha} with --elastic, expected 0: workers share all images, and "
+                "none has classes of its own"
+            )
         if self.images_per_node and self.batch_size != type(self).batch_size:
             raise ValueError(
                 f"got batch_size={self.batch_size} and images_per_node={self.images_per_node}, expected one of them; "

@@ -65,21 +65,22 @@ class Data:
         """Full batches in the shard of a rank; the images left over change from epoch to epoch."""
         return len(self.shard) // self.batch_size
 
-    def train_keys(self, first_step: int) -> Iterator[BatchKey]:
-        """Which images the batches of all epochs hold, without end, from this rank's own step `first_step` on."""
+    def train_keys(self, first_step: int, stride: int = 1) -> Iterator[BatchKey]:
+        """Which images the batches of all epochs hold, without end, at every `stride`-th step from `first_step` on."""
         epoch, first = divmod(first_step, self.steps_per_epoch)
         while True:
             order = np.random.default_rng([ORDER_STREAM, self.seed, epoch, self.rank]).permutation(self.shard)
-            for step in range(first, self.steps_per_epoch):
+            while first < self.steps_per_epoch:
                 yield BatchKey(
-                    order[step * self.batch_size : (step + 1) * self.batch_size],
-                    seed=_seed_of(AUGMENTATION_STREAM, self.seed, epoch, self.rank, step),
+                    order[first * self.batch_size : (first + 1) * self.batch_size],
+                    seed=_seed_of(AUGMENTATION_STREAM, self.seed, epoch, self.rank, first),
                 )
-            epoch, first = epoch + 1, 0
+                first += stride
+            epoch, first = epoch + first // self.steps_per_epoch, first % self.steps_per_epoch
 
-    def train_stream(self, first_step: int) -> Batches:
+    def train_stream(self, first_step: int, stride: int = 1) -> Batches:
         """The batches of `train_keys`: images [B, C, H, W] and labels [B]."""
-        return self._read(self.train, self.train_keys(first_step))
+        return self._read(self.train, self.train_keys(first_step, stride))
 
     def test_batches(self, *, sharded: bool) -> Batches:
         """All test images, or with `sharded` every world_size-th one from `rank` on."""

@@ -21,7 +21,7 @@ class LearningRate:
     Args:
         lr: learning rate for a global batch of 256.
         global_batch: images per optimizer step over all ranks.
-        steps_per_epoch: optimizer steps in an epoch.
+        steps_per_epoch: optimizer steps in an epoch; with workers that share one stream of batches, a fraction.
         warmup_epochs: epochs of linear warm-up.
         warmup_lr: what it starts from, unless the target is lower; 0: the smaller of lr and a tenth of the target.
         milestones: epochs, ascending, from which one more `factor` applies.
@@ -30,7 +30,7 @@ class LearningRate:
 
     lr: float
     global_batch: int
-    steps_per_epoch: int
+    steps_per_epoch: float
     warmup_epochs: int = 0
     warmup_lr: float = 0.0
     milestones: tuple[int, ...] = ()
@@ -47,7 +47,7 @@ class LearningRate:
         if step < warmup_steps:
             start = min(self.warmup_lr, target) if self.warmup_lr else min(self.lr, target / 10)
             return start + (target - start) * (step + 1) / warmup_steps
-        return target * self.factor ** bisect_right(self.milestones, step // self.steps_per_epoch)
+        return target * self.factor ** bisect_right(self.milestones, int(step // self.steps_per_epoch))
 
 
 def sgd(

@@ -50,8 +50,8 @@ class ImageTask(Task):
         self.steps_per_epoch = self.data.steps_per_epoch
         self._learning_rate = LearningRate(
             config.lr,
-            global_batch=config.batch_size * world.size,
-            steps_per_epoch=self.steps_per_epoch,
+            global_batch=config.batch_size * world.size * config.num_founders,
+            steps_per_epoch=self.steps_per_epoch / config.num_founders,
             warmup_epochs=config.warmup_epochs,
             warmup_lr=config.warmup_lr,
             milestones=config.milestones,
@@ -79,8 +79,12 @@ class ImageTask(Task):
 
     def train_stream(self, first_step: int) -> Iterator[Sequence[MicroBatch]]:
         """See `Task`."""
+        return self.dealt_stream(first_step, 1)
+
+    def dealt_stream(self, first: int, stride: int) -> Iterator[Sequence[MicroBatch]]:
+        """See `Task`."""
         num_parts = self.config.accumulation_steps
-        for images, labels in self.data.train_stream(first_step):
+        for images, labels in self.data.train_stream(first, stride):
             parts = zip(images.chunk(num_parts), labels.chunk(num_parts), strict=True)
             yield [MicroBatch((x,), y, len(y)) for x, y in parts]
 

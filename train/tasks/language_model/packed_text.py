@@ -112,13 +112,13 @@ class SequenceBatches:
     rank: int
     seed: int
 
-    def train_stream(self, first_step: int) -> Iterator[Sequence[MicroBatch]]:
-        """Without end, from this rank's step `first_step` on."""
+    def train_stream(self, first_step: int, stride: int = 1) -> Iterator[Sequence[MicroBatch]]:
+        """Without end, at every `stride`-th of this rank's steps from `first_step` on."""
         while True:
             number, step = divmod(first_step, self.steps_per_pass)
-            for parts in self.plan(number)[step:]:
+            for parts in self.plan(number)[step::stride]:
                 yield [self.text.sequences(starts, self.length) for starts in parts]
-            first_step = (number + 1) * self.steps_per_pass
+                first_step += stride
 
     def plan(self, number: int) -> np.ndarray:
         """Where the sequences of a pass begin: int64 [steps_per_pass, accumulation_steps, batch_size]."""

@@ -60,7 +60,7 @@ class LanguageModelTask(Task):
             rank=world.rank,
             seed=config.seed,
         )
-        self.steps_per_epoch = config.steps_per_epoch or self.batches.steps_per_pass
+        self.steps_per_epoch = config.steps_per_epoch * config.num_founders or self.batches.steps_per_pass
         data = Path(config.data_dir).resolve().name if config.data_dir else "Python's standard library"
         self.description = f"{config.model} on {data}"
         self.metadata = {
@@ -69,9 +69,8 @@ class LanguageModelTask(Task):
             "sequence_length": str(config.sequence_length),
         }
         self.identity = {"tokenizer": self.tokenizer.digest, "text": [*shares, validations[0]]}
-        self._learning_rate = WarmupCosine(
-            config.lr, warmup_steps=config.warmup_steps, num_steps=config.epochs * self.steps_per_epoch
-        )
+        num_steps = config.epochs * self.steps_per_epoch // config.num_founders
+        self._learning_rate = WarmupCosine(config.lr, warmup_steps=config.warmup_steps, num_steps=num_steps)
         if world.rank == 0:
             print(self._summary(sum(num_bytes)), flush=True)
 
@@ -96,6 +95,10 @@ class LanguageModelTask(Task):
     def train_stream(self, first_step: int) -> Iterator[Sequence[MicroBatch]]:
         """See `Task`; for what is in a micro-batch `PackedText.sequences`."""
         return self.batches.train_stream(first_step)
+
+    def dealt_stream(self, first: int, stride: int) -> Iterator[Sequence[MicroBatch]]:
+        """See `Task`."""
+        return self.batches.train_stream(first, stride)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See `Task`; logits [B, T, num_tokens] and tokens, int64 [B, T]. Items are tokens."""

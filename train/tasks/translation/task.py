@@ -104,6 +104,10 @@ class TranslationTask(Task):
         """See `Task`; for what is in a micro-batch `train.token_batches.micro_batch`."""
         return self.batches.train_stream(first_step)
 
+    def dealt_stream(self, first: int, stride: int) -> Iterator[Sequence[MicroBatch]]:
+        """See `Task`."""
+        return self.batches.train_stream(first, stride)
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See `Task`; logits [B, T, num_tokens] and tokens, int64 [B, T], padded with PAD. Items are tokens."""
         return mean_loss(outputs, targets, label_smoothing=self.config.label_smoothing)

@@ -67,13 +67,13 @@ class TokenBatches:
         """Optimizer steps of each rank; the batches that are left over change from epoch to epoch."""
         return (len(self._bounds) - 1) // (self.world_size * self.accumulation_steps)
 
-    def train_stream(self, first_step: int) -> Iterator[Sequence[MicroBatch]]:
-        """What this rank's optimizer steps read, of all epochs without end, from its step `first_step` on."""
+    def train_stream(self, first_step: int, stride: int = 1) -> Iterator[Sequence[MicroBatch]]:
+        """What this rank's optimizer steps read, without end, at every `stride`-th one from `first_step` on."""
         while True:
             epoch, step = divmod(first_step, self.steps_per_epoch)
-            for parts in self.plan(epoch)[step:]:
+            for parts in self.plan(epoch)[step::stride]:
                 yield [micro_batch(self.text, indices) for indices in parts]
-            first_step = (epoch + 1) * self.steps_per_epoch
+                first_step += stride
 
     def plan(self, epoch: int) -> list[list[np.ndarray]]:
         """Which pairs this rank reads in `epoch`: by step and micro-batch, their indices, int64."""

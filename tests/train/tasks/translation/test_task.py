@@ -21,7 +21,7 @@ from tests.harness.ranks import CPU
 from tests.train.run.test_checkpoint import Ranks
 from train.command_line import read_command_line
 from train.run.meters import Meters
-from train.run.run import Run
+from train.run.step import train_step
 from train.tasks.base import MicroBatch
 from train.tasks.byte_tokenizer import END, PAD, START
 from train.tasks.token_scores import count_tokens, nll, token_accuracy_percent
@@ -165,7 +165,7 @@ def test_learning_rate_rises_for_4000_steps_and_falls_with_their_root() -> None:
 
 
 def gradients_of_a_step(task: TranslationTask, parts: list[MicroBatch]) -> tuple[dict[str, Tensor], float]:
-    """What Run.train_step hands to the optimizer, and the mean loss that it counts."""
+    """What `train_step` hands to the optimizer, and the mean loss that it counts."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = task.make_model()
@@ -181,12 +181,16 @@ def gradients_of_a_step(task: TranslationTask, parts: list[MicroBatch]) -> tuple
     run = SimpleNamespace(
         config=task.config,
         task=task,
-        world=SimpleNamespace(device=CPU),
-        wrapper=model,
-        meters=meters,
-        state=SimpleNamespace(optimizer=optimizer, scaler=torch.amp.GradScaler(enabled=False), step=0),
+        state=SimpleNamespace(
+            wrapper=model,
+            optimizer=optimizer,
+            scaler=torch.amp.GradScaler(enabled=False),
+            meters=meters,
+            device=CPU,
+            step=0,
+        ),
     )
-    Run.train_step(run, parts, learning_rate=0.1)  # type: ignore[arg-type]
+    train_step(run.task, run.config, run.state, parts, learning_rate=0.1)
     return taken, meters.loss
 
 

@@ -1,0 +1,225 @@
+"""ElasticRun: workers, here threads, that die and join in the middle of an epoch; what is read, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossip_modules.membership.serve import serve
+from gossip_modules.methods import METHODS
+from tests.library.membership.test_membership import die
+from train.job.errors import UsageError
+from train.job.world import World
+from train.run.elastic import ElasticRun
+from train.run.elastic_worker import run_elastic
+from train.tasks.base import MicroBatch
+from train.tasks.images.config import Config
+from train.tasks.images.task import ImageTask
+from train.tasks.language_model.config import LanguageModelConfig
+from train.tasks.translation.config import TranslationConfig
+
+SECONDS = 60.0
+EPOCHS = 2
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Of one, shared by the workers of a test, as each process has one of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    control = dist.group.WORLD
+    assert control is not None
+    yield World(0, 1, 0, torch.device("cpu"), "gloo", control, dist.HashStore())
+    dist.destroy_process_group()
+
+
+class RecordingTask(ImageTask):
+    """Notes which batches are read; a worker that is told to die does so instead of reading one."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.read: list[int] = []
+        self.before_reading: Callable[[int], None] = lambda number: None
+
+    def dealt_stream(self, first: int, stride: int) -> Iterator[Sequence[MicroBatch]]:
+        """See `Task`."""
+        for number, batch in zip(itertools.count(first, stride), super().dealt_stream(first, stride)):
+            self.before_reading(number)
+            self.read.append(number)
+            yield batch
+
+
+class Killed(Exception):
+    """The end of a process."""
+
+
+class Worker:
+    """A worker as a thread."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.task = RecordingTask(config, world)
+        self.training: ElasticRun | None = None
+        self.error: BaseException | None = None
+        self.exit_code: int | None = None
+        self.stop = SimpleNamespace(is_made=False)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self) -> None:
+        try:
+            self.training = ElasticRun(self.task, self.config, self.world, self.stop)  # type: ignore[arg-type]
+            try:
+                self.exit_code = self.training.train()
+            finally:
+                self.training.close()
+        except BaseException as error:  # noqa: BLE001 (raised in the thread of the test)
+            self.error = error
+
+    def die(self, number: int) -> None:
+        """As kill -9: connections close, and nobody is told."""
+        assert self.training is not None
+        die(self.training.membership)
+        raise Killed
+
+
+def until(workers: Sequence[Worker], condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        for worker in workers:
+            if worker.error is not None and not isinstance(worker.error, Killed):
+                raise worker.error
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def store() -> dist.TCPStore:
+    return serve(0)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, store: dist.TCPStore) -> Config:
+    return Config(
+        elastic=True,
+        min_workers=3,
+        store=f"127.0.0.1:{store.port}",
+        out_dir=str(tmp_path_factory.mktemp("elastic") / "run"),
+        epochs=EPOCHS,
+        validate_every=EPOCHS,
+        checkpoint_every_steps=15,
+        batch_size=64,
+        min_deadline=20.0,
+        timeout_seconds=SECONDS,
+        milestones=(),
+    )
+
+
+def test_a_worker_dies_another_joins_and_each_batch_is_read_once(
+    config: Config, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("visualization.curves.draw_run", lambda folder: None)  # it takes a second
+    founders = [Worker(config, world) for _ in range(3)]
+    joiner = Worker(config, world)
+    workers = [*founders, joiner]
+    may_go_on = threading.Event()
+
+    def wait_for_the_others(number: int) -> None:
+        """In the second epoch: nothing here depends on who is faster."""
+        if number // steps_per_epoch == 1 and not may_go_on.is_set():
+            assert may_go_on.wait(SECONDS)
+
+    steps_per_epoch = founders[0].task.steps_per_epoch
+    victim = founders[2]
+
+    def end_in_the_first_epoch(number: int) -> None:
+        if number > steps_per_epoch // 3:
+            victim.die(number)
+
+    victim.task.before_reading = end_in_the_first_epoch
+    founders[0].task.before_reading = wait_for_the_others
+    for worker in founders:
+        worker.thread.start()
+    until(workers, lambda: isinstance(victim.error, Killed), "the end of the victim")
+    joiner.thread.start()
+    until(workers, lambda: joiner.training is not None, "the joiner at the door")
+    may_go_on.set()
+    alive = [*founders[:2], joiner]
+    until(workers, lambda: all(worker.exit_code is not None for worker in alive), "the end of the run")
+    for worker in workers:
+        worker.thread.join(SECONDS)
+    assert [worker.exit_code for worker in alive] == [0, 0, 0]
+
+    # What was read: each number once, but those of the dead worker up to the end of its generation.
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    generations = summary["membership"]
+    by_worker = [number for worker in workers for number in worker.task.read]
+    read = Counter(number for number in by_worker)
+    assert max(read.values()) == 1
+    first = next(i for i, change in enumerate(generations) if change["left"])
+    lost = range(max(victim.task.read) + 3, generations[first]["batch"], 3)
+    assert sorted({*range(EPOCHS * steps_per_epoch)} - read.keys()) == list(lost)
+    assert len(generations[first]["left"]) == 1
+    assert generations[0]["members"] == sorted(generations[0]["members"])
+    assert any(change["joined"] for change in generations[1:])
+    assert joiner.task.read, "the joiner took no part"
+    assert summary["averaged_test"]["accuracy_percent"] > 30
+    assert summary["world_size"] == 3
+
+    # It is over: the folder is not taken for another run, and a worker that is started again has nothing to do.
+    with pytest.raises(UsageError, match=r"got an --out-dir with a finished run .*; start afresh in another --out-dir"):
+        ElasticRun(founders[0].task, config, world, victim.stop)  # type: ignore[arg-type]
+    assert run_elastic(replace(config, resume="auto"), RecordingTask) == 0
+
+
+def test_the_numbers_of_a_stream_are_those_of_its_parts(world: World) -> None:
+    """Workers that deal out one stream read what one worker would, images and their augmentation."""
+    data = ImageTask(Config(batch_size=64), world).data
+    whole = list(itertools.islice(data.train_keys(0), 60))
+    for first, stride in ((0, 3), (5, 1), (2, 7), (21, 22), (1, 50)):
+        dealt = list(itertools.islice(data.train_keys(first, stride), len(range(first, 60, stride))))
+        for number, key in zip(range(first, 60, stride), dealt, strict=True):
+            assert np.array_equal(key.indices, whole[number].indices)
+            assert key.seed == whole[number].seed
+
+
+def test_a_task_of_ones_own_deals_out_its_stream() -> None:
+    stream = SimpleNamespace(train_stream=lambda first: itertools.count(first))
+    dealt = ImageTask.__mro__[1].dealt_stream(stream, 4, 3)  # type: ignore[attr-defined]
+    assert list(itertools.islice(dealt, 4)) == [4, 7, 10, 13]
+
+
+@pytest.mark.parametrize("recipe", METHODS)
+def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) -> None:
+    if recipe in ("sgp", "osgp", "dpsgd", "matcha"):
+        Config(recipe=recipe, elastic=True)
+    elif METHODS[recipe].needs_fixed_ranks is not None:
+        with pytest.raises(ValueError, match=rf"got --elastic with --recipe {recipe}, .* since .+; take sgp, osgp"):
+            Config(recipe=recipe, elastic=True)
+
+
+@pytest.mark.parametrize(
+    ("config_type", "options", "message"),
+    [
+        (Config, {"average_every": 4}, "since an average over all ranks, here with average_every=4, fails"),
+        (Config, {"nprocs_per_node": 2}, "since each process is a worker .* here with nprocs_per_node=2"),
+        (Config, {"min_workers": 3, "max_workers": 2}, "got max_workers=2 and min_workers=3, expected no fewer"),
+        (Config, {"backend": "mpi"}, "got --elastic with --backend mpi, expected gloo"),
+        (Config, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
+        (TranslationConfig, {"recipe": "ar"}, "since every step needs the gradients of all"),
+        (LanguageModelConfig, {"recipe": "diloco"}, "since its anchor must be the same on all workers"),
+    ],
+)
+def test_options_that_do_not_fit(config_type: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_type(elastic=True, **options)

@@ -1,0 +1,296 @@
+"""ElasticRun: a training run whose workers may die, come back and be added, while the others train on.
+
+[Note: Turns] Workers deal out one stream of batches among themselves. In step s of a generation with n workers, worker
+r reads the batch of number `turns + (s - start) n + r`, see `Membership.turn`: so whoever comes or goes, each number is
+read once, and an epoch is so many numbers. Only the batches of a worker that is dead, up to the end of its generation,
+are read by nobody. Epochs, validations and the end are functions of the number too, hence the same on all workers, also
+on one that has just come.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+import gossip_modules as gm
+from gossip_modules.membership.participant import Change
+from gossip_modules.methods import METHODS, wrap
+from train.job.errors import UsageError, usage_errors
+from train.job.outputs import SUMMARY, clear_outputs
+from train.job.preemption import EXIT_CODE, StopRequest
+from train.job.world import World
+from train.run.checkpoint import START_AFRESH, Checkpoints
+from train.run.elastic_report import report
+from train.run.evaluate import Validation
+from train.run.log import EpochRow, RunLog
+from train.run.meters import Meters
+from train.run.run import context_of
+from train.run.run_folder import CHECKPOINTS
+from train.run.state import TrainingState
+from train.run.step import train_step
+from train.run_config import RunConfig
+from train.tasks.base import MicroBatch, Task
+from train.tasks.images.models import fingerprint
+
+
+class History:
+    """What a worker that joins has to know of the run before: given to `Membership.track`."""
+
+    def __init__(self) -> None:
+        self.first_turn = 0
+        """Where the run has gone on from a checkpoint."""
+        self.changes: list[dict[str, Any]] = []
+        """Generations that have begun, for the report."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"first_turn": self.first_turn, "changes": self.changes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another worker knows."""
+        self.first_turn, self.changes = int(state["first_turn"]), list(state["changes"])
+
+
+class ElasticRun:
+    """The part of one worker in a training run, from its coming to its end.
+
+    Args:
+        task: what is learnt, in a world of one.
+        config: how, with everything resolved.
+        world: of this worker alone.
+        stop: a request to leave.
+
+    Raises:
+        ValueError: the job refuses this worker, or its folder has another run.
+    """
+
+    def __init__(self, task: Task, config: RunConfig, world: World, stop: StopRequest) -> None:
+        self.task, self.config, self.world, self.stop = task, config, world, stop
+        self.folder, self.founders = config.run_dir, config.min_workers
+        self.folder.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(config.seed)
+        module = task.precision.prepare_module(task.make_model())
+        if config.compile != "none":
+            module.compile(backend=config.compile)
+        timeout = timedelta(seconds=config.timeout_seconds)
+        self.membership = gm.Membership(
+            config.store,
+            min_workers=config.min_workers,
+            max_workers=config.max_workers,
+            name=str(config.run_dir),
+            timeout=timeout,
+            min_deadline=max(config.min_deadline, 0.1),
+            description={"run": json.dumps({**config.identity, **task.identity, "epochs": config.epochs})},
+        )
+        self.checkpoints = Checkpoints(
+            self.folder / CHECKPOINTS,
+            world,
+            {
+                "world_size": 1,
+                "model_fingerprint": fingerprint(module),
+                "steps_per_epoch": task.steps_per_epoch,
+                **config.identity,
+                **task.identity,
+            },
+            settings=config.settings,
+            keep_last=config.keep_last,
+        )
+        self.history, self.meters = History(), Meters(world.device)
+        optimizer = task.make_optimizer(module)
+        saved = self._saved()
+        if saved is not None:  # before it is wrapped: the first worker's model is that of all then
+            module.load_state_dict({name.removeprefix("module."): x for name, x in saved["wrapper"].items()})
+        context = replace(
+            context_of(task, config, world),
+            steps_per_epoch=max(task.steps_per_epoch // self.founders, 1),
+            membership=self.membership,
+        )
+        self.membership.on_change(self._changed)
+        self.wrapper = wrap(config.recipe, module, config, context)
+        self.state = TrainingState(self.wrapper, optimizer, task.precision.make_scaler(), self.meters, world.device)
+        if saved is not None:
+            self.state.load_optimizer(saved)
+        self.membership.track(optimizer=optimizer, scaler=self.state.scaler, history=self.history)
+        self.is_founder = not self.membership.is_waiting_at_the_door
+        self.stream: Iterator[Sequence[MicroBatch]] | None = None
+        self.log: RunLog | None = None
+
+    def _saved(self) -> dict[str, Any] | None:
+        """The state of the newest checkpoint that the run is to go on from, if any."""
+        config = self.config
+        if (self.folder / SUMMARY).exists() and not config.overwrite:
+            raise UsageError(
+                f"got an --out-dir with a finished run ({self.folder / SUMMARY}), expected a new folder; {START_AFRESH}"
+            )
+        if not config.resume:
+            return None
+        paths = self.checkpoints.choose(config.resume, overwrite=config.overwrite)
+        if not paths:
+            return None
+        _, state = self.checkpoints.load(paths, keys=TrainingState.KEYS)
+        self.history.first_turn = int(state["step"])
+        return state
+
+    def _begin(self) -> None:
+        """Come to the job; at its start clear away what another run has left."""
+        config = self.config
+        if self.is_founder and not config.resume and not config.overwrite and self.checkpoints.candidates():
+            raise UsageError(
+                f"got an --out-dir with checkpoints of an earlier run ({self.checkpoints.folder}) and no --resume, "
+                f"expected --resume auto to go on from there; or {START_AFRESH}"
+            )
+        if self.is_founder and self.membership.rank == 0:
+            if config.overwrite:
+                self.checkpoints.clear()
+            if not self.history.first_turn:
+                clear_outputs(self.folder, self.world)
+        self.membership.join()
+        number = self.membership.number
+        # From here on workers differ: dropout must not fall on the same units everywhere.
+        torch.manual_seed(config.seed * 10_000 + number)
+        self.log = RunLog(self.folder, rank=number, step=self.history.first_turn // self.founders)
+
+    def _changed(self, change: Change) -> None:
+        """A generation begins: its workers deal out the batches anew."""
+        self.stream = None
+        self.history.changes.append(
+            {
+                "generation": change.generation,
+                "step": change.step,
+                "batch": self._first_of(change.step),
+                "members": list(change.members),
+                "joined": list(change.joined),
+                "left": {str(number): why for number, why in change.left.items()},
+                "time_seconds": round(self.meters.train_seconds, 3),
+            }
+        )
+
+    def train(self) -> int:
+        """Train until the run ends or this worker is told to leave; returns the exit code of the process."""
+        config, task, members = self.config, self.task, self.membership
+        self._begin()
+        assert self.log is not None
+        end = config.epochs * task.steps_per_epoch
+        if self._first_of(members.join()) >= end:
+            print(f"worker {members.number}: the run has ended: nothing is left to do", flush=True)
+            return 0
+        print(
+            f"{METHODS[config.recipe].title}: {task.description}, worker {members.number} of {members.world_size}, "
+            f"{self.world.device.type}, {task.steps_per_epoch} batches per epoch, from batch "
+            f"{self._first_of(members.join())}",
+            flush=True,
+        )
+        self.wrapper.train()
+        validation: Validation | None = None
+        for step in members.steps(sys.maxsize):
+            first = self._first_of(step)
+            last = first + members.world_size
+            self._take_step(first)
+            validation, is_last = None, last >= end
+            if (epoch := last // task.steps_per_epoch) > first // task.steps_per_epoch:
+                validation = self._end_epoch(epoch, last, is_due=is_last or epoch % config.validate_every == 0)
+            if self._is_checkpoint_due(first, last) or (is_last and self._saves):
+                self._save(last, validation)
+            if is_last:
+                break
+            if self.stop.is_made:
+                self._save(last, None)
+                print(f"worker {members.number}: told to stop, and leaves the run after batch {last}", flush=True)
+                return EXIT_CODE
+        report(self, validation)
+        return 0
+
+    def _first_of(self, step: int) -> int:
+        """The number of the first batch that the workers read in `step`; see [Note: Turns]."""
+        return self.history.first_turn + self.membership.turn(step) - self.membership.rank
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this worker takes part in training."""
+        return self.log is not None
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """The generations so far, for the report."""
+        return self.history.changes
+
+    @property
+    def _saves(self) -> bool:
+        return bool(self.config.checkpoint_every or self.config.checkpoint_every_steps)
+
+    def _is_checkpoint_due(self, first: int, last: int) -> bool:
+        """Whether a checkpoint is due after the step that has read the batches from `first` to before `last`."""
+        config, per_epoch = self.config, self.task.steps_per_epoch
+        periods = (config.checkpoint_every * per_epoch, config.checkpoint_every_steps * self.founders)
+        return any(period and last // period > first // period for period in periods)
+
+    def _take_step(self, first: int) -> None:
+        members, log, config = self.membership, self.log, self.config
+        assert log is not None
+        start = time.perf_counter()
+        if self.stream is None:
+            self.task.close()  # loader processes that read for the generation before
+            self.stream = self.task.dealt_stream(first + members.rank, members.world_size)
+            log.lead(members.rank == 0, step=first // self.founders)
+        batch = next(self.stream)
+        self.meters.data_seconds += time.perf_counter() - start
+        rate = self.task.learning_rate(first // self.founders)
+        if config.scale_lr:
+            rate *= members.world_size / self.founders
+        train_step(self.task, config, self.state, batch, learning_rate=rate)
+        self.meters.train_seconds += time.perf_counter() - start
+        if self.state.step % config.log_every == 0:
+            log.point(first // self.founders, loss=self.meters.loss, learning_rate=rate)
+
+    def _end_epoch(self, epoch: int, turn: int, *, is_due: bool) -> Validation | None:
+        assert self.log is not None
+        position = turn // self.founders
+        with usage_errors():
+            self.meters.require_finite(position)
+        validation = self._validate() if is_due else None
+        rate, stats = self.task.learning_rate(position - 1), self.wrapper.comm_stats()
+        self.log.epoch(EpochRow.of(epoch, position, self.state.step, rate, self.meters, stats, validation))
+        self.meters.start_epoch()
+        return validation
+
+    def _validate(self) -> Validation | None:
+        """Metrics of this worker's model, and on the first worker of the average; None: somebody has died in it."""
+        wrapper, task = self.wrapper, self.task
+        sent_before = wrapper.comm_stats()["bytes_sent"]
+        wrapper.eval()
+        averaged: dict[str, float] = {}
+        try:
+            with torch.no_grad(), task.precision.autocast():
+                own = task.evaluate(wrapper.module)
+            distance = wrapper.consensus_distance()
+            with wrapper.averaged():
+                if self.membership.rank == 0:  # the others wait for it in their next round
+                    with torch.no_grad(), task.precision.autocast():
+                        averaged = task.evaluate_averaged(wrapper.module)
+        except (ConnectionError, TimeoutError) as error:
+            print(f"worker {self.membership.number}: no average to validate: {error}", flush=True)
+            return None
+        finally:
+            wrapper.train()
+        return Validation(own, averaged, distance, wrapper.comm_stats()["bytes_sent"] - sent_before)
+
+    def _save(self, turn: int, validation: Validation | None) -> None:
+        """On the first worker, write a checkpoint of its model."""
+        if self.membership.rank == 0:
+            state = {**self.state.state_dict(), "step": turn}
+            score = self.task.selection(validation.averaged) if validation and validation.averaged else None
+            self.checkpoints.save(turn, state, score=score)
+
+    def close(self) -> None:
+        """Leave the job, and end threads, loader processes and files; idempotent."""
+        if self.log is not None:
+            self.log.close()
+        self.wrapper.close()
+        self.task.close()
