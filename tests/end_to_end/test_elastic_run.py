@@ -16,8 +16,8 @@ import pandas as pd
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 120.0
-pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(400)]
+SECONDS = 300.0
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
 # A process that has imported everything waits for a line before it becomes a worker: a start takes no time then.
 PRELOADED = """
 import runpy, sys, train.run.elastic_worker

@@ -51,7 +51,7 @@ class Checkpoints:
     ) -> None:
         self.folder = folder
         self._world = world
-        self._identity = dict(identity)
+        self.identity = dict(identity)
         self._settings = dict(settings or {})
         self._keep_last = keep_last
 
@@ -73,7 +73,7 @@ class Checkpoints:
         manifest = {"step": step, "score": score, "settings": self._settings}
         # Two rounds: see [Note: a checkpoint is complete when every rank has its manifest].
         self._world.on_every_rank(lambda: files.write_state(state))
-        self._world.on_every_rank(lambda: files.write_manifest({**manifest, **self._identity}))
+        self._world.on_every_rank(lambda: files.write_manifest({**manifest, **self.identity}))
         self._remove_old(step)
         return files.folder
 
@@ -122,7 +122,7 @@ class Checkpoints:
             return []
         if is_step:
             return [named]
-        paths = Checkpoints(folder, self._world, self._identity).candidates()
+        paths = Checkpoints(folder, self._world, self.identity).candidates()
         if not paths:
             raise ValueError(
                 f"got no checkpoint in {folder}, expected step_00000040/ or the like; name the folder of a run or of "
@@ -157,7 +157,7 @@ class Checkpoints:
                 f"got no checkpoint in {paths[0].parent} that is whole on all ranks of this run, expected one; bring "
                 f"the files back, or {START_AFRESH}:{reasons}"
             )
-        complete = Checkpoints(paths[0].parent, self._world, self._identity)._survey().complete
+        complete = Checkpoints(paths[0].parent, self._world, self.identity)._survey().complete
         before = [name for name in map(name_of, complete) if name < paths[0].name]
         remedy = (
             f"resume from the one before: --resume {paths[0].parent / before[-1]}"
@@ -214,7 +214,7 @@ class Checkpoints:
             manifest = files.read_manifest()
         except (DamagedError, OSError) as error:
             return str(error)
-        for name, expected in self._identity.items():
+        for name, expected in self.identity.items():
             found = manifest.get(name, "")  # an option that came later was not set
             if found != expected:
                 raise ValueError(

@@ -31,6 +31,7 @@ from train.run.elastic_report import report
 from train.run.evaluate import Validation
 from train.run.log import EpochRow, RunLog
 from train.run.meters import Meters
+from train.run.other_world import check_other_world, find_other_world, load_other_world
 from train.run.run import context_of
 from train.run.run_folder import CHECKPOINTS
 from train.run.state import TrainingState
@@ -131,6 +132,12 @@ class ElasticRun:
             )
         if not config.resume:
             return None
+        if other := find_other_world(config.resume, self.checkpoints.folder, self.world, 1):
+            check_other_world(config, other, 1)
+            steps = self.task.steps_per_epoch
+            state = load_other_world(other, self.checkpoints.identity, keys=TrainingState.KEYS, steps_per_epoch=steps)
+            self.history.first_turn = state["step"]
+            return {**state, "wrapper": state["model"]}
         paths = self.checkpoints.choose(config.resume, overwrite=config.overwrite)
         if not paths:
             return None

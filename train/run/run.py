@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ from train.run.evaluate import Validation, validate
 from train.run.export import export_model
 from train.run.log import EpochRow, RunLog
 from train.run.meters import Meters
+from train.run.other_world import (
+    check_other_world,
+    find_other_world,
+    load_other_world,
+    set_aside_other_worlds,
+)
 from train.run.report import RankResult, write_report
 from train.run.run_folder import CHECKPOINTS, require_own_folder
 from train.run.state import TrainingState
@@ -179,6 +186,9 @@ class Run:
         """Collective: go on from the checkpoint that --resume names, if any; clear away what another run left."""
         config, path = self.config, None
         require_own_folder(self.folder, self.world, resume=config.resume, overwrite=config.overwrite)
+        if other := find_other_world(config.resume, self.checkpoints.folder, self.world, self.world.size):
+            self.resume_from_other_world(other)
+            return
         if paths := self.checkpoints.choose(config.resume, overwrite=config.overwrite):
             path, state = self.checkpoints.load(paths, keys=TrainingState.KEYS)
             self.world.on_every_rank(lambda: self.state.load_state_dict(state))
@@ -191,6 +201,37 @@ class Run:
             clear_outputs(self.folder, self.world)
         else:
             self.last_saved_step = self.position
+
+    def resume_from_other_world(self, path: Path) -> None:
+        """Collective: go on from the average of what another number of ranks has saved."""
+        world, checkpoints = self.world, self.checkpoints
+
+        def load() -> list[int]:
+            check_other_world(self.config, path, world.size)
+            steps_per_epoch = self.task.steps_per_epoch
+            state = load_other_world(
+                path, checkpoints.identity, keys=TrainingState.KEYS, steps_per_epoch=steps_per_epoch
+            )
+            self.wrapper.flush()
+            self.wrapper.module.load_state_dict(state["model"])
+            self.state.load_optimizer(state)
+            self.state.step, self.meters.train_seconds = state["step"], state["train_seconds"]
+            return [state["num_ranks"], state["old_step"]]
+
+        (num_ranks, step), *_ = world.on_every_rank(load)
+        is_here = path.parent.resolve() == checkpoints.folder.resolve()
+        world.on_every_rank(
+            lambda: set_aside_other_worlds(checkpoints.folder, world.size) if is_here and world.rank == 0 else None
+        )
+        self.pace.meet(is_told_to_stop=False)
+        if not is_here:
+            clear_outputs(self.folder, world)
+        if world.rank == 0:
+            print(
+                f"went on from {path}, saved at step {step} by {num_ranks} ranks, with {world.size}: from the average "
+                f"of their models and optimizers, at step {self.position}",
+                flush=True,
+            )
 
     def report(self, validation: Validation) -> None:
         """Collective: export the averaged model; on rank 0 write and print the results."""
