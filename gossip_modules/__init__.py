@@ -28,6 +28,7 @@ from .gossiper.moniqua import Moniqua
 from .gossiper.power_gossip import PowerGossip
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
+from .gossiper.relay_sgd import RelaySGD
 from .graph_manager.base import GraphManager
 from .graph_manager.base_graph import BaseGraph
 from .graph_manager.butterfly_groups import ButterflyGroups
@@ -46,7 +47,15 @@ from .graph_manager.random_graph import RandomGraph
 from .graph_manager.random_matching_graph import RandomMatchingGraph
 from .graph_manager.random_push_graph import RandomPushGraph
 from .graph_manager.static_exponential_graph import StaticExponentialGraph
-from .graph_manager.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
+from .graph_manager.static_graphs import (
+    ChainGraph,
+    CompleteGraph,
+    DoubleBinaryTreeGraph,
+    HypercubeGraph,
+    NetworkXGraph,
+    RingGraph,
+    TorusGraph,
+)
 from .graph_manager.weighted_graph import WeightedGraph
 from .matcha.graph import MatchaGraph
 from .membership.membership import Membership
@@ -98,6 +107,7 @@ __all__ = [
     "ButterflyGroups",
     "Carried",
     "Cast",
+    "ChainGraph",
     "Choco",
     "ClockInterpolation",
     "CompleteGraph",
@@ -107,6 +117,7 @@ __all__ = [
     "DecentLaM",
     "DeepSqueeze",
     "DiLoCo",
+    "DoubleBinaryTreeGraph",
     "DynamicBipartiteCompleteGraph",
     "DynamicBipartiteExponentialGraph",
     "DynamicBipartiteLinearGraph",
@@ -161,6 +172,7 @@ __all__ = [
     "RandomK",
     "RandomMatchingGraph",
     "RandomPushGraph",
+    "RelaySGD",
     "RingGraph",
     "RuledEngine",
     "Schedule",

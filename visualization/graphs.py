@@ -90,6 +90,8 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
         return f"{title}: an outer step along the mean drift of all ranks every {period} steps; there is no graph."
     if recipe == "noloco":
         return "NoLoCo: each outer step is in random pairs of ranks; there is no fixed graph."
+    if recipe == "relaysgd":
+        return "RelaySGD: sums of models are relayed through two binary trees, without mixing weights."
     if recipe == "dpwa":
         return "dpwa: each rank pulls the model of a random live peer; there is no fixed graph."
     if num_nodes < 2:

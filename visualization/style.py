@@ -67,6 +67,7 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "d2": MethodStyle("D2", "#C2185B", ("d2",)),
     "exactdiffusion": MethodStyle("Exact diffusion", "#5D4037", ("exact diffusion", "exactdiffusion")),
     "gradienttracking": MethodStyle("Gradient tracking", "#3949AB", ("gradient tracking", "gradienttracking")),
+    "relaysgd": MethodStyle("RelaySGD", "#00838F", ("relaysgd", "relaysum")),
     "decentlam": MethodStyle("DecentLaM", "#558B2F", ("decentlam",)),
 }
 """The one colour of each method in all pictures, by the name of its recipe: see `method_of` and `method_styles`."""

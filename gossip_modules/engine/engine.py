@@ -127,7 +127,8 @@ class LockstepEngine(Engine):
             leaves such a round out, "spread" does not look.
 
     Raises:
-        ValueError: `on_nonfinite` is none of these, or "skip" with a gossiper whose state every message changes.
+        ValueError: `on_nonfinite` is none of these, or "skip" with a gossiper whose state every message changes; a
+            gossiper that keeps models, with exact averages.
     """
 
     def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise") -> None:
@@ -137,6 +138,11 @@ class LockstepEngine(Engine):
             raise ValueError(
                 f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': every message changes its "
                 "state, so that none can be left out"
+            )
+        if gossiper.keeps_models and schedule.average_every:
+            raise ValueError(
+                f"got {schedule} with {gossiper}, expected average_every=0: it keeps models of peers from before such "
+                "an average, and would undo it; leave the averages out"
             )
         self.gossiper = gossiper
         self.schedule = schedule

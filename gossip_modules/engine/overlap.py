@@ -82,6 +82,11 @@ class OverlapEngine(LockstepEngine):
         is_eager: bool = True,
         on_nonfinite: str = "raise",
     ) -> None:
+        if gossiper.keeps_models:
+            raise ValueError(
+                f"got overlap=True with {gossiper}, expected overlap=False: it replaces the model by an average of "
+                "models as they were sent, in which steps taken meanwhile would be missing"
+            )
         schedule = replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1))
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
         self.max_staleness = max_staleness

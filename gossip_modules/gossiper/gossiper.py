@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias, cast
 from torch import Tensor
 
 from ..flat.vector import FlatVector
+from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager, MixingWeights
 from ..transport.base import ElasticPending, Pending, Transport, is_elastic
 from .mixer import Mixer
@@ -87,6 +88,10 @@ class Gossiper(Mixer):
     def sources(self) -> Sequence[int]:
         """See `Mixer`."""
         return self._in_peers
+
+    def default_graph(self, world_size: int) -> GraphManager | None:
+        """The graph where the user names none; None: the wrapper's own default."""
+        return None
 
     @abstractmethod
     def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:

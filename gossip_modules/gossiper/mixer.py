@@ -68,6 +68,9 @@ class Mixer(ABC):
         """Whether the push-sum weight leaves one, so that the estimate is x / w."""
         return False
 
+    keeps_models: bool = False
+    """Whether models of peers are kept from round to round, so that neither overlap nor exact averages fit between."""
+
     is_skippable: bool = True
     """Whether a round may be left out after it was received: not where its messages have changed the state."""
 

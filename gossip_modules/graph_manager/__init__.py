@@ -23,13 +23,24 @@ from .random_matching_graph import RandomMatchingGraph
 from .random_push_graph import RandomPushGraph
 from .shift_graph import MirroredGraph, ShiftGraph
 from .static_exponential_graph import StaticExponentialGraph
-from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph, networkx_graph
+from .static_graphs import (
+    ChainGraph,
+    CompleteGraph,
+    DoubleBinaryTreeGraph,
+    HypercubeGraph,
+    NetworkXGraph,
+    RingGraph,
+    TorusGraph,
+    networkx_graph,
+)
 from .weighted_graph import WeightedGraph
 
 __all__ = [
     "BaseGraph",
     "ButterflyGroups",
+    "ChainGraph",
     "CompleteGraph",
+    "DoubleBinaryTreeGraph",
     "DynamicBipartiteCompleteGraph",
     "DynamicBipartiteExponentialGraph",
     "DynamicBipartiteLinearGraph",

@@ -227,6 +227,53 @@ class NetworkXGraph(GraphManager):
         return sha256(repr(self._out).encode()).hexdigest()
 
 
+class ChainGraph(NetworkXGraph):
+    """A chain: rank i and rank i + 1 are neighbours, and the ends have one neighbour each; it never changes.
+
+    >>> ChainGraph(4).phone_book(1)
+    (0, 2)
+    """
+
+    def __init__(self, world_size: int) -> None:
+        import networkx as nx
+
+        super().__init__(nx.path_graph(as_count("world_size", world_size)))
+
+
+class DoubleBinaryTreeGraph(NetworkXGraph):
+    """The links of two binary trees over all ranks, where an inner rank of one is a leaf of the other; never changes.
+
+    In the first tree rank i - 1 is below the nearest of the numbers around i that are divisible by a higher power of
+    two. The second one is the first with its ranks in reverse, for odd n with every rank moved on by one. Each tree has
+    a depth of about log2 n, and a rank has three neighbours in it at most. From Sanders, Speck, Traeff, "Two-tree
+    algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing, 2009.
+
+    Attributes:
+        trees: the links (i, j) of each tree.
+
+    >>> DoubleBinaryTreeGraph(4).trees
+    (((0, 1), (1, 3), (2, 1)), ((3, 2), (2, 0), (1, 2)))
+    """
+
+    def __init__(self, world_size: int) -> None:
+        import networkx as nx
+
+        n = as_count("world_size", world_size)
+        first = tuple((i - 1, above - 1) for i in range(1, n + 1) if (above := _above(i, n)))
+        move = (lambda rank: (rank + 1) % n) if n % 2 else (lambda rank: n - 1 - rank)
+        self.trees = first, tuple((move(i), move(j)) for i, j in first)
+        links = nx.empty_graph(n)
+        links.add_edges_from(link for tree in self.trees for link in tree)
+        super().__init__(links)
+
+
+def _above(i: int, n: int) -> int:
+    """The number above i in the binary tree of the numbers 1 to n in their order; 0: it is the root."""
+    bit = i & -i
+    above = (i - bit) | 2 * bit
+    return above if above <= n else i - bit
+
+
 def networkx_graph(graph: GraphManager) -> nx.Graph:
     """The links that an undirected graph ever uses, as a networkx graph with ascending nodes: a base for MATCHA.
 

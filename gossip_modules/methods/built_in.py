@@ -12,6 +12,7 @@ from ..gossiper.deep_squeeze import DeepSqueeze
 from ..gossiper.moniqua import Moniqua
 from ..gossiper.power_gossip import PowerGossip
 from ..gossiper.push_sum import PushPull, PushSum
+from ..gossiper.relay_sgd import RelaySGD
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper
 from ..schedule import Schedule
@@ -19,7 +20,7 @@ from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
 from .outer_methods import OUTER_METHODS
-from .rule_methods import RULE_METHODS
+from .rule_methods import RULE_METHODS, simulate_relay_sgd
 from .simulated import (
     pairs,
     simulate_ad_psgd,
@@ -52,6 +53,7 @@ from .wrapping import (
     wrap_group_average,
     wrap_local_sgd,
     wrap_pairwise,
+    wrap_with,
 )
 
 ROUNDS = frozenset({"graph", "gossip_every", "average_every", "nprocs_per_node"})
@@ -230,6 +232,22 @@ BUILT_IN: tuple[Method, ...] = (
         options=COMPRESSED | {"power_rank", "power_iterations", "warm_start", "compress_vectors"},
         gossiper=power_gossip,
         simulated_graph=pairs,
+    ),
+    Method(
+        "relaysgd",
+        "RelaySGD",
+        "relays sums of models through trees, so that every rank averages those of all",
+        RelaySGD,
+        make=wrap_with("gossiper", lambda options, seed: RelaySGD()),
+        simulate=simulate_relay_sgd,
+        paper=Paper(
+            "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
+            "RelaySum for Decentralized Deep Learning on Heterogeneous Data",
+            "NeurIPS 2021",
+            "2110.04175",
+        ),
+        example="GossipDataParallel(model, gossiper=RelaySGD())",
+        options=frozenset({"nprocs_per_node"}),
     ),
     Method(
         "adpsgd",

@@ -1,4 +1,4 @@
-"""Update rules as methods: their entries, and how they are simulated."""
+"""Update rules as methods: their entries, and how they and RelaySGD are simulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector
-from ..mixing_manager.base import MixingManager
+from ..gossiper.relay_sgd import RelaySGD
+from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
+from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Method, Paper
 from ..schedule import Action, Schedule
 from ..simulate.choice import Choice
@@ -25,6 +27,7 @@ from ..update_rules.gradient_tracking import GradientTracking
 from ..update_rules.qg_dsgdm import QGDSGDm
 from ..update_rules.rule import UpdateRule
 from ..update_rules.sgd_momentum import SGDStep
+from .one_thread import GossiperRule
 from .options import Context, MethodOptions
 from .simulated import pairs, undirected
 from .wrapping import all_neighbours, undirected_neighbours, wrap_with
@@ -96,6 +99,17 @@ def simulate_rule(rule: UpdateRule, choice: Choice, setting: Setting) -> Simulat
     message = setting.network.plain_message(setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
     return RuleSimulation(rule, mixing, clock)
+
+
+def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """RelaySGD itself, on two trees; a link that is in one of them carries half a model."""
+    graph = DoubleBinaryTreeGraph(setting.world_size)
+    mixing = MetropolisHastingsMixing(graph)
+    num_links = sum(len(graph.phone_book(rank)) for rank in range(graph.world_size)) / 2
+    share = (graph.world_size - 1) / num_links if num_links else 1.0
+    message = setting.network.plain_message(share * setting.model_bytes)
+    clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
+    return LockstepMethod(GossiperRule(RelaySGD, mixing), SimulatedMixing(mixing), Schedule(), clock)
 
 
 _GRAPH = frozenset({"graph"})

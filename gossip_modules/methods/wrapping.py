@@ -215,7 +215,7 @@ def wrap_local_sgd(module: nn.Module, options: MethodOptions, context: Context) 
 
 def wrap_with(
     argument: str,
-    make: Callable[[MethodOptions, int], OuterMethod | UpdateRule],
+    make: Callable[[MethodOptions, int], OuterMethod | UpdateRule | Gossiper],
     *,
     whom: Callable[[MethodOptions, int, Context], dict[str, Any]] | None = None,
 ) -> Callable[[nn.Module, MethodOptions, Context], Wrapper]:

@@ -61,9 +61,9 @@ def choose_mixing(
     """The mixing manager, with its graph.
 
     Push-sum: the one-peer exponential graph with uniform weights. Push-pull: pairs on the bipartite exponential graph
-    where the world is even, else both neighbours on a ring. A gossiper that needs symmetric weights: that ring in
-    every world. A graph that has weights of its own: these. A MatchaGraph: its Laplacian. Another symmetric graph
-    without push-sum: Metropolis-Hastings weights.
+    where the world is even, else both neighbours on a ring. A gossiper with a default graph: that; one that needs
+    symmetric weights: that ring in every world. A graph that has weights of its own: these. A MatchaGraph: its
+    Laplacian. Another symmetric graph without push-sum: Metropolis-Hastings weights.
 
     Raises:
         ValueError: `mixing` is over another graph than `graph`, or one of another size.
@@ -76,6 +76,8 @@ def choose_mixing(
         check_size(mixing.graph, world_size)
         return mixing
     is_undirected = gossiper is not None and gossiper.needs_symmetric_weights
+    if graph is None and gossiper is not None:
+        graph = gossiper.default_graph(world_size)
     if graph is None:
         graph = undirected_ring(world_size) if is_undirected else default_graph(world_size, push_sum=push_sum)
     graph = as_graph(graph, world_size)

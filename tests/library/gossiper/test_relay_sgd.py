@@ -1,0 +1,179 @@
+"""RelaySGD: the mean of models that are as old as their way is long."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossip_modules import (
+    ChainGraph,
+    DoubleBinaryTreeGraph,
+    GossipDataParallel,
+    GraphManager,
+    MetropolisHastingsMixing,
+    NetworkXGraph,
+    RelaySGD,
+    RingGraph,
+    Schedule,
+)
+from gossip_modules.gossiper.relay_sgd import trees_of
+from gossip_modules.methods.one_thread import GossiperRule
+from tests.harness.problems import loss_of, mlp, net, sgd, train_step
+from tests.harness.ranks import run_ranks, solo_group
+from tests.harness.reference import flatten
+from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve
+
+A, B = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))
+
+
+def rounds_of(graph: GraphManager) -> GossiperRule:
+    """Rounds of all ranks in one thread."""
+    return GossiperRule(RelaySGD, MetropolisHastingsMixing(graph))
+
+
+def distances(tree: Any, n: int) -> list[dict[int, int]]:
+    links = nx.empty_graph(n)
+    links.add_edges_from(tree)
+    lengths = dict(nx.all_pairs_shortest_path_length(links))
+    return [lengths[i] for i in range(n)]
+
+
+def relayed(sent: list[Tensor], hops: list[dict[int, int]]) -> Tensor:
+    """1/n sum_j x_j, each as many rounds old as there are hops, less one; the own model where there was none yet."""
+    t, n = len(sent) - 1, len(hops)
+    rows = []
+    for i in range(n):
+        ages = {j: max(hops[i][j] - 1, 0) for j in range(n)}
+        models = [sent[t - age][j] if age <= t else sent[t][i] for j, age in ages.items()]
+        rows.append(torch.stack(models).mean(0))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [ChainGraph(5), DoubleBinaryTreeGraph(6), DoubleBinaryTreeGraph(7), NetworkXGraph(nx.star_graph(4)), ChainGraph(1)],
+    ids=str,
+)
+def test_each_rank_has_the_mean_of_models_as_old_as_their_way_is_long(graph: GraphManager) -> None:
+    n, trees = graph.world_size, trees_of(graph)
+    rounds, generator = rounds_of(graph), torch.Generator().manual_seed(1)
+    x = torch.randn(n, 8, generator=generator, dtype=torch.float64)
+    sent: list[Tensor] = []
+    for t in range(8):
+        x = x - 0.1 * torch.randn(n, 8, generator=generator, dtype=torch.float64)  # the optimizer's step
+        sent.append(x)
+        x = x + rounds.difference(x, t)
+        width = 8 // len(trees)
+        for k, tree in enumerate(trees):
+            part = slice(k * width, (k + 1) * width)
+            torch.testing.assert_close(x[:, part], relayed([s[:, part] for s in sent], distances(tree, n)))
+    num_bytes = sum(transport.num_bytes_sent for transport in rounds.transports)
+    assert num_bytes == 8 * 2 * (n - 1) * (8 * 8 + 8 * len(trees))  # models and counts over each link both ways
+
+
+@pytest.mark.parametrize("graph", [ChainGraph(5), DoubleBinaryTreeGraph(5)], ids=str)
+def test_ranks_with_different_data_reach_the_optimum(graph: GraphManager) -> None:
+    rounds = rounds_of(graph)
+    x = torch.full((5, 2), START, dtype=torch.float64)
+    for t in range(320):
+        x = x - LEARNING_RATE * A[:, None] * (x - B[:, None])
+        x = x + rounds.difference(x, t)
+    torch.testing.assert_close(x, torch.full_like(x, 0.8), rtol=0, atol=1e-8)
+
+
+def test_training_is_the_law() -> None:
+    x, sent = torch.full((5,), START, dtype=torch.float64), []
+    hops = distances(trees_of(ChainGraph(5))[0], 5)
+    for step in range(21):
+        x = x - LEARNING_RATE * A * (x - B) if step else x  # a round comes before the first step
+        sent.append(x)
+        x = relayed(sent, hops)
+    found = solve(lambda: {"gossiper": RelaySGD(), "graph": ChainGraph})
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 7, 12, 16, 25, 33])
+def test_two_trees_are_shallow_and_an_inner_rank_of_one_is_a_leaf_of_the_other(n: int) -> None:
+    graph = DoubleBinaryTreeGraph(n)
+    inner = []
+    for links in graph.trees:
+        tree = nx.empty_graph(n)
+        tree.add_edges_from(links)
+        assert nx.is_tree(tree)
+        assert nx.diameter(tree) <= 2 * n.bit_length()
+        degrees = dict(tree.degree)
+        assert max(degrees.values()) <= 3
+        inner.append({rank for rank, degree in degrees.items() if degree > 1})
+    if n > 2:
+        assert len(inner[0] & inner[1]) <= 1
+    assert graph.is_symmetric
+    assert graph.period == 1
+    assert ChainGraph(n).phone_book(0) == ((1,) if n > 1 else ())
+
+
+def test_a_checkpoint_or_a_copy_goes_on_to_the_bit() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank, model, other = group.rank(), net(), net(5)
+        wrapper = GossipDataParallel(model, process_group=group, gossiper=RelaySGD)
+        optimizer = sgd(model)
+        for step in range(3):
+            train_step(wrapper, optimizer, rank, step)
+        saved, rates = copy.deepcopy(wrapper.state_dict()), copy.deepcopy(optimizer.state_dict())
+        resumed = GossipDataParallel(other, process_group=group, gossiper=RelaySGD())
+        loss_of(resumed, rank, 0)
+        resumed.load_state_dict(saved)
+        again = sgd(other)
+        again.load_state_dict(rates)
+        for each, stepped in ((wrapper, optimizer), (resumed, again)):
+            for step in range(3, 6):
+                train_step(each, stepped, rank, step)
+            each.close()
+        assert torch.equal(flatten(other), flatten(model))
+
+    run_ranks(3, body)
+
+
+def test_sums_of_a_narrow_model_are_float32_and_other_tensors_start_anew() -> None:
+    rounds = rounds_of(ChainGraph(2))
+    gossiper = rounds.gossipers[0]
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mean = (x + rounds.difference(x, 0)).float()
+    torch.testing.assert_close(mean, x.float().mean(0).expand(2, 6), rtol=0, atol=0.03)
+    state = copy.deepcopy(gossiper.state_dict())
+    assert {peer: message.numel() for peer, message in state["received"].items()} == {1: 6 * 4 + 8}
+    with pytest.warns(UserWarning, match=r"RelaySGD\(\): other tensors, or tensors of other dtypes, are trained than"):
+        rounds.difference(torch.randn(2, 4), 1)
+    gossiper.load_state_dict(state)
+    with pytest.raises(
+        ValueError, match=r"RelaySGD\(\): got messages of \[32\] bytes, expected \[24\]; load a checkpoint"
+    ):
+        rounds.difference(torch.randn(2, 4), 2)
+    with pytest.raises(ValueError, match=r"got the state of RelaySGD on nothing, expected that of RelaySGD on ChainGr"):
+        gossiper.load_state_dict({**state, "graph": "nothing"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graph": RingGraph(5, peers_per_itr=2)}, "RelaySGD: got RingGraph.*, expected a tree that never changes"),
+        ({"graph": RingGraph(1), "overlap": True}, r"got overlap=True with RelaySGD\(\), expected overlap=False"),
+        (
+            {"graph": RingGraph(1), "schedule": Schedule(average_every=2)},
+            r"got .* with RelaySGD\(\), expected average_",
+        ),
+        ({"graph": RingGraph(1), "on_nonfinite": "skip"}, r"got on_nonfinite='skip' with RelaySGD\(\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    if options["graph"].world_size > 1:
+        with pytest.raises(ValueError, match=message):
+            RelaySGD().check(MetropolisHastingsMixing(options["graph"]))
+        return
+    with pytest.raises(ValueError, match=message):
+        GossipDataParallel(mlp(), process_group=solo_group(), gossiper=RelaySGD(), **options)
