@@ -28,7 +28,6 @@ from .gossiper.moniqua import Moniqua
 from .gossiper.power_gossip import PowerGossip
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
-from .gossiper.relay_sgd import RelaySGD
 from .graph_manager.base import GraphManager
 from .graph_manager.base_graph import BaseGraph
 from .graph_manager.butterfly_groups import ButterflyGroups
@@ -69,6 +68,7 @@ from .mixing_manager.graph_weights import GraphMixing
 from .mixing_manager.laplacian import LaplacianMixing
 from .mixing_manager.matrix import MatrixMixing
 from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
+from .optim.accum_adam import AccumAdam
 from .outer.anchor import Anchor
 from .outer.diloco import DiLoCo
 from .outer.eager_diloco import EagerDiLoCo
@@ -77,6 +77,7 @@ from .outer.method import OuterMethod
 from .outer.noloco import NoLoCo
 from .outer.slowmo import SlowMo
 from .outer.streaming_diloco import StreamingDiLoCo
+from .relay.relay_sgd import RelaySGD
 from .schedule import Schedule
 from .transport.base import Transport
 from .transport.connect import connect
@@ -100,6 +101,7 @@ __version__ = "0.1.0"
 __all__ = [
     "D2",
     "QSGD",
+    "AccumAdam",
     "AllReduceDataParallel",
     "Anchor",
     "BaseGraph",

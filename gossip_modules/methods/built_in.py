@@ -12,9 +12,9 @@ from ..gossiper.deep_squeeze import DeepSqueeze
 from ..gossiper.moniqua import Moniqua
 from ..gossiper.power_gossip import PowerGossip
 from ..gossiper.push_sum import PushPull, PushSum
-from ..gossiper.relay_sgd import RelaySGD
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper
+from ..relay.relay_sgd import RelaySGD
 from ..schedule import Schedule
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel

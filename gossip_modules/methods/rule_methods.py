@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector
-from ..gossiper.relay_sgd import RelaySGD
 from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Method, Paper
+from ..relay.relay_sgd import RelaySGD
 from ..schedule import Action, Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, SyncClock

@@ -29,6 +29,8 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "mpi": {"transport"},
         "gossiper": _LOCKSTEP - {"gossiper"},
         "outer": {"flat", "graph_manager"},
+        "optim": set(),
+        "relay": {"flat", "graph_manager", "mixing_manager", "transport", "gossiper"},
         "update_rules": {"flat", "graph_manager", "mixing_manager"},
         "engine": {"gossiper", "flat", "schedule", "mixing_manager", "transport", "outer", "update_rules"},
         "membership": _LOCKSTEP,
@@ -38,7 +40,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "dpwa": _WRAPPERS,
         "registry": set(),
         "simulate": {"graph_manager", "mixing_manager", "matcha", "compression", "schedule", "registry"},
-        "methods": {*_WRAPPERS, "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
+        "methods": {*_WRAPPERS, "relay", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
         "testing": {"membership", "transport"},
     },
     "train": {
@@ -72,6 +74,7 @@ WITHOUT_PROCESSES = {
     "matcha",
     "outer",
     "update_rules",
+    "optim",
     "simulate",
     "registry",
 }

@@ -22,8 +22,8 @@ from gossip_modules import (
     RingGraph,
     Schedule,
 )
-from gossip_modules.gossiper.relay_sgd import trees_of
 from gossip_modules.methods.one_thread import GossiperRule
+from gossip_modules.relay.relay_sgd import trees_of
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
+from ..gossiper.gossiper import Gossiper, Messages
+from ..gossiper.message import MessageBuffer
 from ..graph_manager.base import GraphManager
 from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
 from ..mixing_manager.base import MixingManager, MixingWeights
 from ..transport.base import Transport
-from .gossiper import Gossiper, Messages
-from .message import MessageBuffer
 
 
 class RelaySGD(Gossiper):

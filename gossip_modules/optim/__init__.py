@@ -1,0 +1,1 @@
+"""Optimizers for ranks that gossip."""

@@ -1,0 +1,1 @@
+"""Gossip that relays sums of models through trees."""
