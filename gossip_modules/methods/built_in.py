@@ -14,13 +14,12 @@ from ..gossiper.power_gossip import PowerGossip
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper
-from ..relay.relay_sgd import RelaySGD
 from ..schedule import Schedule
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
 from .outer_methods import OUTER_METHODS
-from .rule_methods import RULE_METHODS, simulate_relay_sgd
+from .rule_methods import RULE_METHODS
 from .simulated import (
     pairs,
     simulate_ad_psgd,
@@ -53,7 +52,6 @@ from .wrapping import (
     wrap_group_average,
     wrap_local_sgd,
     wrap_pairwise,
-    wrap_with,
 )
 
 ROUNDS = frozenset({"graph", "gossip_every", "average_every", "nprocs_per_node"})
@@ -232,22 +230,6 @@ BUILT_IN: tuple[Method, ...] = (
         options=COMPRESSED | {"power_rank", "power_iterations", "warm_start", "compress_vectors"},
         gossiper=power_gossip,
         simulated_graph=pairs,
-    ),
-    Method(
-        "relaysgd",
-        "RelaySGD",
-        "relays sums of models through trees, so that every rank averages those of all",
-        RelaySGD,
-        make=wrap_with("gossiper", lambda options, seed: RelaySGD()),
-        simulate=simulate_relay_sgd,
-        paper=Paper(
-            "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
-            "RelaySum for Decentralized Deep Learning on Heterogeneous Data",
-            "NeurIPS 2021",
-            "2110.04175",
-        ),
-        example="GossipDataParallel(model, gossiper=RelaySGD())",
-        options=frozenset({"nprocs_per_node"}),
     ),
     Method(
         "adpsgd",

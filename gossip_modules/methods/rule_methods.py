@@ -197,4 +197,20 @@ RULE_METHODS: tuple[Method, ...] = (
             "2104.11981",
         ),
     ),
+    Method(
+        "relaysgd",
+        "RelaySGD",
+        "relays sums of models through trees, so that every rank averages those of all",
+        RelaySGD,
+        make=wrap_with("gossiper", lambda options, seed: RelaySGD()),
+        simulate=simulate_relay_sgd,
+        paper=Paper(
+            "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
+            "RelaySum for Decentralized Deep Learning on Heterogeneous Data",
+            "NeurIPS 2021",
+            "2110.04175",
+        ),
+        example="GossipDataParallel(model, gossiper=RelaySGD())",
+        options=frozenset({"nprocs_per_node"}),
+    ),
 )
