@@ -52,7 +52,7 @@ class EventLog:
         self._next = 0
         self._hole_since: float | None = None
         self._last_attempt = time.monotonic()
-        self._epoch = ""
+        self._epoch, self._came_back = "", False
         self._has_base = False
         self._base = _Base()  # as last seen
         self._store: BoundedStore | None = None
@@ -121,15 +121,17 @@ class EventLog:
         """Hand over what is new.
 
         Args:
-            restart: called with what the first entries amount to, and how many these are, in place of them; 0: the
-                store has come back empty.
+            restart: called with what the first entries amount to, and how many; 0: the store has come back empty.
             apply: called with each new event.
 
         Returns:
             Whether the store has answered.
         """
-        if self._store is None and not self._reconnect():
-            return False
+        if self._store is None:
+            if not self._reconnect():
+                return False
+            if self.is_anew:
+                return True  # before anything is read, who knows what it amounted to restores it
         if self._must_rewind:
             self._next, self._has_base, self._hole_since, self._must_rewind = 0, False, None, False
         try:
@@ -188,7 +190,7 @@ class EventLog:
 
     def restore(self, snapshot: str) -> None:
         """Offer the state to a store that came back empty."""
-        if self._store is not None and self._next == 0 and not self._has_base:
+        if self.is_anew:
             try:
                 self._set_once("base", json.dumps({"next": 0, "first": 0, "state": snapshot}))
             except ConnectionError:
@@ -196,8 +198,8 @@ class EventLog:
 
     @property
     def is_anew(self) -> bool:
-        """Whether the store is another one than before, of which nothing was read yet."""
-        return self._store is not None and self._next == 0 and not self._has_base
+        """Whether the store has come back empty, and was not restored; there may be events of workers that come now."""
+        return self._store is not None and self._came_back and not self._has_base
 
     def _skip(self, restart: Callable[[str, int], None]) -> bool:
         """Begin with the base, if it is further than what was read, or the first one that is there; whether it was."""
@@ -251,7 +253,8 @@ class EventLog:
         mine = secrets.token_hex(8)
         epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job").decode()
         if epoch != self._epoch:
-            self._epoch, self._next, self._has_base, self._hole_since = epoch, 0, False, None
+            self._came_back, self._epoch = self._epoch != "", epoch
+            self._next, self._has_base, self._hole_since = 0, False, None
             self._base = _Base()
             with self._lock:
                 self._clients.clear()

@@ -89,7 +89,7 @@ class Generations(WorkerState):
     def _adopt(self, view: View) -> None:
         """The generation has formed: it is due, or goes on without this worker."""
         if not view.has(self.id):
-            if self._active is not None:
+            if self._active is not None and self._roster.loaded >= self._known:  # [Note: stale snapshot]
                 self._is_excluded = True
             return
         if self._due and self._due[-1][0].generation >= view.generation:

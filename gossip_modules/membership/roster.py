@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from .liveness.majority import left_out
-from .view import Accusation, Joiner, Member, View, differences, member_of, view_of
+from .roster_state import RosterState
+from .view import Accusation, Joiner, Member, View, differences, member_of
 
 # What the events of a stranger, or of another version, may raise.
 _GARBAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
@@ -16,7 +17,7 @@ _MAX_REFUSED = 64
 MARGIN = 2  # training steps between the last rank that is ready for a generation and its first step
 
 
-class Roster:
+class Roster(RosterState):
     """The state of the membership: a function of the events in the log, in their order, and of nothing else.
 
     So all workers that have read the log as far know the same generations without a leader. Time is not part of it: a
@@ -31,28 +32,11 @@ class Roster:
     members of the one before, or half with the first of them; those whose connection was closed, as by the end of a
     process, do not count. Where the accusations in their order leave no majority, those that are in most of them go.
 
-    Attributes:
-        view: the generation that trains; None before the first.
-        forming: the one that is being formed.
-        ready: by member, the step that it has come to; of `forming`.
-        joiners: by worker.
-        founders: who has come before the first generation.
+    [Note: stale snapshot] The first worker that finds an empty store puts there what it knows. If it was stopped or cut
+    off, that is too little: the others went on without it, and the generations that it forms alone must not take the
+    job from them. A worker that has seen a later generation than the snapshot says so ("know"), with its own state,
+    which replaces all that has come from the snapshot; its members form the next generation.
     """
-
-    def __init__(self, *, on_partition: str = "majority") -> None:
-        self.on_partition = on_partition
-        self.view: View | None = None
-        self.forming: View | None = None
-        self.ready: dict[int, int] = {}
-        self.joiners: dict[int, Joiner] = {}
-        self.founders: dict[int, Member] = {}
-        self.num_founders = 1
-        self.description: dict[str, str] = {}
-        self.accusations: list[Accusation] = []
-        self.left: dict[int, str] = {}  # by worker, of members of `view`
-        self.last_generation = 0
-        self.next_number = 0
-        self.num_knocks = self.num_answers = 0  # see [Note: another life] of `Door`
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Take in one event of the log; what is not understood, or comes too late, changes nothing."""
@@ -67,6 +51,7 @@ class Roster:
             "knock": self._knock,
             "here": self._here,
             "anew": self._anew,
+            "know": self._know,
         }
         handler = handlers.get(str(event.get("event")))
         if handler is None:
@@ -267,41 +252,19 @@ class Roster:
         if self.accusations:
             self._change()
 
-    # As text.
-
-    def dumps(self, *, is_whole: bool = False) -> str:
-        """What all agree in, for a store that came back empty; `is_whole`: for who reads on at the next event."""
-        state: dict[str, Any] = {
-            "view": None if self.view is None else asdict(self.view),
-            "description": self.description,
-            "last_generation": self.last_generation,
-            "next_number": self.next_number,
-        }
-        if is_whole:
-            state |= {
-                "forming": None if self.forming is None else asdict(self.forming),
-                "ready": list(self.ready.items()),
-                **{name: [asdict(x) for x in getattr(self, name).values()] for name in ("joiners", "founders")},
-                "num_founders": self.num_founders,
-                "accusations": [asdict(accusation) for accusation in self.accusations],
-                "left": list(self.left.items()),
-                "calls": [self.num_knocks, self.num_answers],
-            }
-        return json.dumps(state)
-
-    def loads(self, text: str) -> None:
-        """Take back what `dumps` gave."""
-        state = json.loads(text)
-        self.__init__(on_partition=self.on_partition)  # type: ignore[misc]
-        self.view = None if state["view"] is None else view_of(state["view"])
-        self.description = dict(state["description"])
-        self.last_generation, self.next_number = int(state["last_generation"]), int(state["next_number"])
-        if "forming" not in state:
+    def _know(self, event: Mapping[str, Any]) -> None:
+        """See [Note: stale snapshot]."""
+        later = Roster(on_partition=self.on_partition)
+        later.loads(json.dumps(event["state"]))
+        if later.view is None or later.loaded <= self.loaded:
             return
-        self.forming = None if state["forming"] is None else view_of(state["forming"])
-        self.ready, self.left = dict(state["ready"]), dict(state["left"])
-        self.joiners = {j["member"]["id"]: Joiner(**{**j, "member": member_of(j["member"])}) for j in state["joiners"]}
-        self.founders = {member.id: member for member in map(member_of, state["founders"])}
-        self.num_founders = int(state["num_founders"])
-        self.accusations = [Accusation(**accusation) for accusation in state["accusations"]]
-        self.num_knocks, self.num_answers = map(int, state["calls"])
+        joiners = {worker: joiner for worker, joiner in self.joiners.items() if not later.view.has(worker)}
+        generation, number = (
+            max(getattr(r, name) for r in (self, later)) for name in ("last_generation", "next_number")
+        )
+        self.loads(json.dumps(event["state"]))
+        self.last_generation, self.next_number, self.joiners = generation, number, joiners
+        for joiner in list(joiners.values()):
+            if not (joiner.refusal or joiner.is_loaded or later.view.has(joiner.donor)):
+                self._give_another_donor(joiner)
+        self._form(later.view.members, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import threading
 import time
 import weakref
@@ -51,9 +52,13 @@ class Watching(Generations):
     def _restart(self, state: str, num_events: int) -> None:
         """Begin with a base of the log; where the store has come back empty, what was being formed is formed anew."""
         with self._moved:
+            mine, view = self._roster.dumps(), self._roster.view
             self._roster.loads(state)
             if num_events:
                 return
+            if view is not None and view.generation > self._roster.loaded:  # [Note: stale snapshot]
+                self._known = view.generation
+                self._say({"event": "know", "state": json.loads(mine)})
             self._limit = None
             self._retired += [(time.monotonic(), transport) for transport in self._formed.values()]
             self._formed, self._forming_since = {}, {}

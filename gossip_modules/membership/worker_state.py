@@ -81,6 +81,7 @@ class WorkerState:
         self._is_excluded = False
         self._can_rejoin = self._is_cut_off = False  # of who is excluded
         self._next_probe = 0.0
+        self._known = 0  # a generation after that of a snapshot, of which the others are being told
         self._num_heard = 0  # knocks, see [Note: another life]
         self._has_joined = False
         self._is_newcomer = False

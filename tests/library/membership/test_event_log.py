@@ -70,15 +70,22 @@ def test_a_store_that_came_back_begins_with_the_snapshot() -> None:
     assert not log.append({"i": 1})
     assert not log.is_connected
     server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    early = EventLog(f"127.0.0.1:{port}", name="job", timeout=TIMEOUT)
+    assert early.append({"i": "early"})  # a worker that comes now, and knows nothing
+    early.restore("nothing")
+    assert read(early) == [{"i": "early"}]
     log._last_attempt = 0.0  # it is time to connect again
     assert read(log) == []
     assert log.is_anew
     log.restore("what was")
     assert log.append({"i": 1})
-    assert read(log) == [{"snapshot": "what was"}, {"i": 1}]
+    events = [{"snapshot": "what was"}, {"i": "early"}, {"i": 1}]
+    assert read(log) == events
+    assert read(early) == events
+    assert not log.is_anew
     other = EventLog(f"127.0.0.1:{port}", name="job", timeout=TIMEOUT)
     other.restore("another state, too late")
-    assert read(other) == [{"snapshot": "what was"}, {"i": 1}]
+    assert read(other) == events
     del server
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,6 +66,32 @@ def test_a_generation_starts_at_the_largest_step_when_all_are_ready() -> None:
     assert ids(roster) == (0, 1, 3)
     assert roster.view is not None
     assert (roster.view.generation, roster.view.start, roster.view.reasons) == (2, 12, {2: "it was silent"})
+
+
+def test_a_stale_snapshot_takes_the_job_from_nobody() -> None:
+    """Worker 3 was stopped, and is the first to find a store that came back empty; the others had gone on."""
+    going_on = job(4)
+    stale = going_on.dumps()
+    going_on.apply(accuse(0, 3))
+    know = {"event": "know", "state": json.loads(formed(going_on).dumps())}
+    roster = Roster()
+    roster.loads(stale)
+    roster.apply({**come(9), "description": DESCRIPTION})
+    for other in range(3):
+        roster.apply(accuse(3, other, is_sure=True))
+    assert ids(formed(roster)) == (3,)
+    assert roster.view is not None
+    alone = roster.view.generation
+    for _ in range(2):  # both others know it
+        roster.apply(know)
+    assert ids(formed(roster)) == (0, 1, 2)
+    assert roster.view.generation == alone + 1
+    assert roster.joiners[9].donor in ids(roster)
+    roster.apply(know)
+    assert roster.forming is None
+    for garbage in ({}, {"state": 3}, {"state": {"view": None}}, {"state": {**know["state"], "view": {}}}):
+        roster.apply({"event": "know", **garbage})
+        assert ids(roster) == (0, 1, 2)
 
 
 def test_who_fails_while_a_generation_is_formed_is_left_out_of_the_next() -> None:

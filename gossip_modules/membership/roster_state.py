@@ -1,0 +1,78 @@
+"""RosterState: what a roster knows, and the same as text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from .view import Accusation, Joiner, Member, View, member_of, view_of
+
+
+class RosterState:
+    """The base of `Roster`: its attributes, without what changes them.
+
+    Attributes:
+        view: the generation that trains; None before the first.
+        loaded: the generation of the state that was taken from a snapshot, or from somebody who knew a later one.
+        forming: the one that is being formed.
+        ready: by member, the step that it has come to; of `forming`.
+        joiners: by worker.
+        founders: who has come before the first generation.
+    """
+
+    def __init__(self, *, on_partition: str = "majority") -> None:
+        self.on_partition = on_partition
+        self.view: View | None = None
+        self.forming: View | None = None
+        self.ready: dict[int, int] = {}
+        self.joiners: dict[int, Joiner] = {}
+        self.founders: dict[int, Member] = {}
+        self.num_founders = 1
+        self.description: dict[str, str] = {}
+        self.accusations: list[Accusation] = []
+        self.left: dict[int, str] = {}  # by worker, of members of `view`
+        self.last_generation = 0
+        self.next_number = 0
+        self.loaded = 0
+        self.num_knocks = self.num_answers = 0  # see [Note: another life] of `Door`
+
+    def dumps(self, *, is_whole: bool = False) -> str:
+        """What all agree in, for a store that came back empty; `is_whole`: for who reads on at the next event."""
+        state: dict[str, Any] = {
+            "view": None if self.view is None else asdict(self.view),
+            "description": self.description,
+            "last_generation": self.last_generation,
+            "next_number": self.next_number,
+        }
+        if is_whole:
+            state |= {
+                "forming": None if self.forming is None else asdict(self.forming),
+                "ready": list(self.ready.items()),
+                **{name: [asdict(x) for x in getattr(self, name).values()] for name in ("joiners", "founders")},
+                "num_founders": self.num_founders,
+                "accusations": [asdict(accusation) for accusation in self.accusations],
+                "left": list(self.left.items()),
+                "calls": [self.num_knocks, self.num_answers],
+                "loaded": self.loaded,
+            }
+        return json.dumps(state)
+
+    def loads(self, text: str) -> None:
+        """Take back what `dumps` gave."""
+        state = json.loads(text)
+        self.__init__(on_partition=self.on_partition)  # type: ignore[misc]
+        self.view = None if state["view"] is None else view_of(state["view"])
+        self.description = dict(state["description"])
+        self.last_generation, self.next_number = int(state["last_generation"]), int(state["next_number"])
+        self.loaded = 0 if self.view is None else self.view.generation
+        if "forming" not in state:
+            return
+        self.forming = None if state["forming"] is None else view_of(state["forming"])
+        self.ready, self.left = dict(state["ready"]), dict(state["left"])
+        self.joiners = {j["member"]["id"]: Joiner(**{**j, "member": member_of(j["member"])}) for j in state["joiners"]}
+        self.founders = {member.id: member for member in map(member_of, state["founders"])}
+        self.num_founders = int(state["num_founders"])
+        self.accusations = [Accusation(**accusation) for accusation in state["accusations"]]
+        self.num_knocks, self.num_answers = map(int, state["calls"])
+        self.loaded = int(state["loaded"])
