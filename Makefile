@@ -10,6 +10,7 @@
 # make docs       the documentation as pages in build/docs; open build/docs/index.html
 # make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
 # make faults     what every wrapper does when ranks are killed, stopped, fail or leave, as a table
+# make chaos      eight workers train while a random fault hits them every two seconds, ten minutes, with a picture
 # make cluster    methods side by side on an emulated cluster; needs root and iproute2
 # make cluster-venv  create .venv-cluster with the other libraries that `make cluster` compares with
 # make clean      remove .venv, .venv-cluster, .venv-torch-*, caches and builds (runs/ stays)
@@ -34,7 +35,7 @@ CLUSTER_INSTALLED = $(CLUSTER_VENV)/.installed
 PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .DELETE_ON_ERROR:
-.PHONY: venv train compare consensus test soak test-torch venv-torch check docs bench faults cluster cluster-venv clean
+.PHONY: venv train compare consensus test soak test-torch venv-torch check docs bench faults chaos cluster cluster-venv clean
 
 venv: $(INSTALLED)
 
@@ -126,6 +127,12 @@ bench: $(BENCH_INSTALLED)
 # Options: make faults FAULTS="--wrappers sgp --faults kill-odd"
 faults: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.faults $(FAULTS)
+
+# Options: make chaos CHAOS="--methods SGP MATCHA --seconds 60"
+chaos: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.chaos --output $(RUNS)/chaos/chaos.csv \
+	  --faults $(RUNS)/chaos/chaos_faults.csv $(CHAOS)
+	$(VENV)/bin/python -m visualization.chaos $(RUNS)/chaos/chaos_faults.csv
 
 # Options: make cluster CLUSTER="--hosts 4 --methods ddp sgp"
 cluster: $(INSTALLED)

@@ -1,0 +1,93 @@
+"""Members over time, and the slowest step after each fault, of a run of benchmarks/chaos.
+
+python -m visualization.chaos benchmarks/results/chaos_faults.csv --method SGP --output chaos.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from visualization.command import run_command
+from visualization.logs.tables import read_columns
+from visualization.style import COLORS, MUTED, PAGE, add_legend, new_figure, save, styled
+
+COLUMNS = ("method", "at_seconds", "kind", "lasts_seconds", "live", "members", "slowest_ms")
+SOURCE = "benchmarks/chaos"
+KINDS: Mapping[str, tuple[str, str, str]] = {
+    "kill": ("killed", COLORS[1], "X"),
+    "stop": ("stopped", COLORS[3], "s"),
+    "join": ("started", COLORS[2], "^"),
+    "store": ("store killed", COLORS[0], "D"),
+}
+"""Label, colour and marker of each kind of fault."""
+
+
+def draw_members(axis: Axes, rows: pd.DataFrame) -> None:
+    """Processes that live, and workers in the generation that trains, against time; both as of each fault."""
+    seconds = rows["at_seconds"]
+    axis.step(seconds, rows["live"], where="post", color=MUTED, linestyle=":", label="processes")
+    axis.step(seconds, rows["members"], where="post", color=COLORS[0], label="workers that train together")
+    axis.set(ylabel="workers", ylim=(0, max(rows["live"].max(), rows["members"].max()) + 1))
+
+
+def draw_slowest(axis: Axes, rows: pd.DataFrame) -> None:
+    """The slowest step of any worker between a fault and the next one, a point for each fault."""
+    for kind, (label, color, marker) in KINDS.items():
+        own = rows[(rows["kind"] == kind) & (rows["slowest_ms"] > 0)]
+        if len(own):
+            axis.plot(
+                own["at_seconds"],
+                own["slowest_ms"],
+                color=color,
+                marker=marker,
+                linestyle="",
+                markersize=3,
+                label=label,
+            )
+    axis.set(xlabel="seconds of training", ylabel="slowest step [ms]", yscale="log")
+
+
+def draw(path: Path, output: Path, *, method: str = "") -> Path:
+    """Draw one run of the CSV file as the file `output`; returns it.
+
+    Args:
+        path: chaos_faults.csv.
+        output: PNG, SVG or PDF.
+        method: whose run; empty: the first.
+
+    Raises:
+        ValueError: a column is missing, or there is no such run.
+    """
+    rows = read_columns(path, COLUMNS, source=SOURCE)
+    method = method or str(rows["method"].iloc[0])
+    own = rows[rows["method"] == method]
+    if own.empty:
+        found = ", ".join(map(str, rows["method"].unique()))
+        raise ValueError(f"got no faults of {method} in {path}, expected one of {found}; see --method")
+    with styled():
+        figure = new_figure(PAGE, 3.4)
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.3))
+        draw_members(above, own)
+        draw_slowest(below, own)
+        above.set(title=f"{method}: {len(own)} faults in {own['at_seconds'].max():.0f} s")
+        add_legend(figure, (above, below))
+        return save(figure, output)
+
+
+def main() -> None:
+    """Draw the CSV file named on the command line, beside it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path, help="chaos_faults.csv")
+    parser.add_argument("--method", default="", help="whose run; default: the first")
+    parser.add_argument("--output", type=Path, help="file to write; default: beside the CSV")
+    options = parser.parse_args()
+    print(draw(options.csv, options.output or options.csv.with_suffix(".png"), method=options.method))
+
+
+if __name__ == "__main__":
+    run_command(main)
