@@ -38,7 +38,7 @@ class ChaosBenchmark:
     """Seconds between two faults."""
     step_ms: float = 50.0
     """Of computation, which is slept: eight workers share the cores of one machine."""
-    undisturbed_step_ms: float = 5.0
+    undisturbed_step_ms: float = 1.0
     """The same in the run without faults, whose time is not measured."""
     min_deadline: float = 2.0
     """Of the membership: seconds of silence after which a worker is left out."""
@@ -87,6 +87,7 @@ def measure(method: str, options: ChaosBenchmark) -> tuple[dict[str, Any], SoakR
     row = {"method": method, "num_workers": options.num_workers, **summary(run, witness=options.num_workers - 1)}
     if "overlap" in METHODS[method]():
         row["weight_drift"] = ""
+    print(f"with faults: {row}", file=sys.stderr, flush=True)
     calm = SoakTraining(**{**training.__dict__, "step_ms": options.undisturbed_step_ms})
     beside = Soak(calm, every=0.0, seed=options.seed).run(steps=int(row["steps"]))
     if beside.errors or beside.hung or not beside.results:
@@ -129,8 +130,6 @@ def main() -> int:
         row, run = measure(method, options)
         row = {**provenance(options.seed), **row}
         print(row, flush=True)
-        for rank, error in run.errors.items():
-            print(f"worker {rank}: {error}", file=sys.stderr)
         append(options.output, [row])
         append(options.faults, [{**provenance(options.seed), "method": method, **fault} for fault in timeline(run)])
         wrong += broken(row)

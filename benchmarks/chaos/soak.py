@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -121,7 +122,10 @@ class Soak:
 
     def _turn(self) -> None:
         """Let a little time pass, and end what is to end."""
+        failed = set(self.backend.errors)
         self.backend.wait(0.05)
+        for rank in set(self.backend.errors) - failed:
+            print(f"worker {rank}: {self.backend.errors[rank]}", file=sys.stderr, flush=True)
         time.sleep(0.02)
         now = time.time()
         for rank in [rank for rank, until in self.stopped.items() if until <= now]:

@@ -20,7 +20,7 @@ from ..membership.membership import Membership
 from ..membership.serve import serve
 from .backend import Backend, Body
 from .events import Delay, Event, Loss, Partition
-from .worker import Worker
+from .worker import Worker, break_off
 
 _WIRE = "the wire between processes of one machine is not emulated"
 _START_SECONDS = 60.0  # of a store
@@ -180,11 +180,15 @@ def _work(body: Body, rank: int, store: str, steps: Sequence[int], connection: C
         _say(connection, step=step)
         connection.recv_bytes()
 
+    worker = Worker(rank, store, steps, at_event)
     try:
-        _say(connection, result=body(Worker(rank, store, steps, at_event)))
+        _say(connection, result=body(worker))
     except Exception:  # noqa: BLE001 - raised by `Chaos.run`, in the process that has started this one
         _say(connection, error=traceback.format_exc())
         raise SystemExit(1) from None
+    finally:
+        if worker.joined is not None:  # such a process calls no `atexit` functions
+            break_off(worker.joined)
 
 
 def _say(connection: Connection, **message: Any) -> None:

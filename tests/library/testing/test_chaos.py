@@ -222,7 +222,7 @@ def train_long(worker: Worker) -> dict[str, Any]:
     membership.track(optimizer=optimizer)
     first = membership.join()
     for step in membership.steps(1 << 30):
-        if step >= 40 and worker.rank in (3, *membership.members) and membership.world_size == 3:
+        if step >= 40 and membership.world_size == 3:
             break
         model(torch.ones(2, 4)).sum().backward()
         time.sleep(0.01)
