@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import NamedTuple, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager, MixingWeights
-from ..transport.base import ElasticPending, Pending, Transport, is_elastic
+from ..transport.base import ElasticPending, Pending, Transport, is_elastic, lost_peers
 from .mixer import Mixer
 from .pipelined import PeersLost, chunkwise, cut, difference_, is_chunkwise, mix_
 
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
 _MAX_PLANS = 4096  # that are kept: of graphs with a longer period each round is planned anew
+_LEAST_WEIGHT = 1 / 16  # see [Note: weights that run dry]
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -52,6 +54,11 @@ class Gossiper(Mixer):
     ends, the mean of those who live is kept. In push-sum, where columns sum to one, a rank takes back the share that it
     would have sent, P_ii += P_ji, of x and of w, so that their sums are kept. Nothing is lost but what the dead rank
     held.
+
+    [Note: weights that run dry] A directed graph with holes may lead to a few ranks only, and then the weights of the
+    others halve in every round until a new graph is there. The optimizer steps on x = z w, so a step of their z would
+    double in every round. A rank that has lost peers and whose weight is less than `_LEAST_WEIGHT` keeps it: it sends
+    zeros, and takes back the shares of all its out-peers. Sums are kept as before.
 
     Raises (in `start`, `finish` and `difference`):
         TimeoutError, ConnectionError: naming the peer and the round.
@@ -111,7 +118,7 @@ class Gossiper(Mixer):
     @chunkwise
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`."""
-        self._begin(t)
+        self._begin(s, t)
         self._post(s, phase=0)
 
     @chunkwise
@@ -153,7 +160,7 @@ class Gossiper(Mixer):
             )
         return self
 
-    def _begin(self, t: int) -> None:
+    def _begin(self, s: FlatVector, t: int) -> None:
         """The plan of round t, which is kept where it comes again."""
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
         plan = self._plans.get(t % self._period) if self._period else None
@@ -165,10 +172,29 @@ class Gossiper(Mixer):
                 self._plans[t % self._period] = plan
         self._t = t
         self._out_peers, self._in_peers, self._weights, self._buffer_weights = plan
+        self._keeps_all = False
+        if self._is_elastic and self.sends_shares and lost_peers(self.transport):
+            self._keeps_all = s.push_sum_weight.item() < _LEAST_WEIGHT
+            if self._keeps_all:
+                self._take_back(self._out_peers)
+
+    def _take_back(self, peers: Iterable[int]) -> None:
+        """The shares of these out-peers stay here."""
+        rows = ((self._weights, self.mixing.weights), (self._buffer_weights, self.mixing.buffer_weights))
+        self._weights, self._buffer_weights = (
+            MixingWeights(row.own + sum(row_of(peer, self._t).inp[self.transport.rank] for peer in peers), row.inp)
+            for row, row_of in rows
+        )
+
+    def _encode(self, s: FlatVector) -> tuple[Messages, Messages]:
+        sends, recvs = self.encode(s, self._out_peers, self._in_peers)
+        if self._keeps_all:  # [Note: weights that run dry]
+            sends = {peer: tuple(map(torch.zeros_like, message)) for peer, message in sends.items()}
+        return sends, recvs
 
     def _post(self, s: FlatVector, phase: int) -> None:
         self.phase = phase
-        sends, recvs = self.encode(s, self._out_peers, self._in_peers)
+        sends, recvs = self._encode(s)
         if self._is_cut(s):
             sends, recvs = (cut(side, s.layout, num_bytes=self._cut_bytes) for side in (sends, recvs))
         self._pending = self.transport.exchange(sends, recvs, tag=self._t)
@@ -183,14 +209,14 @@ class Gossiper(Mixer):
     def _leave_out(self, lost: Set[int]) -> None:
         """[Note: lost peers] Of this round: its weights, its sources, and where messages are vectors, these."""
         kept = [k for k, peer in enumerate(self._in_peers) if peer not in lost]
-        out = [peer for peer in self._out_peers if peer in lost]
+        if self.sends_shares and not self._keeps_all:
+            self._take_back([peer for peer in self._out_peers if peer in lost])
         rows = []
-        for row, row_of in ((self._weights, self.mixing.weights), (self._buffer_weights, self.mixing.buffer_weights)):
-            if self.sends_shares:
-                own = row.own + sum(row_of(peer, self._t).inp[self.transport.rank] for peer in out)
-            else:
-                own = row.own + sum(weight for peer, weight in row.inp.items() if peer in lost)
-            rows.append(MixingWeights(own, {peer: w for peer, w in row.inp.items() if peer not in lost}))
+        for row in (self._weights, self._buffer_weights):
+            lost_here = 0.0 if self.sends_shares else sum(w for peer, w in row.inp.items() if peer in lost)
+            rows.append(
+                MixingWeights(row.own + lost_here, {peer: w for peer, w in row.inp.items() if peer not in lost})
+            )
         self._weights, self._buffer_weights = rows
         self._in_peers = tuple(self._in_peers[k] for k in kept)
         if self.received:
@@ -211,9 +237,9 @@ class Gossiper(Mixer):
         if not self._is_cut(s):
             super().start_filling(s, t, fill)
             return
-        self._begin(t)
+        self._begin(s, t)
         self.phase = 0
-        sends, recvs = self.encode(s, self._out_peers, self._in_peers)
+        sends, recvs = self._encode(s)
         if not (sends or recvs):  # nothing travels that could be filled on its way
             for k in range(len(self.chunks(s))):
                 fill(k)

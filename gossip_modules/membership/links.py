@@ -126,6 +126,7 @@ class LinkTransport(PointToPoint):
 
         A wait that ends by its timeout closes the connections of its group, which is this link's only.
         """
+        self._break_whole()  # first, since a peer whose link is closed accuses this rank: who breaks it does so at once
         with self._lock:
             is_new = peer not in self.lost
             self.lost.add(peer)
@@ -133,7 +134,6 @@ class LinkTransport(PointToPoint):
             with contextlib.suppress(RuntimeError):
                 group, other = self.route(peer)
                 group.recv([torch.empty(1, dtype=torch.uint8)], other, PROBE_TAG).wait(_BREAK)
-        self._break_whole()
 
     def _break_whole(self) -> None:
         """Close the connections of the group over all ranks: a wait that ends by its timeout does."""

@@ -43,6 +43,11 @@ def is_elastic(transport: Transport) -> bool:
     return getattr(transport, "is_elastic", False)
 
 
+def lost_peers(transport: Transport) -> Set[int]:
+    """Peers of an elastic transport that have failed."""
+    return getattr(transport, "lost", frozenset())
+
+
 class Transport(Protocol):
     """What gossip needs of a network; ranks are those of the group, tensors are contiguous."""
 

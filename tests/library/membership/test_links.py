@@ -84,7 +84,9 @@ def run_links(size: int, mixing: MixingManager, body: Body) -> tuple[list[Any], 
     return results, lost
 
 
-def rounds(gossiper: Gossiper, mixing: MixingManager, x: Tensor, *, dying: int, num_rounds: int, late: bool) -> Body:
+def rounds(
+    gossiper: Gossiper, mixing: MixingManager, x: Tensor, *, dying: int | set[int], num_rounds: int, late: bool
+) -> Body:
     """Rounds on x + rank, of which `dying` takes one; late: the rounds are applied as corrections."""
 
     def body(transport: LinkTransport, barrier: threading.Barrier) -> tuple[Tensor, float]:
@@ -94,7 +96,7 @@ def rounds(gossiper: Gossiper, mixing: MixingManager, x: Tensor, *, dying: int, 
         for t in range(num_rounds):
             if t == 1:
                 barrier.wait()
-                if transport.rank == dying:
+                if transport.rank in (dying if isinstance(dying, set) else {dying}):
                     raise Ended
             if late:
                 correction = s.clone()
@@ -120,6 +122,22 @@ def test_push_sum_keeps_the_mass_of_those_who_live(late: bool) -> None:
     for value, weight in alive:
         assert value.item() / weight == pytest.approx(25.5 / 7, abs=1e-9)  # 3.6428571429
     assert lost == {rank: {3} if rank in (1, 2, 4, 5, 7) else set() for rank in (0, 1, 2, 4, 5, 6, 7)}
+
+
+@pytest.mark.parametrize("chunk_bytes", [256, 1 << 22], ids=["in chunks", "whole"])
+@pytest.mark.parametrize("late", [False, True], ids=["in place", "as a correction"])
+def test_weights_do_not_run_dry(late: bool, chunk_bytes: int) -> None:
+    """Without ranks 2 and 3 of 4, rank 0 hears nobody and rank 1 is whom it sends to; it keeps what is left."""
+    mixing = UniformMixing(NPeerDynamicDirectedExponentialGraph(4))
+    x = torch.linspace(0, 1, 301, dtype=torch.float64)
+    gossiper = PushSum(chunk_bytes=chunk_bytes)
+    results, _ = run_links(4, mixing, rounds(gossiper, mixing, x, dying={2, 3}, num_rounds=80, late=late))
+    (first, weight), (second, other) = results[:2]
+    assert 1 / 32 <= weight < 1 / 16
+    assert weight + other == pytest.approx(2.0, abs=1e-12)
+    (start,) = (0.5 * (x + 0) + 0.5 * (x + 3)).unsqueeze(0)  # after round 0, in which all lived
+    torch.testing.assert_close(first / weight, start, rtol=0, atol=1e-12)
+    torch.testing.assert_close(first + second, start + 0.5 * (x + 1) + 0.5 * (x + 0), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk_bytes", [256, 1 << 22], ids=["in chunks", "whole"])
