@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from visualization.command import run_command
 from visualization.logs.tables import read_columns
-from visualization.style import COLORS, MUTED, PAGE, add_legend, new_figure, save, styled
+from visualization.style import COLORS, MUTED, PAGE, add_legend, log_scale, new_figure, save, styled
 
 COLUMNS = ("method", "at_seconds", "kind", "lasts_seconds", "live", "members", "slowest_ms")
 SOURCE = "benchmarks/chaos"
@@ -30,9 +31,12 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
 def draw_members(axis: Axes, rows: pd.DataFrame) -> None:
     """Processes that live, and workers in the generation that trains, against time; both as of each fault."""
     seconds = rows["at_seconds"]
-    axis.step(seconds, rows["live"], where="post", color=MUTED, linestyle=":", label="processes")
-    axis.step(seconds, rows["members"], where="post", color=COLORS[0], label="workers that train together")
+    axis.step(seconds, rows["live"], where="post", color=MUTED, linestyle=":", linewidth=1.0, label="processes")
+    axis.step(
+        seconds, rows["members"], where="post", color=COLORS[0], linewidth=1.0, label="workers that train together"
+    )
     axis.set(ylabel="workers", ylim=(0, max(rows["live"].max(), rows["members"].max()) + 1))
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def draw_slowest(axis: Axes, rows: pd.DataFrame) -> None:
@@ -46,10 +50,11 @@ def draw_slowest(axis: Axes, rows: pd.DataFrame) -> None:
                 color=color,
                 marker=marker,
                 linestyle="",
-                markersize=3,
+                markersize=2.6,
                 label=label,
             )
-    axis.set(xlabel="seconds of training", ylabel="slowest step [ms]", yscale="log")
+    axis.set(xlabel="seconds of training", ylabel="slowest step [ms]")
+    log_scale(axis, "y")
 
 
 def draw(path: Path, output: Path, *, method: str = "") -> Path:
@@ -70,7 +75,7 @@ def draw(path: Path, output: Path, *, method: str = "") -> Path:
         found = ", ".join(map(str, rows["method"].unique()))
         raise ValueError(f"got no faults of {method} in {path}, expected one of {found}; see --method")
     with styled():
-        figure = new_figure(PAGE, 3.4)
+        figure = new_figure(PAGE, 4.0)
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.3))
         draw_members(above, own)
         draw_slowest(below, own)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from benchmarks.faults.table import markdown as faults_markdown
+from benchmarks.pages.chaos import chaos, chaos_faults
 
 
 def faults(rows: pd.DataFrame) -> str:
@@ -203,6 +204,37 @@ its slowest step at other times, which shows what the other work did.""",
             "slowest_serving_ms": ("slowest while giving", ".1f"),
             "ratio": ("by the median", ".2f"),
         },
+    ),
+    "chaos": Page(
+        "A random fault every two seconds",
+        "chaos.csv",
+        """\
+Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two
+cores that does other work too. Every two seconds, drawn with a seed, one or two workers are killed (SIGKILL),
+one is stopped (SIGSTOP) for half a second to eight, one is started, or the process of the store is killed and
+another one, empty, is started. Who is silent for 2 s is left out. Then as many steps are trained without faults.
+[What each kind of fault costs](chaos_faults.md) is on a page of its own.
+**Not all of it holds.** The run went on for 400 s through 200 faults; then all but one worker lost the job within
+20 s, and that one diverged, with a push-sum weight of 0.001. Of 22 that failed, 20 waited to join when a store died.
+
+![How many workers there were in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)
+
+What must hold: no worker that was not killed fails or hangs; the generations and steps of a worker only rise; a
+generation is the same set of workers for all of them; the sum of the push-sum weights of a generation stays
+while nobody comes or goes (the largest relative change in one step; where messages are in flight it is not the
+whole mass, and the cell is empty). Threads, descriptors and memory are those of a worker that is never killed, in the
+first third of its life and in the last. Accuracy is the mean over the workers at the end, in percent. A step sleeps
+50 ms; those in which a worker itself stood still or joined are left out of the times.""",
+        render=chaos,
+    ),
+    "chaos_faults": Page(
+        "What each kind of fault costs",
+        "chaos_faults.csv",
+        """\
+The faults of the runs with [a random fault every two seconds](chaos.md), by what was done: the slowest step of any
+worker between the fault and the next one, in ms, as the median over the faults, nine of ten of them, and the
+slowest of all. A worker that is stopped for longer than 2 s costs the others these 2 s, once.""",
+        render=chaos_faults,
     ),
     "before_after": Page(
         "The time of a step, before and after",
