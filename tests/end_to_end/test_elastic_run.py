@@ -103,7 +103,7 @@ def test_a_run_loses_a_worker_gets_another_and_ends_well(
     recipe: str, tmp_path: Path, start: Callable[..., Process]
 ) -> None:
     options = ["--recipe", recipe, "--elastic", "--min-workers", "3", "--store", store_of(start), "--epochs", "24"]
-    options += ["--out-dir", str(tmp_path / "run"), "--min-deadline", "10", "--validate-every", "8"]
+    options += ["--out-dir", str(tmp_path / "run"), "--min-deadline", "60", "--validate-every", "8"]
     workers = [start("-c", PRELOADED, "train.gossip_sgd", *options) for _ in range(4)]
     for worker in workers[:3]:
         worker.go()
@@ -141,7 +141,7 @@ def test_a_run_loses_a_worker_gets_another_and_ends_well(
 @pytest.mark.parametrize("script", ["translate", "language_model"])
 def test_the_other_scripts_take_it_too(script: str, tmp_path: Path, start: Callable[..., Process]) -> None:
     options = ["--elastic", "--min-workers", "2", "--store", store_of(start), "--out-dir", str(tmp_path / "run")]
-    options += ["--epochs", "2", "--min-deadline", "10"]
+    options += ["--epochs", "2", "--min-deadline", "60"]
     options += ["--num-numbers", "600"] if script == "translate" else ["--steps-per-epoch", "30"]
     workers = [start("-m", f"train.{script}", *options) for _ in range(2)]
     assert [worker.wait() for worker in workers] == [0, 0], [worker.output for worker in workers]
@@ -153,7 +153,7 @@ def test_the_other_scripts_take_it_too(script: str, tmp_path: Path, start: Calla
 def test_a_worker_that_is_told_to_stop_leaves_and_all_of_them_can_go_on_later(
     tmp_path: Path, start: Callable[..., Process]
 ) -> None:
-    options = ["--elastic", "--min-workers", "2", "--out-dir", str(tmp_path / "run"), "--min-deadline", "10"]
+    options = ["--elastic", "--min-workers", "2", "--out-dir", str(tmp_path / "run"), "--min-deadline", "60"]
     options += ["--resume", "auto"]
     store = ["--store", store_of(start)]
     workers = [start("-m", "train.gossip_sgd", *options, *store, "--epochs", "2000") for _ in range(2)]
