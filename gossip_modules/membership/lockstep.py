@@ -40,7 +40,7 @@ def check_elastic(
     *,
     outer: object,
     rule: object,
-    process_group: object,
+    group: object,
     comm_device: object,
     nprocs_per_node: int,
     graph: object,
@@ -63,7 +63,7 @@ def check_elastic(
             f"got rule={rule} with a membership, expected None: what a rank carries from round to round makes up for "
             "what the others carry, and would be lost with it"
         )
-    if process_group is not None:
+    if group is not None:
         raise ValueError("got process_group with a membership, expected None: a membership connects its workers itself")
     if comm_device not in (None, "cpu", torch.device("cpu")):
         raise ValueError(f"got comm_device={comm_device} with a membership, expected 'cpu' or None: its links are Gloo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,9 @@ from ..graph_manager.dynamic_graphs import (
 from ..graph_manager.named_graphs import default_graph, undirected_ring
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing
+from ..outer.method import OuterMethod
+from ..schedule import Schedule
+from ..update_rules.rule import UpdateRule
 from .arguments import (
     GossiperLike,
     GraphLike,
@@ -25,6 +29,8 @@ from .arguments import (
     as_graph,
     as_mixing,
     check_flags,
+    check_outer,
+    check_rule,
     check_size,
     check_wire_dtype,
 )
@@ -86,18 +92,6 @@ def choose_mixing(
     return default_mixing(graph, push_sum=push_sum and not is_undirected)
 
 
-def choose_for_any_size(
-    graph: GraphLike | None, mixing: MixingLike | None, *, push_sum: bool, gossiper: Gossiper
-) -> Callable[[int], MixingManager]:
-    """`choose_mixing` as a function of the number of ranks, whatever the graph of one rank would be."""
-
-    def choose(world_size: int) -> MixingManager:
-        own = (graph, mixing) if world_size > 1 else (None, None)
-        return choose_mixing(*own, push_sum=push_sum, world_size=world_size, gossiper=gossiper)
-
-    return choose
-
-
 def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, *, world_size: int) -> MixingManager:
     """The mixing manager of AD-PSGD, with its graph: active and passive ranks, one peer per round.
 
@@ -122,3 +116,61 @@ def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, 
             "use DynamicBipartiteExponentialGraph, DynamicBipartiteLinearGraph or DynamicBipartiteCompleteGraph"
         )
     return chosen
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What the user of a lockstep wrapper has named: whom ranks gossip with, by which weights, what, and when.
+
+    Args:
+        graph, mixing, push_sum, gossiper, wire_dtype, schedule, outer, rule: see `GossipDataParallel`.
+    """
+
+    graph: GraphLike | None
+    mixing: MixingLike | None
+    push_sum: bool
+    gossiper: GossiperLike | None
+    wire_dtype: torch.dtype | None
+    schedule: Schedule
+    outer: OuterMethod | None = None
+    rule: UpdateRule | None = None
+
+    def choose(
+        self, num_nodes: int, *, overlap: bool, init_sync: bool, on_nonfinite: str, nprocs_per_node: int
+    ) -> tuple[MixingManager, Gossiper]:
+        """The weights, with their graph, and the gossiper, with defaults for what was not named.
+
+        Args:
+            num_nodes: the number of ranks that gossip.
+            overlap, init_sync, on_nonfinite, nprocs_per_node: other arguments of the wrapper.
+
+        Raises:
+            ValueError: arguments that do not fit each other.
+        """
+        graph, mixing, push_sum = self.graph, self.mixing, self.push_sum
+        gossip = {"graph": graph, "mixing": mixing, "gossiper": self.gossiper, "wire_dtype": self.wire_dtype}
+        if self.outer is not None:
+            check_outer(self.outer, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
+            push_sum = push_sum and self.outer.averages_exactly  # what outer steps mix has no weight
+            graph = self.outer.default_graph(num_nodes) if graph is None and mixing is None else graph
+        if self.rule is not None:
+            others = {"outer": self.outer, "overlap": overlap, "on_nonfinite": on_nonfinite}
+            check_rule(self.rule, self.schedule, {**others, "nprocs_per_node": nprocs_per_node, **gossip})
+            push_sum = False
+            mixing = self.rule.default_mixing(num_nodes) if graph is None and mixing is None else mixing
+        gossiper = choose_gossiper(self.gossiper, push_sum=push_sum, wire_dtype=self.wire_dtype)
+        return choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper), gossiper
+
+    def choose_for_any_size(self) -> tuple[Callable[[int], MixingManager], Gossiper]:
+        """The weights as a function of the number of ranks, whatever the graph of one rank would be; the gossiper.
+
+        Raises:
+            ValueError: a gossiper whose rounds do not go on without peers that fail.
+        """
+        gossiper = choose_gossiper(self.gossiper, push_sum=self.push_sum, wire_dtype=self.wire_dtype).for_membership()
+
+        def choose(world_size: int) -> MixingManager:
+            own = (self.graph, self.mixing) if world_size > 1 else (None, None)
+            return choose_mixing(*own, push_sum=self.push_sum, world_size=world_size, gossiper=gossiper)
+
+        return choose, gossiper

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -32,15 +32,13 @@ from .arguments import (
     as_schedule,
     as_timeout,
     as_whole,
-    check_outer,
     check_overlap,
-    check_rule,
     refuse_device_ids,
 )
 from .base import GossipWrapper
 from .composition import hold
 from .debias import Debias
-from .defaults import choose_for_any_size, choose_gossiper, choose_mixing
+from .defaults import Algorithm
 from .join import UnevenInputs
 from .node import Node, count_nodes
 from .setup import Links
@@ -167,57 +165,44 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         g = max(as_whole(nprocs_per_node, name="nprocs_per_node"), 1)  # count_nodes refuses less
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_shards=g)
         UnevenInputs.__init__(self)
-        self.overlap, self.max_staleness = overlap, max_staleness
-        self._on_nonfinite = check_policy(on_nonfinite)
-        self._outer, self._rule = outer, rule
+        self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
+        algorithm = Algorithm(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule)
         if membership is not None:
-            fixed: dict[str, Any] = {
-                "outer": outer,
-                "rule": rule,
-                "process_group": process_group,
-                "comm_device": comm_device,
-                "nprocs_per_node": g,
-            }
-            check_elastic(graph=graph, mixing=mixing, **fixed)
-            gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype).for_membership()
-            choose = choose_for_any_size(graph, mixing, push_sum=push_sum, gossiper=gossiper)
-            self._start_elastic(membership, choose, gossiper, as_schedule(schedule))
+            self._start_elastic(algorithm, membership, group=process_group, comm_device=comm_device, nprocs_per_node=g)
             return
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
-        self._place = links.place
         num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
-        gossip = {"graph": graph, "mixing": mixing, "gossiper": gossiper, "wire_dtype": wire_dtype}
-        if outer is not None:
-            check_outer(outer, as_schedule(schedule), overlap=overlap, init_sync=init_sync, gossip=gossip)
-            push_sum = push_sum and outer.averages_exactly  # what outer steps mix has no weight
-            graph = outer.default_graph(num_nodes) if graph is None and mixing is None else graph
-        if rule is not None:
-            others = {"outer": outer, "overlap": overlap, "on_nonfinite": on_nonfinite, "nprocs_per_node": g, **gossip}
-            check_rule(rule, as_schedule(schedule), others)
-            push_sum = False
-            mixing = rule.default_mixing(num_nodes) if graph is None and mixing is None else mixing
-        gossiper = choose_gossiper(gossiper, push_sum=push_sum, wire_dtype=wire_dtype)
-        mixing = choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper)
-        self._describe(mixing, gossiper, as_schedule(schedule), init_sync=init_sync, nprocs_per_node=nprocs_per_node)
-        self._description["comm_device"] = str(comm_device)
-        self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
-        self._node = None if g == 1 else Node(module, links, g, find_unused_parameters=find_unused_parameters)
-        self._start(mixing, gossiper, as_schedule(schedule))
+        self._start_among(algorithm, links, num_nodes, g, init_sync=init_sync, find_unused=find_unused_parameters)
 
-    def _start_elastic(
-        self, membership: Membership, choose: Callable[[int], MixingManager], gossiper: Gossiper, schedule: Schedule
+    def _start_among(
+        self, algorithm: Algorithm, links: Links, num_nodes: int, g: int, *, init_sync: bool, find_unused: bool
     ) -> None:
+        """Take part in a world of ranks that stays; g: the processes of a node."""
+        self._place = links.place
+        options: dict[str, Any] = {"init_sync": init_sync, "nprocs_per_node": g}
+        policies: dict[str, Any] = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
+        mixing, gossiper = algorithm.choose(num_nodes, **options, **policies)
+        self._describe(algorithm, mixing, gossiper, **options, comm_device=links.comm_device)
+        self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
+        self._node = None if g == 1 else Node(self.module, links, g, find_unused_parameters=find_unused)
+        self._start(algorithm, mixing, gossiper)
+
+    def _start_elastic(self, algorithm: Algorithm, membership: Membership, **fixed: Any) -> None:
         """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
+        named = {name: getattr(algorithm, name) for name in ("graph", "mixing", "outer", "rule")}
+        check_elastic(**named, **fixed)
+        choose, gossiper = algorithm.choose_for_any_size()
         self._elastic = LockstepParticipant(self, membership, choose, check=gossiper.check)
-        self._describe(choose(8), gossiper, schedule)
+        self._describe(algorithm, choose(8), gossiper)
         self._transport: Any = alone(membership.timeout)
-        self._start(choose(1), gossiper, schedule)
+        self._start(algorithm, choose(1), gossiper)
         membership.attach(self._elastic, self._elastic.describe())
 
-    def _describe(self, mixing: MixingManager, gossiper: Gossiper, schedule: Schedule, **options: object) -> None:
+    def _describe(self, algorithm: Algorithm, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
+        self._outer, self._rule = algorithm.outer, algorithm.rule
         options |= {
-            "schedule": schedule,
+            "schedule": algorithm.schedule,
             "overlap": self.overlap,
             "max_staleness": self.max_staleness,
             "gossip_buffers": self._buffer.include_buffers,
@@ -225,12 +210,12 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             "on_nonfinite": self._on_nonfinite,
             **{name: value for name, value in (("outer", self._outer), ("rule", self._rule)) if value is not None},
         }
-        algorithm = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
-        self._description = {name: str(value) for name, value in {**algorithm, **options}.items()}
+        what = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
+        self._description = {name: str(value) for name, value in {**what, **options}.items()}
 
-    def _start(self, mixing: MixingManager, gossiper: Gossiper, schedule: Schedule) -> None:
+    def _start(self, algorithm: Algorithm, mixing: MixingManager, gossiper: Gossiper) -> None:
         gossiper.bind(mixing, self._transport)
-        self._engine: LockstepEngine = self._make_engine(gossiper, schedule)
+        self._engine: LockstepEngine = self._make_engine(gossiper, algorithm.schedule)
         self._averager = self._engine.averager
         self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
         hold(self)

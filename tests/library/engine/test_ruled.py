@@ -298,6 +298,6 @@ def test_a_rule_that_changes_the_optimizer_is_refused_on_nodes() -> None:
 
 
 def test_a_membership_is_refused() -> None:
-    others: dict[str, Any] = {"outer": None, "process_group": None, "comm_device": None, "nprocs_per_node": 1}
+    others: dict[str, Any] = {"outer": None, "group": None, "comm_device": None, "nprocs_per_node": 1}
     with pytest.raises(ValueError, match=r"got rule=D2.* with a membership, expected None: what a rank carries"):
         check_elastic(rule=D2(), graph=None, mixing=None, **others)
