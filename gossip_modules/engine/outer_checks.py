@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..gossiper.linked import LinkedGossiper
 from ..gossiper.mixer import Mixer
 from ..outer.method import OuterMethod
 
@@ -29,7 +30,8 @@ def check_fragments(gossiper: Mixer, outer: OuterMethod, *, has_places: bool) ->
             f"got fragments={outer.fragments!r} where several processes share the vector of one model, expected the "
             "number of fragments: names are not known there"
         )
-    if outer.num_fragments > 1 and not (outer.averages_exactly or gossiper.is_elastic):
+    keeps_links = isinstance(gossiper, LinkedGossiper) or not gossiper.is_elastic
+    if outer.num_fragments > 1 and keeps_links and not outer.averages_exactly:
         raise ValueError(
             f"got {gossiper} with {outer}, expected fragments=1, or no gossiper: it keeps what it knows of its peers "
             "for one vector, and each fragment is another one"
