@@ -25,7 +25,7 @@ import pandas as pd
 import tyro
 
 from benchmarks.elastic import cost, joins, kills
-from benchmarks.elastic.worker import METHODS, Job, store, train
+from benchmarks.elastic.worker import METHODS, ElasticJob, store, train
 from benchmarks.record import RESULTS, provenance
 
 
@@ -52,9 +52,9 @@ def rows(options: ElasticBenchmark, method: str, address: str, folder: Path) -> 
     if options.figure == "kills":
         for count in options.kills:
             with store() as own:
-                yield kills.measure(Job(method, own, 8, options.step_ms, options.seed), count, folder)
+                yield kills.measure(ElasticJob(method, own, 8, options.step_ms, options.seed), count, folder)
     elif options.figure == "joins":
-        large = Job(method, address, 4, options.step_ms, options.seed, width=1 << 14)
+        large = ElasticJob(method, address, 4, options.step_ms, options.seed, width=1 << 14)
         yield from joins.measure(large, options.num_joins, folder)
     else:
         for width in options.widths:
@@ -65,7 +65,7 @@ def rows(options: ElasticBenchmark, method: str, address: str, folder: Path) -> 
 def main() -> None:
     """Rows appended as they come."""
     if sys.argv[1:2] == ["worker"]:
-        train(Job(**json.loads(sys.argv[2])))
+        train(ElasticJob(**json.loads(sys.argv[2])))
         return
     if sys.argv[1:2] == ["cost-worker"]:
         cost.run(*json.loads(sys.argv[2]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.elastic.worker import Job, WorkerProcess, killed_at_the_end, make_model, until
+from benchmarks.elastic.worker import ElasticJob, WorkerProcess, killed_at_the_end, make_model, until
 
 
 def state_bytes(width: int) -> int:
@@ -16,7 +16,7 @@ def state_bytes(width: int) -> int:
     return 2 * sum(x.numel() * torch.float32.itemsize for x in make_model(width, 0).parameters())
 
 
-def measure(job: Job, num_joins: int, folder: Path) -> list[dict[str, Any]]:
+def measure(job: ElasticJob, num_joins: int, folder: Path) -> list[dict[str, Any]]:
     """A row for each of several workers that come one after the other."""
     rows: list[dict[str, Any]] = []
     with killed_at_the_end() as workers:

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic.worker import Job, WorkerProcess, killed_at_the_end, until
+from benchmarks.elastic.worker import ElasticJob, WorkerProcess, killed_at_the_end, until
 
 
-def measure(job: Job, kills: int, folder: Path) -> dict[str, Any]:
+def measure(job: ElasticJob, kills: int, folder: Path) -> dict[str, Any]:
     """One row: the pause of those who live."""
     with killed_at_the_end() as workers:
         workers += [WorkerProcess(job, folder, f"{kills}_{i}") for i in range(job.num_workers)]

@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class ElasticJob:
     """What all workers of a run do.
 
     Attributes:
@@ -63,7 +63,7 @@ def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def train(job: Job) -> None:
+def train(job: ElasticJob) -> None:
     """Until it is killed."""
     send = transfer.send
 
@@ -100,7 +100,7 @@ def train(job: Job) -> None:
 class WorkerProcess:
     """A process that trains, and what it has printed."""
 
-    def __init__(self, job: Job, folder: Path, name: str) -> None:
+    def __init__(self, job: ElasticJob, folder: Path, name: str) -> None:
         self.path = folder / name
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self.path.open("w") as file:
