@@ -119,7 +119,9 @@ class RunConfig(MethodOptions, ABC):
     """0 or more, less than 1."""
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "accumulation_steps", "seed", "amp", *METHOD_OPTIONS)
     """What a run shares with every checkpoint it can go on from."""
-    SETTINGS: ClassVar[tuple[str, ...]] = ("label_smoothing", "clip_norm", "compile", "num_threads")
+    SETTINGS: ClassVar[tuple[str, ...]] = (
+        *("label_smoothing", "clip_norm", "compile", "num_threads", "min_workers", "scale_lr"),
+    )
     """What may change from there on, but makes it another run."""
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "general": ("recipe", "out_dir", "resume", "overwrite", "seed"),

@@ -19,7 +19,7 @@ from gossip_modules import (
 )
 from gossip_modules.flat.vector import FlatVector
 from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
-from tests.harness.ranks import gossip_threads, run_ranks, solo_group
+from tests.harness.ranks import assert_no_gossip_threads, gossip_threads, run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.ad_psgd.pairs import Meeting, X, engine_of, is_active, one_exchange_double, wrap
 
@@ -285,7 +285,7 @@ def test_a_world_of_one_is_plain_training() -> None:
         train_step(bare, first, 0, step)
         train_step(wrapper, second, 0, step)
     wrapper.settle()
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
     wrapper.close()
     assert torch.equal(flatten(bare), flatten(module))
     assert wrapper.comm_stats()["bytes_sent"] == 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.ranks import gossip_threads
+from tests.harness.ranks import assert_no_gossip_threads
 
 
 @pytest.fixture
@@ -15,4 +15,4 @@ def workers() -> Iterator[contextlib.ExitStack]:
     """Closes what is entered, and checks that no thread is left."""
     with contextlib.ExitStack() as stack:
         yield stack
-    assert gossip_threads() == []
+    assert_no_gossip_threads()

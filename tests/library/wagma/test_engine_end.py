@@ -17,7 +17,7 @@ from gossip_modules.transport.base import Pending
 from gossip_modules.wagma.control import ControlChannel, ControlKind, ControlMessage
 from gossip_modules.wagma.pace import RelativePace
 from gossip_modules.wagma.worker import WaitAvoidingWorker
-from tests.harness.ranks import gossip_threads, run_ranks
+from tests.harness.ranks import assert_no_gossip_threads, gossip_threads, run_ranks
 from tests.library.wagma.workers import PATIENCE, Rank, be_on_time
 
 
@@ -254,7 +254,7 @@ def test_close_ends_all_threads() -> None:
         rank.engine.close()
 
     run_ranks(4, body)
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
 
 
 def test_close_leaves_no_threads_behind_though_the_others_stay() -> None:
@@ -274,7 +274,7 @@ def test_close_leaves_no_threads_behind_though_the_others_stay() -> None:
         return [thread.name for thread in gossip_threads()]
 
     run_ranks(3, body)
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
 
 
 def test_an_error_that_nobody_has_seen_is_raised_on_close() -> None:

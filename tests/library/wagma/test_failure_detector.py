@@ -23,7 +23,7 @@ from gossip_modules.wagma.failure_reason import FailureReason
 from gossip_modules.wagma.peer_status import Activity
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import run_processes, start_clock
-from tests.harness.ranks import HangUp, gossip_threads, run_ranks
+from tests.harness.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
 from tests.library.wagma.workers import Rank
 
 PATIENCE = 10.0
@@ -72,7 +72,7 @@ def test_a_dead_rank_is_named_by_all_at_once(n: int, action: str, victim: int) -
     for rank, (message, seconds) in errors.items():
         assert re.search(rf"^rank {rank}: in round \d+, rank {victim} died: its connection closed", message), message
         assert seconds < TIMEOUT / 2
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
 
 
 def test_the_reason_of_a_failure_is_known_before_the_rank_counts_as_closed(monkeypatch: pytest.MonkeyPatch) -> None:

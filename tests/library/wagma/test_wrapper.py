@@ -19,7 +19,7 @@ from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.wagma.engine import WaitAvoidingEngine
 from gossip_modules.wagma.wrapper import GroupAverageDataParallel
 from tests.harness.problems import loss_of, mlp, sgd, train_step
-from tests.harness.ranks import gossip_threads, run_ranks, solo_group
+from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group
 from tests.harness.reference import Matrix, Oracle, flatten
 from tests.library.wagma.workers import be_on_time
 
@@ -207,7 +207,7 @@ def test_equal_steps_and_close_end_together(n: int, period: int, num_steps: int,
         return wrapper.round
 
     assert len(set(run_ranks(n, body))) == 1
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
 
 
 def test_close_serves_those_who_take_more_steps() -> None:
@@ -243,7 +243,7 @@ def test_who_goes_on_after_a_peer_has_closed_is_told() -> None:
         wrapper.close()
 
     run_ranks(3, body)
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
 
 
 def test_a_rank_whose_own_code_fails_is_named() -> None:
@@ -267,7 +267,7 @@ def test_a_rank_whose_own_code_fails_is_named() -> None:
 
     run_ranks(n, body)
     assert max(seconds) < PATIENCE / 2
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
 
 
 def test_averaged_by_one_rank_alone_names_who_did_not_call() -> None:

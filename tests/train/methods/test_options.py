@@ -180,6 +180,7 @@ def test_every_option_has_a_help_text(config_type: type[MethodOptions]) -> None:
 HARMLESS = (
     *("out_dir", "resume", "overwrite", "data_dir", "download", "num_workers", "epochs", "backend", "comm_device"),
     *("timeout_seconds", "deterministic", "checkpoint_every", "checkpoint_every_steps", "keep_last"),
+    *("elastic", "max_workers", "store", "min_deadline"),
     *("validate_every", "log_every", "images_per_node"),  # the last is resolved into batch_size
 )
 """Options that may differ between a run and the checkpoint that it goes on from, without a word."""

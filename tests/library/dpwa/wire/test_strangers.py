@@ -26,7 +26,7 @@ from gossip_modules.dpwa.wire.curve_keys import CurveKeys
 from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageError, MessageKind
 from gossip_modules.dpwa.wire.plain_server import PlainServer
 from gossip_modules.dpwa.wire.server import MAX_REPLIES
-from tests.harness.ranks import gossip_threads
+from tests.harness.ranks import assert_no_gossip_threads, gossip_threads
 from tests.harness.strangers import (
     PING,
     TIMEOUT,
@@ -378,7 +378,7 @@ def test_serving_ends_when_told() -> None:
         assert [thread.name for thread in gossip_threads()] == ["gossip-serve-s"]
         server.stop()
         server.stop()
-    assert gossip_threads() == []
+    assert_no_gossip_threads()
 
 
 def test_publishing_does_not_wait_for_the_lock_of_a_reply() -> None:
