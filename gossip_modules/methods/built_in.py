@@ -18,6 +18,7 @@ from ..schedule import Schedule
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
+from .gossipers import choco, deep_squeeze, moniqua, power_gossip
 from .outer_methods import OUTER_METHODS
 from .rule_methods import RULE_METHODS
 from .simulated import (
@@ -38,12 +39,8 @@ from .simulated import (
     static,
 )
 from .wrapping import (
-    choco,
-    deep_squeeze,
-    moniqua,
     parameters,
     peers_of_a_graph,
-    power_gossip,
     random_matchings,
     wrap_all_reduce,
     wrap_bilateral,

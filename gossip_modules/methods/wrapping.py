@@ -13,11 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..ad_psgd.wrapper import BilatGossipDataParallel
 from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
 from ..dpwa.wrapper import PairwiseDataParallel
-from ..gossiper.choco import Choco
-from ..gossiper.deep_squeeze import DeepSqueeze
 from ..gossiper.gossiper import Gossiper
-from ..gossiper.moniqua import Moniqua
-from ..gossiper.power_gossip import PowerGossip
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.laplacian import LaplacianMixing
 from ..outer.method import OuterMethod
@@ -26,15 +22,7 @@ from ..update_rules.rule import UpdateRule
 from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
 from ..wrappers.gossip import GossipDataParallel
-from .compressors import (
-    CHOCO_STEP_SIZES,
-    DEEP_SQUEEZE_STEP_SIZES,
-    MONIQUA_STEP_SIZES,
-    WIRE_DTYPES,
-    compressor_step_size,
-    make_compressor,
-    step_size_of,
-)
+from .compressors import WIRE_DTYPES
 from .graphs import base_graph, for_any_size, make_graph, make_static_graph, make_undirected_graph, peers_by_round
 from .options import Context, MethodOptions
 
@@ -53,36 +41,6 @@ INTERPOLATIONS: Mapping[str, Callable[[MethodOptions], Interpolation]] = {
     "loss": lambda options: LossInterpolation(),
 }
 """How far dpwa goes towards a peer's model."""
-
-
-def choco(options: MethodOptions, seed: int) -> Gossiper:
-    """CHOCO-SGD."""
-    step_size = compressor_step_size(options, "choco", CHOCO_STEP_SIZES)
-    return Choco(make_compressor(options, seed), step_size=step_size)
-
-
-def deep_squeeze(options: MethodOptions, seed: int) -> Gossiper:
-    """DeepSqueeze."""
-    step_size = compressor_step_size(options, "deepsqueeze", DEEP_SQUEEZE_STEP_SIZES)
-    return DeepSqueeze(make_compressor(options, seed), step_size=step_size)
-
-
-def moniqua(options: MethodOptions, seed: int) -> Gossiper:
-    """Moniqua."""
-    step_size = step_size_of(options, "moniqua", MONIQUA_STEP_SIZES, "moniqua", "compression_bits")
-    return Moniqua(options.theta, bits=options.compression_bits, step_size=step_size, seed=seed)
-
-
-def power_gossip(options: MethodOptions, seed: int) -> Gossiper:
-    """PowerGossip."""
-    return PowerGossip(
-        rank=options.power_rank,
-        num_iterations=options.power_iterations,
-        warm_start=options.warm_start,
-        step_size=options.step_size or None,
-        compress_vectors=options.compress_vectors,
-        seed=seed,
-    )
 
 
 def wrap_all_reduce(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
