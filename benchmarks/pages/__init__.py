@@ -16,9 +16,14 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.pages.tables import PAGES
+from benchmarks.pages.algorithms import ALGORITHMS
+from benchmarks.pages.base import Page
+from benchmarks.pages.membership import MEMBERSHIP
+from benchmarks.pages.training import TRAINING
 from benchmarks.record import RESULTS, ROOT
 
+PAGES: Mapping[str, Page] = {**ALGORITHMS, **MEMBERSHIP, **TRAINING}
+"""By the name of the file, in the order of the index."""
 DOCS = ROOT / "docs" / "benchmarks"
 MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{csv}: change that, not this. -->"
 

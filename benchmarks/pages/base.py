@@ -1,0 +1,27 @@
+"""Page: what a page of docs/benchmarks/ is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page and the CSV file it is made of.
+
+    Attributes:
+        title: of the page.
+        csv: name of the file in benchmarks/results/.
+        text: what is measured, and how to read it.
+        columns: columns of the table: the name in the CSV file, the header here, and the format of a number.
+        render: makes the figures of a page that is no plain table.
+    """
+
+    title: str
+    csv: str
+    text: str
+    columns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    render: Callable[[pd.DataFrame], str] | None = None

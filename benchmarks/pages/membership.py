@@ -1,0 +1,84 @@
+"""Pages about jobs whose workers die, come back and join."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.pages.base import Page
+from benchmarks.pages.chaos import chaos, chaos_faults
+
+MEMBERSHIP: Mapping[str, Page] = {
+    "elastic": Page(
+        "Killed while the others train on",
+        "elastic.csv",
+        """\
+Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two
+cores; a step computes little and sleeps 50 ms. Some are killed (SIGKILL) at once, the first among them, and
+one is started again 100 steps later. Times are those of the workers that live: the median of all steps before,
+the slowest step before the kill, from the kill to the restart, and after it. The last column counts the rounds
+that the others began between the moment when the new worker was ready to join and its first.""",
+        {
+            "method": ("method", "s"),
+            "num_workers": ("workers", "d"),
+            "killed": ("killed", "d"),
+            "median_ms": ("median, ms", ".1f"),
+            "slowest_before_ms": ("slowest before", ".1f"),
+            "slowest_after_kill_ms": ("after the kill", ".1f"),
+            "slowest_after_join_ms": ("after the restart", ".1f"),
+            "rounds_until_joined": ("rounds until joined", "d"),
+            "survivors_that_failed": ("survivors that failed", "d"),
+        },
+    ),
+    "elastic_joins": Page(
+        "What a join costs the donor",
+        "elastic_joins.csv",
+        """\
+Workers that come one after the other to a job with a [membership](../guides/elasticity.md), on one machine with two
+cores that did other work at the same time; a step computes and sleeps 50 ms. The state is the parameters and their
+momentum; beside it go the names and shapes. The slowest step of the donor while it gives its state stands beside
+its slowest step at other times, which shows what the other work did.""",
+        {
+            "method": ("method", "s"),
+            "num_workers": ("workers", "d"),
+            "state_bytes": ("state, bytes", ",d"),
+            "sent_bytes": ("sent, bytes", ",d"),
+            "seconds": ("seconds", ".3f"),
+            "rounds_until_joined": ("rounds until joined", "d"),
+            "median_ms": ("median step, ms", ".1f"),
+            "slowest_alone_ms": ("slowest alone", ".1f"),
+            "slowest_serving_ms": ("slowest while giving", ".1f"),
+            "ratio": ("by the median", ".2f"),
+        },
+    ),
+    "chaos": Page(
+        "A random fault every two seconds",
+        "chaos.csv",
+        """\
+Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two
+cores that does other work too. Every two seconds, drawn with a seed, one or two workers are killed (SIGKILL),
+one is stopped (SIGSTOP) for half a second to eight, one is started, or the process of the store is killed and
+another one, empty, is started. Who is silent for 2 s is left out. Then as many steps are trained without faults.
+[What each kind of fault costs](chaos_faults.md) is on a page of its own.
+**Not all of it holds.** The run went on for 400 s through 200 faults; then all but one worker lost the job within
+20 s, and that one diverged, with a push-sum weight of 0.001. Of 22 that failed, 20 waited to join when a store died.
+
+![How many workers there were in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)
+
+What must hold: no worker that was not killed fails or hangs; the generations and steps of a worker only rise; a
+generation is the same set of workers for all of them; the sum of the push-sum weights of a generation stays
+while nobody comes or goes (the largest relative change in one step; where messages are in flight it is not the
+whole mass, and the cell is empty). Threads, descriptors and memory are those of a worker that is never killed, in the
+first third of its life and in the last. Accuracy is the mean over the workers at the end, in percent. A step sleeps
+50 ms; those in which a worker itself stood still or joined are left out of the times.""",
+        render=chaos,
+    ),
+    "chaos_faults": Page(
+        "What each kind of fault costs",
+        "chaos_faults.csv",
+        """\
+The faults of the runs with [a random fault every two seconds](chaos.md), by what was done: the slowest step of any
+worker between the fault and the next one, in ms, as the median over the faults, nine of ten of them, and the
+slowest of all. A worker that is stopped for longer than 2 s costs the others these 2 s, once.""",
+        render=chaos_faults,
+    ),
+}
