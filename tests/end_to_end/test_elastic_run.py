@@ -20,7 +20,7 @@ SECONDS = 300.0
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
 # A process that has imported everything waits for a line before it becomes a worker: a start takes no time then.
 PRELOADED = """
-import runpy, sys, train.run.elastic_worker
+import runpy, sys, train.run.elastic.worker
 input()
 runpy.run_module(sys.argv.pop(1), run_name="__main__")
 """

@@ -19,7 +19,7 @@ PRELOADED = [
     *("torch", "torch.distributed", "torch.nn.parallel", "gossip_modules"),
     "torch._dynamo",  # the first optimizer or training forward loads it
     # What a training run imports when it needs it.
-    *("train.run.run", "train.tasks.images.task", "train.tasks.translation.task", "torch.utils.tensorboard"),
+    *("train.run.process", "train.tasks.images.task", "train.tasks.translation.task", "torch.utils.tensorboard"),
     *("visualization.curves", "sklearn.datasets", "transformers.models.marian.modeling_marian"),
 ]
 

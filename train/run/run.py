@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from gossip_modules.methods import METHODS, Context, wrap
 from train.job.addresses import own_host
-from train.job.errors import usage_errors
 from train.job.outputs import EXPORT, clear_outputs
 from train.job.preemption import EXIT_CODE, StopRequest
-from train.job.world import World, start_world
+from train.job.world import World
 from train.methods.pace import make_pace
 from train.run.checkpoint import Checkpoints
 from train.run.evaluate import Validation, validate
 from train.run.export import export_model
 from train.run.log import EpochRow, RunLog
 from train.run.meters import Meters
-from train.run.other_world import (
-    check_other_world,
-    find_other_world,
-    load_other_world,
-    set_aside_other_worlds,
-)
+from train.run.other_world import check_other_world, find_other_world, load_other_world, set_aside_other_worlds
 from train.run.report import RankResult, write_report
 from train.run.run_folder import CHECKPOINTS, require_own_folder
 from train.run.state import TrainingState
@@ -272,42 +263,3 @@ def context_of(task: Task, config: RunConfig, world: World) -> Context:
         on_every_rank=world.on_every_rank,
         own_host=lambda: own_host(world),
     )
-
-
-def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
-    """Run `config` in this process, one rank of a job or alone, and return its exit code.
-
-    Args:
-        config: of the run.
-        make_task: makes what is learnt, given (config, world).
-
-    Raises:
-        UsageError: the run cannot be as `config` says, or all ranks agree that it must end.
-    """
-    torch.set_num_threads(config.num_threads)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        torch.use_deterministic_algorithms(True)
-    with usage_errors():
-        world = start_world(config.backend, timedelta(seconds=config.timeout_seconds))
-    try:
-        with usage_errors():
-            # Before the data are read, which may take minutes.
-            require_own_folder(config.run_dir, world, resume=config.resume, overwrite=config.overwrite)
-            world.on_every_rank(lambda: config.resolved(world) and None)  # machines may differ
-            config = config.resolved(world)
-            task = make_task(config, world)
-        try:
-            with usage_errors():
-                # Never closed: the handlers are to outlive this function, see StopRequest.
-                training = Run(task, config, world, StopRequest())
-            try:
-                exit_code = training.train()
-                training.finish()
-                return exit_code
-            finally:
-                training.close()
-        finally:
-            task.close()
-    finally:
-        dist.destroy_process_group()

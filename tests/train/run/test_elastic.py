@@ -22,8 +22,8 @@ from gossip_modules.methods import METHODS
 from tests.library.membership.test_membership import die
 from train.job.errors import UsageError
 from train.job.world import World
-from train.run.elastic import ElasticRun
-from train.run.elastic_worker import run_elastic
+from train.run.elastic.run import ElasticRun
+from train.run.elastic.worker import run_elastic
 from train.tasks.base import MicroBatch
 from train.tasks.images.config import Config
 from train.tasks.images.task import ImageTask

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,8 @@ from train.job.outputs import SUMMARY, clear_outputs
 from train.job.preemption import EXIT_CODE, StopRequest
 from train.job.world import World
 from train.run.checkpoint import START_AFRESH, Checkpoints
-from train.run.elastic_report import report
+from train.run.elastic.history import History
+from train.run.elastic.report import report
 from train.run.evaluate import Validation
 from train.run.log import EpochRow, RunLog
 from train.run.meters import Meters
@@ -39,24 +40,6 @@ from train.run.step import train_step
 from train.run_config import RunConfig
 from train.tasks.base import MicroBatch, Task
 from train.tasks.images.models import fingerprint
-
-
-class History:
-    """What a worker that joins has to know of the run before: given to `Membership.track`."""
-
-    def __init__(self) -> None:
-        self.first_turn = 0
-        """Where the run has gone on from a checkpoint."""
-        self.changes: list[dict[str, Any]] = []
-        """Generations that have begun, for the report."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"first_turn": self.first_turn, "changes": self.changes}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what another worker knows."""
-        self.first_turn, self.changes = int(state["first_turn"]), list(state["changes"])
 
 
 class ElasticRun:

@@ -1,0 +1,58 @@
+"""One process of a run whose ranks start and end together: from its start to its exit code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from train.job.errors import usage_errors
+from train.job.preemption import StopRequest
+from train.job.world import World, start_world
+from train.run.run import Run
+from train.run.run_folder import require_own_folder
+from train.run_config import RunConfig
+from train.tasks.base import Task
+
+
+def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
+    """Run `config` in this process, one rank of a job or alone, and return its exit code.
+
+    Args:
+        config: of the run.
+        make_task: makes what is learnt, given (config, world).
+
+    Raises:
+        UsageError: the run cannot be as `config` says, or all ranks agree that it must end.
+    """
+    torch.set_num_threads(config.num_threads)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+    with usage_errors():
+        world = start_world(config.backend, timedelta(seconds=config.timeout_seconds))
+    try:
+        with usage_errors():
+            # Before the data are read, which may take minutes.
+            require_own_folder(config.run_dir, world, resume=config.resume, overwrite=config.overwrite)
+            world.on_every_rank(lambda: config.resolved(world) and None)  # machines may differ
+            config = config.resolved(world)
+            task = make_task(config, world)
+        try:
+            with usage_errors():
+                # Never closed: the handlers are to outlive this function, see StopRequest.
+                training = Run(task, config, world, StopRequest())
+            try:
+                exit_code = training.train()
+                training.finish()
+                return exit_code
+            finally:
+                training.close()
+        finally:
+            task.close()
+    finally:
+        dist.destroy_process_group()
