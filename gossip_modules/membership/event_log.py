@@ -52,7 +52,7 @@ class EventLog:
         self._next = 0
         self._hole_since: float | None = None
         self._last_attempt = time.monotonic()
-        self._epoch, self._came_back = "", False
+        self._epoch, self.num_lives = "", 0  # of the store: how many were met, of which only the last is
         self._has_base = False
         self._base = _Base()  # as last seen
         self._store: BoundedStore | None = None
@@ -199,7 +199,7 @@ class EventLog:
     @property
     def is_anew(self) -> bool:
         """Whether the store has come back empty, and was not restored; there may be events of workers that come now."""
-        return self._store is not None and self._came_back and not self._has_base
+        return self._store is not None and self.num_lives > 1 and not self._has_base
 
     def _skip(self, restart: Callable[[str, int], None]) -> bool:
         """Begin with the base, if it is further than what was read, or the first one that is there; whether it was."""
@@ -253,7 +253,7 @@ class EventLog:
         mine = secrets.token_hex(8)
         epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job").decode()
         if epoch != self._epoch:
-            self._came_back, self._epoch = self._epoch != "", epoch
+            self.num_lives, self._epoch = self.num_lives + 1, epoch
             self._next, self._has_base, self._hole_since = 0, False, None
             self._base = _Base()
             with self._lock:

@@ -50,8 +50,9 @@ class Joining(Door):
             "description": self._description,
             "min_workers": self.min_workers,
         }
-        self._coming = event
-        self._unsent.append(event)
+        with self._lock:
+            self._coming, self._store_life = event, self._log.num_lives
+            self._unsent.append(event)
         self._start_watching()
         while True:
             if not self._await(lambda: bool(self._due) or self.id in self._roster.joiners):
@@ -90,16 +91,18 @@ class Joining(Door):
     def _enter(self) -> None:
         """At the door: get the state from a donor, then wait for the first step."""
         assert self._participant is not None
-        received = self._receive_state()
-        if received is not None:
-            attempt, state = received
-            self._load(state)
-            self._say({"event": "loaded", "id": self.id, "attempt": attempt})
-        if not self._await(lambda: bool(self._due)):
-            raise TimeoutError(
-                f"job {self.name!r}: no generation with this worker began within {self.timeout.total_seconds():g} s; "
-                "start it again"
-            )
+        while not self._due:
+            life = self._store_life
+            received = self._receive_state()
+            if received is not None:
+                attempt, state = received
+                self._load(state)
+                self._say_loaded(attempt, life)
+            if not self._await(lambda life=life: bool(self._due) or self._store_life != life):  # type: ignore[misc]
+                raise TimeoutError(
+                    f"job {self.name!r}: no generation with this worker began within "
+                    f"{self.timeout.total_seconds():g} s; start it again"
+                )
         with self._lock:
             start = self._due[0][0].start
             if received is not None:
@@ -109,6 +112,12 @@ class Joining(Door):
         if received is None:
             self._participant.found()
 
+    def _say_loaded(self, attempt: int, life: int) -> None:
+        """But not of a life of the store that is over; see [Note: coming again]."""
+        with self._lock:
+            if self._store_life == life:
+                self._say({"event": "loaded", "id": self.id, "attempt": attempt})
+
     def _receive_state(self) -> tuple[int, Mapping[str, Any]] | None:
         """What a donor gives, and the number of the attempt; None: it takes the place of a founder that has died."""
         assert self._participant is not None
@@ -116,10 +125,12 @@ class Joining(Door):
         reason = "none has answered"
         while True:
             with self._lock:
-                joiner, roster = self._roster.joiners.get(self.id), self._roster
+                joiner, roster, life = self._roster.joiners.get(self.id), self._roster, self._store_life
                 is_founder = any(v is not None and v.has(self.id) for v in (roster.view, roster.forming))
             if joiner is None and (self.id in roster.founders or is_founder):
                 return None
+            if joiner is None and self._is_coming_again and self._await(lambda: not self._is_coming_again):
+                continue
             if joiner is None:
                 raise ConnectionError(f"job {self.name!r} ended while this worker was joining it; start another one")
             if joiner.refusal:
@@ -143,7 +154,7 @@ class Joining(Door):
                 )
             if self._attempt() == joiner.attempt:
                 self._say({"event": "gave up", "id": self.id, "attempt": joiner.attempt, "by": self.id})
-                self._await(lambda attempt=joiner.attempt: self._attempt() != attempt)  # type: ignore[misc]
+                self._await(lambda a=joiner.attempt, of=life: (self._attempt(), self._store_life) != (a, of))  # type: ignore[misc]
 
     def _is_offered(self, name: str, attempt: int, deadline: float) -> bool:
         """Wait until the donor, which may be slow, is about to give; False: another one will, or it is too late."""

@@ -75,6 +75,8 @@ class Roster(RosterState):
         if self.view is None and self.forming is None:
             self._found(member, event)
             return
+        if member.id in self.joiners:  # it says so again where the store came back empty
+            return
         refusal = differences(self.description, event["description"])
         if refusal:
             self._refuse(member, refusal)

@@ -14,16 +14,27 @@ from . import limits
 from .generations import Generations
 from .heartbeats import digest
 from .liveness.probe import LifeSign, probe
+from .roster import Roster
 from .worker_state import log, wait_for_connecting
+
+_VOID = ("come", "loaded", "gave up", "ready", "again")  # see [Note: coming again]
 
 
 class Watching(Generations):
-    """The part of `Membership` that its watcher runs."""
+    """The part of `Membership` that its watcher runs.
+
+    [Note: coming again] What restores a store that came back empty is the generation that trains: it says nothing of
+    workers at the door, nor of those who wait for the first generation. So each of these comes again in every life of
+    the store, and what it or its donor said before is void: who has the state of training gets it once more. Coming
+    twice is coming once.
+    """
 
     def _look(self) -> float:
         """One turn of the watcher; returns the seconds until the next."""
         if self._log.is_anew and self._roster.view is not None:
             self._log.restore(self._roster.dumps())
+        if self._log.num_lives != self._store_life:
+            self._come_again()
         with self._lock:
             unsent, self._unsent = self._unsent, []
         for i, event in enumerate(unsent):
@@ -49,6 +60,25 @@ class Watching(Generations):
         if state:
             self._log.cut(state)
 
+    def _come_again(self) -> None:
+        """The store is another one; see [Note: coming again]."""
+        with self._moved:
+            self._store_life = self._log.num_lives
+            if self._active is not None or self._due or not self._coming:
+                return
+            self._unsent = [event for event in self._unsent if event["event"] not in _VOID] + [self._coming]
+            self._is_coming_again = True
+            if self._roster.view is None:
+                self._roster = Roster(on_partition=self._on_partition)
+                self._form_anew()
+            self._moved.notify_all()
+
+    def _form_anew(self) -> None:
+        """What was being formed over a store that has gone is closed."""
+        self._limit = None
+        self._retired += [(time.monotonic(), transport) for transport in self._formed.values()]
+        self._formed, self._forming_since = {}, {}
+
     def _restart(self, state: str, num_events: int) -> None:
         """Begin with a base of the log; where the store has come back empty, what was being formed is formed anew."""
         with self._moved:
@@ -59,9 +89,8 @@ class Watching(Generations):
             if view is not None and view.generation > self._roster.loaded:  # [Note: stale snapshot]
                 self._known = view.generation
                 self._say({"event": "know", "state": json.loads(mine)})
-            self._limit = None
-            self._retired += [(time.monotonic(), transport) for transport in self._formed.values()]
-            self._formed, self._forming_since = {}, {}
+            self._form_anew()
+            self._serving, self._snapshots = set(), []  # who comes again is served again
             view, transport = self._active, self._transport
             lost = [] if view is None or transport is None else [view.ids[rank] for rank in transport.lost]
             for worker in lost:
@@ -70,6 +99,7 @@ class Watching(Generations):
     def _apply(self, event: Mapping[str, Any]) -> None:
         with self._moved:
             self._roster.apply(event)
+            self._is_coming_again = self._is_coming_again and event != self._coming
             self._moved.notify_all()
 
     def _act(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from .. import limits
 from ..heartbeats import digest
@@ -23,8 +22,6 @@ class Door(Watching):
     one is silent, since a machine that has lost its power looks like one that is stopped or cut off. A member that
     answers, or a generation that forms, before the event stands in the log makes it void.
     """
-
-    _coming: Mapping[str, Any]  # the event with which this worker came
 
     def _is_abandoned(self) -> bool:
         """Whether no member shows a sign of life; see [Note: another life]."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
+from gossip_modules import Membership
+from gossip_modules.membership import event_log
 from tests.library.membership.test_membership import Job, close
 
 
@@ -62,5 +65,44 @@ def test_a_worker_that_comes_to_an_empty_store_first_joins_the_job() -> None:
     job.until_live([*workers, newcomer])
     assert newcomer.first > 0
     assert all(w.changes[0].generation == 1 and len(w.changes) == 2 for w in workers), "they have never left the job"
+    close(job.end())
+    del server
+
+
+@pytest.mark.parametrize("place", ["a founder", "at the door", "with the state"])
+def test_who_waits_comes_again_when_the_store_comes_back_empty(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot that restores the store knows nothing of a worker that has no generation yet."""
+    monkeypatch.setattr(event_log, "_RECONNECT_SECONDS", 0.05)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    job = Job(f"127.0.0.1:{port}", min_workers=2)
+    workers = job.start(1 if place == "a founder" else 2)
+    newcomer = workers[0]
+    if place == "a founder":
+        job.until(lambda: newcomer.membership is not None and len(newcomer.membership._roster.founders) == 1, "it came")
+    else:
+        job.until_live(workers)
+        held = {"at the door": "_take_snapshots", "with the state": "_form"}[place]
+        monkeypatch.setattr(Membership, held, lambda *_: None)
+        (newcomer,) = job.start(1, seed=1)
+        workers.append(newcomer)
+
+        def has_come() -> bool:
+            member = newcomer.membership
+            if member is None or place == "at the door":
+                return member is not None and member._is_newcomer
+            return member._roster.forming is not None and member._roster.forming.has(member.id)
+
+        job.until(has_come, f"it is {place}")
+    del server
+    job.until(lambda: not any(w.membership._log.is_connected for w in workers if w.membership), "the store has gone")
+    monkeypatch.undo()
+    monkeypatch.setattr(event_log, "_RECONNECT_SECONDS", 0.05)
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    if place == "a founder":
+        job.until(lambda: any(w.membership._log.is_connected for w in workers if w.membership), "it is back")
+        workers += job.start(1)
+    job.until_live(workers)
+    assert (newcomer.first > 0) == (place != "a founder")
     close(job.end())
     del server
