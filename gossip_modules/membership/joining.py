@@ -197,7 +197,10 @@ class Joining(Door):
             except Exception as error:  # noqa: BLE001 (of the user's objects: the joiner is told, training goes on)
                 self._give_up(joiner, why=f"{type(error).__name__}: {error}")
                 continue
-            state = {"model": self._participant.give(), "tracked": tracked, "clock": self._clock}
+            state: dict[str, Any] = {"model": self._participant.give(), "tracked": tracked, "clock": self._clock}
+            until = time.monotonic() + self.timeout.total_seconds()
+            with self._lock:
+                self._given[joiner.member.id, joiner.attempt] = until, state["model"]
             self._start_thread(self._serve, joiner, state, name="gossip-donor")
 
     def _give_up(self, joiner: Joiner, *, why: str = "") -> None:
@@ -215,8 +218,6 @@ class Joining(Door):
             self._log.forget(f"arrived/{name}", f"{name}/0/0", f"{name}/0/1")
         except (RuntimeError, OSError) as error:
             log.warning("job %s: %s did not get the state of training: %s", self.name, joiner.member, error)
-            with self._lock:
-                self._unclaimed.append(state["model"])
             self._give_up(joiner)
 
     def _take_back(self) -> None:

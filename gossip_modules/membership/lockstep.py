@@ -152,7 +152,8 @@ class LockstepParticipant:
         wrapper._apply_in_flight()
         if wrapper._engine.gossiper.is_weighted:  # the storage holds z = x / w, so this changes no estimate
             wrapper._to_estimate()
-            wrapper._buffer.vector.push_sum_weight.mul_(growth)
+            weight = wrapper._buffer.vector.push_sum_weight
+            weight.copy_(weight * growth if transport.world_size > 1 else torch.ones_like(weight))
         wrapper._engine.rebind(self.choose(transport.world_size), transport)
         wrapper._transport = transport
         wrapper._place = transport.rank, transport.world_size

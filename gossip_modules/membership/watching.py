@@ -79,11 +79,29 @@ class Watching(Generations):
         self._retired += [(time.monotonic(), transport) for transport in self._formed.values()]
         self._formed, self._forming_since = {}, {}
 
+    def _settle_given(self) -> None:
+        """Under the lock: take back what went to workers that will not bring it; see [Note: what was given].
+
+        [Note: what was given] A donor keeps in mind what it has given away, such as a half of its push-sum weight,
+        until the log says that the worker is in a generation. A worker that dies before, or gets another state from
+        another donor, brings nothing: then the donor takes it back, and no weight is lost.
+        """
+        roster = self._roster
+        for (worker, attempt), (until, state) in list(self._given.items()):
+            has_come = roster.view is not None and roster.view.has(worker)
+            joiner = roster.joiners.get(worker)
+            may_come = joiner is not None and joiner.attempt == attempt and not joiner.refusal
+            may_come = may_come and (joiner.is_loaded or time.monotonic() < until)  # type: ignore[union-attr]
+            if has_come or not may_come:
+                del self._given[worker, attempt]
+                self._unclaimed += [] if has_come else [state]
+
     def _restart(self, state: str, num_events: int) -> None:
         """Begin with a base of the log; where the store has come back empty, what was being formed is formed anew."""
         with self._moved:
             mine, view = self._roster.dumps(), self._roster.view
             self._roster.loads(state)
+            self._settle_given()
             if num_events:
                 return
             if view is not None and view.generation > self._roster.loaded:  # [Note: stale snapshot]
@@ -100,12 +118,14 @@ class Watching(Generations):
         with self._moved:
             self._roster.apply(event)
             self._is_coming_again = self._is_coming_again and event != self._coming
+            self._settle_given()
             self._moved.notify_all()
 
     def _act(self) -> None:
         """Do what the roster asks of this worker."""
         with self._moved:
             roster = self._roster
+            self._settle_given()
             forming, view = roster.forming, roster.view
             if forming is not None and forming.has(self.id) and forming.generation not in self._forming_since:
                 self._forming_since[forming.generation] = time.monotonic()

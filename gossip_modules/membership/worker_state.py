@@ -73,7 +73,8 @@ class WorkerState:
         self._garbage: list[str] = []  # keys in the store
         self._serving: set[tuple[int, int]] = set()
         self._snapshots: list[Joiner] = []  # that the training thread is to take
-        self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that did not get it
+        self._given: dict[tuple[int, int], tuple[float, Mapping[str, Any]]] = {}  # see [Note: what was given]
+        self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that will not bring it
         self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
         self._hurried: set[int] = set()
         self._limit: int | None = None  # the step that is not begun before the next generation is known

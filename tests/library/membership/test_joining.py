@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules import GossipDataParallel, MatchaGraph
-from tests.library.membership.test_membership import Job, _no_thread_stays, close, member_of
+from gossip_modules.membership import limits
+from tests.library.membership.test_membership import Job, _no_thread_stays, close, die, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
 
@@ -116,3 +117,43 @@ def test_loopback_in_a_job_of_several_machines_is_warned_of(
         close(job.end())
     lines = [record.getMessage() for record in caplog.records]
     assert any("got 127.0.0.1 for the address of this worker" in x and "with workers on ['node0']" in x for x in lines)
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_what_a_worker_got_that_dies_before_it_joins_goes_back_to_its_donor(
+    monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    """Half of its weight: where many die at the door, weights would fall without bound."""
+    monkeypatch.setattr(limits, "FORMING", 0.2)
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    donors = [worker.membership for worker in workers if worker.membership is not None]
+    member = member_of(job.store, min_workers=2)
+    wrapper = GossipDataParallel(model_of(), membership=member)
+    assert member._receive_state() is not None
+    for donor in donors:  # of one that says nothing, nobody knows: the donor waits until its timeout
+        with donor._lock:
+            donor._given = {key: (until if is_loaded else 0.0, state) for key, (until, state) in donor._given.items()}
+    if is_loaded:
+        member._log.append({"event": "loaded", "id": member.id, "attempt": 0})
+    die(member)
+    wrapper.close()
+    if is_loaded:
+        job.until(lambda: all(donor.generation > 1 for donor in donors), "they go on without it")
+    job.until(lambda: not any(donor._given or donor._unclaimed for donor in donors), "nothing is owed")
+    alive = job.end()
+    assert sum(worker.weight for worker in alive) == pytest.approx(2.0, rel=1e-5)
+    close(alive)
+
+
+def test_who_is_alone_has_weight_one() -> None:
+    member = member_of(dist.HashStore(), min_workers=1)
+    wrapper = GossipDataParallel(nn.Linear(2, 1), membership=member)
+    wrapper._buffer.vector.push_sum_weight.fill_(0.001)
+    before = wrapper._buffer.vector.raw.clone()
+    assert member._participant is not None
+    member._participant.begin(1.0)
+    assert wrapper._buffer.vector.push_sum_weight.item() == 1.0
+    assert torch.equal(wrapper._buffer.vector.raw, before), "its estimate stays"
+    wrapper.close()
