@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gossip_modules import Membership
 from gossip_modules.membership import limits, watching
+from gossip_modules.membership.heartbeats import Heartbeats
 from gossip_modules.membership.liveness import door
 from gossip_modules.membership.liveness.probe import LifeSign, probe
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
@@ -122,3 +123,30 @@ def test_who_waits_at_the_door_when_the_last_dies_begins_anew(monkeypatch: pytes
     founder.may_go_on.set()
     founder.thread.join()
     close(job.end())
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_who_stood_still_takes_nobody_for_ended_who_lives(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the others do not count, and who was stopped is the majority."""
+    monkeypatch.setattr(Heartbeats, "stood_still", lambda *_: True)
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    by_rank = sorted(workers, key=lambda worker: worker.changes[0].rank)
+    first, stopped = (worker.membership for worker in by_rank)
+    assert first is not None
+    assert stopped is not None
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(stopped, "_say", said.append)
+    if has_ended:
+        by_rank[0].is_killed.set()
+        by_rank[0].thread.join()
+    else:
+        stopped._ended(first.id)
+    job.until(lambda: any(event["event"] == "accuse" for event in said), "it accuses")
+    assert next(event["is_sure"] for event in said if event["event"] == "accuse") == has_ended
+    monkeypatch.undo()
+    for worker in workers:
+        worker.is_killed.set()
+    for worker in workers:
+        worker.thread.join()
