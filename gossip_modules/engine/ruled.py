@@ -23,7 +23,8 @@ class RuledEngine(SyncEngine):
     """In every step a round of an update rule, as `SyncEngine` runs plain ones: before the forward, and blocking.
 
     [Note: Rounds of a rule] A round hands the model that the optimizer has left to the rule, which mixes `sent` once or
-    several times, and copies what the rule has made of it into the model. t counts mixings. Beside the model there are
+    several times, and copies what the rule has made of it into the model. All mixings of round t are by W(t): if they
+    took turns in a period of even length, each vector would meet every other matrix only. Beside the model there are
     `sent`, one vector for each that the rule carries, and the messages of the peers.
 
     Where other tensors are trained than before (layers frozen or added), what is carried starts from zero.
@@ -68,6 +69,7 @@ class RuledEngine(SyncEngine):
             carried.take(x)
             step = None if self._momentum is None else self._momentum.take_step()
             self.rule.round(carried, lambda: self._mix(carried.sent), step if carried.num_rounds else None)
+            self.t += 1
             carried.num_rounds += 1
             if self._momentum is not None:
                 self._momentum.write(carried.vector("momentum"))
@@ -78,7 +80,6 @@ class RuledEngine(SyncEngine):
 
     def _mix(self, sent: FlatVector) -> None:
         self.gossiper.start(sent, self.t)
-        self.t += 1
         self.gossiper.finish(sent)
 
     def _carried_for(self, x: FlatVector) -> Carried:

@@ -187,7 +187,7 @@ class FlatBuffer:
         vector = FlatVector.zeros(layout, slots[0].tensor.device)
         if self._slots:
             vector.push_sum_weight.copy_(self.vector.push_sum_weight)
-        views: list[Tensor] = []
+        views: dict[int, Tensor] = {}  # by tensor: the slots are not in the order of dtypes
         with torch.no_grad():
             for segment, group in zip(vector.segments, groups.values(), strict=True):
                 offset = 0
@@ -195,9 +195,9 @@ class FlatBuffer:
                     view = view_like(segment, offset, slot.tensor)
                     view.copy_(slot.tensor)
                     slot.tensor.data = view
-                    views.append(view)
+                    views[id(slot.tensor)] = view
                     offset += real_numel(slot.tensor)
-        self._slots, self._views, self.vector = slots, views, vector
+        self._slots, self._views, self.vector = slots, [views[id(slot.tensor)] for slot in slots], vector
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
         self.parameter_segments = tuple(

@@ -21,16 +21,21 @@ CHUNK_ALIGNMENT = 256  # bytes from the start of a segment; see [Note: chunks]
 
 
 class TensorSpec(NamedTuple):
-    """The shape of one tensor of a segment. A buffer is a statistic, which no lossy code may touch."""
+    """The shape of one tensor of a segment. A buffer is a statistic, which no lossy code may touch.
+
+    The name is there so that vectors of other tensors of the same shapes have another layout: what was kept for one
+    must not be applied to the other.
+    """
 
     shape: tuple[int, ...]
     is_buffer: bool = False
+    name: str = ""
 
     @classmethod
-    def of(cls, x: Tensor, *, is_buffer: bool = False) -> TensorSpec:
+    def of(cls, x: Tensor, *, is_buffer: bool = False, name: str = "") -> TensorSpec:
         """What a code may know of a tensor. Complex numbers are pairs: columns of a matrix, elements of a vector."""
         pair = (2,) if x.is_complex() else ()
-        return cls((*x.shape, *pair) if x.dim() > 1 else (x.numel() * prod(pair),), is_buffer)
+        return cls((*x.shape, *pair) if x.dim() > 1 else (x.numel() * prod(pair),), is_buffer, name)
 
     @property
     def numel(self) -> int:
@@ -49,13 +54,13 @@ class TensorSpec(NamedTuple):
         row = prod(self.shape[1:]) if self.is_matrix else 0
         top, bottom = (-(-first // row), last // row) if row else (0, 0)
         if top >= bottom:
-            yield TensorSpec((last - first,), self.is_buffer)
+            yield self._replace(shape=(last - first,))
             return
         if first < top * row:
-            yield TensorSpec((top * row - first,))
-        yield TensorSpec((bottom - top, *self.shape[1:]))
+            yield self._replace(shape=(top * row - first,))
+        yield self._replace(shape=(bottom - top, *self.shape[1:]))
         if bottom * row < last:
-            yield TensorSpec((last - bottom * row,))
+            yield self._replace(shape=(last - bottom * row,))
 
 
 class Segment(NamedTuple):

@@ -32,7 +32,7 @@ class Slot(NamedTuple):
     @property
     def spec(self) -> TensorSpec:
         """What a code may know of it. Memory order is dim 0 by the rest in any memory format."""
-        return TensorSpec.of(self.tensor, is_buffer=not self.is_parameter)
+        return TensorSpec.of(self.tensor, is_buffer=not self.is_parameter, name=self.name)
 
     def signature(self) -> str:
         """Everything that two ranks must agree on."""

@@ -139,7 +139,7 @@ class Heartbeats:
                 packet, _ = self._socket.recvfrom(64)
             except BlockingIOError:
                 return
-            except ConnectionError:  # an earlier datagram found nobody
+            except OSError:  # an earlier datagram found nobody, or no way there
                 continue
             if len(packet) != GREETING.size:
                 continue

@@ -12,7 +12,7 @@ from .roster_state import RosterState
 from .view import Accusation, Joiner, Member, View, differences, member_of
 
 # What the events of a stranger, or of another version, may raise.
-_GARBAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
+GARBAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 _MAX_REFUSED = 64
 MARGIN = 2  # training steps between the last rank that is ready for a generation and its first step
 
@@ -58,7 +58,7 @@ class Roster(RosterState):
             return
         try:
             handler(event)
-        except _GARBAGE:
+        except GARBAGE:
             return
 
     # Who comes.

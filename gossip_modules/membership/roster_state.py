@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -59,15 +60,18 @@ class RosterState:
         return json.dumps(state)
 
     def loads(self, text: str) -> None:
-        """Take back what `dumps` gave."""
+        """Take back what `dumps` gave; raises, and changes nothing, where it is something else."""
         state = json.loads(text)
-        self.__init__(on_partition=self.on_partition)  # type: ignore[misc]
-        self.view = None if state["view"] is None else view_of(state["view"])
-        self.description = dict(state["description"])
-        self.last_generation, self.next_number = int(state["last_generation"]), int(state["next_number"])
-        self.loaded = 0 if self.view is None else self.view.generation
-        if "forming" not in state:
-            return
+        new = type(self)(on_partition=self.on_partition)
+        new.view = None if state["view"] is None else view_of(state["view"])
+        new.description = dict(state["description"])
+        new.last_generation, new.next_number = int(state["last_generation"]), int(state["next_number"])
+        new.loaded = 0 if new.view is None else new.view.generation
+        if "forming" in state:
+            new._load_whole(state)
+        self.__dict__.update(new.__dict__)
+
+    def _load_whole(self, state: Mapping[str, Any]) -> None:
         self.forming = None if state["forming"] is None else view_of(state["forming"])
         self.ready, self.left = dict(state["ready"]), dict(state["left"])
         self.joiners = {j["member"]["id"]: Joiner(**{**j, "member": member_of(j["member"])}) for j in state["joiners"]}

@@ -14,7 +14,7 @@ from . import limits
 from .generations import Generations
 from .heartbeats import digest
 from .liveness.probe import LifeSign, probe
-from .roster import Roster
+from .roster import GARBAGE, Roster
 from .worker_state import log, wait_for_connecting
 
 _VOID = ("come", "loaded", "gave up", "ready", "again")  # see [Note: coming again]
@@ -100,7 +100,11 @@ class Watching(Generations):
         """Begin with a base of the log; where the store has come back empty, what was being formed is formed anew."""
         with self._moved:
             mine, view = self._roster.dumps(), self._roster.view
-            self._roster.loads(state)
+            try:
+                self._roster.loads(state)
+            except GARBAGE as error:
+                log.warning("job %s: the store begins with what is no state of a job (%r): ignored", self.name, error)
+                return
             self._settle_given()
             if num_events:
                 return

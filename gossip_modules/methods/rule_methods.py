@@ -72,6 +72,7 @@ class RuleSimulation(LockstepMethod):
             self._update_rule.round(carried, lambda: self._mix(carried.sent.segments[0].view(x.shape), rounds), step)
             carried.write_to(models)
         carried.num_rounds += 1
+        self._t += 1
         self.clock.num_phases = 1
         if self.num_ranks > 1 and (self.clock.step or self.clock.begins_with_round):
             for round_ in rounds:
@@ -87,7 +88,6 @@ class RuleSimulation(LockstepMethod):
     def _mix(self, sent: Tensor, rounds: list[Round]) -> None:
         assert self.mixing is not None, "a rule mixes on a graph"
         rounds.append(self.mixing.round(self._t))
-        self._t += 1
         sent.copy_(rounds[-1].mix(sent))
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from .events import Event
 from .worker import Worker
 
 Body = Callable[[Worker], Any]
@@ -21,14 +20,11 @@ class Backend(ABC):
         body: of each worker.
 
     Attributes:
-        refused: kinds of events that it cannot do, and why.
         results: by rank, what the body of a worker that has ended returned.
         errors: by rank, what ended the others; workers that were killed are in neither.
         running: ranks of the workers that have not ended.
         store: "host:port" of the store.
     """
-
-    refused: ClassVar[Mapping[type[Event], str]] = {}
 
     def __init__(self, body: Body) -> None:
         self.body = body

@@ -11,18 +11,16 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any, ClassVar
+from typing import Any
 
 from ..membership.membership import Membership
 from ..membership.serve import serve
 from .backend import Backend, Body
-from .events import Delay, Event, Loss, Partition
 from .worker import Worker, break_off
 
-_WIRE = "the wire between processes of one machine is not emulated"
 _START_SECONDS = 60.0  # of a store
 _PR_SET_PDEATHSIG = 1
 # What every worker needs; torch loads torch._dynamo in the first step of an optimizer.
@@ -31,8 +29,6 @@ _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "gossip_modules", "
 
 class ProcessBackend(Backend):
     """See `Backend`. Processes are forks of one that has imported torch, so that they begin in milliseconds."""
-
-    refused: ClassVar[Mapping[type[Event], str]] = {Delay: _WIRE, Loss: _WIRE, Partition: _WIRE}
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)

@@ -7,25 +7,20 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from ..membership.membership import Membership
 from ..membership.serve import serve
 from .backend import Backend, Body
-from .events import Delay, Event, Loss, Partition
 from .worker import Killed, Worker, break_off, standing_still
 
-_WIRE = "threads talk over the loopback of one process; pass backend='processes' and a network"
 _BIND_SECONDS = 10.0  # in which the port of a store that has ended is free again
 
 
 class ThreadBackend(Backend):
     """See `Backend`. A worker that is killed leaves its loop by an exception, after its connections were closed."""
-
-    refused: ClassVar[Mapping[type[Event], str]] = {Delay: _WIRE, Loss: _WIRE, Partition: _WIRE}
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)

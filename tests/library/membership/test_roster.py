@@ -388,3 +388,12 @@ def test_a_job_takes_as_many_workers_as_it_says() -> None:
     assert ids(formed(roster)) == (1, 2)
     roster.apply(come(4, min_workers=2, description=description))
     assert not roster.joiners[4].refusal
+
+
+def test_a_state_that_is_none_changes_nothing() -> None:
+    roster = job(3)
+    before = roster.dumps(is_whole=True)
+    for garbage in ("{}", "3", '{"view": null}', '{"view": 3}', before.replace('"founders"', '"strangers"')):
+        with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
+            roster.loads(garbage)
+        assert roster.dumps(is_whole=True) == before

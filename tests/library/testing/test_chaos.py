@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -13,12 +14,8 @@ from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.testing import (
     Chaos,
     Continue,
-    Delay,
-    Event,
     Join,
     Kill,
-    Loss,
-    Partition,
     Stop,
     StoreKill,
     Worker,
@@ -114,7 +111,7 @@ def test_a_worker_stands_still_until_it_is_told_to_go_on() -> None:
 
 def test_a_worker_that_stands_still_for_ever_ends_with_the_last() -> None:
     def body(worker: Worker) -> int:
-        membership = worker.membership(min_workers=2, timeout=60, min_deadline=0.5)
+        membership = worker.membership(min_workers=2, timeout=20, min_deadline=2.0)
         model = GossipDataParallel(nn.Linear(4, 1), membership=membership)
         for _ in membership.steps(LAST):
             model(torch.ones(2, 4)).sum().backward()
@@ -152,12 +149,17 @@ def test_what_a_worker_raises_is_raised() -> None:
 
 
 def test_a_run_that_hangs_ends_by_an_error() -> None:
+    is_over = threading.Event()
+
     def body(worker: Worker) -> None:
         if worker.rank == 1:
-            time.sleep(3.0)
+            is_over.wait(30.0)
 
-    with pytest.raises(TimeoutError, match=r"got workers \[1\] still at work after 0.2 s"):
-        Chaos(seconds=0.2).run(body, 2)
+    try:
+        with pytest.raises(TimeoutError, match=r"got workers \[(0, )?1\] still at work after 0.2 s"):
+            Chaos(seconds=0.2).run(body, 2)
+    finally:
+        is_over.set()
 
 
 def test_an_event_that_did_not_happen_is_an_error() -> None:
@@ -172,20 +174,13 @@ def test_an_event_that_did_not_happen_is_an_error() -> None:
         Chaos([Join(7)]).run(body, 1)
 
 
-@pytest.mark.parametrize("event", [Delay(3, 0, seconds=0.1), Loss(3, 0, share=0.5), Partition(3, (0, 1))])
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_what_a_backend_cannot_do_is_refused(event: Event, backend: Any) -> None:
-    with pytest.raises(ValueError, match=rf"got {type(event).__name__}\(.*backend='{backend}', expected events that"):
-        Chaos([event], backend=backend)
-
-
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda: Kill(-1, 0), "got step=-1, expected the number of a training step"),
         (lambda: Kill(1, -2), "got rank=-2, expected the number of a worker"),
         (lambda: Stop(1, 0, seconds=-1.0), r"got seconds=-1.0, expected a number of at least 0"),
-        (lambda: Loss(1, 0, share=2.0), "got share=2.0, expected a share"),
+        (lambda: Chaos([3]), "got 3, expected an event of gossip_modules.testing: .*Kill"),  # type: ignore[list-item]
         (lambda: Chaos(backend="mpi"), "got backend='mpi', expected one of 'threads', 'processes'"),  # type: ignore[arg-type]
         (lambda: Chaos([Kill(1, 3), Join(1)]).run(train, 2), r"got Kill\(step=1, rank=3\) in a run of 2 workers and 1"),
     ],

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
+    BaseGraph,
     Carried,
     DecentLaM,
     DynamicBipartiteExponentialGraph,
@@ -154,6 +155,14 @@ def limit(rule: UpdateRule | None, *, num_steps: int, momentum: float = 0.0, lr:
 def test_ranks_with_different_data_reach_the_optimum(rule: UpdateRule, momentum: float) -> None:
     assert (limit(rule, num_steps=300, momentum=momentum) - OPTIMUM).abs().max() < 1e-9
     assert (limit(None, num_steps=300, momentum=momentum) - OPTIMUM).abs().max() > 0.05  # D-PSGD
+
+
+@pytest.mark.parametrize(("graph", "n"), [(DynamicBipartiteExponentialGraph, 4), (BaseGraph, 5)])
+def test_gradient_tracking_reaches_the_optimum_on_graphs_that_change(graph: Callable[[int], Any], n: int) -> None:
+    """Each round mixes two vectors, both by W(t), so that both meet all the graphs of an even period."""
+    found = solve(lambda: {"graph": graph, "rule": GradientTracking()}, num_steps=300, num_ranks=n)
+    optimum = float((A[:n] * B[:n]).sum() / A[:n].sum())
+    assert (found - optimum).abs().max() < 1e-9
 
 
 def test_the_bias_of_momentum_is_smaller_where_it_sees_the_round() -> None:
