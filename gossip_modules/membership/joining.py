@@ -92,13 +92,12 @@ class Joining(Door):
         """At the door: get the state from a donor, then wait for the first step."""
         assert self._participant is not None
         while not self._due:
-            life = self._store_life
             received = self._receive_state()
             if received is not None:
                 attempt, state = received
                 self._load(state)
-                self._say_loaded(attempt, life)
-            if not self._await(lambda life=life: bool(self._due) or self._store_life != life):  # type: ignore[misc]
+                self._say_loaded(attempt)
+            if not self._await(lambda: bool(self._due) or self._store_life != self._asked_life):
                 raise TimeoutError(
                     f"job {self.name!r}: no generation with this worker began within "
                     f"{self.timeout.total_seconds():g} s; start it again"
@@ -112,10 +111,10 @@ class Joining(Door):
         if received is None:
             self._participant.found()
 
-    def _say_loaded(self, attempt: int, life: int) -> None:
+    def _say_loaded(self, attempt: int) -> None:
         """But not of a life of the store that is over; see [Note: coming again]."""
         with self._lock:
-            if self._store_life == life:
+            if self._store_life == self._asked_life:
                 self._say({"event": "loaded", "id": self.id, "attempt": attempt})
 
     def _receive_state(self) -> tuple[int, Mapping[str, Any]] | None:
@@ -125,12 +124,14 @@ class Joining(Door):
         reason = "none has answered"
         while True:
             with self._lock:
-                joiner, roster, life = self._roster.joiners.get(self.id), self._roster, self._store_life
+                is_old = self._is_coming_again  # what is known is of a life of the store that is over
+                joiner, roster = self._roster.joiners.get(self.id), self._roster
+                life = self._asked_life = self._store_life
                 is_founder = any(v is not None and v.has(self.id) for v in (roster.view, roster.forming))
+            if is_old and self._await(lambda: not self._is_coming_again):
+                continue
             if joiner is None and (self.id in roster.founders or is_founder):
                 return None
-            if joiner is None and self._is_coming_again and self._await(lambda: not self._is_coming_again):
-                continue
             if joiner is None:
                 raise ConnectionError(f"job {self.name!r} ended while this worker was joining it; start another one")
             if joiner.refusal:

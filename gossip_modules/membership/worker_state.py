@@ -86,7 +86,8 @@ class WorkerState:
         self._known = 0  # a generation after that of a snapshot, of which the others are being told
         self._num_heard = 0  # knocks, see [Note: another life]
         self._coming: Mapping[str, Any] = {}  # the event with which this worker came
-        self._store_life, self._is_coming_again = 1, False  # see [Note: coming again]
+        self._store_life = self._asked_life = 1  # that in which a donor was asked
+        self._is_coming_again = False  # see [Note: coming again]
         self._has_joined = False
         self._is_newcomer = False
         self._heartbeats: Heartbeats | None = None
