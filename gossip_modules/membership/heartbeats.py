@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import selectors
 import statistics
 import threading
@@ -77,7 +76,7 @@ class Heartbeats:
             self._selector, listener, greeting=self._packet, job=self._job, grace=_GRACE * interval
         )
         self.has_said_farewell = False
-        self._last_beat, self._woke_at = time.monotonic(), -math.inf
+        self._last_beat = time.monotonic()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gossip-heartbeats", daemon=True)
         self._thread.start()
@@ -152,14 +151,7 @@ class Heartbeats:
                     peer.gaps.append(now - peer.last)
                 peer.last, peer.was_heard = now, True
 
-    def stood_still(self, seconds: float) -> bool:
-        """Whether this process stood still, for so long that others may have given it up, in the last `seconds`."""
-        now = time.monotonic()
-        return now - self._woke_at < seconds or now - self._last_beat >= self._floor
-
     def _beat(self, now: float, *, late_by: float) -> None:
-        if late_by + self._interval >= self._floor:
-            self._woke_at = now
         with self._lock:
             peers = dict(self._peers)
             if late_by > _LATE_SELF * self._interval:  # this process stood still: others may have spoken meanwhile

@@ -4,7 +4,6 @@ POLL, BUSY_POLL = 0.1, 0.01  # between two looks at the log; while a generation 
 FORMING = 5.0  # after which those that have not come to form a generation are left out of it
 CONNECT = 10.0  # for those that have come
 RETIRE = 5.0  # that links of the generation before stay open, for ranks that are behind
-WAKING = 5.0  # after standing still, in which a closed connection says nothing of the other end
 PROBE = 0.5  # for an answer to the question whether a worker lives
 KNOCK = 5.0  # between two such questions
 RETRY = 1.0  # between two attempts to reach a job that goes on without this worker

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from .event_log import EventLog
 from .joining import Joining
 from .links import LinkTransport
+from .liveness.address import own_address
 from .participant import Change, Participant
 
 
@@ -76,32 +76,18 @@ class Membership(Joining):
         host: str | None = None,
         description: Mapping[str, str] | None = None,
     ) -> None:
-        if not isinstance(min_workers, int) or isinstance(min_workers, bool) or min_workers < 1:
-            raise ValueError(f"got min_workers={min_workers!r}, expected a whole number of at least 1")
-        if max_workers and not (isinstance(max_workers, int) and max_workers >= min_workers):
-            raise ValueError(
-                f"got max_workers={max_workers!r} and min_workers={min_workers}, expected a whole number that is no "
-                "smaller, or 0 for any number"
-            )
+        _check_numbers(min_workers, max_workers, interval, min_deadline)
         if on_partition not in ("majority", "both"):
             raise ValueError(f"got on_partition={on_partition!r}, expected 'majority' or 'both'")
-        if interval <= 0 or min_deadline < 2 * interval:
-            raise ValueError(
-                f"got interval={interval!r} and min_deadline={min_deadline!r}, expected seconds, the second at least "
-                "twice the first"
-            )
-        if host is not None:
-            _check_own(host)
         self.min_workers, self.max_workers = min_workers, max_workers
         self._own_description = dict(description or {})
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         log = EventLog(store, name=name, timeout=min(limit, timedelta(seconds=10)))
-        address = host or _own_address(log.address)
         super().__init__(
             log,
             name=name,
             timeout=limit,
-            host=address,
+            host=own_address(log.address, host),
             link_host=host,
             on_partition=on_partition,
             interval=interval,
@@ -274,26 +260,16 @@ class Membership(Joining):
             raise RuntimeError("got join() of a membership that is closed, expected it before close(); make another")
 
 
-def _check_own(host: str) -> None:
-    """Raise ValueError for a host that is not this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise ValueError(
-                f"got host={host!r}, which is no address of this machine ({error}), expected the one at which the "
-                "other workers reach it"
-            ) from error
-
-
-def _own_address(store: str) -> str:
-    """The address of the interface towards the store; that of this machine where it is none of a network."""
-    host, _, port = store.rpartition(":")
-    if not port.isdigit():
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, int(port)))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+def _check_numbers(min_workers: int, max_workers: int, interval: float, min_deadline: float) -> None:
+    if not isinstance(min_workers, int) or isinstance(min_workers, bool) or min_workers < 1:
+        raise ValueError(f"got min_workers={min_workers!r}, expected a whole number of at least 1")
+    if max_workers and not (isinstance(max_workers, int) and max_workers >= min_workers):
+        raise ValueError(
+            f"got max_workers={max_workers!r} and min_workers={min_workers}, expected a whole number that is no "
+            "smaller, or 0 for any number"
+        )
+    if interval <= 0 or min_deadline < 2 * interval:
+        raise ValueError(
+            f"got interval={interval!r} and min_deadline={min_deadline!r}, expected seconds, the second at least "
+            "twice the first"
+        )

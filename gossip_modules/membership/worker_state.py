@@ -155,21 +155,20 @@ class WorkerState:
 
     def _accuse(self, worker: int, why: str, *, is_sure: bool) -> None:
         log.warning("job %s: rounds go on without worker %s: %s", self.name, self._number_of(worker), why)
-        if is_sure and self._heartbeats is not None and self._heartbeats.stood_still(limits.WAKING):
-            self._start_thread(self._accuse_awake, worker, why, name="gossip-accuse")
+        if is_sure:
+            self._start_thread(self._accuse_if_ended, worker, why, name="gossip-accuse")
         else:
             self._say({"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": is_sure})
 
-    def _accuse_awake(self, worker: int, why: str) -> None:
-        """A thread of its own: say whether the process of a worker has ended, after this one stood still.
+    def _accuse_if_ended(self, worker: int, why: str) -> None:
+        """A thread of its own: say whether the process of a worker has ended, whose connection has closed.
 
-        Those who had given this worker up have closed their connections with it, and live. That all others have ended
+        Those who have given this worker up have closed their connections with it, and live. That all others have ended
         would make it the majority. So their machines are asked; only one that refuses says that a process has ended.
         """
         addresses = {member.id: member.address for member in self._known_members() if member.id == worker}
         signs = probe(addresses, job=digest(self.name), seconds=limits.PROBE)
         is_sure = signs.get(worker) is LifeSign.ENDED
-        why = why if is_sure else f"{why} while worker {self._number_of(self.id)} stood still"
         self._say({"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": is_sure})
 
     def _known_members(self) -> list[Member]:

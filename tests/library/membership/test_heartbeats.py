@@ -55,18 +55,6 @@ def test_who_ends_is_silent_and_who_goes_on_is_not() -> None:
     assert [listener.ended for listener in listeners] == [[], [], []]
 
 
-def test_who_stood_still_knows_it() -> None:
-    mine = Heartbeats(0, job="job", host="127.0.0.1", **Listener().told(), floor=30.0)
-    assert not mine.stood_still(1e3)
-    mine._last_beat -= 60.0
-    assert mine.stood_still(1e3), "also when another thread asks first"
-    while mine._woke_at < 0.0:
-        mine._is_closed.wait(0.01)
-    mine.close()
-    assert mine.stood_still(1e3)
-    assert not mine.stood_still(0.0)
-
-
 def test_who_was_never_heard_is_not_silent() -> None:
     """As where a network carries no datagrams."""
     listener = Listener()

@@ -9,7 +9,7 @@ import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel, MatchaGraph
 from gossip_modules.membership import limits
@@ -53,15 +53,27 @@ def test_a_worker_joins_a_job_that_has_frozen_a_layer(options: dict[str, Any]) -
     close(alive)
 
 
+class Growing(nn.Sequential):
+    """Gets a second layer in the forward after it was told to."""
+
+    is_growing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_growing and len(self) == 1:
+            self.append(nn.Linear(1, 1))
+        return super().forward(x)
+
+
 def test_another_set_of_layers_is_refused_and_the_job_goes_on() -> None:
     """A layer that was added on the way, which the newcomer's model does not have."""
     job = Job(dist.HashStore(), min_workers=1)
-    (worker,) = job.start(1, model=nn.Sequential(nn.Linear(4, 1)))
+    (worker,) = job.start(1, model=Growing(nn.Linear(4, 1)))
     job.until_live([worker])
-    worker.model.add_module("1", nn.Linear(1, 1))
+    growing: Any = worker.model
+    growing.is_growing = True
     job.until(lambda: worker.wrapper is not None and len(worker.wrapper._buffer.tensors) == 4, "it travels")
     other = member_of(job.store, min_workers=1)
-    wrapper = GossipDataParallel(nn.Sequential(nn.Linear(4, 1)), membership=other)
+    wrapper = GossipDataParallel(Growing(nn.Linear(4, 1)), membership=other)
     with pytest.raises(ValueError, match=r"got a donor that trains \['1.bias .* where this worker has \[\], expected"):
         other.join()
     wrapper.close()

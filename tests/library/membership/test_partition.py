@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from gossip_modules import Membership
 from gossip_modules.membership import limits, watching
-from gossip_modules.membership.heartbeats import Heartbeats
 from gossip_modules.membership.liveness import door
 from gossip_modules.membership.liveness.probe import LifeSign, probe
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
@@ -126,9 +125,8 @@ def test_who_waits_at_the_door_when_the_last_dies_begins_anew(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_who_stood_still_takes_nobody_for_ended_who_lives(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the others do not count, and who was stopped is the majority."""
-    monkeypatch.setattr(Heartbeats, "stood_still", lambda *_: True)
+def test_nobody_is_taken_for_ended_who_lives(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those who gave a worker up and closed its connections do not count, and it is the majority."""
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)
     job.until_live(workers)
