@@ -57,13 +57,14 @@ class Chaos:
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"got backend={backend!r}, expected one of {', '.join(map(repr, BACKENDS))}")
-        self.events = tuple(sorted(events, key=lambda event: event.step))
-        self.seconds = seconds
-        self._backend = BACKENDS[backend]
-        for event in self.events:
+        events = list(events)
+        for event in events:
             if type(event) not in _KINDS:
                 kinds = ", ".join(kind.__name__ for kind in _KINDS)
                 raise ValueError(f"got {event!r}, expected an event of gossip_modules.testing: {kinds}")
+        self.events = tuple(sorted(events, key=lambda event: event.step))
+        self.seconds = seconds
+        self._backend = BACKENDS[backend]
 
     def run(self, body: Body, num_workers: int) -> dict[int, Any]:
         """Run `body(worker)` on each of so many workers, and on those that join, until all have ended.
