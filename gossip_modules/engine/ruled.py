@@ -50,8 +50,12 @@ class RuledEngine(SyncEngine):
         self._momentum: SGDMomentum | None = None
         if rule.needs_sgd:
             assert buffer is not None, f"{rule} changes the optimizer of a model"
-            name = type(rule).__name__
-            self._momentum = SGDMomentum(buffer, rule=name, takes_nesterov=rule.takes_nesterov)
+            self._momentum = SGDMomentum(
+                buffer,
+                rule=type(rule).__name__,
+                takes_nesterov=rule.takes_nesterov,
+                needs_gradients=rule.needs_gradients,
+            )
 
     @property
     def state_name(self) -> str:

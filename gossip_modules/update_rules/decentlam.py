@@ -28,7 +28,8 @@ class DecentLaM(UpdateRule):
     here momentum sees both, and the bias is that of D-PSGD without momentum.
 
     The user's optimizer takes the step x_i - eta (b m_i + g_i). The round takes the part of the momentum out again
-    before it mixes, makes gt_i and m_i, and writes m_i into the optimizer's `momentum_buffer`.
+    before it mixes, makes gt_i and m_i, and writes m_i into the optimizer's `momentum_buffer`. A parameter that has no
+    gradient in a step gets one of zeros, since SGD would leave it where it is, with its momentum.
 
     W must be symmetric and must never change: on changing pairs the momentum of the gossip itself would make
     differences of ranks grow. Without graph and mixing, ranks form a ring with weights of one third.
@@ -49,6 +50,7 @@ class DecentLaM(UpdateRule):
     vectors = ("last", "momentum")
     needs_sgd = True
     takes_nesterov = False
+    needs_gradients = True
     needs_static_graph = True
 
     def default_mixing(self, world_size: int) -> MixingManager:

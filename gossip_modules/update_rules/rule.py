@@ -35,12 +35,15 @@ class UpdateRule(ABC):
         needs_sgd: whether the rule reads and writes the momentum of the user's optimizer, which must be
             `torch.optim.SGD` then. Other rules work with any optimizer.
         takes_nesterov: whether that may have nesterov=True.
+        needs_gradients: with `needs_sgd`, whether a parameter without a gradient must be stepped by its momentum too,
+            which SGD does not; its gradient becomes zero then.
         needs_static_graph: whether the weights must be symmetric, and must never change.
     """
 
     vectors: ClassVar[tuple[str, ...]] = ()
     needs_sgd: ClassVar[bool] = False
     takes_nesterov: ClassVar[bool] = True
+    needs_gradients: ClassVar[bool] = False
     needs_static_graph: ClassVar[bool] = False
 
     def default_mixing(self, world_size: int) -> MixingManager | None:

@@ -39,8 +39,9 @@ class SGDMomentum:
         RuntimeError: (optimizer steps) a second step without a round between.
     """
 
-    def __init__(self, buffer: FlatBuffer, *, rule: str, takes_nesterov: bool) -> None:
+    def __init__(self, buffer: FlatBuffer, *, rule: str, takes_nesterov: bool, needs_gradients: bool = False) -> None:
         self.buffer, self.rule, self.takes_nesterov = buffer, rule, takes_nesterov
+        self.needs_gradients = needs_gradients
         self.step: SGDStep | None = None  # since the last round
         self._vector: FlatVector | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # each parameter and its view of the vector
@@ -99,6 +100,8 @@ class SGDMomentum:
             )
         self.check(optimizer)
         for parameter, view in self._views():
+            if self.needs_gradients and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             state = optimizer.state[parameter]
             if state.get("momentum_buffer") is not view:
                 state["momentum_buffer"] = view

@@ -301,3 +301,27 @@ def test_a_membership_is_refused() -> None:
     others: dict[str, Any] = {"outer": None, "group": None, "comm_device": None, "nprocs_per_node": 1}
     with pytest.raises(ValueError, match=r"got rule=D2.* with a membership, expected None: what a rank carries"):
         check_elastic(rule=D2(), graph=None, mixing=None, **others)
+
+
+def test_decentlam_steps_a_parameter_without_a_gradient_by_its_momentum() -> None:
+    """One rank, where the round changes nothing: momentum SGD with a gradient of zero, which torch would leave out."""
+
+    def trained(*, has_rule: bool) -> Tensor:
+        model = nn.ParameterDict({"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))})
+        net: Any = nn.Module()
+        net.p = model
+        wrapper = GossipDataParallel(net, process_group=solo_group(), rule=DecentLaM()) if has_rule else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        net.forward = lambda is_first: model["a"].sum() + (2 * model["b"].sum() if is_first else 0.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = net.forward(step == 0) if wrapper is None else wrapper(step == 0)
+            loss.backward()
+            if wrapper is None and step:
+                model["b"].grad = torch.zeros(2)
+            optimizer.step()
+        if wrapper is not None:
+            wrapper.close()
+        return model["b"].detach().clone()
+
+    torch.testing.assert_close(trained(has_rule=True), trained(has_rule=False))
