@@ -29,9 +29,7 @@ class EagerDiLoCo(DiLoCo):
 
     Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
 
-    Args:
-        sync_every, lr, momentum, optimizer: see `DiLoCo`.
-        fragments: see `OuterMethod`.
+    The arguments are those of `DiLoCo`, and `fragments`, see `OuterMethod`.
 
     Raises:
         ValueError: an argument out of its range.

@@ -27,8 +27,10 @@ class StreamingDiLoCo(DiLoCo):
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, arXiv
     2501.18512, Algorithm 2.
 
+    `lr`, `momentum` and `optimizer` are those of `DiLoCo`.
+
     Args:
-        sync_every, lr, momentum, optimizer: see `DiLoCo`; 100 steps in the paper.
+        sync_every: H, the steps from one outer step of a fragment to its next; 100 in the paper.
         fragments: P, or the names of modules; see `OuterMethod`.
         delay: tau; 1 to 10 in the paper.
         own_weight: alpha; 1/2 in the paper.
