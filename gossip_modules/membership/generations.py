@@ -47,7 +47,7 @@ class Generations(WorkerState):
         with self._lock:
             count = sum(view.start <= clock for view, _ in self._due)
             before, (view, transport) = self._active, self._due[count - 1]
-            growth = math.prod(len(v.members) / max(len(v.members) - v.num_joined, 1) for v, _ in self._due[:count])
+            growth = math.prod(other.growth for other, _ in self._due[:count])
             reasons = {number: why for other, _ in self._due[:count] for number, why in other.reasons.items()}
             old = [other for other in (self._transport, *(other for _, other in self._due[: count - 1])) if other]
             self._active, self._transport, self._due = view, transport, self._due[count:]
@@ -180,7 +180,8 @@ class Generations(WorkerState):
             transport.on_broken = lambda: self._say({"event": "again", "by": self.id, "generation": view.generation})
             self._formed[view.generation] = transport
             self._limit = self._clock + MARGIN if self._active is not None else 0
-            self._unsent.append({"event": "ready", "id": self.id, "generation": view.generation, "step": self._limit})
+            ready = {"event": "ready", "id": self.id, "generation": view.generation, "step": self._limit}
+            self._unsent.append({**ready, "weight": self._participant.weight})
         self._wake.set()
 
     def _warn_of_loopback(self, view: View) -> None:

@@ -88,9 +88,8 @@ class LockstepParticipant:
     [Note: generations] A generation of the membership is a set of workers, a transport over links of its own, and the
     training step with which it begins. At that step, before the round, every worker applies what is in flight over the
     old links and turns to the new ones, with graph and weights for the new number of workers. Rounds and steps count
-    on. A worker that joins gets half of its donor's push-sum weight; then all multiply theirs by the same number, so
-    that the mean of the weights is what it was before: the optimizer steps on x = z w, so that weights that only fall
-    would make the steps of z ever longer.
+    on. A worker that joins gets half of its donor's push-sum weight; then all multiply theirs by the same number, see
+    [Note: weights] of `Roster`. A worker that has lost all others, and trains on as a world of one, has the weight one.
 
     Args:
         wrapper: that trains.
@@ -111,6 +110,7 @@ class LockstepParticipant:
         check: Callable[[MixingManager], None],
     ) -> None:
         self.wrapper, self.membership = wrapper, membership
+        self.weight = 1.0
         self.choose = functools.lru_cache(maxsize=_KEPT_SIZES)(choose)  # MATCHA plans each graph, which takes a while
         failing: dict[int, Exception] = {}
         chosen = []
@@ -143,6 +143,19 @@ class LockstepParticipant:
         if self.membership.is_waiting_at_the_door:
             self.membership.join()
         self.membership.at_step()
+        if self.wrapper._engine.gossiper.is_weighted:
+            transport = self.membership.transport
+            if len(transport.lost) == transport.world_size - 1:
+                self._set_weight_to_one()
+            self.weight = self.wrapper._buffer.vector.push_sum_weight.item()
+
+    def _set_weight_to_one(self) -> None:
+        """Of who is alone; it changes no estimate."""
+        weight = self.wrapper._buffer.vector.push_sum_weight
+        if weight.item() != 1.0:
+            self.wrapper._apply_in_flight()
+            self.wrapper._to_estimate()
+            weight.fill_(1.0)
 
     # What the membership calls.
 
@@ -153,7 +166,7 @@ class LockstepParticipant:
         if wrapper._engine.gossiper.is_weighted:  # the storage holds z = x / w, so this changes no estimate
             wrapper._to_estimate()
             weight = wrapper._buffer.vector.push_sum_weight
-            weight.copy_(weight * growth if transport.world_size > 1 else torch.ones_like(weight))
+            weight.mul_(growth)
         wrapper._engine.rebind(self.choose(transport.world_size), transport)
         wrapper._transport = transport
         wrapper._place = transport.rank, transport.world_size
@@ -233,6 +246,7 @@ class LockstepParticipant:
         vector = wrapper._buffer.vector
         vector.raw.copy_(state["vector"])
         vector.push_sum_weight.copy_(state["weight"])
+        self.weight = vector.push_sum_weight.item()
         for own, other in zip(self._others(), state["others"], strict=True):
             own.copy_(other)
         wrapper._engine.t, wrapper._engine.step = int(state["engine"]["t"]), int(state["engine"]["step"])

@@ -20,8 +20,12 @@ class Participant(Protocol):
         """Turn to the transport of the generation that trains now; called at a safe point, by the training thread.
 
         Args:
-            growth: its number of members, by that of those who were in the one before.
+            growth: what all of its members multiply their push-sum weights by.
         """
+
+    @property
+    def weight(self) -> float:
+        """The push-sum weight, as it was at the last safe point; 1.0 where there is none. From any thread."""
 
     def settle(self) -> None:
         """Apply what is in flight."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,6 +32,12 @@ class Roster(RosterState):
     [Note: majority] Members that cannot reach each other accuse each other. A generation needs more than half of the
     members of the one before, or half with the first of them; those whose connection was closed, as by the end of a
     process, do not count. Where the accusations in their order leave no majority, those that are in most of them go.
+
+    [Note: weights] A worker that joins has half of its donor's push-sum weight, so that all then multiply theirs by the
+    number of members over that of those who were there, and the mean of the weights is as before. It is not kept where
+    workers die, each with what it holds: after hundreds of deaths it may be anything. The optimizer steps on x = z w,
+    so that a step of z is as long as the learning rate over w. So each says its weight with "ready", and where their
+    mean would be more than a factor of sqrt(2) from one, all multiply theirs by a power of two, which changes no z.
 
     [Note: stale snapshot] The first worker that finds an empty store puts there what it knows. If it was stopped or cut
     off, that is too little: the others went on without it, and the generations that it forms alone must not take the
@@ -234,14 +241,18 @@ class Roster(RosterState):
         forming, worker = self.forming, int(event["id"])
         if forming is None or event["generation"] != forming.generation or not forming.has(worker):
             return
-        self.ready[worker] = int(event["step"])
+        weight = float(event["weight"])
+        if not 0.0 < weight < math.inf:
+            raise ValueError(f"got weight {weight}, expected a number above 0")
+        self.ready[worker] = int(event["step"]), weight
         if set(self.ready) != set(forming.ids):
             return
-        start, num_joined, turns = max(self.ready.values()), 0, 0
+        start, growth, turns = max(step for step, _ in self.ready.values()), 1.0, 0
         if self.view is not None:
             start = max(start, self.view.start)  # the one before may not have begun
             num_joined, turns = len(set(forming.ids) - set(self.view.ids)), self.view.turns_before(start)
-        self.view = replace(forming, start=start, num_joined=num_joined, turns=turns)
+            growth = _growth([weight for _, weight in self.ready.values()], num_joined)
+        self.view = replace(forming, start=start, growth=growth, turns=turns)
         self.forming = None
         self.ready = {}
         self.founders = {}
@@ -270,3 +281,9 @@ class Roster(RosterState):
             if not (joiner.refusal or joiner.is_loaded or later.view.has(joiner.donor)):
                 self._give_another_donor(joiner)
         self._form(later.view.members, {})
+
+
+def _growth(weights: Sequence[float], num_joined: int) -> float:
+    """See [Note: weights] of `Roster`."""
+    growth = len(weights) / max(len(weights) - num_joined, 1)
+    return growth * 2.0 ** -round(math.log2(growth * math.fsum(weights) / len(weights)))

@@ -17,7 +17,7 @@ class RosterState:
         view: the generation that trains; None before the first.
         loaded: the generation of the state that was taken from a snapshot, or from somebody who knew a later one.
         forming: the one that is being formed.
-        ready: by member, the step that it has come to; of `forming`.
+        ready: by member, the step that it has come to, and its push-sum weight; of `forming`.
         joiners: by worker.
         founders: who has come before the first generation.
     """
@@ -26,7 +26,7 @@ class RosterState:
         self.on_partition = on_partition
         self.view: View | None = None
         self.forming: View | None = None
-        self.ready: dict[int, int] = {}
+        self.ready: dict[int, tuple[int, float]] = {}
         self.joiners: dict[int, Joiner] = {}
         self.founders: dict[int, Member] = {}
         self.num_founders = 1
@@ -73,7 +73,8 @@ class RosterState:
 
     def _load_whole(self, state: Mapping[str, Any]) -> None:
         self.forming = None if state["forming"] is None else view_of(state["forming"])
-        self.ready, self.left = dict(state["ready"]), dict(state["left"])
+        self.ready = {int(worker): (int(step), float(weight)) for worker, (step, weight) in state["ready"]}
+        self.left = dict(state["left"])
         self.joiners = {j["member"]["id"]: Joiner(**{**j, "member": member_of(j["member"])}) for j in state["joiners"]}
         self.founders = {member.id: member for member in map(member_of, state["founders"])}
         self.num_founders = int(state["num_founders"])

@@ -37,7 +37,7 @@ class View:
         generation: 1, 2, ...; a generation that could not be formed is skipped.
         members: position i of the graph is members[i].
         start: the first step of its rounds; -1 while it is being formed.
-        num_joined: how many of its members were not in the generation before.
+        growth: what all members multiply their push-sum weights by when it begins; see [Note: weights] of `Roster`.
         turns: the training steps of all workers in the generations before, added up.
         reasons: by number of each member that left since the generation before, why.
     """
@@ -45,7 +45,7 @@ class View:
     generation: int
     members: tuple[Member, ...]
     start: int = -1
-    num_joined: int = 0
+    growth: float = 1.0
     turns: int = 0
     reasons: Mapping[int, str] = field(default_factory=dict)
 
@@ -102,8 +102,8 @@ def member_of(state: Mapping[str, Any]) -> Member:
 def view_of(state: Mapping[str, Any]) -> View:
     members = tuple(member_of(member) for member in state["members"])
     reasons = {int(number): str(why) for number, why in state["reasons"].items()}
-    generation, start, num_joined, turns = (int(state[x]) for x in ("generation", "start", "num_joined", "turns"))
-    return View(generation, members, start, num_joined, turns, reasons)
+    generation, start, turns = (int(state[x]) for x in ("generation", "start", "turns"))
+    return View(generation, members, start, float(state["growth"]), turns, reasons)
 
 
 def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:

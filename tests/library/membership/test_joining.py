@@ -165,7 +165,7 @@ def test_who_is_alone_has_weight_one() -> None:
     wrapper._buffer.vector.push_sum_weight.fill_(0.001)
     before = wrapper._buffer.vector.raw.clone()
     assert member._participant is not None
-    member._participant.begin(1.0)
+    member._participant.at_step()  # type: ignore[attr-defined]
     assert wrapper._buffer.vector.push_sum_weight.item() == 1.0
     assert torch.equal(wrapper._buffer.vector.raw, before), "its estimate stays"
     wrapper.close()

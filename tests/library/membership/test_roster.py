@@ -24,12 +24,12 @@ def accuse(by: int, of: int, *, is_sure: bool = False) -> dict[str, Any]:
     return {"event": "accuse", "by": by, "of": of, "why": "it was silent", "is_sure": is_sure}
 
 
-def formed(roster: Roster, *, step: int = 10) -> Roster:
+def formed(roster: Roster, *, step: int = 10, weight: float = 1.0) -> Roster:
     """All that are to form a generation say that they are ready."""
     assert roster.forming is not None
     forming = roster.forming
     for worker in forming.ids:
-        roster.apply({"event": "ready", "id": worker, "generation": forming.generation, "step": step})
+        roster.apply({"event": "ready", "id": worker, "generation": forming.generation, "step": step, "weight": weight})
     return roster
 
 
@@ -60,12 +60,44 @@ def test_a_generation_starts_at_the_largest_step_when_all_are_ready() -> None:
     roster.apply(accuse(0, 2))
     assert roster.forming is not None
     for worker, step in ((0, 7), (1, 12)):
-        roster.apply({"event": "ready", "id": worker, "generation": roster.forming.generation, "step": step})
+        roster.apply(
+            {"event": "ready", "id": worker, "generation": roster.forming.generation, "step": step, "weight": 1.0}
+        )
         assert ids(roster) == (0, 1, 2, 3)
-    roster.apply({"event": "ready", "id": 3, "generation": roster.forming.generation, "step": 9})
+    roster.apply({"event": "ready", "id": 3, "generation": roster.forming.generation, "step": 9, "weight": 1.0})
     assert ids(roster) == (0, 1, 3)
     assert roster.view is not None
     assert (roster.view.generation, roster.view.start, roster.view.reasons) == (2, 12, {2: "it was silent"})
+
+
+@pytest.mark.parametrize(
+    ("weight", "growth"), [(1.0, 1.0), (0.8, 1.0), (1.4, 1.0), (0.7, 2.0), (0.018, 64.0), (1.42, 0.5), (1e6, 2.0**-20)]
+)
+def test_weights_stay_near_one_whoever_dies(weight: float, growth: float) -> None:
+    roster = job(4)
+    roster.apply(accuse(0, 2))
+    formed(roster, weight=weight)
+    assert roster.view is not None
+    assert roster.view.growth == growth
+
+
+def test_the_mean_of_the_weights_is_kept_where_somebody_joins() -> None:
+    roster = job(4)
+    roster.apply(come(9))
+    roster.apply({"event": "loaded", "id": 9, "attempt": 0})
+    formed(roster, weight=0.8)
+    assert roster.view is not None
+    assert roster.view.growth == 5 / 4
+    again = Roster()
+    again.loads(roster.dumps(is_whole=True))
+    assert again.view == roster.view
+
+
+def test_a_weight_that_is_none_is_garbage() -> None:
+    roster = job(4)
+    roster.apply(accuse(0, 2))
+    formed(roster, weight=0.0)
+    assert roster.forming is not None
 
 
 def test_a_stale_snapshot_takes_the_job_from_nobody() -> None:
@@ -292,7 +324,13 @@ EVENTS = st.one_of(
         st.integers(0, 2),
     ),
     st.builds(
-        lambda worker, generation, step: {"event": "ready", "id": worker, "generation": generation, "step": step},
+        lambda worker, generation, step: {
+            "event": "ready",
+            "id": worker,
+            "generation": generation,
+            "step": step,
+            "weight": 1.0,
+        },
         WORKERS,
         st.integers(1, 6),
         st.integers(0, 50),

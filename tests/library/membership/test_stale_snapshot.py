@@ -33,7 +33,7 @@ def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back() -> No
         {"event": "accuse", "by": me, "of": worker, "why": "its connection closed", "is_sure": True}
         for worker in (first, second)
     ]
-    events.append({"event": "ready", "id": me, "generation": 3, "step": 0})
+    events.append({"event": "ready", "id": me, "generation": 3, "step": 0, "weight": 1.0})
     for i, event in enumerate(events):
         server.set(f"gossip/job/entry/{i}", json.dumps(event))
     server.add("gossip/job/size", len(events))
