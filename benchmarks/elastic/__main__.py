@@ -3,12 +3,14 @@
     python -m benchmarks.elastic                    # kills: benchmarks/results/elastic.csv
     python -m benchmarks.elastic --figure cost      # elastic_cost.csv
     python -m benchmarks.elastic --figure joins     # elastic_joins.csv
+    python -m benchmarks.elastic --figure network   # elastic_network.csv
 
 Workers train a small network on this machine, each a process of its own, with the store in another one.
 
 kills: when all of eight have taken 100 steps some are killed (SIGKILL) at once, the first among them; one is started
 again 100 steps later. cost: steps with and without a membership take turns in four processes. joins: workers come one
-after the other to a job of four with a larger network.
+after the other to a job of four with a larger network. network: each worker is a host of its own, a network namespace
+behind a router; one of them is stopped or cut off, or packets to and from it are late or lost. It needs root.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, Literal
 import pandas as pd
 import tyro
 
-from benchmarks.elastic import cost, joins, kills
+from benchmarks.elastic import cost, joins, kills, network
 from benchmarks.elastic.worker import METHODS, ElasticJob, store, train
 from benchmarks.record import RESULTS, provenance
 
@@ -33,10 +35,13 @@ from benchmarks.record import RESULTS, provenance
 class ElasticBenchmark:
     """What is run."""
 
-    figure: Literal["kills", "cost", "joins"] = "kills"
+    figure: Literal["kills", "cost", "joins", "network"] = "kills"
     methods: tuple[str, ...] = tuple(METHODS)
     kills: tuple[int, ...] = (1, 2, 3)
     """How many of eight workers are killed."""
+    faults: tuple[str, ...] = tuple(network.FAULTS)
+    """Of the network, and of a worker on it."""
+    num_hosts: int = 8
     step_ms: float = 50.0
     """Of computation, which is slept: the workers share the cores of one machine."""
     num_joins: int = 4
@@ -56,6 +61,9 @@ def rows(options: ElasticBenchmark, method: str, address: str, folder: Path) -> 
     elif options.figure == "joins":
         large = ElasticJob(method, address, 4, options.step_ms, options.seed, width=1 << 14)
         yield from joins.measure(large, options.num_joins, folder)
+    elif options.figure == "network":
+        for fault in options.faults:
+            yield network.measure(network.Training(method, options.num_hosts, options.step_ms, 400), fault)
     else:
         for width in options.widths:
             with store() as own:

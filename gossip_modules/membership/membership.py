@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -42,8 +43,8 @@ class Membership(Joining):
             runs more threads than it has cores may keep a thread waiting for some tenths of a second.
         on_partition: where workers cannot reach each other: "majority": the larger part forms a generation, the others
             train on without it and join again when they can; "both": each part forms one.
-        host: the name or address of this machine at which others reach it; None: for heartbeats, the address of the
-            interface towards the store, and for messages what Gloo chooses, or the variable GLOO_SOCKET_IFNAME.
+        host: the name or address of this machine at which others reach it; None: the address of the interface towards
+            the store, but that messages travel over the interface of the variable GLOO_SOCKET_IFNAME where it is set.
 
     Raises:
         ConnectionError: the store does not answer; names address and seconds.
@@ -83,12 +84,13 @@ class Membership(Joining):
         self._own_description = dict(description or {})
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         log = EventLog(store, name=name, timeout=min(limit, timedelta(seconds=10)))
+        address = own_address(log.address, host)
         super().__init__(
             log,
             name=name,
             timeout=limit,
-            host=own_address(log.address, host),
-            link_host=host,
+            host=address,
+            link_host=host or (None if os.environ.get("GLOO_SOCKET_IFNAME") else address),
             on_partition=on_partition,
             interval=interval,
             floor=min_deadline,

@@ -1,7 +1,7 @@
 """Tests of training loops: ranks as threads of one process, and faults that are injected at given training steps."""
 
 from .chaos import Chaos
-from .events import Continue, Event, Join, Kill, Stop, StoreKill
+from .events import Continue, Delay, Event, Join, Kill, Loss, Partition, Stop, StoreKill
 from .ranks import CPU, TIMEOUT, HangUp, run_ranks, thread_group
 from .worker import Worker
 
@@ -10,10 +10,13 @@ __all__ = [
     "TIMEOUT",
     "Chaos",
     "Continue",
+    "Delay",
     "Event",
     "HangUp",
     "Join",
     "Kill",
+    "Loss",
+    "Partition",
     "Stop",
     "StoreKill",
     "Worker",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .worker import Worker
@@ -24,7 +24,10 @@ class Backend(ABC):
         errors: by rank, what ended the others; workers that were killed are in neither.
         running: ranks of the workers that have not ended.
         store: "host:port" of the store.
+        has_network: whether workers are hosts of their own, whose packets are delayed, lost and cut off.
     """
+
+    has_network = False
 
     def __init__(self, body: Body) -> None:
         self.body = body
@@ -64,6 +67,22 @@ class Backend(ABC):
     @abstractmethod
     def start_store(self) -> None:
         """Start the store again, empty, at its address."""
+
+    def set_delay(self, rank: int, seconds: float) -> None:
+        """Packets to and from a worker take so much longer; where `has_network`."""
+        raise NotImplementedError(type(self).__name__)
+
+    def set_loss(self, rank: int, fraction: float) -> None:
+        """So many of the packets to and from a worker are lost; where `has_network`."""
+        raise NotImplementedError(type(self).__name__)
+
+    def cut(self, ranks: Iterable[int]) -> None:
+        """No packets pass between these workers and all others, nor the store; where `has_network`."""
+        raise NotImplementedError(type(self).__name__)
+
+    def mend(self, ranks: Iterable[int]) -> None:
+        """Undo `cut(ranks)`; where `has_network`."""
+        raise NotImplementedError(type(self).__name__)
 
     @abstractmethod
     def close(self) -> None:

@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from .backend import Backend, Body
-from .events import Continue, Event, Join, Kill, Stop, StoreKill
+from .events import Continue, Delay, Event, Join, Kill, Loss, Partition, Stop, StoreKill
+from .network.network_backend import NetworkBackend
 from .process_backend import ProcessBackend
 from .thread_backend import ThreadBackend
 
-BACKENDS: dict[str, type[Backend]] = {"threads": ThreadBackend, "processes": ProcessBackend}
+BACKENDS: dict[str, type[Backend]] = {
+    "threads": ThreadBackend,
+    "processes": ProcessBackend,
+    "network": NetworkBackend,
+}
 
 
 class Chaos:
@@ -25,11 +30,13 @@ class Chaos:
         events: `Kill`, `Stop`, `Continue`, `Join`, `StoreKill`, ... in any order.
         backend: "threads": all workers are threads of this process, and a killed one leaves its loop by an exception
             that no `except Exception` catches, after its connections were closed; for the logic, in seconds.
-            "processes": each is a process, which is sent SIGKILL, SIGSTOP and SIGCONT.
+            "processes": each is a process, which is sent SIGKILL, SIGSTOP and SIGCONT. "network": the same, each on a
+            host of its own: a network namespace, behind a router that delays, loses and drops packets, for `Delay`,
+            `Loss` and `Partition`; on Linux with /dev/net/tun, as root.
         seconds: after which a run that has not ended is ended by an error.
 
     Raises:
-        ValueError: the backend cannot do one of the events; says why.
+        ValueError: the backend cannot do one of the events; says which can.
 
     Example:
         >>> def train(worker):
@@ -52,7 +59,7 @@ class Chaos:
         self,
         events: Iterable[Event] = (),
         *,
-        backend: Literal["threads", "processes"] = "threads",
+        backend: Literal["threads", "processes", "network"] = "threads",
         seconds: float = 120.0,
     ) -> None:
         if backend not in BACKENDS:
@@ -62,6 +69,11 @@ class Chaos:
             if type(event) not in _KINDS:
                 kinds = ", ".join(kind.__name__ for kind in _KINDS)
                 raise ValueError(f"got {event!r}, expected an event of gossip_modules.testing: {kinds}")
+            if isinstance(event, _OF_NETWORK) and not BACKENDS[backend].has_network:
+                raise ValueError(
+                    f"got {event!r} with backend={backend!r}, whose workers share one network, expected "
+                    "backend='network'"
+                )
         self.events = tuple(sorted(events, key=lambda event: event.step))
         self.seconds = seconds
         self._backend = BACKENDS[backend]
@@ -87,7 +99,8 @@ class Chaos:
         """
         ranks = num_workers + sum(isinstance(event, Join) for event in self.events)
         for event in self.events:
-            if getattr(event, "rank", 0) >= ranks:
+            hit = event.ranks if isinstance(event, Partition) else (getattr(event, "rank", 0),)
+            if max(hit) >= ranks:
                 raise ValueError(
                     f"got {event} in a run of {num_workers} workers and {ranks - num_workers} that join, expected a "
                     f"rank below {ranks}"
@@ -100,7 +113,8 @@ class Chaos:
 
 
 _OWN = (Kill, Stop)  # happen when the worker itself comes to the step
-_KINDS = (*_OWN, Continue, Join, StoreKill)
+_OF_NETWORK = (Delay, Loss, Partition)
+_KINDS = (*_OWN, Continue, Join, StoreKill, *_OF_NETWORK)
 
 
 class _Run:
@@ -164,6 +178,25 @@ class _Run:
         elif isinstance(event, StoreKill):
             self.backend.kill_store()
             self.at(event.seconds, self.backend.start_store)
+        else:
+            self.worsen(event)
+
+    def worsen(self, event: Event) -> None:
+        """What an event of the network asks for, and its end."""
+        backend = self.backend
+        if isinstance(event, Delay):
+            backend.set_delay(event.rank, event.delay)
+            self.mend(event.seconds, lambda: backend.set_delay(event.rank, 0.0))
+        elif isinstance(event, Loss):
+            backend.set_loss(event.rank, event.fraction)
+            self.mend(event.seconds, lambda: backend.set_loss(event.rank, 0.0))
+        elif isinstance(event, Partition):
+            backend.cut(event.ranks)
+            self.mend(event.seconds, lambda: backend.mend(event.ranks))
+
+    def mend(self, seconds: float | None, action: Callable[[], None]) -> None:
+        if seconds is not None:
+            self.at(seconds, action)
 
     def resume(self, rank: int) -> None:
         if rank in self.stopped:

@@ -73,3 +73,62 @@ class StoreKill(Event):
     """
 
     seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class Delay(Event):
+    """Packets to and from a worker take longer, when any worker comes to the step.
+
+    Args:
+        delay: seconds, in each direction.
+        seconds: until all is well again; None: never.
+    """
+
+    rank: int
+    delay: float = 0.2
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.delay < math.inf:
+            raise ValueError(f"got delay={self.delay!r}, expected seconds above 0")
+
+
+@dataclass(frozen=True)
+class Loss(Event):
+    """Packets to and from a worker are lost at random, when any worker comes to the step.
+
+    Args:
+        fraction: of the packets.
+        seconds: until all is well again; None: never.
+    """
+
+    rank: int
+    fraction: float = 0.05
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"got fraction={self.fraction!r}, expected one above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Partition(Event):
+    """Workers are cut off from all others and from the store, when any worker comes to the step.
+
+    Args:
+        ranks: who still reach one another.
+        seconds: until all is well again; None: never.
+    """
+
+    ranks: tuple[int, ...]
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_whole = [isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in self.ranks]
+        if not is_whole or not all(is_whole):
+            raise ValueError(
+                f"got ranks={self.ranks!r}, expected numbers of workers in the order of their start: 0, 1, ..."
+            )

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -21,10 +22,24 @@ from ..membership.serve import serve
 from .backend import Backend, Body
 from .worker import Worker, break_off
 
-_START_SECONDS = 60.0  # of a store
+_START_SECONDS = 60.0  # of a process
 _PR_SET_PDEATHSIG = 1
 # What every worker needs; torch loads torch._dynamo in the first step of an optimizer.
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "gossip_modules", "gossip_modules.testing")
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a process runs: here, on the machine that has started it; picklable, as processes get it.
+
+    Args:
+        address: at which others reach it.
+    """
+
+    address: str = "127.0.0.1"
+
+    def enter(self, connection: Connection) -> None:
+        """Called by the process, before anything else, with its connection to `ProcessBackend._admit`."""
 
 
 class ProcessBackend(Backend):
@@ -43,12 +58,17 @@ class ProcessBackend(Backend):
 
     def start(self, rank: int, steps: Sequence[int]) -> None:
         """See `Backend`."""
+        host = self._host(rank)
         mine, other = self._context.Pipe()
         process = self._context.Process(
-            target=_work, args=(self.body, rank, self.store, list(steps), other), name=f"chaos-{rank}", daemon=True
+            target=_work,
+            args=(self.body, rank, host, self.store, list(steps), other),
+            name=f"chaos-{rank}",
+            daemon=True,
         )
         process.start()
         other.close()
+        self._admit(host, mine)
         self._processes[rank], self._connections[rank] = process, mine
         self.running.add(rank)
 
@@ -126,15 +146,17 @@ class ProcessBackend(Backend):
         """See `Backend`."""
         if self._server is not None:
             return
+        host = self._host(None)
         mine, other = self._context.Pipe()
-        self._server = self._context.Process(target=_serve, args=(self._port, other), name="chaos-store", daemon=True)
+        self._server = self._context.Process(
+            target=_serve, args=(host, self._port, other), name="chaos-store", daemon=True
+        )
         self._server.start()
         other.close()
         with mine:
-            if not mine.poll(_START_SECONDS):
-                raise TimeoutError(f"got no answer of the store in {_START_SECONDS:g} s, expected it to start")
-            self._port = int(json.loads(mine.recv_bytes()))
-        self.store = f"127.0.0.1:{self._port}"
+            self._admit(host, mine)
+            self._port = int(receive(mine)["port"])
+        self.store = f"{host.address}:{self._port}"
 
     def close(self) -> None:
         """See `Backend`."""
@@ -145,6 +167,29 @@ class ProcessBackend(Backend):
             self.running.discard(rank)
         self.kill_store()
 
+    def _host(self, rank: int | None) -> Host:
+        """Of the process of a worker; None: of the store."""
+        return Host()
+
+    def _admit(self, host: Host, connection: Connection) -> None:
+        """Called when a process has been started, with its connection: what its `Host.enter` waits for or sends."""
+
+
+def say(connection: Connection, **message: Any) -> None:
+    """Send values by name, as JSON."""
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def receive(connection: Connection) -> dict[str, Any]:
+    """What a process that has just been started says.
+
+    Raises:
+        TimeoutError: it says nothing.
+    """
+    if not connection.poll(_START_SECONDS):
+        raise TimeoutError(f"got no answer of a process in {_START_SECONDS:g} s, expected it to start")
+    return dict(json.loads(connection.recv_bytes()))
+
 
 def _end_with_parent() -> None:
     """Linux: this process is killed with the server of forks, which ends with the process that has started it."""
@@ -152,9 +197,10 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _serve(port: int, connection: Connection) -> None:
+def _serve(host: Host, port: int, connection: Connection) -> None:
     """The process of the store."""
     _end_with_parent()
+    host.enter(connection)
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -164,28 +210,25 @@ def _serve(port: int, connection: Connection) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
-    connection.send_bytes(json.dumps(store.port).encode())
+    say(connection, port=store.port)
     threading.Event().wait()
 
 
-def _work(body: Body, rank: int, store: str, steps: Sequence[int], connection: Connection) -> None:
+def _work(body: Body, rank: int, host: Host, store: str, steps: Sequence[int], connection: Connection) -> None:
     """The process of a worker."""
     _end_with_parent()
+    host.enter(connection)
 
     def at_event(membership: Membership, step: int) -> None:
-        _say(connection, step=step)
+        say(connection, step=step)
         connection.recv_bytes()
 
     worker = Worker(rank, store, steps, at_event)
     try:
-        _say(connection, result=body(worker))
+        say(connection, result=body(worker))
     except Exception:  # noqa: BLE001 - raised by `Chaos.run`, in the process that has started this one
-        _say(connection, error=traceback.format_exc())
+        say(connection, error=traceback.format_exc())
         raise SystemExit(1) from None
     finally:
         if worker.joined is not None:  # such a process calls no `atexit` functions
             break_off(worker.joined)
-
-
-def _say(connection: Connection, **message: Any) -> None:
-    connection.send_bytes(json.dumps(message).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -26,8 +27,8 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
         rank: of the caller.
         world_size: the number of ranks.
         timeout: of connecting, and of every wait that gives none.
-        host: a name or address of this machine, at which the other ranks reach it; None: Gloo chooses, or the
-            environment variable GLOO_SOCKET_IFNAME.
+        host: a name or address of this machine, at which the other ranks reach it; None: those of the
+            environment variable GLOO_SOCKET_IFNAME, interfaces with commas between them, or what Gloo chooses.
 
     Raises:
         RuntimeError: a rank does not come in time.
@@ -35,7 +36,13 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     new = dist.ProcessGroupGloo
-    options._devices = [new.create_default_device() if host is None else new.create_device(hostname=host)]
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if host is not None:
+        options._devices = [new.create_device(hostname=host)]
+    elif interfaces:  # which only the other constructor reads itself
+        options._devices = [new.create_device(interface=name) for name in interfaces]
+    else:
+        options._devices = [new.create_default_device()]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 

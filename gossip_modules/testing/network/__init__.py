@@ -1,0 +1,1 @@
+"""Network: workers in network namespaces of their own, behind a router that delays, loses and cuts off packets."""
