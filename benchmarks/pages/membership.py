@@ -50,6 +50,30 @@ its slowest step at other times, which shows what the other work did.""",
             "ratio": ("by the median", ".2f"),
         },
     ),
+    "elastic_network": Page(
+        "Stopped, cut off, slow and lossy",
+        "elastic_network.csv",
+        """\
+Eight workers with a [membership](../guides/elasticity.md), each on a host of its own: a network namespace, behind a
+router that delays, loses or drops packets; all on one machine with two cores, which did other work at the same time:
+the slowest step before the event shows how much. A step computes little and sleeps 50 ms. At step 100 something happens to one worker. The deadline is the silence after which it is left out. Times are
+those of the other workers: the median step before, the slowest step before and after, how many steps after took longer
+than twice the median and 50 ms, and the median of the last hundred steps of 400, when the faults that end have ended.
+A worker that is slow but not silent is waited for, step by step: a delay of 200 ms in each direction, or a lost packet,
+which TCP sends again after 200 ms or more.""",
+        {
+            "method": ("method", "s"),
+            "fault": ("what happens", "s"),
+            "deadline_ms": ("deadline, ms", ".0f"),
+            "median_ms": ("median before", ".1f"),
+            "slowest_before_ms": ("slowest before", ".1f"),
+            "slowest_after_ms": ("slowest after", ".1f"),
+            "slow_steps": ("slow steps", "d"),
+            "median_afterwards_ms": ("median at the end", ".1f"),
+            "members_afterwards": ("workers at the end", "d"),
+            "others_that_failed": ("others that failed", "d"),
+        },
+    ),
     "chaos": Page(
         "A random fault every two seconds",
         "chaos.csv",
@@ -61,8 +85,10 @@ another one, empty, is started. Who is silent for 2 s is left out. Then as many 
 [What each kind of fault costs](chaos_faults.md) is on a page of its own.
 **Not all of it holds.** The run went on for 400 s through 200 faults; then all but one worker lost the job within
 20 s, and that one diverged, with a push-sum weight of 0.001. Of 22 that failed, 20 waited to join when a store died.
-What was found has been mended since, each with a test ([decisions](../decisions/membership.md)): joining while a store
-dies, weights given to who dies at the door, and stopped workers that took the job. The soak has not been run again.
+What was found has been mended, each with a test ([decisions](../decisions/membership.md)): joining while a store dies,
+weights given to who dies at the door, and stopped workers that took the job. The next run went on for 560 s, until a
+worker that had lost all others trained on with a push-sum weight of 0.018, and so with 55 times the learning rate; who
+is alone has the weight one since. The soak has not been run to its end again.
 
 ![How many workers there were in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)
 
