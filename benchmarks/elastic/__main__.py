@@ -63,7 +63,7 @@ def rows(options: ElasticBenchmark, method: str, address: str, folder: Path) -> 
         yield from joins.measure(large, options.num_joins, folder)
     elif options.figure == "network":
         for fault in options.faults:
-            yield network.measure(network.Training(method, options.num_hosts, options.step_ms, 400), fault)
+            yield network.measure(network.FaultTraining(method, options.num_hosts, options.step_ms, 400), fault)
     else:
         for width in options.widths:
             with store() as own:

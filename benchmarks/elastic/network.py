@@ -34,7 +34,7 @@ _AFTERWARDS = 100  # steps whose speed is that of training after the fault
 
 
 @dataclass(frozen=True)
-class Training:
+class FaultTraining:
     """What each worker does; picklable, as processes get it.
 
     Args:
@@ -76,7 +76,7 @@ class Training:
         return result
 
 
-def measure(training: Training, fault: str) -> dict[str, Any]:
+def measure(training: FaultTraining, fault: str) -> dict[str, Any]:
     """One row."""
     results = Chaos([FAULTS[fault]], backend="network", seconds=300.0).run(training, training.num_workers)
     others = [result for rank, result in results.items() if rank != HIT]
@@ -100,7 +100,7 @@ def measure(training: Training, fault: str) -> dict[str, Any]:
     }
 
 
-def _steps(training: Training) -> range:
+def _steps(training: FaultTraining) -> range:
     return range(AT, training.num_steps)
 
 
