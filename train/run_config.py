@@ -79,8 +79,8 @@ class RunConfig(MethodOptions, ABC):
     max_workers: int = 0
     """Of others that come only as many are taken in; 0: all."""
     store: str = "127.0.0.1:29400"
-    """host:port where `python -m gossip_modules.membership.serve` runs, which outlives workers. Several runs may share
-    it: the name of --out-dir tells them apart."""
+    """host:port where `python -m gossip_modules.membership.serve` runs, which outlives workers; or file:path, of a file
+    that it writes its address to. Several runs may share it: the name of --out-dir tells them apart."""
     scale_lr: bool = False
     """The learning rate is in proportion to the number of workers that train; otherwise always that of min_workers."""
     min_deadline: float = 1.0

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..transport.bounded_store import BoundedStore
 from . import limits
+from .liveness.address import connect_store, store_address
 
 _HOLE_SECONDS = 2.0  # after which an entry that its writer has not written is left out
 _RECONNECT_SECONDS = 1.0
@@ -36,12 +37,13 @@ class EventLog:
     first one to write it wins, as all know the same.
 
     Args:
-        store: a key-value store that the workers share; or "host:port", of one that `membership.serve` runs.
+        store: a key-value store that the workers share; or "host:port", of one that `membership.serve` runs, or
+            "file:path", of a file in which that has written its address.
         name: of the job, so that several may use one store.
         timeout: of a request.
 
     Raises:
-        ConnectionError: "host:port" does not answer within `timeout`.
+        ConnectionError: the store does not answer within `timeout`.
         ValueError: an address of another form.
     """
 
@@ -69,7 +71,8 @@ class EventLog:
     @property
     def address(self) -> str:
         """Of the store."""
-        return self._given if isinstance(self._given, str) else BoundedStore(self._given).address
+        given = self._given
+        return store_address(given) if isinstance(given, str) else BoundedStore(given).address
 
     @contextlib.contextmanager
     def lent_store(self, prefix: str) -> Iterator[dist.Store]:
@@ -87,7 +90,7 @@ class EventLog:
         with self._lock:
             client = self._clients.pop() if self._clients else None
         if client is None:
-            client = _client(given if isinstance(given, str) else f"{given.host}:{given.port}", self.timeout)
+            client = connect_store(given if isinstance(given, str) else f"{given.host}:{given.port}", self.timeout)
         yield dist.PrefixStore(self._key(prefix), client)
         with self._lock:  # one that has failed is not kept
             if epoch == self._epoch:
@@ -249,7 +252,8 @@ class EventLog:
 
     def _connect(self) -> None:
         given = self._given
-        store = BoundedStore(_client(given, self.timeout) if isinstance(given, str) else given, timeout=self.timeout)
+        client = connect_store(given, self.timeout) if isinstance(given, str) else given
+        store = BoundedStore(client, timeout=self.timeout)
         mine = secrets.token_hex(8)
         epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job").decode()
         if epoch != self._epoch:
@@ -285,16 +289,3 @@ def _parsed(text: bytes | None) -> Mapping[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) else None
-
-
-def _client(address: str, timeout: timedelta) -> dist.TCPStore:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"got store={address!r}, expected 'host:port', like 'node0:29400'")
-    try:
-        return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    except RuntimeError as error:
-        raise ConnectionError(
-            f"the store of the job at {address} did not answer within {timeout.total_seconds():g} s ({error}); start "
-            f"it with: python -m gossip_modules.membership.serve --port {port}"
-        ) from error

@@ -31,7 +31,8 @@ class Membership(Joining):
     it and joins anew, by itself.
 
     Args:
-        store: "host:port", where `python -m gossip_modules.membership.serve` runs, or a `torch.distributed.Store`.
+        store: "host:port", where `python -m gossip_modules.membership.serve` runs; "file:path", of a file that it
+            writes its address to, so that it can be started anew elsewhere; or a `torch.distributed.Store`.
         min_workers: how many workers the first generation has; whoever comes later joins.
         max_workers: how many there are at most, the same on all: others are refused; 0: any number.
         name: of the job, where several share a store.

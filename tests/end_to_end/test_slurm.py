@@ -1,10 +1,11 @@
-"""job_scripts/ on a real SLURM of four nodes: preemption, requeue, a node that fails, cancellation, leftovers."""
+"""job_scripts/ on a real SLURM: preemption, requeue, a node that fails, elastic workers, cancellation, leftovers."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from train.command_line import read_command_line
 from train.tasks.images.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = ROOT / "job_scripts" / "launch.sh"
+LAUNCH, LAUNCH_ELASTIC = (ROOT / "job_scripts" / name for name in ("launch.sh", "launch_elastic.sh"))
 START = r"from step (\d+)"
 MEASURED = ["time_seconds", "data_seconds", "wait_seconds"]
 """Columns that two runs of the same numbers differ in."""
@@ -175,6 +176,108 @@ def test_a_job_is_preempted_requeued_and_resumed_outlives_a_node_and_is_cancelle
     cluster.wait_for_nodes("idle", timeout=60)
     assert endless.state()["JobState"] == "CANCELLED"
     assert (preempted.state()["Restarts"], endless.state()["Restarts"]) == ("1", "1")
+
+
+class ElasticArray:
+    """An elastic run without an end, of an array of three elements, which takes all cores of three nodes.
+
+    Args:
+        cluster: to submit it to.
+        folder: of the run, to be made.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.number = cluster.run(
+            *["sbatch", "--parsable", "--array=0-2", "--cpus-per-task=4", "--time=10", f"--chdir={ROOT}"],
+            f"--output={folder.with_suffix('.%a')}",
+            f"--export=ALL,OUT_DIR={folder},VENV={sys.prefix},MAX_PAUSE=1,RETRY_SECONDS=1",
+            *[str(LAUNCH_ELASTIC), "--recipe", "sgp", "--batch-size", "8", "--epochs", "100000"],
+            *["--validate-every", "100000", "--min-deadline", "60"],
+        )
+
+    def output(self, element: int) -> str:
+        path = self.folder.with_suffix(f".{element}")
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def workers(self, element: int) -> list[int]:
+        """The numbers of the workers that an element has started, in their order."""
+        return [int(number) for number in re.findall(r"worker (\d+) of \d+, .*from batch", self.output(element))]
+
+    def has_trained(self, number: int) -> bool:
+        """Whether a worker has come to the end of an epoch."""
+        path = self.folder / f"rank_{number:04d}.csv"
+        return path.exists() and len(path.read_text(encoding="utf-8").splitlines()) > 1
+
+    def pid_of_worker(self, element: int) -> int:
+        def is_worker(pid: int) -> bool:
+            words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+            return words[1:2] == [b"train/gossip_sgd.py"]
+
+        found = self.cluster.task_pids(f"SLURM_JOB_ID={self.job_of(element)}")
+        (pid,) = [pid for pid in found if is_worker(pid)]
+        return pid
+
+    def job_of(self, element: int) -> str:
+        return self._ask(element, "%A")
+
+    def node_of(self, element: int) -> str:
+        """Empty: it waits for one."""
+        return self._ask(element, "%N")
+
+    def _ask(self, element: int, what: str) -> str:
+        return self.cluster.run("squeue", "--noheader", f"--jobs={self.number}_{element}", f"--format={what}")
+
+    def wait_until(self, is_true: Callable[[], bool], what: str) -> None:
+        """Poll until `is_true()`; fail with what the elements have printed."""
+        try:
+            self.cluster.wait_until(is_true, what, timeout=90.0)
+        except TimeoutError as error:
+            outputs = "\n".join(f"-- element {element}\n{self.output(element)}" for element in range(3))
+            raise AssertionError(f"{error}\n{outputs}") from None
+
+
+@needs_slurm
+@pytest.mark.soak
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_an_elastic_run_outlives_a_worker_a_node_and_its_store(folder: Path, tmp_path: Path) -> None:
+    with Cluster(folder, num_nodes=3) as cluster:
+        run = ElasticArray(cluster, tmp_path / "run")
+        run.wait_until(lambda: sorted(n for e in range(3) for n in run.workers(e)) == [0, 1, 2], "all to begin")
+        run.wait_until(lambda: all(map(run.has_trained, range(3))), "an epoch of each")
+        store = (run.folder / "store").read_text(encoding="utf-8")
+
+        # A worker is killed, and another one loses its node, which SLURM takes away some seconds later: the third one
+        # trains on, and the first of the two comes back.
+        node = run.node_of(2)
+        cluster.kill_node(node)
+        os.kill(run.pid_of_worker(1), signal.SIGKILL)
+        run.wait_until(lambda: len(run.workers(1)) == 2, "the worker that was killed")
+        assert "restart.sh: status 137, again in 1 s" in run.output(1)
+        assert run.workers(1)[1] >= 3
+        run.wait_until(lambda: run.has_trained(run.workers(1)[1]), "an epoch of it")
+        run.wait_until(lambda: run.node_of(2) == "", "SLURM to take the node away, and to queue its element again")
+        assert len(run.workers(2)) == 1, "there is no other node"
+
+        # The node is given back, and an element that has to make room leaves the run, with the store.
+        cluster.start_node(node)
+        cluster.run("scancel", "--batch", "--signal=USR1", f"{run.number}_0")
+        run.wait_until(lambda: "requeueing" in run.output(0), "the first element to leave")
+        assert f"job {run.number}_0: stopped on USR1, requeueing" in run.output(0)
+        assert "told to stop, and leaves the run after batch" in run.output(0)
+
+        # Both come back, to a store at another address, and train with the one that has stayed.
+        run.wait_until(lambda: len(run.workers(0)) == len(run.workers(2)) == 2, "both to come back")
+        last = [run.workers(element)[-1] for element in range(3)]
+        assert len({0, 1, 2, *last}) == 6
+        run.wait_until(lambda: all(map(run.has_trained, last)), "an epoch of all")
+        assert (run.folder / "store").read_text(encoding="utf-8") != store
+        assert run.workers(1)[1:] == last[1:2], "it has not been started again"
+
+        cluster.run("scancel", run.number)
+        run.wait_until(lambda: not cluster.task_pids(), "the end of all processes")
+    assert cluster.daemon_pids() + cluster.task_pids() == []
 
 
 @needs_slurm

@@ -1,15 +1,83 @@
-"""The address at which other workers reach this one."""
+"""Addresses: that of the store, which may move, and that at which other workers reach this one."""
 
 from __future__ import annotations
 
 import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+_FILE = "file:"
+_TRY_SECONDS = 1.0  # after which a file is read again
+_PAUSE_SECONDS = 0.05  # between two attempts
+
+
+def store_address(store: str) -> str:
+    """The "host:port" of a store: `store` itself, or what stands in the file of "file:path" now, if anything does."""
+    if not store.startswith(_FILE):
+        return store
+    try:
+        text = Path(store.removeprefix(_FILE)).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):  # not written yet, or on a file system that is away
+        return store
+    return text if _is_address(text) else store
+
+
+def connect_store(store: str, timeout: timedelta) -> dist.TCPStore:
+    """A client of a store.
+
+    Args:
+        store: "host:port", or "file:path" for a file with it, which is read again while nobody answers there.
+        timeout: of this, and of the requests of the client.
+
+    Raises:
+        ConnectionError: nobody has answered within `timeout`.
+        ValueError: `store` has another form.
+    """
+    is_file = store.startswith(_FILE) and store != _FILE
+    if not (is_file or _is_address(store)):
+        raise ValueError(f"got store={store!r}, expected 'host:port', like 'node0:29400', or 'file:path'")
+    why, has_failed = "it has not written its address there", False
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        address, left = store_address(store), max(deadline - time.monotonic(), 0.01)
+        try:
+            if _is_address(address):
+                patience = min(left, _TRY_SECONDS) if is_file else left
+                return _client(address, patience, timeout, is_doubtful=has_failed)
+        except (OSError, RuntimeError) as error:
+            why, has_failed = str(error), True
+        if time.monotonic() >= deadline or not is_file:
+            option = f"--address-file {store.removeprefix(_FILE)}" if is_file else f"--port {store.rpartition(':')[2]}"
+            raise ConnectionError(
+                f"the store of the job at {address} did not answer within {timeout.total_seconds():g} s ({why}); start "
+                f"it with: python -m gossip_modules.membership.serve {option}"
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _client(address: str, patience: float, timeout: timedelta, *, is_doubtful: bool) -> dist.TCPStore:
+    host, _, port = address.rpartition(":")
+    if is_doubtful:  # torch prints a stack for each attempt that fails, so it is not asked where nobody listens
+        socket.create_connection((host, int(port)), timeout=patience).close()
+    limit = timedelta(seconds=patience)
+    client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+    client.set_timeout(timeout)
+    return client
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit()
 
 
 def own_address(store: str, host: str | None = None) -> str:
     """The numbers of the address that `host` names, looked up once; without one, that of the interface to the store.
 
     Args:
-        store: "host:port", or what is none, for which this machine is the whole network.
+        store: its "host:port", or what is none, for which this machine is the whole network.
         host: a name or an address of this machine.
 
     Raises:

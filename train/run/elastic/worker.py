@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossip_modules.membership.joining import JobFullError
 from train.job.errors import usage_errors
 from train.job.outputs import SUMMARY
 from train.job.preemption import EXIT_CODE, StopRequest
@@ -21,6 +20,9 @@ from train.tasks.base import Task
 
 def run_elastic(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
     """Run `config` in this process, one worker among others that come and go, and return its exit code.
+
+    That is `EXIT_CODE` where it was told to stop, and where it cannot begin at present: the store does not answer, too
+    few workers have come, or as many as the run takes. Then it may be started again later.
 
     Args:
         config: of the run.
@@ -42,8 +44,8 @@ def run_elastic(config: RunConfig, make_task: Callable[[Any, World], Task]) -> i
             with usage_errors():
                 # Never closed: the handlers are to outlive this function, see StopRequest.
                 training = ElasticRun(task, config, world, StopRequest())
-        except JobFullError as error:
-            print(error, flush=True)
+        except (ConnectionError, TimeoutError) as error:  # no place, no store, too few others: not now
+            print(f"this worker cannot begin: {error}", flush=True)
             return EXIT_CODE
         else:
             try:

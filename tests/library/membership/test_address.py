@@ -1,0 +1,65 @@
+"""The address of the store: in a file, which changes when the store is started anew elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gossip_modules.membership import event_log
+from gossip_modules.membership.event_log import EventLog
+from gossip_modules.membership.liveness.address import connect_store, store_address
+from gossip_modules.membership.serve import write_address
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def serve(path: Path) -> dist.TCPStore:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    write_address(path, f"127.0.0.1:{server.port}")
+    return server
+
+
+def test_a_store_that_has_moved_is_found_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "_RECONNECT_SECONDS", 0.0)
+    path = tmp_path / "run" / "store"
+    first = serve(path)
+    log = EventLog(f"file:{path}", name="job", timeout=TIMEOUT)
+    assert log.address == f"127.0.0.1:{first.port}"
+    assert log.append({"i": 0})
+    del first
+    deadline = time.monotonic() + 20
+    while log.append({"i": 1}):  # until the connection is seen to be closed
+        assert time.monotonic() < deadline
+    second = serve(path)  # at another port, and empty
+    events: list[Mapping[str, Any]] = []
+    while not log.is_anew:
+        log.read(lambda state, _: None, events.append)
+        assert time.monotonic() < deadline
+    log.restore("what it was")
+    states: list[str] = []
+    assert log.read(lambda state, _: states.append(state), events.append)
+    assert states == ["what it was"]
+    assert log.address == f"127.0.0.1:{second.port}"
+
+
+@pytest.mark.parametrize("text", [None, "", "node0", "node0:", "node0:x", ":29400"])
+def test_a_file_without_an_address_is_an_error_after_the_timeout(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "store"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    assert store_address(f"file:{path}") == f"file:{path}"
+    message = rf"at file:{path} did not answer within 0.1 s .*membership.serve --address-file {path}"
+    with pytest.raises(ConnectionError, match=message):
+        connect_store(f"file:{path}", timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize("store", ["node0", "node0:", "node0:http", "file:"])
+def test_another_form_is_refused(store: str) -> None:
+    with pytest.raises(ValueError, match=rf"got store='{store}', expected 'host:port', like .*, or 'file:path'"):
+        connect_store(store, TIMEOUT)
