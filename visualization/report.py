@@ -1,5 +1,7 @@
 """The report of one run as a single HTML file: results, curves, ranks, graph and configuration.
 
+Of an elastic run it also tells who came and who left, when, and why.
+
     python -m visualization.report runs/digits_sgp          # writes report.html there
     python -m visualization.report runs/digits_sgp --output sgp.html
 
@@ -25,8 +27,10 @@ from matplotlib.figure import Figure
 from visualization.command import read_arguments, run_command
 from visualization.curves import PANELS, draw_runs
 from visualization.graphs import rounds_of_run
+from visualization.logs.membership import AROUND_SECONDS, Generation, LoggedMembership, read_membership
 from visualization.logs.runs import LoggedRun, read_run
 from visualization.logs.tables import FileProblem
+from visualization.panels.membership import draw_membership
 from visualization.style import styled
 from visualization.topology import draw_rounds
 
@@ -75,12 +79,13 @@ class Report:
     """File to write; none: report.html in the folder of the run."""
 
 
-def make_report(run: LoggedRun, problems: Sequence[FileProblem]) -> str:
+def make_report(run: LoggedRun, problems: Sequence[FileProblem], membership: LoggedMembership | None = None) -> str:
     """The report as HTML.
 
     Args:
         run: with or without a summary.
         problems: what is wrong with its files.
+        membership: of an elastic run.
     """
     name = escape(run.name)
     recipe = f"{escape(run.recipe)} on {run.world_size} ranks" if run.recipe else f"{run.world_size} ranks"
@@ -93,8 +98,10 @@ def make_report(run: LoggedRun, problems: Sequence[FileProblem]) -> str:
         row = {"model": "average of all ranks", **{key: value for key, value in results.items() if value is not None}}
         parts += ["<h2>Results</h2>", _table([row])]
     parts += ["<h2>Curves</h2>", _curves(run)]
+    if membership is not None:
+        parts += ["<h2>Who came and went</h2>", *_membership(membership)]
     if run.summary:
-        ranks = [{"rank": str(rank), **result} for rank, result in enumerate(run.summary["ranks"])]
+        ranks = [{"rank": str(rank), **result} for rank, result in zip(run.numbers, run.summary["ranks"], strict=True)]
         parts += ["<h2>Ranks</h2>", _table(ranks), "<h2>Who talks to whom</h2>", _topology(run)]
         parts += ["<h2>Configuration</h2>", _options(run.config)]
     if isinstance(unused := run.summary.get("unused"), dict) and unused:
@@ -109,6 +116,42 @@ def _curves(run: LoggedRun) -> str:
         return '<p class="muted">The tables of the ranks have nothing to draw.</p>'
     with styled():
         return _image(draw_runs([run]), "Test error or score, training loss and consensus distance")
+
+
+def _membership(membership: LoggedMembership) -> list[str]:
+    rows = []
+    for one in membership.generations:
+        around = membership.around(one.seconds)
+        row = {
+            "what happened": _in_words(one),
+            "at [s]": f"{one.seconds:.1f}",
+            "generation": str(one.number),
+            "workers": str(len(one.members)),
+        }
+        if len(around):
+            row |= {
+                "deadline [s]": f"{around['deadline_seconds'].max():.2f}",
+                "median step [ms]": f"{1000 * around['median_seconds'].median():.1f}",
+                "slowest step [ms]": f"{1000 * around['slowest_seconds'].max():.1f}",
+            }
+        rows.append(row)
+    text = f"Steps are those of all workers within {AROUND_SECONDS:g} s of the beginning of a generation."
+    with styled():
+        image = _image(draw_membership(membership), "Workers over time, and the slowest step meanwhile")
+    return [image, f'<p class="muted">{text}</p>', _table(rows)]
+
+
+def _in_words(generation: Generation) -> str:
+    """Who joined and who left, and why."""
+    if generation.number == 1 or len(generation.joined) == len(generation.members):
+        return f"workers {_numbers(generation.members)} began"
+    left = [f"worker {number} left: {why}" for number, why in generation.left.items()]
+    joined = [f"worker {number} joined" for number in generation.joined]
+    return "; ".join(left + joined) or "the same workers formed another generation"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _topology(run: LoggedRun) -> str:
@@ -172,12 +215,14 @@ def _option(value: Any) -> str:
 def main(report: Report) -> int:
     """Write the report; the exit code."""
     run, problems = read_run(report.run)
+    membership, wrong = read_membership(report.run)
+    problems += wrong
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if run is None:
         return 2
     path = report.output or report.run / "report.html"
-    path.write_text(make_report(run, problems), encoding="utf-8")
+    path.write_text(make_report(run, problems, membership), encoding="utf-8")
     print(f"wrote {path}")
     return 1 if problems else 0
 

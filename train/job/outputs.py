@@ -19,9 +19,14 @@ def csv_path(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:04d}.csv"
 
 
+def membership_path(folder: Path, number: int) -> Path:
+    """What a worker of an elastic run notes of those beside it, see `MembershipLog`."""
+    return folder / f"membership_{number:04d}.jsonl"
+
+
 def tables_in(folder: Path) -> list[Path]:
-    """The tables of all ranks in `folder`, which may be local to a machine."""
-    return paths_in(folder, "rank_*.csv")
+    """What each rank has written into `folder`, which may be local to a machine."""
+    return paths_in(folder, "rank_*.csv") + paths_in(folder, "membership_*.jsonl")
 
 
 def outputs_in(folder: Path) -> list[Path]:

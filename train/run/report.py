@@ -79,7 +79,7 @@ def write_report(
         validation: the last one.
         results: of all ranks, in their order.
         changes: of the workers that take part, where they come and go.
-        numbers: of the ranks, in the names of their tables; None: 0, 1, ...
+        numbers: of the ranks, in the names of their tables; None: 0, 1, ...; where they come and go, the "workers".
         model: what `validation` calls averaged.
     """
     numbers = range(len(results)) if numbers is None else numbers
@@ -91,7 +91,7 @@ def write_report(
         "ranks": [result.columns for result in results],
         "config": config.used_choices,
         "unused": config.unused_choices,
-        **({"membership": list(changes)} if changes else {}),
+        **({"membership": list(changes), "workers": list(numbers)} if changes else {}),
         "made": {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join(sys.orig_argv),

@@ -55,6 +55,11 @@ class LoggedRun:
         """Ranks of the run; without a summary those whose table is here."""
         return int(self.summary.get("world_size", self.table["rank"].nunique()))
 
+    @property
+    def numbers(self) -> list[int]:
+        """Of the ranks that the summary has results of, in their order; those of an elastic run are its workers."""
+        return list(self.summary.get("workers", range(len(self.summary.get("ranks", ())))))
+
     def has(self, column: str) -> bool:
         """Whether some row has a value there."""
         return column in self.table and bool(self.table[column].notna().any())
@@ -144,9 +149,16 @@ def read_summary(path: Path) -> tuple[dict[str, Any], list[FileProblem]]:
         isinstance(rank, dict) and _is_number(rank.get("time_seconds")) for rank in summary["ranks"]
     ):
         wrong.append("ranks: list of dict with time_seconds")
+    if not wrong and not _is_of_each(summary.get("workers", [0] * len(summary["ranks"])), summary["ranks"]):
+        wrong.append("workers: list of int, one for each of ranks")
     if wrong:
         return {}, [FileProblem(path, None, f"got it without {', '.join(wrong)}; left out")]
     return summary, []
+
+
+def _is_of_each(numbers: object, ranks: Sequence[object]) -> bool:
+    is_list = isinstance(numbers, list) and all(isinstance(number, int) for number in numbers)
+    return is_list and len(numbers) == len(ranks)  # type: ignore[arg-type]
 
 
 def _is_number(value: object) -> bool:
@@ -214,15 +226,19 @@ def _compare_with_summary(
         whole: ranks whose table ends where the run has ended.
     """
     strangers: dict[int, FileProblem] = {}
+    numbers = summary.get("workers", range(summary["world_size"]))
+    results = dict(zip(numbers, summary["ranks"]))
     for rank, rows in tables.items():
         path, row = _path(folder, rank), rows.iloc[-1]
-        if rank >= summary["world_size"]:
+        if rank not in numbers and "workers" in summary:  # it died, or left, before the end
+            continue
+        if rank not in numbers:
             text = f"got rank {rank} in a run of {summary['world_size']}, expected a lower one: a file of another run?"
             strangers[rank] = FileProblem(path, None, f"{text} It is left out")
             continue
-        if rank >= len(summary["ranks"]):
+        if rank not in results:
             continue
-        seconds, told = row["time_seconds"], summary["ranks"][rank]["time_seconds"]
+        seconds, told = row["time_seconds"], results[rank]["time_seconds"]
         if seconds > told * (1 + 1e-6) or (rank in whole and seconds < told * (1 - 1e-6)):
             text = (
                 f"got {seconds:.6g} s of training in the last row, expected the {told:.6g} s of {SUMMARY}: "
@@ -236,7 +252,7 @@ def _compare_with_summary(
         return [FileProblem(folder / SUMMARY, None, f"{text}: the summary of another run? It is left out")]
     for rank in strangers:
         del tables[rank]
-    absent = [rank for rank in range(summary["world_size"]) if rank not in tables and rank not in strangers]
+    absent = [rank for rank in numbers if rank not in tables and rank not in strangers]
     problems = list(strangers.values())
     found = set(folder.glob("rank_*.csv"))
     if missing := [path.name for path in (_path(folder, rank) for rank in absent) if path not in found]:

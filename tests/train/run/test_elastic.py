@@ -29,6 +29,7 @@ from train.tasks.images.config import Config
 from train.tasks.images.task import ImageTask
 from train.tasks.language_model.config import LanguageModelConfig
 from train.tasks.translation.config import TranslationConfig
+from visualization.logs.membership import read_membership
 
 SECONDS = 60.0
 EPOCHS = 2
@@ -175,6 +176,18 @@ def test_a_worker_dies_another_joins_and_each_batch_is_read_once(
     assert joiner.task.read, "the joiner took no part"
     assert summary["averaged_test"]["accuracy_percent"] > 30
     assert summary["world_size"] == 3
+
+    # What the workers have noted is the same, also of the one that died; steps stop with it.
+    logged, problems = read_membership(config.run_dir)
+    assert problems == []
+    assert logged is not None
+    assert [list(one.members) for one in logged.generations] == [change["members"] for change in generations]
+    left = logged.generations[first].left
+    assert {str(number): why for number, why in left.items()} == generations[first]["left"]
+    num_read = {f"{w.training.membership.number:04d}": len(w.task.read) for w in workers if w.training is not None}
+    assert logged.steps.groupby("worker")["num_steps"].sum().to_dict() == num_read
+    assert (logged.steps["slowest_seconds"] >= logged.steps["median_seconds"]).all()
+    assert logged.steps["live"].between(1, 3).all()
 
     # It is over: the folder is not taken for another run, and a worker that is started again has nothing to do.
     with pytest.raises(UsageError, match=r"got an --out-dir with a finished run .*; start afresh in another --out-dir"):

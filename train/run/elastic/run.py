@@ -28,6 +28,7 @@ from train.job.preemption import EXIT_CODE, StopRequest
 from train.job.world import World
 from train.run.checkpoint import START_AFRESH, Checkpoints
 from train.run.elastic.history import History
+from train.run.elastic.membership_log import MembershipLog
 from train.run.elastic.report import report
 from train.run.evaluate import Validation
 from train.run.log import EpochRow, RunLog
@@ -87,6 +88,7 @@ class ElasticRun:
             keep_last=config.keep_last,
         )
         self.history, self.meters = History(), Meters(world.device)
+        self.membership_log = MembershipLog(self.folder, self.membership.stats)
         optimizer = task.make_optimizer(module)
         saved = self._saved()
         if saved is not None:  # before it is wrapped: the first worker's model is that of all then
@@ -146,12 +148,14 @@ class ElasticRun:
         # From here on workers differ: dropout must not fall on the same units everywhere.
         torch.manual_seed(config.seed * 10_000 + number)
         self.log = RunLog(self.folder, rank=number, step=self.history.first_turn // self.founders)
+        self.membership_log.open(number)
 
     def _changed(self, change: Change) -> None:
         """A generation begins: its workers deal out the batches anew."""
         self.stream = None
         self.history.changes.append(
             {
+                "unix_seconds": round(time.time(), 3),
                 "generation": change.generation,
                 "step": change.step,
                 "batch": self._first_of(change.step),
@@ -161,6 +165,7 @@ class ElasticRun:
                 "time_seconds": round(self.meters.train_seconds, 3),
             }
         )
+        self.membership_log.generation(self.history.changes[-1])
 
     def train(self) -> int:
         """Train until the run ends or this worker is told to leave; returns the exit code of the process."""
@@ -235,7 +240,9 @@ class ElasticRun:
         if config.scale_lr:
             rate *= members.world_size / self.founders
         train_step(self.task, config, self.state, batch, learning_rate=rate)
-        self.meters.train_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.meters.train_seconds += seconds
+        self.membership_log.step(seconds)
         if self.state.step % config.log_every == 0:
             log.point(first // self.founders, loss=self.meters.loss, learning_rate=rate)
 
@@ -282,5 +289,6 @@ class ElasticRun:
         """Leave the job, and end threads, loader processes and files; idempotent."""
         if self.log is not None:
             self.log.close()
+            self.membership_log.close()
         self.wrapper.close()
         self.task.close()
