@@ -88,7 +88,8 @@ fi
 # A worker that gives up ends neither the step nor, as without --wait=0 some clusters would, those beside it later.
 cpus=$((${SLURM_CPUS_PER_TASK:-1} / num_workers))
 command=(
-  srun --nodes=1 "--ntasks=$num_workers" "--cpus-per-task=$((cpus > 0 ? cpus : 1))" --kill-on-bad-exit=0 --wait=0
+  srun --nodes=1 "--ntasks=$num_workers" "--ntasks-per-node=$num_workers" "--cpus-per-task=$((cpus > 0 ? cpus : 1))"
+  --kill-on-bad-exit=0 --wait=0
   job_scripts/restart.sh "$python" "$script" --elastic --store "${STORE:-file:$out_dir/store}"
   --min-workers "$((${SLURM_ARRAY_TASK_COUNT:-1} * num_workers))" --out-dir "$out_dir" --resume auto "$@"
 )

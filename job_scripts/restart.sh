@@ -21,15 +21,10 @@ if (($# == 0)); then
   exit 2
 fi
 
-child='' signal='' killer='' interrupted=0 status=75 failures=0
+child='' signal='' status=75 failures=0
 stop() { # <signal>
-  signal=$1 interrupted=1
-  [[ -n $child ]] || return 0
-  kill "-$signal" "$child" 2>/dev/null || :
-  [[ -z $killer ]] || return 0
-  # Its outputs are its own: who reads those of the command is not to wait for it.
-  (sleep "${GRACE_SECONDS:-100}" & trap "kill $!" TERM; wait $! && kill -KILL "$child") &>/dev/null &
-  killer=$!
+  signal=$1
+  [[ -z $child ]] || kill "-$signal" "$child" 2>/dev/null || :
 }
 trap 'stop USR1' USR1
 trap 'stop TERM' TERM INT  # what runs in the background ignores INT
@@ -39,13 +34,17 @@ while [[ -z $signal ]]; do
   "$@" &
   child=$!
   [[ -z $signal ]] || stop "$signal"
-  # A trapped signal ends `wait` early: only a wait that no signal interrupted tells the status of the command.
-  interrupted=1
-  while ((interrupted)); do
-    interrupted=0
+  status=0
+  wait "$child" || status=$?
+  if [[ -n $signal ]]; then  # it has ended the wait
+    last=$((SECONDS + ${GRACE_SECONDS:-100}))
+    while kill -0 "$child" 2>/dev/null; do
+      ((SECONDS < last)) || kill -KILL "$child" 2>/dev/null || :
+      sleep 0.1 || :
+    done
     status=0
     wait "$child" || status=$?
-  done
+  fi
   child=''
   [[ -z $signal && $status != 0 && $status != 2 ]] || break
 
@@ -67,5 +66,4 @@ while [[ -z $signal ]]; do
   { [[ -z $signal ]] && wait "$sleeper"; } || kill "$sleeper" 2>/dev/null || :
 done
 
-[[ -z $killer ]] || kill "$killer" 2>/dev/null || :
 exit "$status"
