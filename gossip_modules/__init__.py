@@ -5,9 +5,11 @@ from typing import Any
 
 from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
+from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
 from .compression.sparsifier import RandomK, TopK
+from .compression.two_bit import TwoBit
 from .dpwa.averager import PairwiseAverager
 from .dpwa.config import PairwiseConfig
 from .dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
@@ -76,6 +78,7 @@ from .outer.gasloc import GASLoC
 from .outer.method import OuterMethod
 from .outer.noloco import NoLoCo
 from .outer.slowmo import SlowMo
+from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
 from .relay.relay_sgd import RelaySGD
 from .schedule import Schedule
@@ -111,6 +114,7 @@ __all__ = [
     "Cast",
     "ChainGraph",
     "Choco",
+    "ChunkTopK",
     "ClockInterpolation",
     "CompleteGraph",
     "Compressor",
@@ -181,12 +185,14 @@ __all__ = [
     "SignNorm",
     "SimpleGossipDataParallel",
     "SlowMo",
+    "SparseLoCo",
     "StaticExponentialGraph",
     "StreamingDiLoCo",
     "SyncEngine",
     "TopK",
     "TorusGraph",
     "Transport",
+    "TwoBit",
     "UniformMixing",
     "UpdateRule",
     "WeightedGraph",

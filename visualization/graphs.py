@@ -28,6 +28,7 @@ _AVERAGED = {
     "diloco": "DiLoCo",
     "streamingdiloco": "Streaming DiLoCo",
     "eagerdiloco": "Eager DiLoCo",
+    "sparseloco": "SparseLoCo",
     "slowmo": "SlowMo",
 }
 """Recipes whose outer steps are along the mean drift of all ranks, and their titles."""

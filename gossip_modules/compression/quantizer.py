@@ -10,7 +10,7 @@ from torch import Tensor
 from .bit_packing import pack, packed_size, unpack
 from .compressor import Compressor, checked_seed, chunks, random_words, saturated, wide
 
-_LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # of a scale; its products round, but not to infinity
+LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # of a scale; its products round, but not to infinity
 
 
 class SignNorm(Compressor):
@@ -38,7 +38,7 @@ class SignNorm(Compressor):
     """
 
     def __init__(self, block_size: int | None = 2048) -> None:
-        self.block_size = None if block_size is None else _checked_multiple_of_8("block_size", block_size)
+        self.block_size = None if block_size is None else checked_multiple_of_8("block_size", block_size)
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
         """See `Compressor`."""
@@ -100,7 +100,7 @@ class QSGD(Compressor):
         if not isinstance(bits, int) or bits not in (2, 4, 8):
             raise ValueError(f"got bits={bits}, expected 2, 4 or 8, which fill bytes; for 1 bit use SignNorm")
         self.bits = bits
-        self.bucket_size = _checked_multiple_of_8("bucket_size", bucket_size)
+        self.bucket_size = checked_multiple_of_8("bucket_size", bucket_size)
         self.seed = checked_seed(seed)
         self.unbiased = unbiased
         self.num_levels = 2 ** (bits - 1) - 1
@@ -135,7 +135,8 @@ class QSGD(Compressor):
         return f"QSGD(bits={self.bits}, bucket_size={self.bucket_size}, seed={self.seed}, unbiased={self.unbiased})"
 
 
-def _checked_multiple_of_8(name: str, size: int) -> int:
+def checked_multiple_of_8(name: str, size: int) -> int:
+    """The size; raises ValueError if it is not a positive multiple of 8."""
     if not isinstance(size, int) or size < 8 or size % 8:
         raise ValueError(f"got {name}={size}, expected a positive multiple of 8, so that blocks begin with a byte")
     return size
@@ -148,7 +149,7 @@ def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
     """
     sums = torch.zeros(-(-x.numel() // block_size), dtype=torch.float64, device=x.device)
     for start, stop, blocks in chunks(x, block_size):
-        chunk = x[start:stop] if x.dtype == torch.float32 else saturated(x[start:stop], _LARGEST)
+        chunk = x[start:stop] if x.dtype == torch.float32 else saturated(x[start:stop], LARGEST)
         rows = chunk.view(blocks.stop - blocks.start, -1)
         sums[blocks] += torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float64).pow_(p)
     return sums.pow_(1 / p)
@@ -156,7 +157,7 @@ def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
 
 def _as_scales(norms: Tensor) -> Tensor:
     """Norms, float64, such that finite ones stay finite in float32, also when they are multiplied by a level."""
-    return saturated(norms, _LARGEST)
+    return saturated(norms, LARGEST)
 
 
 def _scales_and_codes(message: Tensor, d: int, block_size: int) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ class TopK(Compressor):
         d, k = target.numel(), _num_kept(self.ratio, target.numel())
         num_value_bytes = k * dtype.itemsize
         indices = unpack_indices(message[num_value_bytes:], k, d)
-        _add_at(indices, message[:num_value_bytes].view(dtype), target, alpha)
+        add_at(indices, message[:num_value_bytes].view(dtype), target, alpha)
 
     def __repr__(self) -> str:
         return f"TopK({self.ratio})"
@@ -110,7 +110,7 @@ class RandomK(Compressor):
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
         positions = self._positions(message[:16].view(torch.int64), target.numel())
-        _add_at(positions, message[16:].view(dtype), target, alpha)
+        add_at(positions, message[16:].view(dtype), target, alpha)
 
     def _positions(self, progression: Tensor, d: int) -> Tensor:
         i = torch.arange(_num_kept(self.ratio, d), device=progression.device)
@@ -130,7 +130,7 @@ def _num_kept(ratio: float, d: int) -> int:
     return min(d, max(1, int(d * ratio)))
 
 
-def _add_at(indices: Tensor, values: Tensor, target: Tensor, alpha: float) -> None:
+def add_at(indices: Tensor, values: Tensor, target: Tensor, alpha: float) -> None:
     """target[indices] += alpha * values, rounded once to target's dtype. All indices are different."""
     dtype = torch.promote_types(target.dtype, values.dtype)
     sums = values.to(dtype) * alpha

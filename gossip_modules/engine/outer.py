@@ -22,6 +22,7 @@ from ..outer.anchor import Anchor
 from ..outer.fragment import cut
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
+from .compressed_average import CompressedAverage
 from .engine import SyncEngine
 from .gossip_thread import GossipThread
 from .outer_checks import check_fragments, check_weights
@@ -83,6 +84,9 @@ class OuterEngine(SyncEngine):
         self.outer = outer
         self._places = places
         self._mixer = self.averager if outer.averages_exactly else gossiper
+        self._gathering: CompressedAverage | None = None
+        if outer.wire_compressor is not None:
+            self._gathering = CompressedAverage(gossiper.transport, outer.wire_compressor)
         self._anchors: list[Anchor] = []  # one for each fragment
         self._loaded: list[dict[str, Any]] = []  # the states of anchors, until the next outer step
         self._flights: list[_OuterFlight] = []  # in the order in which they were started
@@ -122,13 +126,12 @@ class OuterEngine(SyncEngine):
         with record_function("gossip.outer_step", f"t={self.t}"):
             anchor = self._anchor_for(p, x)
             has_changed = self._bring(anchor, x)
-            mixer, t = self._mixer, self.t
+            t = self.t
             self.t += 1
             if self.outer.delay:
                 self._depart(p, anchor, t, step + self.outer.delay)
             else:
-                mixer.start(anchor.sent, t)
-                mixer.finish(anchor.sent)
+                self._mix(anchor, t)
                 self._apply(anchor, x)
                 has_changed = True
         self.stats.wait_seconds += time.perf_counter() - start
@@ -151,6 +154,15 @@ class OuterEngine(SyncEngine):
             anchor.write_to(x)
         return has_changed or self.outer.is_eager
 
+    def _mix(self, anchor: Anchor, t: int) -> None:
+        """What is sent <- W(t) of it, or where the method compresses the mean of the messages of all ranks."""
+        if self._gathering is None:
+            self._mixer.mix(anchor.sent, t)
+            return
+        self._gathering.average(anchor.messages, anchor.gradients, what=f"the compressed average of round {t}")
+        for buffer in anchor.sent.buffers:
+            self.averager.mix(buffer, t)
+
     def _apply(self, anchor: Anchor, x: FlatVector) -> None:
         """phi <- a step with what was mixed, and x <- phi."""
         anchor.keep_buffers()
@@ -164,7 +176,7 @@ class OuterEngine(SyncEngine):
 
     def _depart(self, p: int, anchor: Anchor, t: int, due: int) -> None:
         """Hand what is sent to the gossip thread."""
-        mixer, sent = self._mixer, anchor.sent
+        sent = anchor.sent
         if sent.raw.is_cuda:
             if self._stream is None or self._stream.device != sent.raw.device:
                 self._stream = torch.cuda.Stream(sent.raw.device)
@@ -174,8 +186,7 @@ class OuterEngine(SyncEngine):
         def run() -> float:
             on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
             with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
-                mixer.start(sent, t)
-                mixer.finish(sent)
+                self._mix(anchor, t)
             return 1.0
 
         if self._thread is None:

@@ -41,7 +41,7 @@ class MethodOptions:
     compressor: str = "sign"
     """sign, topk, randomk, qsgd, bfloat16, float16."""
     compression_ratio: float = 0.01
-    """topk, randomk: share of the entries that is sent."""
+    """topk, randomk, sparseloco: share of the entries that is sent."""
     compression_bits: int = 8
     """qsgd, moniqua: bits per entry, 2, 4 or 8."""
     step_size: float = 0.0
@@ -82,13 +82,16 @@ class MethodOptions:
 
     # Outer optimizers
     outer_lr: float = 0.0
-    """Learning rate of the outer optimizer. 0: the published one, 0.7, and for slowmo 1."""
+    """Learning rate of the outer optimizer. 0: the published one, 0.7, and for slowmo and sparseloco 1."""
     outer_momentum: float = -1.0
     """Its momentum, less than 1. Below 0: the published one, 0.9, for slowmo and noloco 0.5."""
     outer_fragments: int = 4
     """streamingdiloco: parts of the model that take outer steps at different times."""
     outer_delay: int = 1
     """streamingdiloco: steps for which an outer step travels under training, less than sync_period."""
+
+    error_decay: float = 0.95
+    """sparseloco: what is kept from one outer step to the next of what was not sent."""
 
     # dpwa
     interpolation: Literal["constant", "clock", "loss"] = "constant"
@@ -121,7 +124,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "PowerGossip": ("power_rank", "power_iterations", "warm_start", "compress_vectors"),
     "WAGMA-SGD": ("group_size", "wait_avoiding"),
     "averages": ("sync_period",),
-    "outer optimizers": ("outer_lr", "outer_momentum", "outer_fragments", "outer_delay"),
+    "outer optimizers": ("outer_lr", "outer_momentum", "outer_fragments", "outer_delay", "error_decay"),
     "dpwa": ("interpolation", "interpolation_value", "divergence_threshold", "fetch_probability"),
 }
 """All of them by what they belong to, for --help: a way to communicate, or the titles of the methods that use them."""

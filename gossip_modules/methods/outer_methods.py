@@ -1,39 +1,24 @@
-"""Outer optimizers as methods: their entries, what the options say of them, and how they are simulated."""
+"""Outer optimizers as methods: their entries, and what the options say of them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..flat.vector import FlatVector
-from ..mixing_manager.base import MixingManager
-from ..mixing_manager.graph_weights import default_mixing
-from ..outer.anchor import Anchor
+from ..compression.chunk_top_k import ChunkTopK
+from ..compression.two_bit import TwoBit
 from ..outer.diloco import DiLoCo
 from ..outer.eager_diloco import EagerDiLoCo
-from ..outer.fragment import Fragment, Range
 from ..outer.gasloc import GASLoC
 from ..outer.method import OuterMethod
 from ..outer.noloco import NoLoCo
 from ..outer.slowmo import SlowMo
+from ..outer.sparse_loco import SparseLoCo
 from ..outer.streaming_diloco import StreamingDiLoCo
 from ..registry import Method, Paper
-from ..schedule import Action, Schedule
-from ..simulate.choice import Choice
-from ..simulate.clocks import Clock, SyncClock
-from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
-from ..simulate.mixing import SimulatedMixing
-from ..simulate.setting import Setting
 from .options import MethodOptions
-from .simulated import options_of, static, undirected
+from .outer_simulation import simulate_outer
+from .simulated import static
 from .wrapping import undirected_neighbours, wrap_with
-
-MakeOuter: TypeAlias = Callable[[MethodOptions, int], OuterMethod]
-"""Makes an outer method, given options and a seed."""
 
 
 def diloco(options: MethodOptions, seed: int) -> OuterMethod:
@@ -67,96 +52,17 @@ def gasloc(options: MethodOptions, seed: int) -> OuterMethod:
     return GASLoC(options.sync_period, **_rates(options))
 
 
+def sparse_loco(options: MethodOptions, seed: int) -> OuterMethod:
+    """SparseLoCo, with a share of each chunk of 4096 entries in two bits."""
+    code = ChunkTopK(max(1, round(4096 * options.compression_ratio)), 4096, values=TwoBit())
+    rates: dict[str, Any] = {"lr": options.outer_lr} if options.outer_lr else {}
+    return SparseLoCo(options.sync_period, decay=options.error_decay, compressor=code, **rates)
+
+
 def _rates(options: MethodOptions) -> dict[str, Any]:
     """Those that were set."""
     rates: dict[str, Any] = {"lr": options.outer_lr} if options.outer_lr else {}
     return {**rates, "momentum": options.outer_momentum} if options.outer_momentum >= 0 else rates
-
-
-class OuterSimulation(LockstepMethod):
-    """An outer method itself, on the models of all ranks at once.
-
-    An outer step with a delay is applied that much later; its time is that of one which training waits for.
-
-    Args:
-        outer: the method; without gossip between outer steps, and with equal runs as fragments.
-        mixing: of outer steps; None: exact averages.
-        clock: what they take.
-    """
-
-    def __init__(self, outer: OuterMethod, mixing: MixingManager | None, clock: Clock) -> None:
-        super().__init__(Plain(), None if mixing is None else SimulatedMixing(mixing), Schedule(), clock)
-        self.outer = outer
-        self._anchors: list[Anchor] = []
-        self._due: list[tuple[int, Anchor]] = []
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> None:
-        """See `SimulatedMethod`. The outer optimizer works element by element: one does for all ranks."""
-        models, step = FlatVector.over(x), self.clock.step
-        if not self._anchors:
-            self._anchors = [self._anchor(models, columns) for columns in self._cuts(x.shape[1])]
-        self._arrive(models, step)
-        starting = self.outer.starting_at(step)
-        round_ = self.mixing.round(self._t) if self.mixing is not None and starting else None
-        action = Action.SKIP if not starting else Action.AVERAGE if round_ is None else Action.GOSSIP
-        self.clock.advance(action, round_)
-        for p in starting:
-            self._start(self._anchors[p], models)
-            if not self.outer.delay:
-                self._arrive(models, step)
-
-    def _cuts(self, num_columns: int) -> list[tuple[int, int]]:
-        """Equal runs of the elements of a model."""
-        stops = [num_columns * p // self.outer.num_fragments for p in range(self.outer.num_fragments + 1)]
-        return list(itertools.pairwise(stops))
-
-    def _anchor(self, models: FlatVector, columns: tuple[int, int]) -> Anchor:
-        size = models.segments[0].numel() // self.num_ranks
-        ranges = [Range(0, i * size + columns[0], i * size + columns[1]) for i in range(self.num_ranks)]
-        fragment = Fragment.of(models.layout, ranges)
-        return Anchor(models, self.outer.make_optimizer, fragment=fragment, num_ranks=self.num_ranks)
-
-    def _start(self, anchor: Anchor, models: FlatVector) -> None:
-        """An outer step up to where it would be applied."""
-        round_ = None if self.mixing is None else self.mixing.round(self._t)
-        self._t += 1
-        if self.num_ranks > 1:
-            self._count_bytes(round_)
-        self.outer.start(anchor, anchor.read(models)[0])
-        if self.outer.is_eager:
-            anchor.write_to(models)
-        for segment in anchor.sent.segments:
-            sent = segment.view(self.num_ranks, -1)
-            sent.copy_(sent.mean(0) if round_ is None else round_.mix(sent))
-        self._due.append((self.clock.step - 1 + self.outer.delay, anchor))
-
-    def _arrive(self, models: FlatVector, step: int) -> None:
-        """Apply the outer steps that are due."""
-        while self._due and self._due[0][0] <= step:
-            _, anchor = self._due.pop(0)
-            self.outer.finish(anchor)
-            if not self.outer.is_eager:
-                anchor.write_to(models, own_weight=self.outer.kept)
-
-
-def simulate_outer(make: MakeOuter) -> Callable[[Choice, Setting], SimulatedMethod]:
-    """How an outer method is simulated: on the graph that was chosen, on its own, or with exact averages."""
-
-    def simulate(choice: Choice, setting: Setting) -> SimulatedMethod:
-        outer = make(options_of(choice, setting), setting.seed)
-        own = outer.default_graph(setting.world_size)
-        mixing = None
-        if own is not None:
-            mixing = default_mixing(own, push_sum=False)
-        elif not outer.averages_exactly:
-            mixing = undirected(choice, setting)
-        size = setting.model_bytes / outer.num_fragments
-        message = setting.network.plain_message(size)
-        clock = SyncClock(setting.compute, setting.network, message, model_bytes=size)
-        return OuterSimulation(outer, mixing, clock)
-
-    return simulate
 
 
 OPTIONS = frozenset({"sync_period", "outer_lr", "outer_momentum", "nprocs_per_node"})
@@ -212,6 +118,23 @@ OUTER_METHODS: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, outer=EagerDiLoCo())",
         options=OPTIONS,
+    ),
+    Method(
+        "sparseloco",
+        "SparseLoCo",
+        "sends the few largest entries of the drifts in two bits, and keeps the others for the next outer step",
+        SparseLoCo,
+        make=wrap_with("outer", sparse_loco),
+        simulate=simulate_outer(sparse_loco),
+        paper=Paper(
+            "Sarfi, Therien, Lidin, Belilovsky",
+            "Communication Efficient LLM Pre-training with SparseLoCo",
+            "2025",
+            "2508.15706",
+        ),
+        example="GossipDataParallel(model, outer=SparseLoCo())",
+        options=OPTIONS - {"outer_momentum"} | {"compression_ratio", "error_decay"},
+        needs_fixed_ranks=ANCHORS,
     ),
     Method(
         "slowmo",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector
 from .fragment import Fragment, cut
 
@@ -34,6 +35,8 @@ class Anchor:
         sent: what is mixed; the same layout.
         parameters: phi without buffers, one flat tensor for each of its segments; share memory with phi.
         gradients: `sent` without buffers, likewise.
+        messages: what travels in place of `gradients`, where a method has called `compress`: uint8, one for each of
+            them, with up to seven bytes after it, so that messages side by side begin at a multiple of 8 bytes.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class Anchor:
             own.copy_(theirs)
         self.parameters = parameters_of(self.phi)
         self.gradients = parameters_of(self.sent)
+        self.messages: list[Tensor] = []
         self._memory: dict[str, list[Tensor]] = {}
+        self._num_compressed = 0
         # A shard of a model that has fewer elements than processes may be empty.
         self.optimizer = make_optimizer(self.parameters) if self.parameters else None
 
@@ -69,6 +74,20 @@ class Anchor:
         """sent <- phi - x, without buffers."""
         for drift, phi, own in zip(self.gradients, self.parameters, x, strict=True):
             torch.sub(phi, own, out=drift)
+
+    def compress(self, x: Sequence[Tensor], compressor: Compressor) -> None:
+        """messages <- C(x), and x <- x - C(x), which is what the messages leave out.
+
+        Args:
+            x: like `gradients`; mutated.
+            compressor: C. Its round is the number of calls so far, which is the same on all ranks.
+        """
+        self.messages = [_with_padding(compressor.message_like(own)) for own in x]
+        for own, padded in zip(x, self.messages, strict=True):
+            message = padded[: compressor.num_bytes(own.numel(), own.dtype)]
+            compressor.compress(own, message, t=self._num_compressed)
+            compressor.add_decompressed(message, own, alpha=-1.0)
+        self._num_compressed += 1
 
     def step(self, gradients: Sequence[Tensor] | None = None) -> None:
         """phi <- a step of the outer optimizer with these gradients; None: `sent`."""
@@ -110,7 +129,9 @@ class Anchor:
     def state_dict(self) -> dict[str, Any]:
         """phi, the state of the optimizer, and what the method keeps; shares memory with this object."""
         optimizer = {} if self.optimizer is None else self.optimizer.state_dict()
-        memory = {"memory": dict(self._memory)} if self._memory else {}
+        memory: dict[str, Any] = {"memory": dict(self._memory)} if self._memory else {}
+        if self._num_compressed:
+            memory["num_compressed"] = self._num_compressed
         return {"phi": list(self.phi.segments), "optimizer": optimizer, **memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,6 +148,7 @@ class Anchor:
             )
         for mine, theirs in zip(self.phi.segments, state["phi"], strict=True):
             mine.copy_(theirs)
+        self._num_compressed = state.get("num_compressed", 0)
         self._memory = {}
         for name, tensors in state.get("memory", {}).items():
             for mine, theirs in zip(self.memory(name), tensors, strict=True):
@@ -138,6 +160,10 @@ class Anchor:
 def parameters_of(x: FlatVector) -> Sequence[Tensor]:
     """The parameters of each segment of x, without buffers; share memory."""
     return x.where(is_buffer=False).segments
+
+
+def _with_padding(message: Tensor) -> Tensor:
+    return message.new_zeros(-(-message.numel() // 8) * 8)
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:

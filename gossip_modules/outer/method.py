@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..compression.compressor import Compressor
 from ..graph_manager.base import GraphManager
 from .anchor import Anchor
 from .fragment import Fragments
@@ -110,6 +111,15 @@ class OuterMethod(ABC):
     def averages_exactly(self) -> bool:
         """Whether outer steps average over all ranks, rather than mix on a graph."""
         return True
+
+    @property
+    def wire_compressor(self) -> Compressor | None:
+        """What makes the messages of all ranks, of which `sent` becomes the mean; None: `sent` travels as it is.
+
+        A method that has one averages over all ranks, and calls `Anchor.compress` in `start`. Buffers are averaged
+        exactly all the same.
+        """
+        return None
 
     @property
     def gossip_every(self) -> int:

@@ -77,13 +77,16 @@ class Clock(ABC):
         if action is Action.SKIP or len(since) == 1:
             return since
         if action is Action.AVERAGE:
-            seconds = self.network.all_reduce_seconds(self.model_bytes)
-            return np.full(len(since), since.max() + seconds)
+            return np.full(len(since), since.max() + self._average_seconds())
         assert round_ is not None, "gossip is with somebody"
         seconds_of = self.network.exchange_seconds(round_, self.message)
         for _ in range(self.num_phases):
             since = round_.latest(since + self.message.encode_seconds) + seconds_of
         return since
+
+    def _average_seconds(self) -> float:
+        """An average over all ranks, from when the last one has come."""
+        return self.network.all_reduce_seconds(self.model_bytes)
 
 
 class SyncClock(Clock):
@@ -91,6 +94,24 @@ class SyncClock(Clock):
 
     def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
         return self._exchanged(arrivals, action, round_)
+
+
+class GatherClock(SyncClock):
+    """As `SyncClock`, where every rank gets the compressed messages of all, and adds them up by itself.
+
+    Args:
+        compute, network: see `Clock`.
+        message: what a rank sends to each of the others.
+    """
+
+    def __init__(self, compute: ComputeModel, network: Network, message: MessageCost) -> None:
+        # An all-reduce of so many bytes sends what n - 1 messages do.
+        super().__init__(compute, network, message, model_bytes=message.num_bytes * network.num_ranks / 2)
+
+    def _average_seconds(self) -> float:
+        n, message = self.network.num_ranks, self.message
+        coding = message.encode_seconds + (n - 1) * message.decode_seconds
+        return coding + self.network.gather_seconds(message.num_bytes)
 
 
 class OverlapClock(Clock):

@@ -178,6 +178,11 @@ class Network:
         wire = self.links.wire_seconds(num_bytes) * float(self.slowness.max())
         return num_hops * (wire / self.num_ranks + self.links.latency_s)
 
+    def gather_seconds(self, num_bytes: float) -> float:
+        """A ring in which every rank gets so many bytes of each of the others: n - 1 messages one after another."""
+        wire = self.links.wire_seconds(num_bytes) * float(self.slowness.max())
+        return (self.num_ranks - 1) * (wire + self.links.latency_s)
+
 
 def check_share(name: str, value: float) -> None:
     """Raise a ValueError unless the value is from 0 to 1."""

@@ -73,7 +73,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     | Local SGD    | schedule=Schedule(gossip_every=H, average_every=1)            |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | gossiper=PowerGossip(), or Choco, DeepSqueeze, Moniqua        |
-    | DiLoCo       | outer=DiLoCo(), or StreamingDiLoCo, SlowMo, NoLoCo, ...       |
+    | DiLoCo       | outer=DiLoCo(), or SparseLoCo, SlowMo, NoLoCo, GASLoC, ...    |
     | D2           | rule=D2(), or QGDSGDm, GradientTracking, DecentLaM            |
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithms 1

@@ -35,6 +35,7 @@ from gossip_modules import (
     Schedule,
     SignNorm,
     SlowMo,
+    SparseLoCo,
     StreamingDiLoCo,
     TopK,
 )
@@ -184,6 +185,8 @@ COSTS: dict[str, tuple[Make, float]] = {
     # Fragment 1 of 2 begins half a period early; fragments are cut at 64 elements.
     "streamingdiloco": (gossip(lambda: {"outer": StreamingDiLoCo(4, fragments=2)}), 2 * 3 / 4 * P * 2.5 / NUM_ROUNDS),
     "eagerdiloco": (gossip(lambda: {"outer": EagerDiLoCo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
+    # 64 of 4096 entries and 32 of the last 2048, 11 to 12 bits each, to each of the three others.
+    "sparseloco": (gossip(lambda: {"outer": SparseLoCo(3)}), 3 * (8 + 24 + 108 + 4) * 3 / NUM_ROUNDS),
     "slowmo": (gossip(lambda: {"outer": SlowMo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
     "noloco": (gossip(lambda: {"outer": NoLoCo(3)}), P * 3 / NUM_ROUNDS),
     "gasloc": (gossip(lambda: {"outer": GASLoC(3), "graph": RING}), 2 * P * 3 / NUM_ROUNDS),

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from gossip_modules.compression.chunk_top_k import ChunkTopK
 from gossip_modules.compression.compressor import Cast, Compressor
 from gossip_modules.compression.quantizer import QSGD, SignNorm
 from gossip_modules.compression.sparsifier import RandomK, TopK
+from gossip_modules.compression.two_bit import TwoBit
+from tests.library.compression.cases import CASES, energy, kept
 
-Array = NDArray[Any]
 DIMENSIONS = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 70_000, 200_000]
 DEVICES = [
     "cpu",
@@ -26,172 +26,6 @@ DEVICES = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
     ),
 ]
-
-
-def kept(d: int, ratio: float) -> int:
-    """k of TopK and RandomK."""
-    return 0 if d == 0 else max(1, int(d * ratio))
-
-
-def top_k_size(d: int, itemsize: int, ratio: float) -> int:
-    """Values, low bits of the indices, and a bit per index and per step of the rest; the best number of low bits."""
-    k = kept(d, ratio)
-    sizes = []
-    for b in (1, 2, 4, 8, 16):
-        steps = math.floor((d - 1) / 2**b) if d else 0
-        sizes.append(math.ceil(k * b / 8) + (math.ceil((k + steps) / 8) if steps else 0))
-    return k * itemsize + min(sizes)
-
-
-def blocks_of(x: Array, size: int | None) -> list[Array]:
-    """x in blocks, the last one short."""
-    return [x[i : i + (size or x.size)] for i in range(0, x.size, size or x.size)] if x.size else []
-
-
-def cast_oracle(x: Array, message: bytes, compressor: Any) -> Array:
-    """numpy's float16, or the upper half of a float32 rounded to even."""
-    # float64 goes through float32 on its way.
-    if compressor.dtype == torch.float16:
-        return x.clip(-65504, 65504).astype(np.float32).astype(np.float16).astype(x.dtype)
-    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
-    return rounded.astype(np.uint32).view(np.float32).astype(x.dtype)
-
-
-def top_k_oracle(x: Array, message: bytes, compressor: Any) -> Array:
-    """All but the k largest are zero."""
-    result = np.zeros_like(x)
-    largest = np.argsort(-abs(x))[: kept(x.size, compressor.ratio)]
-    result[largest] = x[largest]
-    return result
-
-
-def random_k_oracle(x: Array, message: bytes, compressor: Any) -> Array:
-    """The positions follow from the first 16 bytes, and are different from each other."""
-    result, k = np.zeros_like(x), kept(x.size, compressor.ratio)
-    if k:
-        start, stride = np.frombuffer(message[:16], np.int64)
-        positions = [int(start + i * stride) % x.size for i in range(k)]
-        assert len(set(positions)) == k
-        result[positions] = x[positions] * (x.size / k if compressor.unbiased else 1)
-    return result
-
-
-def sign_norm_oracle(x: Array, message: bytes, compressor: Any) -> Array:
-    """Mean magnitude times sign, block by block."""
-    blocks = [np.mean(abs(b), dtype=np.float64) * np.where(b < 0, -1, 1) for b in blocks_of(x, compressor.block_size)]
-    return np.concatenate([np.empty(0), *blocks]).astype(x.dtype)
-
-
-def qsgd_oracle(x: Array, message: bytes, compressor: Any) -> Array:
-    """Levels are read bit by bit from the message; each is one of the two beside s x / ||x||."""
-    size, bits = compressor.bucket_size, compressor.bits
-    s = 2 ** (bits - 1) - 1
-    blocks = blocks_of(x, size)
-    string = np.unpackbits(np.frombuffer(message[4 * len(blocks) :], np.uint8), bitorder="little")
-    codes = string[: x.size * bits].reshape(-1, bits).astype(int) @ (1 << np.arange(bits))
-    levels = np.where(codes >= 1 << bits - 1, codes - (1 << bits), codes)
-    omega = min(size / s**2, math.sqrt(size) / s)
-    result = []
-    for b, level in zip(blocks, blocks_of(levels, size), strict=True):
-        norm = float(np.linalg.norm(b.astype(np.float64)))
-        assert (abs(level - s * b / (norm or 1)) < 1 + 1e-4).all()
-        assert (abs(level) <= s).all()
-        result.append(level * norm / s / (1 if compressor.unbiased else 1 + omega))
-    return np.concatenate([np.empty(0), *result]).astype(x.dtype)
-
-
-class Case(NamedTuple):
-    """A compressor and what it promises: bytes for (d, itemsize), C(x), and E ||x - C(x)||^2 <= error(x)."""
-
-    make: Callable[[], Compressor]
-    size: Callable[[int, int], int]
-    oracle: Callable[[Array, bytes, Any], Array]
-    error: Callable[[Array], float]
-    is_random: bool = False
-    is_unbiased: bool = False
-
-
-def energy(x: Array) -> float:
-    """||x||^2."""
-    return float((x.astype(np.float64) ** 2).sum())
-
-
-def sign_error(x: Array, block_size: int | None) -> float:
-    """sum over blocks of ||x||_2^2 - ||x||_1^2 / m."""
-    return sum(energy(b) - float(abs(b.astype(np.float64)).sum()) ** 2 / b.size for b in blocks_of(x, block_size))
-
-
-def cast_case(dtype: torch.dtype, unit_roundoff: float) -> Case:
-    """A cast loses a share of each entry."""
-    return Case(lambda: Cast(dtype), lambda d, i: 2 * d, cast_oracle, lambda x: unit_roundoff**2 * energy(x))
-
-
-def top_k_case(ratio: float) -> Case:
-    """delta = k / d."""
-    return Case(
-        lambda: TopK(ratio),
-        lambda d, i: top_k_size(d, i, ratio),
-        top_k_oracle,
-        lambda x: (1 - kept(x.size, ratio) / x.size) * energy(x),
-    )
-
-
-def random_k_case(ratio: float, unbiased: bool) -> Case:
-    """delta = k / d; unbiased, omega = d / k - 1."""
-    return Case(
-        lambda: RandomK(ratio, seed=3, unbiased=unbiased),
-        lambda d, i: d and 16 + kept(d, ratio) * i,
-        random_k_oracle,
-        lambda x: (x.size / kept(x.size, ratio) - 1 if unbiased else 1 - kept(x.size, ratio) / x.size) * energy(x),
-        is_random=True,
-        is_unbiased=unbiased,
-    )
-
-
-def sign_norm_case(block_size: int | None) -> Case:
-    """delta = ||x||_1^2 / (m ||x||_2^2) in each block."""
-    return Case(
-        lambda: SignNorm(block_size),
-        lambda d, i: 4 * math.ceil(d / (block_size or max(d, 1))) + math.ceil(d / 8),
-        sign_norm_oracle,
-        lambda x: sign_error(x, block_size),
-    )
-
-
-def qsgd_case(bits: int, bucket_size: int, unbiased: bool) -> Case:
-    """omega = min(B / s^2, sqrt(B) / s); biased, delta = 1 / (1 + omega)."""
-    s = 2 ** (bits - 1) - 1
-    omega = min(bucket_size / s**2, math.sqrt(bucket_size) / s)
-    return Case(
-        lambda: QSGD(bits, bucket_size, seed=3, unbiased=unbiased),
-        lambda d, i: 4 * math.ceil(d / bucket_size) + math.ceil(d * bits / 8),
-        qsgd_oracle,
-        lambda x: (omega if unbiased else 1 - 1 / (1 + omega)) * energy(x),
-        is_random=True,
-        is_unbiased=unbiased,
-    )
-
-
-CASES: dict[str, Case] = {
-    "bfloat16": cast_case(torch.bfloat16, 2**-8),
-    "float16": cast_case(torch.float16, 2**-11),
-    "top 1 %": top_k_case(0.01),
-    "top 10 %": top_k_case(0.1),
-    "top 100 %": top_k_case(1.0),
-    "random 1 %": random_k_case(0.01, False),
-    "random 25 %, unbiased": random_k_case(0.25, True),
-    "sign": sign_norm_case(2048),
-    "sign, blocks of 8": sign_norm_case(8),
-    "sign, large blocks": sign_norm_case(1 << 18),
-    "sign, one block": sign_norm_case(None),
-    "8 bits": qsgd_case(8, 512, False),
-    "4 bits": qsgd_case(4, 64, False),
-    "2 bits": qsgd_case(2, 512, False),
-    "8 bits, unbiased": qsgd_case(8, 1 << 18, True),
-    "4 bits, unbiased": qsgd_case(4, 512, True),
-    "2 bits, unbiased": qsgd_case(2, 8, True),
-}
 UNBIASED = [name for name, case in CASES.items() if case.is_unbiased]
 
 
@@ -397,7 +231,7 @@ def test_largest_numbers_have_a_code() -> None:
 
 
 def test_bad_entries_stay_in_their_block() -> None:
-    for compressor in (SignNorm(64), QSGD(4, 64), QSGD(8, 64), QSGD(2, 64), Cast(torch.float16), TopK(0.1)):
+    for compressor in (SignNorm(64), TwoBit(64), QSGD(4, 64), QSGD(8, 64), QSGD(2, 64), Cast(torch.float16), TopK(0.1)):
         x = vector(256)
         x[70], x[75] = math.nan, math.inf
         result = decompressed(compressor, x)
@@ -462,6 +296,10 @@ def test_top_k_starts_over_where_the_sample_excludes_too_many() -> None:
         (lambda: RandomK(0.1, seed=-1), "got seed=-1, expected an integer of at least 0"),
         (lambda: SignNorm(0), "got block_size=0, expected a positive multiple of 8"),
         (lambda: SignNorm(12), "got block_size=12"),
+        (lambda: TwoBit(12), "got block_size=12, expected a positive multiple of 8"),
+        (lambda: ChunkTopK(0), "got k=0, expected an integer of at least 1; it is the number of entries that are kept"),
+        (lambda: ChunkTopK(9, 8), "got k=9, expected at most chunk_size=8; k are kept of each chunk"),
+        (lambda: ChunkTopK(values="sign"), "got values='sign', expected a Compressor or None; pass e.g. TwoBit()"),  # type: ignore[arg-type]
         (lambda: QSGD(3), "got bits=3, expected 2, 4 or 8"),
         (lambda: QSGD(8, 4), "got bucket_size=4, expected a positive multiple of 8"),
         (lambda: QSGD(8, seed=-1), "got seed=-1"),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import (
+    ChunkTopK,
     DiLoCo,
     EagerDiLoCo,
     FlatBuffer,
@@ -24,10 +25,14 @@ from gossip_modules import (
     PowerGossip,
     ProcessGroupTransport,
     PushPull,
+    RandomK,
     RingGraph,
     Schedule,
     SlowMo,
+    SparseLoCo,
     StreamingDiLoCo,
+    TopK,
+    TwoBit,
     UniformMixing,
     gossip,
 )
@@ -42,12 +47,14 @@ METHODS: list[OuterMethod] = [
     SlowMo(4, gossip_every=2),
     NoLoCo(3),
     GASLoC(3),
+    SparseLoCo(3, compressor=ChunkTopK(3, 16, values=TwoBit(8))),
 ]
 NAMES_BUT_FIRST = [name for name, _ in net().named_children() if name != "first"]
 LATE: list[OuterMethod] = [
     StreamingDiLoCo(4, fragments=2, delay=2),
     EagerDiLoCo(3, fragments=[["first"], NAMES_BUT_FIRST]),
     GASLoC(3, fragments=2, delay=1),
+    SparseLoCo(3, compressor=RandomK(0.1), fragments=2, delay=1),
 ]
 
 
@@ -240,15 +247,16 @@ def test_a_rank_that_is_not_finite_raises_or_goes_back_to_its_anchor(outer: Oute
     run_ranks(2, lambda group: body(group, "raise"))
 
 
+@pytest.mark.parametrize("outer", [DiLoCo(2), SparseLoCo(2, compressor=TopK(1.0))], ids=["diloco", "sparse"])
 @pytest.mark.parametrize("num_shards", [2, 7])
-def test_outer_steps_on_the_shards_of_a_node_are_those_of_the_whole(num_shards: int) -> None:
+def test_outer_steps_on_the_shards_of_a_node_are_those_of_the_whole(num_shards: int, outer: OuterMethod) -> None:
     """A small model has fewer elements than shards, of which some are empty then."""
 
     def engine() -> OuterEngine:
         gossiper = PushPull()
         transport = ProcessGroupTransport(solo_group(), device=CPU, timeout=TIMEOUT)
         gossiper.bind(UniformMixing(RingGraph(1)), transport)
-        return OuterEngine(gossiper, DiLoCo(2))
+        return OuterEngine(gossiper, outer)
 
     whole, cut = (FlatBuffer(net(), num_shards=num_shards).vector for _ in range(2))
     shards = [cut.shard(k, num_shards) for k in range(num_shards)]

@@ -113,7 +113,7 @@ def test_gossipers_of_one_thread_do_what_the_rules_of_the_simulator_say(name: st
     assert real.transports[0].num_bytes_sent > 0
 
 
-@pytest.mark.parametrize("name", ["diloco", "eagerdiloco", "slowmo", "gasloc:ring"])
+@pytest.mark.parametrize("name", ["diloco", "eagerdiloco", "sparseloco", "slowmo", "gasloc:ring"])
 def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
     """Problem Q; the golden values of training are in tests/library/outer."""
     setting = replace(CLUSTER, world_size=5, local_steps=5)
@@ -125,6 +125,7 @@ def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
     outer = {
         "diloco": gm.DiLoCo(5),
         "eagerdiloco": gm.EagerDiLoCo(5),
+        "sparseloco": gm.SparseLoCo(5),
         "slowmo": gm.SlowMo(5),
         "gasloc:ring": gm.GASLoC(5),
     }[name]

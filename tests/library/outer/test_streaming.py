@@ -21,6 +21,7 @@ from gossip_modules import (
     PowerGossip,
     RingGraph,
     SlowMo,
+    SparseLoCo,
     StreamingDiLoCo,
 )
 from gossip_modules.outer.fragment import cut
@@ -145,8 +146,11 @@ def test_gossip_travels_late_too() -> None:
 
 @pytest.mark.parametrize(
     ("outer", "num_models"),
-    [(DiLoCo(2), 3), (StreamingDiLoCo(2, fragments=2), 3), (EagerDiLoCo(2), 4), (DiLoCo(2, lr=1.0, momentum=0.0), 2)],
-    ids=["diloco", "streaming", "eager", "localsgd"],
+    [
+        *((DiLoCo(2), 3), (StreamingDiLoCo(2, fragments=2), 3), (EagerDiLoCo(2), 4), (SparseLoCo(2), 3)),
+        (DiLoCo(2, lr=1.0, momentum=0.0), 2),
+    ],
+    ids=["diloco", "streaming", "eager", "sparse", "localsgd"],
 )
 def test_memory_is_what_the_pages_say(outer: OuterMethod, num_models: int) -> None:
     """Copies of the model that the engine keeps: tensors that share memory count once."""

@@ -350,6 +350,9 @@ def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) 
         assert arguments["outer"] == expected
         assert ("graph" in arguments) == (recipe == "gasloc")
         assert wrapped(6, recipe=recipe)["outer"] == default
+    sparse = wrapped(6, recipe="sparseloco", sync_period=7, compression_ratio=0.03, error_decay=0.9)["outer"]
+    code = gm.ChunkTopK(123, 4096, values=gm.TwoBit())
+    assert str(sparse) == str(gm.SparseLoCo(7, lr=1.0, decay=0.9, compressor=code))
     with pytest.raises(ValueError, match=r"NoLoCo: got pull=0.7 with momentum=0.9, expected pull < 2"):
         wrapped(4, recipe="noloco", outer_momentum=0.9)
 

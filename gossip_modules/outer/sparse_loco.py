@@ -1,0 +1,89 @@
+"""SparseLoCo: ranks send a few large entries of their drifts, and keep the others for the next outer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..compression.chunk_top_k import ChunkTopK
+from ..compression.compressor import Compressor
+from ..compression.two_bit import TwoBit
+from .anchor import Anchor
+from .method import OuterMethod
+
+
+@dataclass(frozen=True)
+class SparseLoCo(OuterMethod):
+    """SparseLoCo: DiLoCo with error feedback in the place of momentum, so that a few entries in two bits are enough.
+
+    Every `sync_every` = H optimizer steps, with a = `lr`, b = `decay` and C = `compressor`, on rank i of n; e_i is zero
+    at first:
+
+        e_i <- b e_i + (phi - x_i)
+        q_i <- C(e_i)                     # the largest entries of each chunk, in two bits
+        e_i <- e_i - q_i                  # what is left out is said later
+        D   <- 1/n  sum_j q_j             # every rank gets the messages of all
+        phi <- phi - a D                  # torch.optim.SGD
+        x_i <- phi
+
+    All ranks keep the same phi. What a rank has not sent fades with b from outer step to outer step, which does locally
+    what the momentum of `DiLoCo` does for all. The user's own optimizer takes the inner steps and keeps its state. With
+    a compressor that loses nothing and b = 0 this is `DiLoCo(lr=a, momentum=0)`.
+
+    Sarfi, Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv
+    2508.15706, Algorithm 1.
+
+    Args:
+        sync_every: H, the number of optimizer steps from one outer step to the next.
+        lr: a, the learning rate of the outer step.
+        decay: b, what is kept from one outer step to the next of what was not sent; 0 <= b <= 1.
+        compressor: C; a contraction, such as `ChunkTopK(64, values=TwoBit())`, the default: 64 of 4096 entries, 11.3
+            bits for each. The same on all ranks.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> model = GossipDataParallel(model, outer=SparseLoCo(sync_every=30))
+    """
+
+    sync_every: int = 30
+    _: KW_ONLY
+    lr: float = 1.0
+    decay: float = 0.95
+    compressor: Compressor = field(default_factory=lambda: ChunkTopK(64, values=TwoBit()))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_rates(lr=self.lr, momentum=0.0)
+        if not 0 <= self.decay <= 1:
+            raise ValueError(
+                f"SparseLoCo: got decay={self.decay!r}, expected 0 <= decay <= 1: above 1 what was not sent would "
+                "grow; 0.95 is usual"
+            )
+        if not isinstance(self.compressor, Compressor):
+            raise ValueError(
+                f"SparseLoCo: got compressor={self.compressor!r}, expected a Compressor; pass e.g. "
+                "ChunkTopK(64, values=TwoBit())"
+            )
+
+    @property
+    def wire_compressor(self) -> Compressor:
+        """See `OuterMethod`."""
+        return self.compressor
+
+    def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
+        """See `OuterMethod`."""
+        return torch.optim.SGD(parameters, lr=self.lr)
+
+    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
+        """See `OuterMethod`: e <- b e + (phi - x), of which the message is made."""
+        anchor.take_drift(x)
+        errors = anchor.memory("error")
+        for error, drift in zip(errors, anchor.gradients, strict=True):
+            error.mul_(self.decay).add_(drift)
+        anchor.compress(errors, self.compressor)
