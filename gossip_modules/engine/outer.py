@@ -176,12 +176,13 @@ class OuterEngine(SyncEngine):
 
     def _depart(self, p: int, anchor: Anchor, t: int, due: int) -> None:
         """Hand what is sent to the gossip thread."""
-        sent = anchor.sent
-        if sent.raw.is_cuda:
-            if self._stream is None or self._stream.device != sent.raw.device:
-                self._stream = torch.cuda.Stream(sent.raw.device)
-            self._stream.wait_stream(torch.cuda.current_stream(sent.raw.device))  # `sent` is written before it is sent
-        stream = self._stream if sent.raw.is_cuda else None
+        # An anchor in host memory travels by way of the GPU where messages do: not in the stream of training.
+        device = anchor.sent.raw.device if anchor.sent.raw.is_cuda else self.gossiper.transport.device
+        if device.type == "cuda":
+            if self._stream is None or self._stream.device != device:
+                self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # `sent` is written before it is sent
+        stream = self._stream if device.type == "cuda" else None
 
         def run() -> float:
             on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
@@ -204,8 +205,8 @@ class OuterEngine(SyncEngine):
             self._flights.clear()
             raise
         self._flights.pop(0)
-        if self._stream is not None:
-            torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # `sent` is mixed before it is read
+        if self._stream is not None:  # `sent` is mixed before it is read
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._apply(self._anchors[flight.fragment], x)
         self.stats.wait_seconds += time.perf_counter() - start
 
@@ -221,9 +222,12 @@ class OuterEngine(SyncEngine):
     def _anchors_at(self, x: FlatVector) -> list[Anchor]:
         """New anchors, at x."""
         places = None if self._places is None else self._places()
-        num_ranks = self.gossiper.transport.world_size
+        of_all: dict[str, Any] = {
+            "num_ranks": self.gossiper.transport.world_size,
+            "device": self.outer.anchor_device,
+        }
         return [
-            Anchor(x, self.outer.make_optimizer, fragment=fragment, num_ranks=num_ranks)
+            Anchor(x, self.outer.make_optimizer, fragment=fragment, **of_all)
             for fragment in cut(x.layout, self.outer.fragments, places)
         ]
 

@@ -90,6 +90,8 @@ class MethodOptions:
     outer_delay: int = 1
     """streamingdiloco: steps for which an outer step travels under training, less than sync_period."""
 
+    anchor_device: Literal["model", "cpu"] = "model"
+    """cpu: the anchor and the state of the outer optimizer are in the host's memory; model: beside the model."""
     error_decay: float = 0.95
     """sparseloco: what is kept from one outer step to the next of what was not sent."""
 
@@ -124,7 +126,14 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "PowerGossip": ("power_rank", "power_iterations", "warm_start", "compress_vectors"),
     "WAGMA-SGD": ("group_size", "wait_avoiding"),
     "averages": ("sync_period",),
-    "outer optimizers": ("outer_lr", "outer_momentum", "outer_fragments", "outer_delay", "error_decay"),
+    "outer optimizers": (
+        "outer_lr",
+        "outer_momentum",
+        "outer_fragments",
+        "outer_delay",
+        "anchor_device",
+        "error_decay",
+    ),
     "dpwa": ("interpolation", "interpolation_value", "divergence_threshold", "fetch_probability"),
 }
 """All of them by what they belong to, for --help: a way to communicate, or the titles of the methods that use them."""

@@ -23,49 +23,53 @@ from .wrapping import undirected_neighbours, wrap_with
 
 def diloco(options: MethodOptions, seed: int) -> OuterMethod:
     """DiLoCo."""
-    return DiLoCo(options.sync_period, **_rates(options))
+    return DiLoCo(options.sync_period, **_settings(options))
 
 
 def streaming_diloco(options: MethodOptions, seed: int) -> OuterMethod:
     """Streaming DiLoCo."""
     cuts: dict[str, Any] = {"fragments": options.outer_fragments, "delay": options.outer_delay}
-    return StreamingDiLoCo(options.sync_period, **cuts, **_rates(options))
+    return StreamingDiLoCo(options.sync_period, **cuts, **_settings(options))
 
 
 def eager_diloco(options: MethodOptions, seed: int) -> OuterMethod:
     """DiLoCo with eager updates."""
-    return EagerDiLoCo(options.sync_period, **_rates(options))
+    return EagerDiLoCo(options.sync_period, **_settings(options))
 
 
 def slowmo(options: MethodOptions, seed: int) -> OuterMethod:
     """SlowMo over local SGD."""
-    return SlowMo(options.sync_period, **_rates(options))
+    return SlowMo(options.sync_period, **_settings(options))
 
 
 def noloco(options: MethodOptions, seed: int) -> OuterMethod:
     """NoLoCo in random pairs."""
-    return NoLoCo(options.sync_period, seed=seed, **_rates(options))
+    return NoLoCo(options.sync_period, seed=seed, **_settings(options))
 
 
 def gasloc(options: MethodOptions, seed: int) -> OuterMethod:
     """GASLoC."""
-    return GASLoC(options.sync_period, **_rates(options))
+    return GASLoC(options.sync_period, **_settings(options))
 
 
 def sparse_loco(options: MethodOptions, seed: int) -> OuterMethod:
     """SparseLoCo, with a share of each chunk of 4096 entries in two bits."""
     code = ChunkTopK(max(1, round(4096 * options.compression_ratio)), 4096, values=TwoBit())
-    rates: dict[str, Any] = {"lr": options.outer_lr} if options.outer_lr else {}
-    return SparseLoCo(options.sync_period, decay=options.error_decay, compressor=code, **rates)
+    return SparseLoCo(options.sync_period, decay=options.error_decay, compressor=code, **_rate_and_place(options))
 
 
-def _rates(options: MethodOptions) -> dict[str, Any]:
-    """Those that were set."""
-    rates: dict[str, Any] = {"lr": options.outer_lr} if options.outer_lr else {}
-    return {**rates, "momentum": options.outer_momentum} if options.outer_momentum >= 0 else rates
+def _settings(options: MethodOptions) -> dict[str, Any]:
+    """Those of all that were set."""
+    momentum = {"momentum": options.outer_momentum} if options.outer_momentum >= 0 else {}
+    return {**_rate_and_place(options), **momentum}
 
 
-OPTIONS = frozenset({"sync_period", "outer_lr", "outer_momentum", "nprocs_per_node"})
+def _rate_and_place(options: MethodOptions) -> dict[str, Any]:
+    rate: dict[str, Any] = {"lr": options.outer_lr} if options.outer_lr else {}
+    return rate if options.anchor_device == "model" else {**rate, "anchor_device": options.anchor_device}
+
+
+OPTIONS = frozenset({"sync_period", "outer_lr", "outer_momentum", "anchor_device", "nprocs_per_node"})
 """Those of all outer methods."""
 ANCHORS = "its anchor must be the same on all workers, also on one that joins between two outer steps"
 """Why none takes a membership."""

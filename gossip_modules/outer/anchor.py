@@ -24,11 +24,17 @@ class Anchor:
     phi and `sent` have at least float32 where the model is narrower, so that small steps are not lost. Floating-point
     buffers of the model travel along and are averaged; no optimizer touches them.
 
+    [Note: Anchors in host memory] With device="cpu" and x on a GPU all of this is in the host's memory, where the outer
+    optimizer steps too; nothing of it is on the GPU between outer steps. `read` copies x to the host and `write_to`
+    copies phi back, both in the current stream and through pageable memory, so that the host waits for the first and
+    may change phi after the second. An outer step takes one more vector of host memory, for the copy of x.
+
     Args:
         x: what the anchor starts as; copied.
         make_optimizer: see `OuterMethod.make_optimizer`.
         fragment: the part of x that it is the anchor of; None: all of x.
         num_ranks: how many mix.
+        device: where it is; None: beside x.
 
     Attributes:
         phi: the anchor.
@@ -40,12 +46,19 @@ class Anchor:
     """
 
     def __init__(
-        self, x: FlatVector, make_optimizer: MakeOptimizer, *, fragment: Fragment | None = None, num_ranks: int = 1
+        self,
+        x: FlatVector,
+        make_optimizer: MakeOptimizer,
+        *,
+        fragment: Fragment | None = None,
+        num_ranks: int = 1,
+        device: torch.device | str | None = None,
     ) -> None:
         self._cut_from = x.layout
         self.fragment = cut(x.layout, 1, None)[0] if fragment is None else fragment
         self.num_ranks = num_ranks
-        self.phi = FlatVector.zeros(self.fragment.layout.with_dtypes(_widened), x.raw.device)
+        self._device = None if device is None else torch.device(device)
+        self.phi = FlatVector.zeros(self.fragment.layout.with_dtypes(_widened), self._device or x.raw.device)
         self.sent = self.phi.like()
         for own, theirs in zip(self.phi.segments, self.fragment.segments_of(x), strict=True):
             own.copy_(theirs)
@@ -64,8 +77,11 @@ class Anchor:
         return self._memory[name]
 
     def read(self, x: FlatVector) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters and the buffers of its part of x, one flat tensor for each segment; views or copies."""
-        segments = self.fragment.segments_of(x)
+        """The parameters and the buffers of its part of x, one flat tensor for each segment; views or copies.
+
+        On the device of phi.
+        """
+        segments = [own.to(self.phi.raw.device) for own in self.fragment.segments_of(x)]
         sizes = [phi.numel() for phi in self.parameters]
         halves = [(own[:size], own[size:]) for own, size in zip(segments, sizes, strict=True)]
         return [parameters for parameters, _ in halves], [buffers for _, buffers in halves if buffers.numel()]
@@ -115,7 +131,7 @@ class Anchor:
     def write_to(self, x: FlatVector, *, own_weight: float = 0.0) -> None:
         """x <- lerp(phi, x, own_weight) in its part of x, buffers included."""
         for own, phi in self.fragment.pairs(x, self.phi):
-            own.copy_(torch.lerp(phi, own.to(phi.dtype), own_weight) if own_weight else phi)
+            own.copy_(torch.lerp(phi, own.to(phi), own_weight) if own_weight else phi)
 
     def has_tensors_of(self, x: FlatVector) -> bool:
         """Whether x has the tensors that phi was made of, in any dtype, on any device."""
@@ -123,8 +139,8 @@ class Anchor:
         return x.layout is own or x.layout.with_dtypes(_widened) == own.with_dtypes(_widened)
 
     def fits(self, x: FlatVector) -> bool:
-        """Whether x has these tensors, on the device of phi."""
-        return self.has_tensors_of(x) and x.raw.device == self.phi.raw.device
+        """Whether x has these tensors, and phi is on the device that goes with x."""
+        return self.has_tensors_of(x) and self.phi.raw.device == (self._device or x.raw.device)
 
     def state_dict(self) -> dict[str, Any]:
         """phi, the state of the optimizer, and what the method keeps; shares memory with this object."""

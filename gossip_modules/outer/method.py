@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,6 +41,9 @@ class OuterMethod(ABC):
             waits for it.
         own_weight: alpha, what a rank keeps of its model where an outer step arrives: x <- alpha x + (1 - alpha) phi;
             0 <= alpha < 1. None: 1/2 with a delay, else 0. At 0 the steps taken under way are lost.
+        anchor_device: "cpu" keeps the anchor, the vector that is mixed and the state of the outer optimizer in the
+            host's memory, where outer steps are computed then; see [Note: Anchors in host memory] of `Anchor`. None:
+            beside the model. Ranks may differ in it.
 
     Raises:
         ValueError: one of these is out of its range.
@@ -50,12 +54,18 @@ class OuterMethod(ABC):
     fragments: Fragments = 1
     delay: int = 0
     own_weight: float | None = None
+    anchor_device: torch.device | str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
             raise ValueError(
                 f"{type(self).__name__}: got sync_every={self.sync_every!r}, expected a whole number of at least 1, "
                 "the optimizer steps between two outer steps; 30 to 500 are usual"
+            )
+        if self.anchor_device is not None and str(self.anchor_device) != "cpu":
+            raise ValueError(
+                f"{type(self).__name__}: got anchor_device={self.anchor_device!r}, expected 'cpu', or None for the "
+                "device of the model"
             )
         self._check_overlap()
 

@@ -60,4 +60,4 @@ class Staging:
         """Each tensor <- its buffer."""
         for x, buffer in pairs:
             if x is not buffer:
-                x.copy_(buffer, non_blocking=True)
+                x.copy_(buffer, non_blocking=x.is_cuda)  # the host waits for what it reads

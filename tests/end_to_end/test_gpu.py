@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,15 +16,19 @@ from torch import Tensor, nn
 from gossip_modules import (
     Choco,
     DeepSqueeze,
+    DiLoCo,
     FlatBuffer,
     FlatVector,
+    GASLoC,
     GossipDataParallel,
     MetropolisHastingsMixing,
     Moniqua,
+    OuterMethod,
     PowerGossip,
     RingGraph,
     SignNorm,
     SimpleGossipDataParallel,
+    StreamingDiLoCo,
     TopK,
     connect,
 )
@@ -245,6 +250,42 @@ def train_over_nccl(rank: int) -> list[Tensor]:
         wrapper.close()
         results.append(flatten(wrapper.module))
     return results
+
+
+@pytest.mark.parametrize("outer", [DiLoCo(2), StreamingDiLoCo(4, fragments=2, delay=2), GASLoC(3)], ids=str)
+def test_anchors_in_host_memory_equal_those_on_the_card(outer: OuterMethod) -> None:
+    """Also: nothing of them stays on the card, and a checkpoint of either goes on with the other."""
+
+    def body(group: dist.ProcessGroup, place: str | None, then: str | None) -> Tensor:
+        model, resumed = net().cuda(), net(5).cuda()
+        options: dict[str, Any] = {"comm_device": "cpu", "process_group": group}
+        wrapper = GossipDataParallel(model, outer=replace(outer, anchor_device=place), **options)
+        optimizer = sgd(model)
+        for step in range(9):
+            train_step(wrapper, optimizer, group.rank(), step)
+        state = wrapper.state_dict()
+        engine: Any = wrapper._engine
+        for anchor in engine._anchors:
+            moments = [x for values in anchor.optimizer.state.values() for x in values.values() if torch.is_tensor(x)]
+            kept = {x.device.type for x in (anchor.phi.raw, anchor.sent.raw, *moments) if x.dim()}
+            assert kept == {place or "cuda"}
+        twin = GossipDataParallel(resumed, outer=replace(outer, anchor_device=then), **options)
+        twin.load_state_dict(state)
+        wrapper.close()
+        other = sgd(resumed)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for step in range(9, 15):
+            train_step(twin, other, group.rank(), step)
+        twin.flush()
+        twin.close()
+        return flatten(resumed).cpu()
+
+    expected, *others = (
+        run_ranks(2, lambda group, places=places: body(group, *places))  # type: ignore[misc]
+        for places in ((None, None), ("cpu", "cpu"), ("cpu", None), (None, "cpu"))
+    )
+    for found in others:
+        torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.e2e

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -105,6 +106,31 @@ def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(outer: OuterMethod) -> None:
         resumed.close()
 
     run_ranks(2, body)
+
+
+def test_an_anchor_in_host_memory_changes_no_bit() -> None:
+    """Here the model is in host memory too. Where it is on a GPU: tests/end_to_end/test_gpu.py."""
+
+    def body(group: dist.ProcessGroup, outer: OuterMethod) -> Tensor:
+        model = net()
+        wrapper, optimizer = wrap(model, group, outer), sgd(model)
+        for step in range(7):
+            train_step(wrapper, optimizer, group.rank(), step)
+        wrapper.flush()
+        anchors = engine_of(wrapper)._anchors
+        assert {x.device.type for anchor in anchors for x in (anchor.phi.raw, anchor.sent.raw)} == {"cpu"}
+        wrapper.close()
+        return flatten(model)
+
+    def of_all(group: dist.ProcessGroup) -> None:
+        for outer in (*METHODS, *LATE):
+            in_host = replace(outer, anchor_device="cpu")
+            assert str(in_host) == str(outer)  # ranks may differ in it
+            assert torch.equal(body(group, in_host), body(group, outer)), outer
+
+    run_ranks(2, of_all)
+    with pytest.raises(ValueError, match="DiLoCo: got anchor_device='cuda', expected 'cpu', or None for the device of"):
+        DiLoCo(anchor_device="cuda")
 
 
 def test_the_state_of_another_method_or_model_is_refused() -> None:

@@ -148,9 +148,9 @@ def test_gossip_travels_late_too() -> None:
     ("outer", "num_models"),
     [
         *((DiLoCo(2), 3), (StreamingDiLoCo(2, fragments=2), 3), (EagerDiLoCo(2), 4), (SparseLoCo(2), 3)),
-        (DiLoCo(2, lr=1.0, momentum=0.0), 2),
+        *((DiLoCo(2, lr=1.0, momentum=0.0), 2), (DiLoCo(2, anchor_device="cpu"), 3)),
     ],
-    ids=["diloco", "streaming", "eager", "sparse", "localsgd"],
+    ids=["diloco", "streaming", "eager", "sparse", "localsgd", "in-host-memory"],
 )
 def test_memory_is_what_the_pages_say(outer: OuterMethod, num_models: int) -> None:
     """Copies of the model that the engine keeps: tensors that share memory count once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -350,6 +351,7 @@ def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) 
         assert arguments["outer"] == expected
         assert ("graph" in arguments) == (recipe == "gasloc")
         assert wrapped(6, recipe=recipe)["outer"] == default
+        assert wrapped(6, recipe=recipe, anchor_device="cpu")["outer"] == replace(default, anchor_device="cpu")
     sparse = wrapped(6, recipe="sparseloco", sync_period=7, compression_ratio=0.03, error_decay=0.9)["outer"]
     code = gm.ChunkTopK(123, 4096, values=gm.TwoBit())
     assert str(sparse) == str(gm.SparseLoCo(7, lr=1.0, decay=0.9, compressor=code))
