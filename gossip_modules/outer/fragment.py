@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..flat.layout import FlatLayout
 from ..flat.slots import TensorPlace
@@ -92,6 +92,23 @@ def cut(layout: FlatLayout, fragments: Fragments, places: Sequence[TensorPlace] 
     if places is None:
         places = [TensorPlace("", k, 0, segment.numel) for k, segment in enumerate(layout.segments)]
     return [Fragment.of(layout, ranges) for ranges in _evenly(places, fragments)]
+
+
+def check_names(fragments: Fragments, module: nn.Module) -> None:
+    """Raise ValueError where fragments name what the model does not have.
+
+    Args:
+        fragments: how it is cut; see `OuterMethod`.
+        module: the model.
+    """
+    if isinstance(fragments, int):
+        return
+    known = [name for name, _ in (*module.named_modules(), *module.named_parameters(), *module.named_buffers()) if name]
+    if unknown := [name for names in fragments for name in names if name not in known]:
+        raise ValueError(
+            f"got fragments={fragments!r}, of which {unknown} are names of no module, parameter or buffer of the "
+            f"model, expected names such as {[name for name, _ in module.named_children()]}; see module.named_modules()"
+        )
 
 
 def _evenly(places: Sequence[TensorPlace], num_fragments: int) -> list[list[Range]]:

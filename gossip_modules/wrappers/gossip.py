@@ -21,6 +21,7 @@ from ..membership.links import alone
 from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
+from ..outer.fragment import check_names
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
@@ -224,6 +225,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         """When rounds run."""
         policy, is_whole = self._on_nonfinite, self._node is None
         if self._outer is not None:
+            check_names(self._outer.fragments, self.module)
             places = self._buffer.places if is_whole else None
             return OuterEngine(gossiper, self._outer, on_nonfinite=policy, places=places)
         if self._rule is not None:

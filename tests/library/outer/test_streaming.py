@@ -206,5 +206,10 @@ def test_fragments_that_do_not_fit_the_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"of which 0 have '2.weight', expected each trained tensor in exactly one"):
         wrapper(torch.zeros(2, 3))
     wrapper.close()
+    with pytest.raises(
+        ValueError,
+        match=r"of which \['head', '0.w'\] are names of no module, .* expected names such as \['0', '1', '2'\]",
+    ):
+        GossipDataParallel(mlp(), process_group=solo_group(), outer=DiLoCo(fragments=[["0", "head"], ["2", "0.w"]]))
     with pytest.raises(ValueError, match=r"got PowerGossip\(.*expected fragments=1, or no gossiper"):
         GossipDataParallel(mlp(), process_group=solo_group(), outer=GASLoC(fragments=2), gossiper=PowerGossip())
