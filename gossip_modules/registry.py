@@ -71,7 +71,7 @@ class Method:
     simulate: Callable[..., Any] | None = None
     paper: Paper | None = None
     example: str = ""
-    graph: Literal["none", "any", "undirected", "undirected, static", "bipartite"] = "none"
+    graph: Literal["none", "any", "undirected", "undirected, static", "bipartite", "tree"] = "none"
     options: frozenset[str] = frozenset()
     always_overlaps: bool = False
     needs_sgd: bool = False

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from gossip_modules import MatchaGraph
-from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS
+from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS, TREES
 from gossip_modules.methods import (
     METHOD_OPTIONS,
     METHODS,
@@ -99,7 +99,7 @@ class RunConfig(MethodOptions, ABC):
 
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
         "recipe": METHODS,
-        "graph": [*GRAPHS, *PREDEFINED_GRAPHS],
+        "graph": [*GRAPHS, *PREDEFINED_GRAPHS, *TREES],
         "wire_dtype": WIRE_DTYPES,
         "compressor": COMPRESSORS,
         "compression_bits": (2, 4, 8),

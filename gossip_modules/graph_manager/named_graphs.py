@@ -21,7 +21,15 @@ from .predefined_graphs import select_graph
 from .random_matching_graph import RandomMatchingGraph
 from .random_push_graph import RandomPushGraph
 from .static_exponential_graph import StaticExponentialGraph
-from .static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph, TorusGraph
+from .static_graphs import (
+    ChainGraph,
+    CompleteGraph,
+    DoubleBinaryTreeGraph,
+    HypercubeGraph,
+    NetworkXGraph,
+    RingGraph,
+    TorusGraph,
+)
 
 GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
     "exponential": DynamicDirectedExponentialGraph,
@@ -62,16 +70,26 @@ _ALL_STATIC_GRAPHS = {**STATIC_GRAPHS, **DIRECTED_STATIC_GRAPHS}
 PREDEFINED_GRAPHS: Mapping[str, int] = {f"matcha{index}": index for index in range(6)}
 """The base graphs of the MATCHA experiments and their index in `select_graph`: undirected, 8 or 16 ranks."""
 
+TREES: Mapping[str, Callable[[int], GraphManager]] = {
+    "chain": ChainGraph,
+    "double-binary-tree": DoubleBinaryTreeGraph,
+}
+"""Graphs whose links are those of a tree, or of two, for any number of ranks: undirected, with all neighbours in every
+round, so that they never change. Made for RelaySGD."""
+
+NAMES: tuple[str, ...] = (*GRAPHS, *PREDEFINED_GRAPHS, *TREES)
+"""Of all graphs."""
+
 
 def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, int] | None = None) -> GraphManager:
     """The graph of that name.
 
     Args:
-        name: a key of GRAPHS or PREDEFINED_GRAPHS.
+        name: one of NAMES.
         world_size: the number of ranks; a predefined graph has its own number and refuses others.
         peers_per_itr: the number of peers per round, or a schedule of it. None: all neighbours on a graph of
             STATIC_GRAPHS, DIRECTED_STATIC_GRAPHS or PREDEFINED_GRAPHS, which then never changes, and one peer on
-            others.
+            others. A graph of TREES has all neighbours whatever it says.
 
     Raises:
         ValueError: there is no such graph, none of that size, or it has fewer peers.
@@ -89,10 +107,10 @@ def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, in
                 f"as many, or take the graph ring"
             )
         return graph
+    if name in TREES:
+        return TREES[name](world_size)
     if name not in GRAPHS:
-        raise ValueError(
-            f"got graph={name!r}, expected one of {', '.join([*GRAPHS, *PREDEFINED_GRAPHS])}; choose one of them"
-        )
+        raise ValueError(f"got graph={name!r}, expected one of {', '.join(NAMES)}; choose one of them")
     if peers_per_itr is None:
         peers_per_itr = num_neighbours(name, world_size) if name in _ALL_STATIC_GRAPHS else 1
     return GRAPHS[name](world_size, peers_per_itr=peers_per_itr)

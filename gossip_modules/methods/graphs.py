@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..graph_manager import named_graphs
 from ..graph_manager.base import GraphManager
-from ..graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, default_graph, named_graph
+from ..graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, TREES, default_graph, named_graph
 from ..graph_manager.static_graphs import networkx_graph
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def make_graph(
         push_sum: whether the graph may be directed.
 
     Raises:
-        ValueError: a predefined graph, which has no number of peers per round.
+        ValueError: a predefined graph or a tree, which has no number of peers per round.
     """
-    if name in PREDEFINED_GRAPHS:
+    if name in PREDEFINED_GRAPHS or name in TREES:
         raise ValueError(
             f"got graph={name!r}, expected one of {', '.join(GRAPHS)} for a recipe that chooses peers_per_itr; for "
             "D-PSGD on it take --recipe matcha --budget 1"
@@ -48,7 +48,7 @@ def make_undirected_graph(name: str, *, num_nodes: int) -> GraphManager:
     """The undirected graph of that name: with all neighbours where it never changes, else one peer in every round.
 
     Args:
-        name: key of GRAPHS or PREDEFINED_GRAPHS; auto: a ring.
+        name: auto, a ring, or one of `named_graphs.NAMES`.
         num_nodes: ranks of the graph.
 
     Raises:
@@ -66,19 +66,37 @@ def make_static_graph(name: str, *, num_nodes: int) -> GraphManager:
     """The graph of that name with all its neighbours in every round: undirected, and the same for ever.
 
     Args:
-        name: key of STATIC_GRAPHS or PREDEFINED_GRAPHS; auto: a ring.
+        name: key of STATIC_GRAPHS, PREDEFINED_GRAPHS or TREES; auto: a ring.
         num_nodes: ranks of the graph.
 
     Raises:
         ValueError: another name, or a predefined graph of another size.
     """
-    choices = ["auto", *STATIC_GRAPHS, *PREDEFINED_GRAPHS]
+    choices = ["auto", *STATIC_GRAPHS, *PREDEFINED_GRAPHS, *TREES]
     if name not in choices:
         raise ValueError(
             f"got graph={name!r}, expected one of {', '.join(choices)}: this recipe wants an undirected graph that "
             "never changes; choose one of them"
         )
     return named_graph("ring" if name == "auto" else name, num_nodes)
+
+
+def make_tree(name: str, *, num_nodes: int) -> GraphManager:
+    """The tree of that name, or two of them.
+
+    Args:
+        name: key of TREES; auto: two binary trees.
+        num_nodes: ranks of the graph.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in ("auto", *TREES):
+        raise ValueError(
+            f"got graph={name!r}, expected one of auto, {', '.join(TREES)}: this recipe relays sums, to which a graph "
+            "with cycles would add a model twice; choose one of them"
+        )
+    return named_graph("double-binary-tree" if name == "auto" else name, num_nodes)
 
 
 def base_graph(name: str, *, num_nodes: int) -> nx.Graph:

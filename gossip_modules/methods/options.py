@@ -20,7 +20,7 @@ class MethodOptions:
     graph: str = "auto"
     """Who talks to whom: a name of gossip_modules/methods/graphs.py. auto: the library's choice for dpsgd, sgp, osgp
     and adpsgd (adpsgd needs a bipartite graph), a ring for the others. Those take torus, hypercube, complete and
-    matcha0 to matcha5 too, with all neighbours."""
+    matcha0 to matcha5 too, with all neighbours. relaysgd: chain or double-binary-tree, which is its own choice."""
     peers_per_itr: str = "1"
     """Peers per round, a number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one."""
     overlap: bool = False

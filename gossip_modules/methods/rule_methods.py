@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector
-from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
+from ..graph_manager.named_graphs import named_graph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Method, Paper
-from ..relay.relay_sgd import RelaySGD
+from ..relay.relay_sgd import RelaySGD, trees_of
 from ..schedule import Action, Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, SyncClock
@@ -30,7 +30,7 @@ from ..update_rules.sgd_momentum import SGDStep
 from .one_thread import GossiperRule
 from .options import Context, MethodOptions
 from .simulated import pairs, undirected
-from .wrapping import all_neighbours, undirected_neighbours, wrap_with
+from .wrapping import all_neighbours, tree_neighbours, undirected_neighbours, wrap_with
 
 SIMULATED_MOMENTUM = 0.9
 """Of rules that need some, with a learning rate that is smaller by one minus this."""
@@ -102,8 +102,10 @@ def simulate_rule(rule: UpdateRule, choice: Choice, setting: Setting) -> Simulat
 
 
 def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
-    """RelaySGD itself, on two trees; a link that is in one of them carries half a model."""
-    graph = DoubleBinaryTreeGraph(setting.world_size)
+    """RelaySGD itself, on a tree or two; a link that is in one of two carries half a model."""
+    assert choice.graph is not None, "choices are resolved before methods are made"
+    graph = named_graph(choice.graph, setting.world_size)
+    trees_of(graph)
     mixing = MetropolisHastingsMixing(graph)
     num_links = sum(len(graph.phone_book(rank)) for rank in range(graph.world_size)) / 2
     share = (graph.world_size - 1) / num_links if num_links else 1.0
@@ -202,7 +204,7 @@ RULE_METHODS: tuple[Method, ...] = (
         "RelaySGD",
         "relays sums of models through trees, so that every rank averages those of all",
         RelaySGD,
-        make=wrap_with("gossiper", lambda options, seed: RelaySGD()),
+        make=wrap_with("gossiper", lambda options, seed: RelaySGD(), whom=tree_neighbours),
         simulate=simulate_relay_sgd,
         paper=Paper(
             "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
@@ -211,6 +213,8 @@ RULE_METHODS: tuple[Method, ...] = (
             "2110.04175",
         ),
         example="GossipDataParallel(model, gossiper=RelaySGD())",
-        options=frozenset({"nprocs_per_node"}),
+        graph="tree",
+        options=_GRAPH | _NODES,
+        simulated_graph=lambda n: "double-binary-tree",
     ),
 )

@@ -23,7 +23,15 @@ from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
 from ..wrappers.gossip import GossipDataParallel
 from .compressors import WIRE_DTYPES
-from .graphs import base_graph, for_any_size, make_graph, make_static_graph, make_undirected_graph, peers_by_round
+from .graphs import (
+    base_graph,
+    for_any_size,
+    make_graph,
+    make_static_graph,
+    make_tree,
+    make_undirected_graph,
+    peers_by_round,
+)
 from .options import Context, MethodOptions
 
 Wrapper: TypeAlias = (
@@ -129,6 +137,11 @@ def all_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> 
 def undirected_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
     """All neighbours on an undirected graph that never changes, one peer on an undirected graph that does."""
     return {"graph": make_undirected_graph(options.graph, num_nodes=num_nodes)}
+
+
+def tree_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
+    """All neighbours in a tree, or in two."""
+    return {"graph": make_tree(options.graph, num_nodes=num_nodes)}
 
 
 def random_matchings(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS
+from ..graph_manager.named_graphs import NAMES
 from ..registry import METHODS, name_of
 from .gossip import SimulatedMethod
 from .setting import Setting
@@ -37,8 +37,8 @@ class Choice(NamedTuple):
             )
         graph, compressor = [*(part or None for part in rest), None, None][:2]
         method = METHODS[name]
-        if graph is not None and (method.simulated_graph is None or graph not in (*GRAPHS, *PREDEFINED_GRAPHS)):
-            names = ", ".join([*GRAPHS, *PREDEFINED_GRAPHS]) if method.simulated_graph else "no graph for it"
+        if graph is not None and (method.simulated_graph is None or graph not in NAMES):
+            names = ", ".join(NAMES) if method.simulated_graph else "no graph for it"
             raise ValueError(f"got graph={graph!r} of {name}, expected {names}; e.g. dpsgd:ring")
         if compressor is not None and compressor not in method.codes:
             names = ", ".join(method.codes) or "no code for it"

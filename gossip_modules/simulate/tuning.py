@@ -94,6 +94,9 @@ def _outer_rates(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
     lrs = OUTER_LRS_TO_TRY if setting.outer_lr is None else (setting.outer_lr,)
     momenta = OUTER_MOMENTA_TO_TRY if setting.outer_momentum is None else (setting.outer_momentum,)
     for lr in lrs:
+        if "outer_momentum" not in METHODS[now.method].options:
+            yield {"outer_lr": lr}, now, replace(setting, outer_lr=lr)
+            continue
         for momentum in momenta:
             rates = {"outer_lr": lr, "outer_momentum": momentum}
             yield rates, now, replace(setting, outer_lr=lr, outer_momentum=momentum)

@@ -95,8 +95,15 @@ def test_a_directed_graph_is_no_base_for_matchings() -> None:
         networkx_graph(gm.RingGraph(8))
 
 
+def test_trees_have_all_neighbours() -> None:
+    assert repr(named_graph("chain", 5)) == repr(gm.ChainGraph(5))
+    graph = named_graph("double-binary-tree", 5)
+    assert not graph.is_dynamic
+    assert graph.out_peers(0, 0) == graph.phone_book(0)
+
+
 def test_what_is_no_graph_is_named() -> None:
-    with pytest.raises(ValueError, match=r"got graph='star', expected one of exponential, .*, matcha5; choose"):
+    with pytest.raises(ValueError, match=r"got graph='star', expected one of exponential, .*, double-binary-tree;"):
         named_graph("star", 4)
     with pytest.raises(ValueError, match="got peers_per_itr=4, expected 1 to 3"):
         named_graph("complete", 4, 4)

@@ -359,6 +359,18 @@ def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) 
         wrapped(4, recipe="noloco", outer_momentum=0.9)
 
 
+def test_relay_sgd_takes_trees(wrapped: Callable[..., dict[str, Any]]) -> None:
+    for name, graph in (("chain", gm.ChainGraph(6)), ("auto", gm.DoubleBinaryTreeGraph(6))):
+        assert repr(wrapped(6, recipe="relaysgd", graph=name)["graph"]) == repr(graph)
+    with pytest.raises(ValueError, match=r"got graph='ring', expected one of auto, chain, double-binary-tree: this"):
+        wrapped(6, recipe="relaysgd", graph="ring")
+    assert repr(wrapped(6, recipe="choco", graph="chain")["graph"]) == repr(gm.ChainGraph(6))
+    with pytest.raises(
+        ValueError, match=r"got graph='chain', expected one of auto, .* for a recipe that chooses peers_"
+    ):
+        wrapped(6, recipe="dpsgd", graph="chain")
+
+
 def test_codes_that_need_no_static_graph_take_pairs(wrapped: Callable[..., dict[str, Any]]) -> None:
     for recipe in ("deepsqueeze", "moniqua", "powergossip"):
         graph = wrapped(8, recipe=recipe, graph="bipartite-exponential")["graph"]
