@@ -27,7 +27,16 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.record import write_rows
 from benchmarks.step_time import make_model
-from gossip_modules import DiLoCo, EagerDiLoCo, GossipDataParallel, NoLoCo, OuterMethod, Schedule, StreamingDiLoCo
+from gossip_modules import (
+    DiLoCo,
+    EagerDiLoCo,
+    GossipDataParallel,
+    NoLoCo,
+    OuterMethod,
+    Schedule,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 
 ALONE = "alone"
 SEED = 0
@@ -47,6 +56,7 @@ def methods(every: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
         "diloco": by(DiLoCo(every)),
         "streamingdiloco": by(StreamingDiLoCo(every, fragments=2, delay=1)),
         "eagerdiloco": by(EagerDiLoCo(every)),
+        "sparseloco": by(SparseLoCo(every)),
         "noloco": by(NoLoCo(every)),
     }
 

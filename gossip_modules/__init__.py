@@ -82,6 +82,7 @@ from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
 from .relay.relay_sgd import RelaySGD
 from .schedule import Schedule
+from .sparta.sparta import Sparta
 from .transport.base import Transport
 from .transport.connect import connect
 from .transport.process_group import ProcessGroupTransport
@@ -186,6 +187,7 @@ __all__ = [
     "SimpleGossipDataParallel",
     "SlowMo",
     "SparseLoCo",
+    "Sparta",
     "StaticExponentialGraph",
     "StreamingDiLoCo",
     "SyncEngine",

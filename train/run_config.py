@@ -36,7 +36,7 @@ class RunConfig(MethodOptions, ABC):
     recipe: str = "sgp"
     """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd,
     diloco, streamingdiloco, eagerdiloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2, exactdiffusion,
-    gradienttracking, decentlam, relaysgd; python -m gossip_modules.methods says what each is."""
+    gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""

@@ -10,6 +10,7 @@ from ..registry import METHODS, Method, Paper, name_of, register
 from .built_in import BUILT_IN
 from .options import METHOD_OPTIONS, OPTION_GROUPS, Context, MethodOptions
 from .own import gossiper_method
+from .sparta_method import SPARTA_METHOD
 from .usage import possible_options, unused_options, used_options, why_fixed_ranks, without_unused, wrap
 from .wrapping import Wrapper
 
@@ -33,5 +34,5 @@ __all__ = [
     "wrap",
 ]
 
-for _method in BUILT_IN:
+for _method in (*BUILT_IN, SPARTA_METHOD):
     register(_method)

@@ -1,4 +1,4 @@
-"""The methods of this library: an entry for each. `own.py` has the entry of a gossiper that is not of this library."""
+"""The methods of this library: an entry for each. `own.py` makes that of a gossiper in one call."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class MethodOptions:
     compressor: str = "sign"
     """sign, topk, randomk, qsgd, bfloat16, float16."""
     compression_ratio: float = 0.01
-    """topk, randomk, sparseloco: share of the entries that is sent."""
+    """topk, randomk, sparseloco, sparta: share of the entries that is sent."""
     compression_bits: int = 8
     """qsgd, moniqua: bits per entry, 2, 4 or 8."""
     step_size: float = 0.0

@@ -1,4 +1,4 @@
-"""The entry of a gossiper that is not of this library: with it the gossiper is a recipe and a row of the simulator."""
+"""The entry of a gossiper in one call, such as one of your own: it is a recipe then, and a row of the simulator."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "outer": {"flat", "graph_manager", "compression"},
         "optim": set(),
         "relay": {"flat", "graph_manager", "mixing_manager", "transport", "gossiper"},
+        "sparta": {"graph_manager", "compression", "gossiper"},
         "update_rules": {"flat", "graph_manager", "mixing_manager"},
         "engine": {
             "gossiper",
@@ -49,7 +50,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "dpwa": _WRAPPERS,
         "registry": set(),
         "simulate": {"graph_manager", "mixing_manager", "matcha", "compression", "schedule", "registry"},
-        "methods": {*_WRAPPERS, "relay", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
+        "methods": {*_WRAPPERS, "relay", "sparta", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
         "testing": {"membership", "transport"},
     },
     "train": {

@@ -29,6 +29,7 @@ from gossip_modules import (
     RandomK,
     RingGraph,
     SignNorm,
+    Sparta,
     TopK,
     connect,
 )
@@ -47,6 +48,7 @@ GOSSIPERS: dict[str, Make] = {
     "DeepSqueeze SignNorm": lambda: DeepSqueeze(SignNorm(8), step_size=0.1),
     "DeepSqueeze RandomK": lambda: DeepSqueeze(RandomK(0.5), step_size=0.2),
     "Moniqua": lambda: Moniqua(20.0),
+    "Sparta": lambda: Sparta(0.5),
     "PowerGossip": PowerGossip,
     "PowerGossip rank 2, twice": lambda: PowerGossip(rank=2, num_iterations=2, compress_vectors=True, check_every=1),
     "PowerGossip cold": lambda: PowerGossip(warm_start=False, step_size=1.0),

@@ -23,6 +23,7 @@ from gossip_modules import (
     PowerGossip,
     RingGraph,
     SignNorm,
+    Sparta,
     TopK,
     UniformMixing,
 )
@@ -289,6 +290,7 @@ OTHERS: dict[type[CompressedGossiper], Mapping[str, Any]] = {
     Choco: {"compressor": TopK(0.5), "step_size": 0.7},
     DeepSqueeze: {"compressor": TopK(0.5), "step_size": 0.7},
     Moniqua: {"theta": 2.5, "bits": 4, "step_size": 0.7, "seed": 3},
+    Sparta: {"ratio": 0.5, "seed": 3},
     PowerGossip: {
         "rank": 2,
         "num_iterations": 2,

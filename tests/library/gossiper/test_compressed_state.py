@@ -57,6 +57,7 @@ _TENSORS = {
     "Choco": ("sections", {"public", "drift"}),
     "DeepSqueeze": ("sections", {"error"}),
     "Moniqua": ("sections", set()),
+    "Sparta": ("sections", set()),
     "PowerGossip": ("factors", {"left", "right"}),
 }
 _VALUES = {"public": 0.25, "drift": 2.0}

@@ -165,6 +165,7 @@ CASES = [
     ("PowerGossip", before, True),
     ("DeepSqueeze SignNorm", between, False),
     ("Moniqua", between, True),
+    ("Sparta", posted, True),
     ("bfloat16", posted, False),
 ]
 

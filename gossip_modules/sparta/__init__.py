@@ -1,0 +1,1 @@
+"""SPARTA: ranks average a few parameters in each step, drawn at random."""
