@@ -133,6 +133,21 @@ def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
     torch.testing.assert_close(x[:, 0], solve(lambda: {"outer": outer, **graph}), rtol=0, atol=1e-12)
 
 
+def test_the_simulator_sends_the_messages_of_sparse_loco() -> None:
+    """To each of the others, on a link that a message of the whole model would keep busy much longer."""
+    setting = replace(CLUSTER, world_size=5, local_steps=2)
+    size = gm.ChunkTopK(41, 4096, values=gm.TwoBit()).num_bytes(setting.num_parameters, torch.float32)
+    waited = {}
+    for name in ("sparseloco", "diloco"):
+        method, x = make_method(Choice.parse(name), setting), torch.zeros(5, 100)
+        for _ in range(5):  # outer steps before the third and the fifth
+            method.forward(x)
+        waited[name] = float(method.waited_seconds.max())
+        if name == "sparseloco":
+            assert method.sent_bytes == 2 * 4 * size
+    assert 2 * 4 * setting.links.wire_seconds(size) < waited["sparseloco"] < waited["diloco"]
+
+
 @pytest.mark.parametrize("name", ["d2", "exactdiffusion", "gradienttracking", "decentlam", "qgdsgdm:ring"])
 def test_the_simulator_takes_rounds_of_a_rule_as_training_does(name: str) -> None:
     """Problem Q; the golden values of training are in tests/library/update_rules."""
