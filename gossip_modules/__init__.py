@@ -10,6 +10,7 @@ from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
 from .compression.sparsifier import RandomK, TopK
 from .compression.two_bit import TwoBit
+from .consensus_control import ConsensusControl
 from .dpwa.averager import PairwiseAverager
 from .dpwa.config import PairwiseConfig
 from .dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
@@ -119,6 +120,7 @@ __all__ = [
     "ClockInterpolation",
     "CompleteGraph",
     "Compressor",
+    "ConsensusControl",
     "ConstantInterpolation",
     "CurveKeys",
     "DecentLaM",

@@ -111,7 +111,7 @@ class RunConfig(MethodOptions, ABC):
     )
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
-        *("sync_period", "divergence_threshold", "clip_norm", "outer_lr", "max_workers"),
+        *("sync_period", "divergence_threshold", "clip_norm", "outer_lr", "max_workers", "consensus_target"),
     )
     SHARES: ClassVar[tuple[str, ...]] = ("budget", "compression_ratio", "fetch_probability")
     """More than 0, at most 1."""

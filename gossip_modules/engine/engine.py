@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action, Schedule
 from ..transport.base import Transport, is_elastic
+from .controlled import ControlledMixer
 
 _UNNAMED = "LockstepEngine"  # checkpoints from when there was no other
 
@@ -66,6 +68,10 @@ class Engine(ABC):
 
     def close(self) -> None:
         """End threads and free buffers; idempotent."""
+
+    def control_stats(self) -> dict[str, float]:
+        """What controls the rounds, if anything does: see `ConsensusControl`."""
+        return {}
 
     @property
     def state_name(self) -> str:
@@ -122,16 +128,16 @@ class LockstepEngine(Engine):
 
     Args:
         gossiper: bound to its peers; or another mixer with a transport.
-        schedule: which step gossips, which averages globally.
+        schedule: which step gossips, which averages globally; or what controls that by the distance of the models.
         on_nonfinite: "raise" raises FloatingPointError where a round would mix infinities or NaN into a model, "skip"
             leaves such a round out, "spread" does not look.
 
     Raises:
         ValueError: `on_nonfinite` is none of these, or "skip" with a gossiper whose state every message changes; a
-            gossiper that keeps models, with exact averages.
+            gossiper that keeps models, with exact averages; or see `ConsensusControl`.
     """
 
-    def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise") -> None:
+    def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
         super().__init__()
         self.on_nonfinite = check_policy(on_nonfinite)
         if on_nonfinite == "skip" and not gossiper.is_skippable:
@@ -139,7 +145,8 @@ class LockstepEngine(Engine):
                 f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': every message changes its "
                 "state, so that none can be left out"
             )
-        if gossiper.keeps_models and schedule.average_every:
+        control = schedule if isinstance(schedule, ConsensusControl) else None
+        if gossiper.keeps_models and schedule.average_every and control is None:
             raise ValueError(
                 f"got {schedule} with {gossiper}, expected average_every=0: it keeps models of peers from before such "
                 "an average, and would undo it; leave the averages out"
@@ -154,6 +161,7 @@ class LockstepEngine(Engine):
         self._scheduled_average = self.averager
         if is_elastic(gossiper.transport):
             self._scheduled_average = ElasticAverage(gossiper.transport, sums_weights=sums_weights)
+        self._control = None if control is None else ControlledMixer(gossiper, self.averager, control)
         self.step = 0  # training steps seen so far
 
     @property
@@ -163,13 +171,16 @@ class LockstepEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""
-        return {**super().state_dict(), "step": self.step, "gossiper": self.gossiper.state_dict()}
+        control = {} if self._control is None else {"control": self._control.state_dict()}
+        return {**super().state_dict(), "step": self.step, "gossiper": self.gossiper.state_dict(), **control}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`."""
         super().load_state_dict(state)
         self.step = state["step"]
         self.gossiper.load_state_dict(state["gossiper"])
+        if self._control is not None:
+            self._control.load_state_dict(state.get("control", {}))
 
     def reset(self) -> None:
         """See `Engine`."""
@@ -180,6 +191,10 @@ class LockstepEngine(Engine):
         self.gossiper.rebind(mixing, transport)
         self.averager.transport = self._scheduled_average.transport = transport
 
+    def control_stats(self) -> dict[str, float]:
+        """See `Engine`."""
+        return {} if self._control is None else self._control.law.stats()
+
     def advance(self, num_steps: int) -> None:
         """Count training steps as if they had been taken here."""
         for _ in range(num_steps):
@@ -187,8 +202,11 @@ class LockstepEngine(Engine):
 
     def _next_mixer(self) -> Mixer | None:
         """What this step does, None when it skips; advances the step."""
-        action = self.schedule.action(self.step)
-        self.step += 1
+        step, self.step = self.step, self.step + 1
+        if self._control is not None:
+            return self._control if self._control.law.starts_round(step) else None
+        assert isinstance(self.schedule, Schedule)
+        action = self.schedule.action(step)
         if action is Action.GOSSIP:
             return self.gossiper
         return self._scheduled_average if action is Action.AVERAGE else None
@@ -206,7 +224,7 @@ class SyncEngine(LockstepEngine):
     each rank looks at the correction, which then takes a copy of the model.
     """
 
-    def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise") -> None:
+    def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
         self._is_finite = FiniteCheck()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import Mixer
@@ -66,7 +67,7 @@ class OverlapEngine(LockstepEngine):
 
     Args:
         gossiper: bound to its peers; only the gossip thread calls it.
-        schedule: which step gossips; no more often than every max_staleness + 1 steps.
+        schedule: which step gossips, or what controls that; no more often than every max_staleness + 1 steps.
         max_staleness: forwards that a round may be late before training waits for it.
         is_eager: apply a round that is complete before its last forward. False applies all rounds at a fixed step,
             so that the processes of a node agree.
@@ -76,7 +77,7 @@ class OverlapEngine(LockstepEngine):
     def __init__(
         self,
         gossiper: Mixer,
-        schedule: Schedule,
+        schedule: Schedule | ConsensusControl,
         *,
         max_staleness: int = 0,
         is_eager: bool = True,

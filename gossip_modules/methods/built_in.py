@@ -53,7 +53,7 @@ from .wrapping import (
 
 ROUNDS = frozenset({"graph", "gossip_every", "average_every", "nprocs_per_node"})
 """Options of whatever gossips in rounds."""
-PLAIN = ROUNDS | {"peers_per_itr", "wire_dtype"}
+PLAIN = ROUNDS | {"peers_per_itr", "wire_dtype", "consensus_target"}
 """Options of gossip of the parameters themselves."""
 COMPRESSED = ROUNDS | {"overlap", "step_size"}
 """Options of compressed gossip."""

@@ -31,7 +31,12 @@ class MethodOptions:
     gossip_every: int = 1
     """Steps from one round to the next."""
     average_every: int = 0
-    """Rounds from one exact global average to the next; 0: never."""
+    """Rounds from one exact global average to the next; 0: never, and with consensus_target 16 at most."""
+    consensus_target: float = 0.0
+    """The distance between the ranks' models that is held by as few rounds as it takes, in units of the update of one
+    step, such as 2; gossip_every is the least number of steps between rounds then. 0: rounds are not controlled."""
+    consensus_remedy: Literal["average", "rounds"] = "average"
+    """With consensus_target, where ranks are further apart: an exact average at once, or more rounds of gossip."""
     nprocs_per_node: int = 1
     """Processes that average gradients among themselves and gossip as one."""
     wire_dtype: str = "none"
@@ -118,7 +123,7 @@ METHOD_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(MethodOpt
 OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "gossip": (
         *("graph", "peers_per_itr", "overlap", "max_staleness", "gossip_every", "average_every", "nprocs_per_node"),
-        "wire_dtype",
+        *("wire_dtype", "consensus_target", "consensus_remedy"),
     ),
     "compressed gossip": ("compressor", "compression_ratio", "compression_bits", "step_size"),
     "MATCHA": ("budget", "plan"),

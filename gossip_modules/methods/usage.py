@@ -26,6 +26,8 @@ def used_options(method: Method, options: MethodOptions) -> frozenset[str]:
         used |= {option}
     if "interpolation" in used and options.interpolation == "constant":
         used |= {"interpolation_value"}
+    if "consensus_target" in used and options.consensus_target:
+        used |= {"consensus_remedy"}
     if method.always_overlaps or ({"overlap", "gossip_every"} <= used and options.overlap):
         used |= {"max_staleness"}
     return used
@@ -38,6 +40,8 @@ def possible_options(method: Method) -> frozenset[str]:
         possible |= {code.option for code in COMPRESSORS.values() if code.option}
     if "interpolation" in possible:
         possible |= {"interpolation_value"}
+    if "consensus_target" in possible:
+        possible |= {"consensus_remedy"}
     if method.always_overlaps or {"overlap", "gossip_every"} <= possible:
         possible |= {"max_staleness"}
     return possible
@@ -69,6 +73,8 @@ def why_fixed_ranks(method: Method, options: MethodOptions) -> str:
     used = used_options(method, options)
     if "average_every" in used and options.average_every:
         return f"an average over all ranks, here with average_every={options.average_every}, fails with each of them"
+    if "consensus_target" in used and options.consensus_target:
+        return f"all must decide alike how often they gossip, here with consensus_target={options.consensus_target}"
     if "nprocs_per_node" in used and options.nprocs_per_node != 1:
         return f"each process is a worker that may come and go, here with nprocs_per_node={options.nprocs_per_node}"
     return f"a plan is for so many nodes, here with plan={options.plan}" if "plan" in used and options.plan else ""

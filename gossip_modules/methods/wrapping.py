@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..ad_psgd.wrapper import BilatGossipDataParallel
+from ..consensus_control import ConsensusControl
 from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
 from ..dpwa.wrapper import PairwiseDataParallel
 from ..gossiper.gossiper import Gossiper
@@ -77,6 +79,25 @@ def settle_buckets(wrapper: AllReduceDataParallel, inputs: tuple[Tensor, ...]) -
     wrapper.zero_grad(set_to_none=True)
 
 
+def rounds_of(options: MethodOptions) -> Schedule | ConsensusControl:
+    """Which steps gossip and which average over all, or what controls that.
+
+    Raises:
+        ValueError: control, with numbers of peers by epoch.
+    """
+    every = options.gossip_every
+    if not options.consensus_target:
+        return Schedule(gossip_every=every, average_every=options.average_every)
+    if ":" in options.peers_per_itr:
+        raise ValueError(
+            f"got peers_per_itr={options.peers_per_itr} with consensus_target={options.consensus_target}, expected a "
+            "number: how many rounds an epoch has is not known before; leave one of them out"
+        )
+    control = ConsensusControl(options.consensus_target, remedy=options.consensus_remedy)
+    control = replace(control, gossip_every=every, max_interval=max(control.max_interval, every))
+    return replace(control, average_every=options.average_every) if options.average_every else control
+
+
 def wrap_gossip(
     module: nn.Module,
     options: MethodOptions,
@@ -85,9 +106,7 @@ def wrap_gossip(
     whom: Callable[[MethodOptions, int, Context], dict[str, Any]],
     what: Callable[[MethodOptions, Context], dict[str, Any]],
     push_sum: bool = False,
-    schedule: Callable[[MethodOptions], Schedule] = lambda options: Schedule(
-        gossip_every=options.gossip_every, average_every=options.average_every
-    ),
+    schedule: Callable[[MethodOptions], Schedule | ConsensusControl] = rounds_of,
 ) -> Wrapper:
     """Gossip: parameters mixed with those of a few peers before every forward.
 
@@ -96,7 +115,7 @@ def wrap_gossip(
         whom: arguments of the wrapper that say who talks to whom, of (options, number of nodes, context).
         what: arguments of the wrapper that say what is sent.
         push_sum: whether the graph may be directed.
-        schedule: which step gossips and which averages over all.
+        schedule: which step gossips and which averages over all, or what controls that.
     """
     if context.membership is None:
         chosen = whom(options, _count_nodes(options, context), context)

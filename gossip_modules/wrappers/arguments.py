@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression.compressor import Compressor
+from ..consensus_control import ConsensusControl
 from ..gossiper.gossiper import Gossiper
 from ..gossiper.push_pull import PushPull
 from ..graph_manager.base import GraphManager
@@ -95,20 +96,25 @@ def as_gossiper(gossiper: GossiperLike) -> Gossiper:
     return made
 
 
-def as_schedule(schedule: Schedule | int) -> Schedule:
+def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | ConsensusControl:
     """The schedule, or that of a round at every `schedule`-th step."""
-    if isinstance(schedule, Schedule):
+    if isinstance(schedule, Schedule | ConsensusControl):
         return schedule
     if isinstance(schedule, bool) or not isinstance(schedule, int) or schedule < 1:
         raise ValueError(
-            f"got schedule={schedule!r}, expected a Schedule or the number of steps from one round to the next, at "
-            "least 1; schedule=1, the default, gossips at every step"
+            f"got schedule={schedule!r}, expected a Schedule, a ConsensusControl, or the number of steps from one "
+            "round to the next, at least 1; schedule=1, the default, gossips at every step"
         )
     return Schedule(gossip_every=schedule)
 
 
 def check_outer(
-    outer: object, schedule: Schedule, *, overlap: bool, init_sync: bool, gossip: Mapping[str, object]
+    outer: object,
+    schedule: Schedule | ConsensusControl,
+    *,
+    overlap: bool,
+    init_sync: bool,
+    gossip: Mapping[str, object],
 ) -> None:
     """Raise ValueError where `outer` is no outer method, or stands beside arguments that do not fit to it.
 
@@ -145,7 +151,7 @@ def check_outer(
         )
 
 
-def check_rule(rule: object, schedule: Schedule, others: Mapping[str, object]) -> None:
+def check_rule(rule: object, schedule: Schedule | ConsensusControl, others: Mapping[str, object]) -> None:
     """Raise ValueError where `rule` is no update rule, or stands beside arguments that do not fit to it.
 
     Args:

@@ -110,6 +110,7 @@ class AveragingMixin(ABC):
             )
         state = list(_averaged_state(optimizer))
         with self._calling("average_optimizer_state()"), torch.no_grad():
+            self.settle()  # a round in flight may have collectives of its own
             names = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in state]
             check_agreement(transport, {"optimizer state": names})
             if state:
@@ -218,7 +219,10 @@ class FlatAveraging(AveragingMixin):
         Returns:
             bytes_sent (payload, collectives included), wait_seconds (training thread blocked), num_rounds, num_skipped
             (rounds that were left out for infinities or NaN), mean_staleness and max_staleness (forwards that rounds
-            were late), consensus_distance (as last measured by `consensus_distance()`, NaN before).
+            were late), consensus_distance (as last measured by `consensus_distance()`, NaN before). With a
+            `ConsensusControl` also consensus_estimate (at the beginning of the last round, or after the last one that
+            was added), consensus_bound (where the target is now), gossip_interval (steps to the next round),
+            num_skipped_steps (without a round), num_added_rounds and num_averages (exact ones).
         """
         stats = self._engine.stats
         return {
@@ -229,6 +233,7 @@ class FlatAveraging(AveragingMixin):
             "mean_staleness": stats.total_staleness / max(stats.num_rounds, 1),
             "max_staleness": stats.max_staleness,
             "consensus_distance": self._last_consensus_distance,
+            **self._engine.control_stats(),
         }
 
     @property

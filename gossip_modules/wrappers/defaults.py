@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..consensus_control import ConsensusControl
 from ..gossiper.gossiper import Gossiper
 from ..gossiper.push_pull import PushPull
 from ..gossiper.push_sum import PushSum
@@ -131,7 +132,7 @@ class Algorithm:
     push_sum: bool
     gossiper: GossiperLike | None
     wire_dtype: torch.dtype | None
-    schedule: Schedule
+    schedule: Schedule | ConsensusControl
     outer: OuterMethod | None = None
     rule: UpdateRule | None = None
 
@@ -158,6 +159,12 @@ class Algorithm:
             check_rule(self.rule, self.schedule, {**others, "nprocs_per_node": nprocs_per_node, **gossip})
             push_sum = False
             mixing = self.rule.default_mixing(num_nodes) if graph is None and mixing is None else mixing
+        if isinstance(self.schedule, ConsensusControl) and nprocs_per_node != 1:
+            raise ValueError(
+                f"got nprocs_per_node={nprocs_per_node} with schedule={self.schedule}, expected 1: each process of a "
+                "node sees its shard of the model only, so that those of one node would decide differently; use a "
+                "Schedule"
+            )
         gossiper = choose_gossiper(self.gossiper, push_sum=push_sum, wire_dtype=self.wire_dtype)
         return choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper), gossiper
 

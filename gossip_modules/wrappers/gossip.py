@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..consensus_control import ConsensusControl
 from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.outer import OuterEngine
 from ..engine.overlap import OverlapEngine
@@ -72,6 +73,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     | D-PSGD       | push_sum=False                                                |
     | Gossip-PGA   | schedule=Schedule(average_every=H)                            |
     | Local SGD    | schedule=Schedule(gossip_every=H, average_every=1)            |
+    | controlled   | schedule=ConsensusControl(target=2.0)                         |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | gossiper=PowerGossip(), or Choco, DeepSqueeze, Moniqua        |
     | DiLoCo       | outer=DiLoCo(), or SparseLoCo, SlowMo, NoLoCo, GASLoC, ...    |
@@ -96,7 +98,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         gossiper: another algorithm, or its class; where it needs no particular graph, `push_sum` still chooses the
             default graph.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
-        schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step.
+        schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a
+            `ConsensusControl` = as often as the distance between the models asks for.
         outer: an `OuterMethod` such as `DiLoCo`: ranks train alone, and every H steps an outer optimizer steps on where
             they have come. Costs three copies of the model; in place of `schedule` and `overlap`.
         rule: an `UpdateRule` such as `D2`, for ranks with different data: rounds carry vectors that make up for it.
@@ -146,7 +149,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         max_staleness: int = 0,
         gossiper: GossiperLike | None = None,
         wire_dtype: torch.dtype | None = None,
-        schedule: Schedule | int = 1,
+        schedule: Schedule | ConsensusControl | int = 1,
         outer: OuterMethod | None = None,
         rule: UpdateRule | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -221,7 +224,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
         hold(self)
 
-    def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
+    def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
         policy, is_whole = self._on_nonfinite, self._node is None
         if self._outer is not None:

@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "outer", "update_rules", "engine", "membership", "wrappers"}
+_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "update_rules", "engine", "membership", "wrappers"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -26,6 +26,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "matcha": {"graph_manager"},
         "matching": {"matcha"},
         "mixing_manager": {"graph_manager", "matcha"},
+        "consensus_control": {"mixing_manager"},
         "mpi": {"transport"},
         "gossiper": _LOCKSTEP - {"gossiper"},
         "outer": {"flat", "graph_manager", "compression"},
@@ -34,17 +35,11 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "sparta": {"graph_manager", "compression", "gossiper"},
         "update_rules": {"flat", "graph_manager", "mixing_manager"},
         "engine": {
-            "gossiper",
-            "flat",
-            "schedule",
-            "mixing_manager",
-            "transport",
-            "outer",
-            "update_rules",
-            "compression",
+            *("gossiper", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
+            *("outer", "update_rules", "compression"),
         },
         "membership": _LOCKSTEP,
-        "wrappers": {*_LOCKSTEP, "outer", "update_rules", "engine", "membership"},
+        "wrappers": _WRAPPERS - {"wrappers"},
         "ad_psgd": _WRAPPERS,
         "wagma": _WRAPPERS,
         "dpwa": _WRAPPERS,
@@ -77,6 +72,7 @@ EXTRAS = {"zmq": {"dpwa"}, "yaml": {"dpwa"}, "mpi4py": {"mpi"}}
 # A laptop tests these in a second, without any process group.
 WITHOUT_PROCESSES = {
     "schedule",
+    "consensus_control",
     "flat",
     "graph_manager",
     "compression",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gossip_modules import (
     CompleteGraph,
+    ConsensusControl,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
@@ -41,7 +42,7 @@ TOLERANCE = 1e-6  # of float32 values below one, against float64
 class FixedStaleness(GossipDataParallel):
     """Overlap SGP that always uses its staleness in full: so it is a function of the data, and has an oracle."""
 
-    def _make_engine(self, gossiper: Gossiper, schedule: Schedule) -> LockstepEngine:
+    def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         return OverlapEngine(gossiper, schedule, max_staleness=self.max_staleness, is_eager=False)
 
 

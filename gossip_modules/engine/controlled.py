@@ -1,0 +1,245 @@
+"""ControlledMixer: rounds of gossip that measure how far ranks are apart, and end in what `ConsensusControl` says."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..consensus_control import ConsensusControl, ControlLaw, Differences
+from ..flat.vector import SCRATCH_NUMEL, FlatVector
+from ..gossiper.mixer import GlobalAverage, Mixer
+from ..gossiper.push_pull import PushPull
+from ..transport.base import is_elastic
+
+
+def check_control(gossiper: Mixer, control: ConsensusControl) -> None:
+    """Raise ValueError where corrections of this gossiper do not tell how far ranks are apart."""
+    if is_elastic(gossiper.transport):
+        raise ValueError(
+            f"got schedule={control} with a membership, expected a Schedule: ranks that may lose messages cannot all "
+            "decide alike; use Schedule(gossip_every=...)"
+        )
+    if not isinstance(gossiper, PushPull):
+        raise ValueError(
+            f"got schedule={control} with {gossiper}, expected no gossiper: its corrections are not those of the "
+            "weights, so they do not tell how far ranks are apart; leave gossiper out, or use a Schedule"
+        )
+    if gossiper.is_weighted:
+        raise ValueError(
+            f"got schedule={control} with {gossiper.mixing}, expected doubly stochastic weights, with which a "
+            "correction tells how far ranks are apart; use an undirected graph with push_sum=False, or a Schedule"
+        )
+
+
+class ControlledMixer(Mixer):
+    """One round: x <- W x, measured; then, where ranks are too far apart, more of it or x <- mean_j x_j.
+
+    [Note: one decision] of `ConsensusControl` says why all ranks do the same.
+
+    Args:
+        gossiper: bound to its peers.
+        averager: over the same ranks.
+        control: the settings.
+
+    Raises:
+        ValueError: see `check_control`.
+    """
+
+    def __init__(self, gossiper: Mixer, averager: GlobalAverage, control: ConsensusControl) -> None:
+        check_control(gossiper, control)
+        self._gossiper, self._averager = gossiper, averager
+        self.control = control
+        self.law = ControlLaw(control)
+        self._differences = Differences(gossiper.mixing)
+        self.transport = gossiper.transport
+        self._kept: FlatVector | None = None  # before a round: the model after the last one; in it: as it was sent
+        self._loaded: Sequence[Tensor] = ()  # the parameters of `_kept`, of a checkpoint, until the next round
+        self._drift: Tensor | None = None
+        self._own_buffer_weight = 1.0
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`: the product over the rounds, at most what the rank gives to what it had before the first."""
+        return self._own_buffer_weight
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """See `Mixer`."""
+        return self._gossiper.sources
+
+    def chunks(self, s: FlatVector) -> Sequence[FlatVector]:
+        """See `Mixer`."""
+        return self._gossiper.chunks(s)
+
+    def start(self, s: FlatVector, t: int) -> None:
+        """See `Mixer`. W(t) is that of its own count of rounds, of which several may be in one."""
+        self._gossiper.start(s, self._next_round())
+        self._keep(s)  # who sends it only reads it too
+
+    def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
+        """See `Mixer`."""
+        self._gossiper.start_filling(s, self._next_round(), fill)
+        self._keep(s)
+
+    def finish(self, s: FlatVector) -> None:
+        """See `Mixer`."""
+        self._gossiper.finish(s)
+        kept = self._kept_of()
+        self._go_on(s, self._observe(squared_distance(s, kept)))
+        kept.copy_(s)
+
+    def difference(self, s: FlatVector) -> float:
+        """See `Mixer`."""
+        alpha, kept = self._gossiper.difference(s), self._kept_of()
+        is_apart = self._observe(alpha**2 * squared_norm(s))
+        if not (is_apart or self.law.is_average_due):
+            self._go_on(s, False)
+            kept.add_(s, alpha=alpha)
+            return alpha
+        correction = s.clone()
+        s.copy_(kept).add_(correction, alpha=alpha)
+        self._go_on(s, is_apart)
+        correction.copy_(s)
+        s.add_(kept, alpha=-1.0)
+        kept.copy_(correction)
+        return 1.0
+
+    # Parts of a round.
+
+    def _next_round(self) -> int:
+        """The number t of this round of gossip, in W(t)."""
+        t = self.law.num_gossip_rounds
+        self.law.num_gossip_rounds = t + 1
+        return t
+
+    def _keep(self, s: FlatVector) -> None:
+        """How far the model has moved since the last round; then keep what is sent."""
+        kept, loaded = self._kept, self._loaded
+        if kept is None or kept.layout != s.layout or kept.raw.device != s.raw.device:
+            kept = s.clone()
+            self._drift = None
+            parameters = kept.where(is_buffer=False).segments
+            if [x.numel() for x in loaded] == [x.numel() for x in parameters]:
+                for x, theirs in zip(parameters, loaded, strict=True):
+                    x.copy_(theirs)
+                self._drift = squared_distance(s, kept)
+        else:
+            self._drift = squared_distance(s, kept)
+        self._kept, self._loaded = kept.copy_(s), ()
+        self._differences.step(max(self.law.steps_between, 1))
+        self._own_buffer_weight = 1.0
+
+    def _kept_of(self) -> FlatVector:
+        assert self._kept is not None, "no round is in flight: start() comes first"
+        return self._kept
+
+    def _observe(self, squared_correction: Tensor) -> bool:
+        """After a round of gossip: whether the models were further apart than they may be. Collective."""
+        self._own_buffer_weight *= self._gossiper.own_buffer_weight
+        gain = self._differences.mix(self.law.num_gossip_rounds - 1)
+        if not gain:  # nobody had a peer
+            self.law.estimate = math.nan
+            return False
+        drift, self._drift = self._drift, None
+        unknown = torch.full_like(squared_correction, -1.0)
+        own = squared_correction, unknown if drift is None else drift, torch.full_like(unknown, gain)
+        corrections, drifts, gains = self._gather(*own)
+        self.law.observe_update(drifts)
+        return self.law.observe(corrections, gains[0])
+
+    def _go_on(self, s: FlatVector, is_apart: bool) -> None:
+        """After the first round of gossip of a step, the others, and what follows for the next step."""
+        law, before = self.law, self.law.estimate
+        num_rounds = 1
+        while is_apart and self.control.remedy == "rounds" and num_rounds < self.control.max_rounds:
+            last = s.clone()
+            self._gossiper.mix(s, self._next_round())
+            is_apart = self._observe(squared_distance(s, last))
+            num_rounds += 1
+        law.num_added_rounds += num_rounds - 1
+        if law.is_average_due or (is_apart and self.control.remedy == "average"):
+            self._average(s, before)
+            before = law.estimate
+        law.adapt(before)
+
+    def _average(self, s: FlatVector, estimate: float) -> None:
+        """s <- its exact average, whose correction is the distance itself. estimate: of what was sent."""
+        law = self.law
+        self._averager.mix(s, law.num_gossip_rounds)
+        (found,) = self._gather(squared_distance(s, self._kept_of()))
+        law.average(estimate, found)
+        self._differences.average()
+        self._own_buffer_weight = min(self._own_buffer_weight, self._averager.own_buffer_weight)
+
+    def _gather(self, *own: Tensor) -> tuple[list[float], ...]:
+        """Numbers of this rank, float64 [1] each; for each of them those of all ranks. Collective."""
+        law, n = self.law, self.transport.world_size
+        count = torch.full_like(own[0], float(law.num_gossip_rounds))
+        mine = torch.cat((*own, count))
+        table = mine.new_empty(n * len(mine))
+        self.transport.all_gather(table, mine, what=f"consensus control after round {law.num_gossip_rounds - 1}")
+        *columns, counts = (column.tolist() for column in table.view(n, -1).unbind(dim=1))
+        if len({*counts}) > 1:
+            raise RuntimeError(
+                f"got ranks after {[int(count) for count in counts]} rounds of gossip under {self.control}, expected "
+                "one number: they have states of different checkpoints; load those that were saved at one step"
+            )
+        return tuple(columns)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The law's numbers, and where the target is relative the model after the last round; shares memory."""
+        kept = self._loaded if self._kept is None else self._kept.where(is_buffer=False).segments
+        return {
+            "law": self.law.state_dict(),
+            "differences": self._differences.covariance,
+            "kept": list(kept) if self.control.is_relative else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict()` gave; nothing = start anew."""
+        self._kept, self._drift = None, None
+        self._loaded = copy.deepcopy(list(state.get("kept", ())))
+        self.law.reset()
+        self._differences.average()
+        if state:
+            self.law.load_state_dict(state["law"])
+            self._differences.covariance.copy_(state["differences"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._gossiper!r}, {self.control!r})"
+
+
+def squared_norm(x: FlatVector) -> Tensor:
+    """||x||^2 over the parameters, float64 [1] on the device of x."""
+    return _total(x, (segment.split(SCRATCH_NUMEL) for segment in x.where(is_buffer=False).segments))
+
+
+def squared_distance(x: FlatVector, y: FlatVector) -> Tensor:
+    """||x - y||^2 over the parameters, float64 [1] on the device of x; no copy of either. Of one layout."""
+    pairs = zip(x.where(is_buffer=False).segments, y.where(is_buffer=False).segments, strict=True)
+    return _total(
+        x,
+        (
+            (_wide(a) - _wide(b) for a, b in zip(s.split(SCRATCH_NUMEL), r.split(SCRATCH_NUMEL), strict=True))
+            for s, r in pairs
+        ),
+    )
+
+
+def _total(x: FlatVector, chunks: Any) -> Tensor:
+    total = torch.zeros(1, dtype=torch.float64, device=x.raw.device)
+    for segment in chunks:
+        for chunk in segment:
+            total += torch.linalg.vector_norm(chunk, dtype=torch.float64) ** 2
+    return total
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.element_size() < 4 else x
