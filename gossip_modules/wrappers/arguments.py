@@ -109,12 +109,7 @@ def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | Conse
 
 
 def check_outer(
-    outer: object,
-    schedule: Schedule | ConsensusControl,
-    *,
-    overlap: bool,
-    init_sync: bool,
-    gossip: Mapping[str, object],
+    outer: object, schedule: object, *, overlap: bool, init_sync: bool, gossip: Mapping[str, object]
 ) -> None:
     """Raise ValueError where `outer` is no outer method, or stands beside arguments that do not fit to it.
 

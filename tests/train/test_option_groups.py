@@ -150,7 +150,9 @@ def test_what_a_method_uses_is_what_it_can_use(name: str) -> None:
     used: set[str] = set()
     for compressor in COMPRESSORS:
         for overlap in (False, True):
-            options = Config(compressor=compressor, overlap=overlap, interpolation="constant")
+            options = Config(
+                compressor=compressor, overlap=overlap, interpolation="constant", consensus_target=float(overlap)
+            )
             used |= used_options(method, options)
     assert used == possible_options(method)
 

@@ -337,6 +337,19 @@ def test_local_sgd_averages_and_never_gossips(wrapped: Callable[..., dict[str, A
         wrapped(4, recipe="localsgd", sync_period=0)
 
 
+def test_a_target_for_the_distance_controls_the_rounds(wrapped: Callable[..., dict[str, Any]]) -> None:
+    for recipe in ("dpsgd", "sgp", "osgp"):
+        assert wrapped(4, recipe=recipe, consensus_target=2.0)["schedule"] == gm.ConsensusControl(2.0)
+    options = {"consensus_target": 3.0, "consensus_remedy": "rounds", "gossip_every": 20, "average_every": 5}
+    expected = gm.ConsensusControl(3.0, remedy="rounds", gossip_every=20, max_interval=20, average_every=5)
+    assert wrapped(4, recipe="dpsgd", **options)["schedule"] == expected
+    with pytest.raises(ValueError, match=r"got peers_per_itr=0:2,30:1 with consensus_target=2.0, expected a number"):
+        wrapped(4, recipe="dpsgd", consensus_target=2.0, peers_per_itr="0:2,30:1")
+    with pytest.raises(ValueError, match=r"got consensus_target=-1.0, expected 0 or more"):
+        Config(recipe="dpsgd", consensus_target=-1.0)
+    assert "consensus_remedy" not in used_options(METHODS["dpsgd"], Config(consensus_remedy="rounds"))
+
+
 def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) -> None:
     rates = {"sync_period": 7, "outer_lr": 0.4, "outer_momentum": 0.25}
     for recipe, expected, default in (

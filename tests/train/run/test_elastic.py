@@ -225,6 +225,7 @@ def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) 
     ("config_type", "options", "message"),
     [
         (Config, {"average_every": 4}, "since an average over all ranks, here with average_every=4, fails"),
+        (Config, {"consensus_target": 2.0}, "since all must decide alike how often they gossip, here with consensus_"),
         (Config, {"nprocs_per_node": 2}, "since each process is a worker .* here with nprocs_per_node=2"),
         (Config, {"min_workers": 3, "max_workers": 2}, "got max_workers=2 and min_workers=3, expected no fewer"),
         (Config, {"backend": "mpi"}, "got --elastic with --backend mpi, expected gloo"),

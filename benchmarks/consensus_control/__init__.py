@@ -1,0 +1,1 @@
+"""Consensus control: the accuracy of all-reduce for how many bytes?"""
