@@ -117,14 +117,14 @@ def load_other_world(
         weights += weight
         for name, tensor in state["wrapper"].items():
             name = name.removeprefix("module.")
-            if not tensor.is_floating_point():
+            if not _is_averaged(tensor):
                 model.setdefault(name, tensor)
             elif name in model:
-                model[name] += weight * tensor.double()
+                model[name] += weight * _wide(tensor)
             else:
-                model[name] = weight * tensor.double()
+                model[name] = weight * _wide(tensor)
         states.append({name: state[name] for name in ("optimizer", "scaler", "meters", "step")})
-    model = {name: x / weights if x.dtype == torch.float64 else x for name, x in model.items()}
+    model = {name: x / weights if _is_averaged(x) else x for name, x in model.items()}
     old_step, old_steps = int(states[0]["step"]), int(manifest["steps_per_epoch"])
     return {
         "step": old_step * steps_per_epoch // old_steps,
@@ -170,6 +170,16 @@ def _mean(values: Sequence[Any]) -> Any:
         return {key: _mean([value[key] for value in values]) for key in first}
     if isinstance(first, list | tuple):
         return type(first)(_mean(items) for items in zip(*values, strict=True))
-    if isinstance(first, Tensor) and first.is_floating_point():
-        return torch.stack([value.double() for value in values]).mean(0).to(first.dtype)
+    if isinstance(first, Tensor) and _is_averaged(first):
+        return torch.stack([_wide(value) for value in values]).mean(0).to(first.dtype)
     return first
+
+
+def _is_averaged(x: Tensor) -> bool:
+    """Whether it is no count or the like."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype that means are computed in."""
+    return x.to(torch.complex128) if x.is_complex() else x.double()

@@ -80,6 +80,24 @@ def test_all_begin_with_the_average_of_the_numerators_at_the_same_place_of_the_e
     assert [entry.name for entry in folder.iterdir()] == ["superseded"]
 
 
+def test_complex_parameters_and_their_momentum_are_averaged_too(tmp_path: Path) -> None:
+    identity = {**IDENTITY, "world_size": 2, "steps_per_epoch": 12}
+
+    def on_rank(member: Any) -> Path:
+        state = state_of(member.rank, weight=1.0 + 2 * member.rank)
+        z = torch.tensor([1 + 2j, 3 - 1j]) * (member.rank + 1)
+        state["wrapper"]["module.z"] = z
+        state["optimizer"]["state"][0]["momentum_buffer"] = z.clone()
+        return Checkpoints(tmp_path, member, identity).save(30, state)
+
+    (path, *_) = Ranks(2).run(on_rank)
+    assert isinstance(path, Path), path
+    state = load_other_world(path, {**identity, "world_size": 3}, keys=KEYS, steps_per_epoch=12)
+    first = torch.tensor([1 + 2j, 3 - 1j])
+    torch.testing.assert_close(state["model"]["z"], (first * (1 * 1 + 2 * 3) / 4).to(torch.complex128))
+    torch.testing.assert_close(state["optimizer"]["state"][0]["momentum_buffer"], 1.5 * first)
+
+
 def test_a_run_of_other_options_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, [1.0, 1.0])
     with pytest.raises(ValueError, match=r"of a run with recipe='sgp', expected 'dpsgd' as in this run; resume with"):
