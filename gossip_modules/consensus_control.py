@@ -16,6 +16,7 @@ _MEMORY = 0.9  # of the running mean of updates, from one round to the next
 _CALIBRATION_MEMORY = 0.5  # of the factor that exact averages correct, from one of them to the next
 _MAX_KNOWN_RANKS = 256  # beyond, products of n x n matrices take longer than a round
 _ROUNDING = 1e-12
+_LEAST_GAIN = 1e-9  # less is rounding, or a round in which nobody has a peer
 _COUNTERS = ("num_gossip_rounds", "interval", "last_step", "steps_between", "rounds_since_average")
 _MEASURES = ("squared_update", "calibration", "estimate", "bound")
 _STATS = ("num_skipped_steps", "num_added_rounds", "num_averages")
@@ -204,9 +205,10 @@ class ControlLaw:
 
         Args:
             squared_corrections: ||c_i||^2 of each rank.
-            gain: of the round, not 0.
+            gain: of the round, of one rank; nothing is learnt where it is next to 0.
         """
-        self.estimate = math.sqrt(self.calibration * _mean(squared_corrections) / gain)
+        seen = _mean(squared_corrections) / gain if gain > _LEAST_GAIN else math.nan
+        self.estimate = math.sqrt(self.calibration * seen)
         unit = math.sqrt(self.squared_update) if self.control.is_relative else 1.0
         self.bound = self.control.target * unit
         return self._is_known(self.estimate) and self.estimate > self.bound

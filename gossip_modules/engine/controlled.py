@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -142,9 +141,6 @@ class ControlledMixer(Mixer):
         """After a round of gossip: whether the models were further apart than they may be. Collective."""
         self._own_buffer_weight *= self._gossiper.own_buffer_weight
         gain = self._differences.mix(self.law.num_gossip_rounds - 1)
-        if not gain:  # nobody had a peer
-            self.law.estimate = math.nan
-            return False
         drift, self._drift = self._drift, None
         unknown = torch.full_like(squared_correction, -1.0)
         own = squared_correction, unknown if drift is None else drift, torch.full_like(unknown, gain)

@@ -163,6 +163,8 @@ def test_models_that_do_not_move_or_are_not_finite_decide_nothing() -> None:
         assert not law.observe([1.0, bad], 1.0)
         law.adapt(law.estimate)
         assert law.interval == 1
+    assert not law.observe([9.0, 9.0], 0.0)  # nobody had a peer
+    assert math.isnan(law.estimate)
     law.observe_update([-1.0, -1.0])  # unknown
     assert law.observe([9.0, 9.0], 1.0)
 
