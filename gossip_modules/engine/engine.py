@@ -54,6 +54,11 @@ class Engine(ABC):
         """Whether there is something that `flush()` would apply."""
         return False
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether there may be others that wait for this one, if it is not closed."""
+        return True
+
     @abstractmethod
     def round(self, x: FlatVector) -> bool:
         """Once per training step, at the safe point: x <- x + corrections that are due; mutates x and its weight.

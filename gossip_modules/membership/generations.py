@@ -42,6 +42,14 @@ class Generations(WorkerState):
             log.warning("job %s: generation %d came too late, at step %d", self.name, view.generation, clock)
             self._say({"event": "again", "by": self.id, "generation": view.generation})
 
+    def _skip_to(self, start: int) -> int:
+        """Leave out the training steps up to the first one of a generation; returns that."""
+        assert self._participant is not None
+        with self._lock:
+            num_steps, self._clock = start - self._clock, start
+        self._participant.advance(num_steps)
+        return start
+
     def _switch(self, clock: int) -> Change:
         """Begin the latest generation that is due: one before it that would begin no sooner is left out by all."""
         with self._lock:
@@ -110,7 +118,7 @@ class Generations(WorkerState):
         """What this worker has put into the store to form a generation."""
         assert self._participant is not None
         rank = view.ids.index(self.id)
-        peers = set(self._participant.peers(rank, len(view.members))) - {rank}
+        peers = set(self._participant.links(rank, len(view.members))) - {rank}
         pairs = [f"links/{view.generation}/{min(rank, peer)}-{max(rank, peer)}/0" for peer in sorted(peers)]
         ends = [f"{pair}/{end}" for pair in pairs for end in (0, 1)]
         return [f"arrived/{view.generation}/{self.id}", f"links/{view.generation}/all/0/{rank}", *ends]
@@ -161,7 +169,7 @@ class Generations(WorkerState):
                 lambda name: self._log.lent_store(f"links/{view.generation}/{name}"),
                 rank,
                 len(view.members),
-                self._participant.peers(rank, len(view.members)),
+                self._participant.links(rank, len(view.members)),
                 names=[member.number for member in view.members],
                 timeout=self.timeout,
                 patience=timedelta(seconds=limits.CONNECT),

@@ -150,13 +150,22 @@ class LinkTransport(PointToPoint):
 
     # Collectives.
 
-    def all_reduce(self, x: Tensor, *, what: str) -> None:
-        """See `Transport`."""
+    @property
+    def whole(self) -> ProcessGroupTransport:
+        """The transport over all ranks: one that fails ends it for all of them."""
+        return self._whole
+
+    def ask_for_another(self) -> None:
+        """Ask for another generation, unless this one has done so."""
         with self._lock:
-            ask = self.on_broken if self._is_whole_broken else None
-            self.on_broken = None if ask else self.on_broken
+            ask, self.on_broken = self.on_broken, None
         if ask is not None:
             ask()
+
+    def all_reduce(self, x: Tensor, *, what: str) -> None:
+        """See `Transport`."""
+        if self._is_whole_broken:
+            self.ask_for_another()
         try:
             self._collectives.all_reduce(x, what=what)
         except (ConnectionError, TimeoutError):
@@ -180,6 +189,8 @@ class LinkTransport(PointToPoint):
         """Release the groups; waits for no rank. Idempotent."""
         links, self._links = list(self._links.values()), {}
         self._on_lost, self.on_broken = _ignore, None
+        if self._whole.is_shared:  # with threads that wait for messages
+            self._break_whole()
         self._whole.close()
         in_a_thread(links.clear).join(1.0)
 

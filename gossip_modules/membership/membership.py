@@ -240,7 +240,7 @@ class Membership(Joining):
             self._is_ahead = False
             return None
         with self._lock:
-            clock = self._clock = self._clock + 1
+            clock = self._clock = self._clock + 1 + (self._participant.skipped() if self._participant else 0)
             must_wait = self._limit is not None and clock >= self._limit
         if must_wait:
             self._wait_for_first_step(clock)
@@ -252,6 +252,8 @@ class Membership(Joining):
             self._take_back()
         if self._snapshots:
             self._take_snapshots()
+        if self._due and self._participant is not None and self._participant.is_cut_off:
+            clock = self._skip_to(self._due[0][0].start)
         if self._due and self._due[0][0].start == clock:
             return self._switch(clock)
         return None

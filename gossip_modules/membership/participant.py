@@ -1,17 +1,28 @@
-"""What a membership and the wrapper that trains have to do with each other."""
+"""What a membership and the wrapper that trains have to do with each other, and what a worker that joins gets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..flat.buffer import FlatBuffer
+from ..transport.agreement import broadcast_tensors
 
 
 class Participant(Protocol):
     """What a membership needs of the wrapper that trains."""
 
     def peers(self, rank: int, world_size: int) -> Iterable[int]:
-        """The ranks that this one has links with, in any round."""
+        """The ranks that this one watches: those that it exchanges with, in any round."""
+
+    def links(self, rank: int, world_size: int) -> Iterable[int]:
+        """Those of them with which it has a link, beside the group over all ranks."""
 
     def found(self) -> None:
         """Begin with the model of the first rank; all workers of the first generation call it."""
@@ -44,7 +55,14 @@ class Participant(Protocol):
         """Go on from what `give` gave."""
 
     def advance(self, num_steps: int) -> None:
-        """Count training steps that the others have taken since `give`."""
+        """Count training steps that the others have taken."""
+
+    def skipped(self) -> int:
+        """How many training steps it has left out since the last call, beside those of `advance`."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether its rounds with this generation have ended, so that the next one need not wait for its first step."""
 
     @property
     def step(self) -> int:
@@ -70,3 +88,198 @@ class Change:
     members: tuple[int, ...]
     joined: tuple[int, ...]
     left: Mapping[int, str]
+
+
+def check_links(group: object, comm_device: object) -> None:
+    """Raise ValueError for a process group or a device of messages, which are those of the membership."""
+    if group is not None:
+        raise ValueError("got process_group with a membership, expected None: a membership connects its workers itself")
+    if comm_device not in (None, "cpu", torch.device("cpu")):
+        raise ValueError(f"got comm_device={comm_device} with a membership, expected 'cpu' or None: its links are Gloo")
+
+
+class ElasticWrapper(Protocol):
+    """What is used of the wrapper."""
+
+    module: nn.Module
+    _buffer: FlatBuffer
+    _engine: Any
+    _description: dict[str, str]
+    _transport: Any
+    _place: tuple[int, int] | None
+
+    def _reattach(self) -> None: ...
+
+    def _choose(self) -> None: ...
+
+    def _apply_in_flight(self) -> None: ...
+
+    def _to_estimate(self) -> None: ...
+
+
+class ModelParticipant(ABC):
+    """The part of a `Participant` that is the same for all wrappers: what a worker that joins gets of its donor.
+
+    Args:
+        wrapper: that trains.
+        membership: the `Membership`: who takes part.
+    """
+
+    def __init__(self, wrapper: ElasticWrapper, membership: Any) -> None:
+        self.wrapper, self.membership = wrapper, membership
+        self.weight = 1.0
+
+    def describe(self) -> dict[str, str]:
+        """What a worker that joins must have in common with the others."""
+        signature = "\n".join(self.wrapper._buffer.signature())
+        digest = hashlib.sha256(signature.encode()).hexdigest()[:16]
+        size = sum(parameter.numel() for parameter in self.wrapper._buffer.parameters)
+        return {
+            **self.wrapper._description,
+            "wrapper": type(self.wrapper).__name__,
+            "model": f"{type(self.wrapper.module).__name__} with {size} parameters, signature {digest}",
+        }
+
+    def at_step(self) -> None:
+        """At the safe point of every training step; see `Membership.at_step`."""
+        if self.membership.is_waiting_at_the_door:
+            self.membership.join()
+        self.membership.at_step()
+
+    def begin(self, growth: float) -> None:
+        """See `Participant`."""
+        transport, wrapper = self.membership.transport, self.wrapper
+        wrapper._apply_in_flight()
+        self._turn_to(transport, growth)
+        wrapper._transport = transport
+        wrapper._place = transport.rank, transport.world_size
+
+    @abstractmethod
+    def _turn_to(self, transport: Any, growth: float) -> None:
+        """Run rounds over this `LinkTransport` from now on; nothing is in flight."""
+
+    @abstractmethod
+    def peers(self, rank: int, world_size: int) -> Iterable[int]:
+        """See `Participant`."""
+
+    def links(self, rank: int, world_size: int) -> Iterable[int]:
+        """See `Participant`."""
+        return self.peers(rank, world_size)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """See `Participant`."""
+        return False
+
+    def skipped(self) -> int:
+        """See `Participant`."""
+        return 0
+
+    @property
+    def step(self) -> int:
+        """See `Participant`."""
+        return int(self.wrapper._engine.step)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether workers have push-sum weights, which a donor shares with who joins."""
+        return False
+
+    def _go_to(self, t: int, step: int) -> None:
+        """The round and the training step that come next."""
+        self.wrapper._engine.t, self.wrapper._engine.step = t, step
+
+    @torch.no_grad()
+    def found(self) -> None:
+        """See `Participant`; who was in an earlier life of the job gives up its own rounds and weight."""
+        vector = self.wrapper._buffer.vector
+        self.wrapper._to_estimate()
+        counts = torch.tensor([self.wrapper._engine.t, self.step])
+        broadcast_tensors(self.membership.transport, [vector.raw, counts, *self._others()])
+        vector.push_sum_weight.fill_(1.0)
+        self._go_to(*counts.tolist())
+
+    def settle(self) -> None:
+        """See `Participant`."""
+        self.wrapper._apply_in_flight()
+
+    @torch.no_grad()
+    def give(self) -> Mapping[str, Any]:
+        """See `Participant`. Halves a push-sum weight, whose other half goes with the copy."""
+        wrapper = self.wrapper
+        wrapper._apply_in_flight()  # a correction of the whole weight would leave nothing of the half
+        wrapper._choose()  # what was frozen since the last round
+        if not wrapper._buffer.is_attached():
+            wrapper._reattach()
+        vector = wrapper._buffer.vector
+        if self.is_weighted:
+            wrapper._to_estimate()
+            vector.push_sum_weight.mul_(0.5)
+        return {
+            "vector": vector.raw.clone(),
+            "weight": vector.push_sum_weight.clone(),
+            "others": [tensor.detach().clone() for tensor in self._others()],
+            "engine": {"t": wrapper._engine.t, "step": self.step},
+            "travels": wrapper._buffer.signature(),
+            "trained": [name for name, tensor in wrapper.module.named_parameters() if tensor.requires_grad],
+        }
+
+    def take_back(self, state: Mapping[str, Any]) -> None:
+        """See `Participant`."""
+        if self.is_weighted:
+            self.wrapper._apply_in_flight()
+            self.wrapper._to_estimate()
+            self.wrapper._buffer.vector.push_sum_weight.add_(state["weight"])
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Participant`."""
+        return self.wrapper._buffer.vector.layout.num_bytes
+
+    @torch.no_grad()
+    def take(self, state: Mapping[str, Any]) -> None:
+        """See `Participant`."""
+        wrapper = self.wrapper
+        wrapper._apply_in_flight()  # of links that are closed: nothing of it stays
+        if not wrapper._buffer.is_attached():
+            wrapper._reattach()
+        wrapper._to_estimate()
+        self._choose_as(state["travels"], set(state["trained"]))
+        vector = wrapper._buffer.vector
+        vector.raw.copy_(state["vector"])
+        vector.push_sum_weight.copy_(state["weight"])
+        self.weight = vector.push_sum_weight.item()
+        for own, other in zip(self._others(), state["others"], strict=True):
+            own.copy_(other)
+        self._go_to(int(state["engine"]["t"]), int(state["engine"]["step"]))
+        torch.autograd.graph.increment_version(wrapper._buffer.parameters)
+
+    def _choose_as(self, travels: Sequence[str], trained: Collection[str]) -> None:
+        """Freeze what the job has frozen on the way, and train what it trains.
+
+        Args:
+            travels: the signature of the donor's vector, which an engine with rounds under way keeps when less is
+                trained than travels.
+            trained: the names of the parameters that the donor trains.
+        """
+        buffer, named = self.wrapper._buffer, dict(self.wrapper.module.named_parameters())
+        if buffer.signature() != travels:
+            travelling = {text.split(" ", 1)[0] for text in travels}
+            for name, parameter in named.items():
+                parameter.requires_grad_(name in travelling)
+            buffer.attach()
+            if buffer.signature() != travels:
+                ours, theirs = set(buffer.signature()) - set(travels), set(travels) - set(buffer.signature())
+                raise ValueError(
+                    f"got a donor that trains {sorted(theirs)} where this worker has {sorted(ours)}, expected the same "
+                    "tensors on both; layers that are added or taken away on the way must be so before the model is "
+                    "wrapped"
+                )
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in trained)
+
+    def _others(self) -> list[Tensor]:
+        """Parameters and buffers that do not travel: frozen ones, counters."""
+        module, in_buffer = self.wrapper.module, {id(tensor) for tensor in self.wrapper._buffer.tensors}
+        tensors = (*module.parameters(), *module.buffers())
+        return list({id(x): x for x in tensors if id(x) not in in_buffer}.values())

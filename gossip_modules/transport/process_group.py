@@ -89,6 +89,11 @@ class ProcessGroupTransport(PointToPoint):
         """Whether `close()` was called."""
         return not self._lost.alive
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the group has other users, for whom `close()` leaves it open."""
+        return not self.is_closed and self._use.shared.num_users > 1
+
     def own_group(self) -> None:
         """The group was made for this transport: release it with its last user, where torch can."""
         self._use.shared.is_owned = CAN_RELEASE

@@ -39,7 +39,7 @@ class SharedGroup:
         self._lock = threading.Lock()
         self._taken: set[int] = set()
         self._next = 0
-        self._num_users = 0
+        self.num_users = 0
         self.is_owned = False  # whether our own code has made the group
 
     @staticmethod
@@ -63,7 +63,7 @@ class SharedGroup:
                 if channel not in self._taken:
                     self._taken.add(channel)
                     self._next = channel + 1
-                    self._num_users += 1
+                    self.num_users += 1
                     return channel
         raise ValueError(
             f"got a process group that carries the messages of {NUM_CHANNELS} wrappers already, expected fewer; "
@@ -73,10 +73,10 @@ class SharedGroup:
     def leave(self, channel: int, *, is_free: bool) -> bool:
         """One user less, whose channel may be given out again if `is_free`; returns whether to release the group."""
         with self._lock:
-            self._num_users -= 1
+            self.num_users -= 1
             if is_free:
                 self._taken.discard(channel)
-            return self.is_owned and self._num_users == 0
+            return self.is_owned and self.num_users == 0
 
 
 class Use:

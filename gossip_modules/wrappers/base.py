@@ -7,7 +7,7 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,6 +137,17 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
 
     def _release(self) -> None:
         """Give back groups, threads and connections, when nothing uses them any more."""
+        if self._elastic is not None:
+            self._elastic.membership.close()
+
+    def comm_stats(self) -> dict[str, float]:
+        """See `FlatAveraging`; with a membership also what `Membership.stats` gives."""
+        return {**super().comm_stats(), **(self._elastic.membership.stats() if self._elastic else {})}
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        """See `RoundState`; the workers of a membership may be others than those that saved."""
+        if self._elastic is None:
+            super()._check_place(state)
 
     def extra_repr(self) -> str:
         """The rank and the options, one per line."""
@@ -219,5 +230,7 @@ def _close_lost(engine: Engine, name: str) -> None:
         with contextlib.suppress(Exception):  # of peers: there is nobody left to tell
             engine.close()
 
+    has_peers = engine.has_peers
     threading.Thread(target=close, name="gossip-closing", daemon=True).start()
-    warnings.warn(f"a {name} was lost without close(): it leaves its peers now", ResourceWarning, stacklevel=2)
+    if has_peers:
+        warnings.warn(f"a {name} was lost without close(): it leaves its peers now", ResourceWarning, stacklevel=2)

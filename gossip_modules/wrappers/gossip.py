@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -258,8 +258,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             self._debias.stop()
 
     def _release(self) -> None:
-        if self._elastic is not None:
-            self._elastic.membership.close()
+        super()._release()
         self._transport.close()
         if self._node is not None:
             self._node.transport.close()
@@ -268,12 +267,3 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     def _bytes_sent(self) -> int:
         local_bytes = 0 if self._node is None else self._node.transport.num_bytes_sent
         return self._transport.num_bytes_sent + local_bytes
-
-    def comm_stats(self) -> dict[str, float]:
-        """See `FlatAveraging`; with a membership also what `Membership.stats` gives."""
-        return {**super().comm_stats(), **(self._elastic.membership.stats() if self._elastic else {})}
-
-    def _check_place(self, state: Mapping[str, Any]) -> None:
-        """See `RoundState`; the workers of a membership may be others than those that saved."""
-        if self._elastic is None:
-            super()._check_place(state)

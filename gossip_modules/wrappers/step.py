@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
-from ..membership.lockstep import LockstepParticipant
+from ..membership.participant import ModelParticipant
 from .composition import check_optimizers, check_outside
 from .debias import Debias
 from .join import UnevenInputs
@@ -45,7 +45,7 @@ class TrainingStep(nn.Module):
     _engine: Engine
     _debias: Debias | None = None
     _node: Node | None = None
-    _elastic: LockstepParticipant | None = None
+    _elastic: ModelParticipant | None = None
     _unsynced_steps: UnsyncedSteps
     _sync: bool  # False inside no_sync()
     _is_step_start: bool
