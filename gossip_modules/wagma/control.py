@@ -59,6 +59,13 @@ class ControlMessage(NamedTuple):
 _LAST = (ControlKind.SHUTDOWN, ControlKind.FAILED)
 
 
+def control_peers(rank: int, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks that control messages of this one go to, and those that it gets some from; see `ControlChannel`."""
+    distances = [1 << i for i in range((world_size - 1).bit_length())]
+    out_peers = tuple((rank + distance) % world_size for distance in distances)
+    return out_peers, tuple((rank - distance) % world_size for distance in distances)
+
+
 class ControlChannel:
     """Control messages between a rank and its neighbours: the ranks at distances 1, 2, 4, ... modulo the world size.
 
@@ -92,10 +99,7 @@ class ControlChannel:
         self.transport = copy.deepcopy(transport)
         # The failure detector ends waits before this: a wait that Gloo ends closes all connections of this rank.
         self.transport.timeout = transport.timeout + _GRACE
-        n, rank = transport.world_size, transport.rank
-        distances = [1 << i for i in range((n - 1).bit_length())]
-        self.out_peers = tuple((rank + distance) % n for distance in distances)
-        self.in_peers = tuple((rank - distance) % n for distance in distances)
+        self.out_peers, self.in_peers = control_peers(transport.rank, transport.world_size)
         self.neighbours = tuple(sorted({*self.out_peers, *self.in_peers}))
         self.closed_peers: dict[int, float] = {}
         self._sending = threading.Lock()

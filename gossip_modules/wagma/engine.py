@@ -77,17 +77,22 @@ class WaitAvoidingEngine(Engine):
         on_nonfinite: str = "raise",
     ) -> None:
         super().__init__()
-        self.on_nonfinite = on_nonfinite
-        self.overlap = overlap
-        self.worker = WaitAvoidingWorker(
-            average, x, sync_period=sync_period, stats=self.stats, on_nonfinite=on_nonfinite
-        )
-        self._groups, self._averager, self._transport = average.groups, averager, self.worker.transport
+        self.on_nonfinite, self.overlap, self._sync_period = on_nonfinite, overlap, sync_period
+        self._connect(average, averager, x)
         self._round_in_flight: int | None = None  # with `overlap`: x as of then is y
         self._merged = -1  # the newest round whose average is in x
-        self._is_reset = False
-        self._pace = RelativePace()
+        self._is_reset, self._pace = False, RelativePace()
+
+    def _connect(self, average: GroupAverage, averager: GlobalAverage, x: FlatVector) -> None:
+        """Start the threads."""
+        self.worker = self._make_worker(
+            average, x, sync_period=self._sync_period, stats=self.stats, on_nonfinite=self.on_nonfinite
+        )
+        self._groups, self._averager, self._transport = average.groups, averager, self.worker.transport
         self._barrier = DisseminationBarrier(self.worker)
+
+    def _make_worker(self, average: GroupAverage, x: FlatVector, **options: Any) -> WaitAvoidingWorker:
+        return WaitAvoidingWorker(average, x, **options)
 
     @property
     def is_in_flight(self) -> bool:
@@ -138,13 +143,11 @@ class WaitAvoidingEngine(Engine):
             ValueError: ranks are in different rounds.
             TimeoutError, ConnectionError: a peer is late or gone; names it.
         """
-        worker = self.worker
-        if not worker.is_held:
-            return
-        worker.detector.engage()
-        self._barrier.begin(self.t)
-        with worker.state:
-            worker.release()
+        if self.worker.is_held:
+            self.worker.detector.engage()
+            self._barrier.begin(self.t)
+            with self.worker.state:
+                self.worker.release()
 
     def settle(self, x: FlatVector, *, is_patient: bool = False) -> bool:
         """Wait until all ranks settle, in one round and with no average under way; collective.
@@ -158,11 +161,10 @@ class WaitAvoidingEngine(Engine):
         Returns:
             Whether x was written: by global averages of ranks that still trained.
         """
-        detector = self.worker.detector
+        detector, first = self.worker.detector, self.t
         detector.engage()
         self.begin()
         patience = Patience(detector, is_patient=is_patient)
-        first = self.t
         newest = self._barrier.settle(self.t, patience, average_globally=lambda due: self._average_globally(x, due))
         is_written = self.t != first
         self._go_to(newest)
@@ -197,11 +199,10 @@ class WaitAvoidingEngine(Engine):
             self.worker.published.check(state)
         super().load_state_dict(state)
         self._set_round(state["t"])
+        self._is_reset = not has_published
         if has_published:
             with self.worker.state:
                 self.worker.published.load_state_dict(state)
-        else:
-            self._is_reset = True
 
     def reset(self) -> None:
         """See `Engine`. `publish_loaded()` is to follow."""
@@ -257,8 +258,8 @@ class WaitAvoidingEngine(Engine):
 
     def _wait_for_rounds_before(self, t: int) -> None:
         """Wait until this rank's worker has done all rounds before t. Takes the lock and releases it while it waits."""
+        what = f"waiting for the group averages before round {t}"
         with self.worker.state:
-            what = f"waiting for the group averages before round {t}"
             self.worker.wait_for(lambda: self.worker.num_done >= t, what, t=self.t)
 
     def _average_globally(self, x: FlatVector, t: int) -> int:

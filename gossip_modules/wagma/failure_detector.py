@@ -146,13 +146,17 @@ class FailureDetector:
         if not is_first:
             self._background.wait_for_error(_KNOWN_WITHIN)
             return
-        culprit = rank if rank >= 0 else self._rank
-        self.channel.post_last(ControlMessage(ControlKind.FAILED, culprit, stage=reason))
-        self.channel.wait_until_last_sent(is_failed=True)
+        self._announce(rank, reason)
         self._background.fail(error)
         with self.state:
             self.state.notify_all()
         self.channel.close_connections()
+
+    def _announce(self, rank: int, reason: FailureReason) -> None:
+        """Tell the neighbours who is at fault, before connections close."""
+        culprit = rank if rank >= 0 else self._rank
+        self.channel.post_last(ControlMessage(ControlKind.FAILED, culprit, stage=reason))
+        self.channel.wait_until_last_sent(is_failed=True)
 
     def leave(self, error: BaseException) -> None:
         """Fail because of an error in this rank's own code."""

@@ -91,16 +91,23 @@ class WaitAvoidingWorker:
         self.num_beginnings = 0
         self._average, self._sync_period, self._stats = average, sync_period, stats
         self._background = Background()
-        self.detector = FailureDetector(self.channel, self.state, self._background, timeout=transport.timeout)
+        self.detector = self._make_detector()
         self.detector.partner = lambda: average.partner
         self._is_closing = False
         self._worker_ended = threading.Event()
         self.set_round(0)
+        atexit.register(self._exit)
         for peer in self.channel.neighbours:
             self._start(f"gossip-listener-{transport.rank}-{peer}", functools.partial(self._listen, peer))
         self._start(f"gossip-worker-{transport.rank}", self._work)
-        self._start(f"gossip-watch-{transport.rank}", self.detector.run)
-        atexit.register(self._exit)
+        self._start(f"gossip-watch-{transport.rank}", self._watch)
+
+    def _make_detector(self) -> FailureDetector:
+        return FailureDetector(self.channel, self.state, self._background, timeout=self.transport.timeout)
+
+    def _watch(self) -> None:
+        """The body of the detector's thread."""
+        self.detector.run()
 
     def set_round(self, t: int) -> None:
         """Put training at round t while no round runs; none starts before `release()`."""
@@ -204,7 +211,8 @@ class WaitAvoidingWorker:
         """[Note: daemons at exit]"""
         with contextlib.suppress(Exception):
             self.close(error=SystemExit("the program ended"))
-        self.channel.close_connections()
+        if not self.channel.transport.is_closed:
+            self.channel.close_connections()
         self._background.close()
 
     def _start(self, name: str, body: Callable[[], None]) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -19,14 +16,21 @@ from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..gossiper.mixer import GlobalAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
+from ..membership.links import alone
+from ..membership.membership import Membership
+from ..membership.participant import check_links
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import as_timeout, as_whole, check_flags, refuse_device_ids
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
 from ..wrappers.setup import Links
+from .at_exit import close_at_exit
+from .elastic import ElasticGroupEngine
 from .engine import WaitAvoidingEngine
 from .group_average import GroupAverage
+from .participant import GroupParticipant, check_threads, choose_groups
+from .watched_average import WatchedAverage
 
 
 class GroupAverageDataParallel(GossipWrapper):
@@ -63,7 +67,7 @@ class GroupAverageDataParallel(GossipWrapper):
     without `close()` closes too, within the timeout.
 
     When a rank dies or is stopped, all others fail with an error that names it: at once where its connections close,
-    and within the timeout where it only stops answering.
+    and within the timeout where it only stops answering. With `membership` they train on, see below.
 
     Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging",
     IEEE TPDS 2021, arXiv 2005.00124, Algorithm 2. `WaitAvoidingEngine` in wagma/engine.py shows a round as pseudo-code.
@@ -83,6 +87,8 @@ class GroupAverageDataParallel(GossipWrapper):
         comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
             the group has NCCL.
         timeout: the time that a rank waits for a peer before it fails; a number means seconds.
+        membership: a `Membership`, where workers may die and join; it has the timeout then. Groups are those of as many
+            as there are, see [Note: generations of WAGMA] of `ElasticGroupEngine`. `close()` waits for nobody.
         on_nonfinite: the reaction to a model that holds infinities or NaN. "raise": FloatingPointError at the rank
             that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
             not finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread":
@@ -118,6 +124,7 @@ class GroupAverageDataParallel(GossipWrapper):
         process_group: dist.ProcessGroup | None = None,
         comm_device: torch.device | str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
+        membership: Membership | None = None,
         gossip_in_eval_mode: bool = False,
         on_nonfinite: str = "raise",
         device_ids: None = None,
@@ -127,23 +134,47 @@ class GroupAverageDataParallel(GossipWrapper):
         check_flags(wait_avoiding=wait_avoiding, overlap=overlap)
         if as_whole(sync_period, name="sync_period") < 0:
             raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
-        links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
-        self._place = links.place
-        groups = ButterflyGroups(self._place[1], group_size=group_size)
-        is_asynchronous = wait_avoiding and groups.group_size > 1
         self._description = {
-            "groups": str(groups),
+            "groups": f"ButterflyGroups(n, group_size={group_size})",
             "sync_period, wait_avoiding, overlap": str((sync_period, wait_avoiding, overlap)),
             "init_sync, gossip_buffers, comm_device": str((init_sync, gossip_buffers, str(comm_device))),
             "gossip_in_eval_mode, on_nonfinite": str((gossip_in_eval_mode, check_policy(on_nonfinite))),
         }
-        self._transport = self._open(_of_threads(links) if is_asynchronous else links, init_sync=init_sync)
-        start = self._start_threads if is_asynchronous else self._start_blocking
-        start(
-            GroupAverage(groups, self._transport), sync_period=sync_period, overlap=overlap, on_nonfinite=on_nonfinite
-        )
+        options: dict[str, Any] = {"sync_period": sync_period, "overlap": overlap, "on_nonfinite": on_nonfinite}
+        if membership is not None:
+            check_links(process_group, comm_device)
+            check_threads(wait_avoiding)
+            self._start_elastic(membership, group_size, **options)
+        else:
+            links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
+            self._start_among(links, group_size, wait_avoiding=wait_avoiding, init_sync=init_sync, **options)
         self.register_load_state_dict_post_hook(_publish_loaded)
         hold(self)
+
+    def _start_among(
+        self, links: Links, group_size: int | None, *, wait_avoiding: bool, init_sync: bool, **options: Any
+    ) -> None:
+        """Take part in a world of ranks that stays; `options` are those of the engine."""
+        self._place = links.place
+        groups = ButterflyGroups(self._place[1], group_size=group_size)
+        self._description["groups"] = str(groups)
+        is_asynchronous = wait_avoiding and groups.group_size > 1
+        self._transport: Any = self._open(_of_threads(links) if is_asynchronous else links, init_sync=init_sync)
+        start = self._start_threads if is_asynchronous else self._start_blocking
+        start(GroupAverage(groups, self._transport), **options)
+
+    def _start_elastic(self, membership: Membership, group_size: int | None, **options: Any) -> None:
+        """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
+        choose, self._transport = choose_groups(group_size), alone(membership.timeout)
+        engine = self._engine = ElasticGroupEngine(choose, self._transport, self._buffer.vector, **options)
+        self._averager = WatchedAverage(engine, self._transport)
+        self._elastic = GroupParticipant(self, membership)
+        try:
+            membership.attach(self._elastic, self._elastic.describe())
+        except BaseException:
+            engine.close()
+            raise
+        close_when_collected(self, engine)
 
     def _start_blocking(self, average: GroupAverage, *, sync_period: int, overlap: bool, on_nonfinite: str) -> None:
         """Rounds that wait for all of the group."""
@@ -155,9 +186,9 @@ class GroupAverageDataParallel(GossipWrapper):
         """Rounds in the background; `options` are those of the engine."""
         engine = WaitAvoidingEngine(average, GlobalAverage(self._transport), self._buffer.vector, **options)
         self._engine = engine
-        self._averager = _WatchedAverage(engine)
+        self._averager = WatchedAverage(engine, self._transport)
         close_when_collected(self, engine)
-        self._exit = _close_at_exit(self)
+        self._exit = close_at_exit(self)
 
     @property
     def round(self) -> int:
@@ -189,12 +220,14 @@ class GroupAverageDataParallel(GossipWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if state.pop("_exit", None) is not None:  # a copy has no threads to end or to ask
+        if isinstance(self._engine, WaitAvoidingEngine):  # a copy has no threads to end or to ask
+            state.pop("_exit", None)
             state["_averager"] = GlobalAverage(self._transport)
         return state
 
     def _release(self) -> None:
         self._transport.close()
+        super()._release()
 
     def consensus_distance(self) -> float:
         """See `AveragingMixin`."""
@@ -212,7 +245,7 @@ class GroupAverageDataParallel(GossipWrapper):
     @torch.no_grad()
     def _close(self, error: BaseException | None, *, is_patient: bool) -> None:
         engine = self._engine
-        if not self._is_closed and isinstance(engine, WaitAvoidingEngine):
+        if not self._is_closed and isinstance(engine, WaitAvoidingEngine) and self._elastic is None:
             self._exit()
             if error is not None:
                 engine.close(error=error)
@@ -234,35 +267,6 @@ def _of_threads(links: Links) -> Links:
             "at any time send from CPU memory; pass wait_avoiding=False to stay on the GPU"
         )
     return replace(links, comm_device="cpu", backend="gloo")
-
-
-class _WatchedAverage(GlobalAverage):
-    """The average over all ranks that wrappers take after `settle()`; errors name who is at fault."""
-
-    def __init__(self, engine: WaitAvoidingEngine) -> None:
-        super().__init__(engine.worker.transport)
-        self._engine = engine
-
-    def mix(self, x: Any, t: int) -> Any:
-        """See `Mixer`."""
-        with self._engine.worker.detector.together("the average over all ranks", t=self._engine.t):
-            return super().mix(x, t)
-
-
-def _close_at_exit(wrapper: GroupAverageDataParallel) -> Callable[[], None]:
-    """At the end of the program the wrapper closes, if it is still there. Returns what takes that back."""
-
-    def close() -> None:
-        found = reference()
-        if found is not None:
-            found._close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None), is_patient=False)
-
-    def take_back(_: object = None) -> None:
-        atexit.unregister(close)
-
-    reference = weakref.ref(wrapper, take_back)
-    atexit.register(close)
-    return take_back
 
 
 def _publish_loaded(module: nn.Module, incompatible_keys: Any) -> None:

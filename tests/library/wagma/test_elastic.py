@@ -1,0 +1,311 @@
+"""WAGMA-SGD with a membership: workers die, stand still, leave and join, and nobody who lives raises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossip_modules import GroupAverageDataParallel, Membership, MetropolisHastingsMixing
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.graph_manager.named_graphs import undirected_ring
+from gossip_modules.membership.links import LinkTransport
+from gossip_modules.membership.participant import Change
+from gossip_modules.testing import Chaos, Join, Kill, Stop, StoreKill, Worker
+from gossip_modules.wagma import elastic
+from gossip_modules.wagma.elastic import ElasticGroupEngine
+from gossip_modules.wagma.failure_reason import FailureReason
+from gossip_modules.wagma.participant import choose_groups
+from tests.harness.ranks import assert_no_gossip_threads
+from tests.library.membership.test_links import Ended, run_links
+
+AFTER = 12  # steps, after the last change
+
+
+class Train:
+    """The loop of a worker: it ends `AFTER` steps after the change that `is_last` names, at one step on all.
+
+    Args:
+        num_workers: that begin.
+        is_last: of a change of the generation.
+        slow: the ranks of workers whose steps take ten times as long.
+        min_deadline: of the membership.
+        options: of the wrapper.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        is_last: Callable[[Change], bool],
+        *,
+        slow: tuple[int, ...] = (),
+        min_deadline: float = 20.0,
+        **options: Any,
+    ) -> None:
+        self.num_workers, self.is_last, self.slow, self.options = num_workers, is_last, slow, options
+        self.min_deadline = min_deadline
+
+    def __call__(self, worker: Worker) -> dict[str, Any]:
+        torch.manual_seed(worker.rank)
+        net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        membership = worker.membership(min_workers=self.num_workers, timeout=60, min_deadline=self.min_deadline)
+        model = GroupAverageDataParallel(net, membership=membership, **self.options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        membership.track(optimizer=optimizer)
+        changes: list[Change] = []
+        ends: list[int] = []
+        membership.on_change(changes.append)
+        membership.on_change(lambda change: ends.append(change.step + AFTER) if self.is_last(change) else None)
+        first = membership.join()
+        had_momentum = bool(optimizer.state)
+        values, rounds = {}, []
+        for step in membership.steps(1 << 30):
+            if ends and step >= ends[0]:
+                break
+            out = model(torch.randn(8, 4))
+            values[step] = net[0].weight.detach().flatten().tolist()  # type: ignore[operator]
+            rounds.append(model.round)
+            optimizer.zero_grad()
+            out.pow(2).mean().backward()
+            optimizer.step()
+            time.sleep(0.02 if worker.rank in self.slow else 0.002)
+        stats = model.comm_stats()
+        model.close()
+        return {
+            "first": first,
+            "had_momentum": had_momentum,
+            "values": values,
+            "changes": [(c.generation, c.step, c.members) for c in changes],
+            "rounds": rounds,
+            "stats": stats,
+            "counter": int(net[1].num_batches_tracked),  # type: ignore[arg-type]
+        }
+
+
+def has_joined(change: Change) -> bool:
+    return change.generation > 1 and bool(change.joined)
+
+
+def check_alike(results: dict[int, dict[str, Any]]) -> None:
+    """Who was in a generation knows the same of it; steps only grow, and one is one round at least."""
+    known: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for result in results.values():
+        for generation, step, members in result["changes"]:
+            assert known.setdefault(generation, (step, members)) == (step, members)
+        steps = list(result["values"])
+        assert steps == sorted(set(steps))
+        assert result["rounds"] == sorted(set(result["rounds"]))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in place", "overlapped"])
+def test_survivors_go_on_and_a_newcomer_gets_the_state_of_training(overlap: bool) -> None:
+    train = Train(3, has_joined, overlap=overlap, sync_period=5)
+    results = Chaos([Kill(step=10, rank=0), Join(step=12)]).run(train, 3)
+    assert_no_gossip_threads()
+    assert sorted(results) == [1, 2, 3]
+    check_alike(results)
+    newcomer = results[3]
+    assert newcomer["had_momentum"]
+    assert newcomer["first"] >= 12
+    assert newcomer["counter"] > len(newcomer["values"])
+    assert all(result["stats"]["deaths"] >= 1 for rank, result in results.items() if rank < 3)
+    assert newcomer["stats"]["generation"] >= 3
+
+
+def test_all_are_equal_after_an_average_of_the_new_generation() -> None:
+    """Every round is an average over all that live."""
+    results = Chaos([Kill(10, 0), Kill(10, 1), Join(14)]).run(Train(4, has_joined, sync_period=1), 4)
+    check_alike(results)
+    first = results[4]["first"]
+    for step in range(first + 2, first + AFTER - 2):
+        values = [torch.tensor(result["values"][step]) for result in results.values()]
+        assert len(values) == 3
+        assert all(torch.allclose(value, values[0], atol=1e-6) for value in values)
+
+
+def test_who_is_slow_comes_to_the_next_generation_with_the_others() -> None:
+    """Without averages over all ranks, which would bound by how much it is behind."""
+    train = Train(3, lambda change: change.generation > 1, slow=(2,), sync_period=0)
+    results = Chaos([Kill(20, 0)]).run(train, 3)
+    check_alike(results)
+    assert all(result["changes"] for result in results.values())
+
+
+def test_one_that_is_left_alone_trains_and_takes_others_in() -> None:
+    train = Train(2, lambda change: len(change.members) == 2 and change.generation > 1, group_size=2)
+    results = Chaos([Kill(5, 1), Join(30)]).run(train, 2)
+    assert sorted(results) == [0, 2]
+    check_alike(results)
+
+
+def test_the_store_dies_with_a_worker() -> None:
+    train = Train(3, lambda change: len(change.members) == 2, sync_period=5)
+    results = Chaos([StoreKill(5, seconds=0.5), Kill(8, 0)]).run(train, 3)
+    assert sorted(results) == [1, 2]
+    check_alike(results)
+
+
+# One generation, step by step.
+
+MIXING = MetropolisHastingsMixing(undirected_ring(3))
+
+
+def engine_over(transport: LinkTransport, x: FlatVector, *, sync_period: int = 2) -> ElasticGroupEngine:
+    return ElasticGroupEngine(
+        choose_groups(None), transport, x, sync_period=sync_period, overlap=False, on_nonfinite="raise"
+    )
+
+
+@pytest.mark.parametrize("is_global", [False, True], ids=["group", "all"])
+def test_a_round_that_lacks_a_rank_leaves_the_model_as_it_is(is_global: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 ends after a round; each of the others goes on alone, and asks once for another generation."""
+    monkeypatch.setattr(elastic, "_PATIENCE", -1.0)
+
+    def body(transport: LinkTransport, barrier: Any) -> list[Any]:
+        x, asked = FlatVector.over(torch.full((5,), float(transport.rank))), []
+        transport.on_broken = lambda: asked.append(1)
+        engine = engine_over(transport, x, sync_period=1 if is_global else 0)
+        engine.round(x)
+        barrier.wait()
+        if transport.rank == 2:
+            raise Ended
+        num_rounds, deadline = 1, time.monotonic() + 30
+        while not engine.is_cut_off:
+            engine.round(x)
+            num_rounds += 1
+            assert time.monotonic() < deadline
+        for _ in range(3):
+            engine.round(x)
+        with pytest.raises(ConnectionError):
+            engine.settle(x)
+        engine.close()
+        return [engine.t - num_rounds, asked, x.segments[0].tolist()]
+
+    results, lost = run_links(3, MIXING, body)
+    assert_no_gossip_threads()
+    assert results == [[3, [1], 5 * [1.0]], [3, [1], 5 * [1.0]], None]
+    assert lost == {0: set(), 1: set()}
+
+
+def test_the_membership_is_told_who_is_late() -> None:
+    """And not by those who only see that rounds have ended."""
+
+    def body(transport: LinkTransport, barrier: Any) -> bool:
+        x = FlatVector.over(torch.zeros(5))
+        engine = engine_over(transport, x)
+        engine.round(x)
+        barrier.wait()
+        if transport.rank == 0:
+            engine.worker.detector.fail(TimeoutError("it is late"), 2, FailureReason.ABSENT)
+        deadline = time.monotonic() + 30
+        while not engine.worker.detector.has_failed:
+            time.sleep(0.005)
+            assert time.monotonic() < deadline
+        engine.close()
+        return engine.is_cut_off
+
+    assert run_links(3, MIXING, body) == ([True, True, True], {0: {2}, 1: set(), 2: set()})
+
+
+@pytest.mark.soak
+def test_who_stands_still_is_waited_for_until_the_timeout() -> None:
+    def body(transport: LinkTransport, barrier: Any) -> int:
+        transport.whole.timeout = timedelta(seconds=5)
+        x = FlatVector.over(torch.zeros(5))
+        engine = engine_over(transport, x)
+        barrier.wait()
+        if transport.rank != 2:
+            engine.round(x)
+            assert engine.is_cut_off
+        barrier.wait()
+        engine.close()
+        return engine.t
+
+    results, lost = run_links(3, MIXING, body)
+    assert results == [1, 1, 0]
+    assert lost[0] | lost[1] == {2}
+    assert lost[2] == set()
+
+
+# Arguments.
+
+
+def test_groups_exist_for_any_number_of_workers() -> None:
+    assert [choose_groups(4)(n).group_size for n in range(1, 10)] == [1, 2, 2, 4, 4, 4, 4, 4, 4]
+    assert [choose_groups(None)(n).group_size for n in (1, 2, 3, 4, 7, 8, 16)] == [1, 2, 2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wait_avoiding": False}, "got wait_avoiding=False with a membership, expected True"),
+        ({"group_size": 1}, "got group_size=1 with a membership, expected a power of two from 2 on"),
+        ({"group_size": 6}, "got group_size=6 with a membership, expected a power of two from 2 on"),
+        ({"comm_device": "cuda"}, "got comm_device=cuda with a membership, expected 'cpu' or None"),
+    ],
+)
+def test_what_does_not_fit_a_membership_is_refused(options: dict[str, Any], message: str) -> None:
+    membership = Membership(dist.HashStore(), min_workers=1)
+    with pytest.raises(ValueError, match=message):
+        GroupAverageDataParallel(nn.Linear(2, 1), membership=membership, **options)
+    membership.close()
+
+
+def test_another_wrapper_is_refused_at_the_door() -> None:
+    """The job goes on."""
+
+    def body(worker: Worker) -> bool:
+        membership = worker.membership(min_workers=2, timeout=30, min_deadline=20.0)
+        if worker.rank < 2:
+            model = GroupAverageDataParallel(nn.Linear(4, 1), membership=membership)
+            for _ in membership.steps(40):
+                model(torch.ones(2, 4)).sum().backward()
+                time.sleep(0.005)
+            model.close()
+            return True
+        with pytest.raises(ValueError, match="refused this worker, which differs from it"):
+            GroupAverageDataParallel(nn.Linear(4, 1), membership=membership, sync_period=3)
+        return False
+
+    results = Chaos([Join(5)]).run(body, 2)
+    assert_no_gossip_threads()
+    assert results == {0: True, 1: True, 2: False}
+
+
+@pytest.mark.soak
+def test_processes_get_real_signals() -> None:
+    """The store ends, too; the worker that is stopped is left out, and joins again."""
+    events = [Kill(20, 0), StoreKill(40, seconds=0.5), Join(60), Stop(150, 1, seconds=3.0)]
+    results = Chaos(events, backend="processes", seconds=55).run(train_in_a_process, 3)
+    assert sorted(results) == [1, 2, 3]
+    assert results[3]["first"] >= 60
+    assert results[2]["deaths"] >= 2
+    assert results[2]["joins"] >= 2
+
+
+def train_in_a_process(worker: Worker) -> dict[str, Any]:
+    """Until all three have been there again for a while."""
+    torch.set_num_threads(1)
+    membership = worker.membership(min_workers=3, timeout=60, min_deadline=1.0)
+    model = GroupAverageDataParallel(nn.Linear(4, 1), membership=membership, sync_period=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    membership.track(optimizer=optimizer)
+    ends: list[int] = []
+    membership.on_change(lambda c: ends.append(c.step + AFTER) if c.step > 150 and len(c.members) == 3 else None)
+    first = membership.join()
+    for step in membership.steps(1 << 30):
+        if ends and step >= ends[0]:
+            break
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).pow(2).mean().backward()
+        optimizer.step()
+        time.sleep(0.01)
+    deaths, joins = membership.num_deaths, membership.num_joins
+    model.close()
+    return {"first": first, "deaths": deaths, "joins": joins}
