@@ -15,16 +15,20 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gossip_modules import GossipDataParallel, MatchaGraph, Membership, RingGraph
+from gossip_modules import GossipDataParallel, GroupAverageDataParallel, MatchaGraph, Membership, RingGraph
 from gossip_modules.testing import Worker
+from gossip_modules.wrappers.base import GossipWrapper
 
 METHODS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "SGP": dict,
     "Overlap SGP": lambda: {"overlap": True},
     "D-PSGD, ring": lambda: {"push_sum": False, "graph": lambda n: RingGraph(n, peers_per_itr=min(2, n - 1))},
+    "WAGMA": dict,
     "MATCHA": lambda: {"graph": lambda n: MatchaGraph(RingGraph(n, peers_per_itr=min(2, n - 1)), budget=0.5, seed=1)},
 }
-"""What GossipDataParallel gets beside the model and the membership."""
+"""What the wrapper gets beside the model and the membership."""
+WRAPPERS: Mapping[str, Callable[..., GossipWrapper]] = {"WAGMA": GroupAverageDataParallel}
+"""Of methods that are none of GossipDataParallel's."""
 NUM_INPUTS, NUM_CLASSES = 20, 10
 RESOURCES_EVERY = 20
 """Steps between two looks at threads, descriptors and memory."""
@@ -58,7 +62,8 @@ class SoakTraining:
         torch.manual_seed(self.seed)
         membership = worker.membership(min_workers=self.num_workers, min_deadline=self.min_deadline, timeout=60)
         net = nn.Sequential(nn.Linear(NUM_INPUTS, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
-        model = GossipDataParallel(net, membership=membership, **METHODS[self.method]())
+        wrap = WRAPPERS.get(self.method, GossipDataParallel)
+        model = wrap(net, membership=membership, **METHODS[self.method]())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         membership.track(optimizer=optimizer)
         end = Path(self.folder) / "last"
@@ -102,7 +107,7 @@ class SoakTraining:
         return 100 * (model(x).argmax(dim=1) == y).double().mean().item()
 
 
-def _line(membership: Membership, model: GossipDataParallel, step: int) -> dict[str, Any]:
+def _line(membership: Membership, model: GossipWrapper, step: int) -> dict[str, Any]:
     """What is known after the round of a step."""
     line = {
         "step": step,

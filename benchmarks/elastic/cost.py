@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.elastic.worker import METHODS, make_model, say
+from benchmarks.elastic.worker import METHODS, WRAPPERS, make_model, say
 from gossip_modules import GossipDataParallel, Membership
 
 STEPS = 10  # of a turn
@@ -26,9 +26,10 @@ def run(rank: int, num_workers: int, address: str, method: str, width: int, turn
     dist.init_process_group("gloo", store=dist.PrefixStore("plain", store), rank=rank, world_size=num_workers)
     options = dict(METHODS[method])
     ring = options.pop("graph", None)
-    plain = GossipDataParallel(make_model(width, 0), **options, **({"graph": ring(num_workers)} if ring else {}))
+    wrap = WRAPPERS.get(method, GossipDataParallel)
+    plain = wrap(make_model(width, 0), **options, **({"graph": ring(num_workers)} if ring else {}))
     membership = Membership(address, min_workers=num_workers, min_deadline=10.0)
-    elastic = GossipDataParallel(make_model(width, 0), membership=membership, **METHODS[method])
+    elastic = wrap(make_model(width, 0), membership=membership, **METHODS[method])
     wrappers = {"plain": plain, "elastic": elastic}
     optimizers = {name: torch.optim.SGD(wrapper.parameters(), lr=1 / width) for name, wrapper in wrappers.items()}
     x = torch.randn(32, 64)

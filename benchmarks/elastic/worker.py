@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossip_modules import Choco, GossipDataParallel, Membership, PowerGossip, RingGraph, SignNorm
+from gossip_modules import (
+    Choco,
+    GossipDataParallel,
+    GroupAverageDataParallel,
+    Membership,
+    PowerGossip,
+    RingGraph,
+    SignNorm,
+)
 from gossip_modules.membership import transfer
+from gossip_modules.wrappers.base import GossipWrapper
 
 METHODS: dict[str, dict[str, Any]] = {
     "SGP": {},
@@ -26,7 +35,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "D-PSGD, ring": {"push_sum": False, "graph": lambda n: RingGraph(n, peers_per_itr=min(2, n - 1))},
     "PowerGossip": {"gossiper": PowerGossip()},
     "CHOCO": {"gossiper": Choco(SignNorm(), step_size=0.4)},
+    "WAGMA": {},
 }
+"""What the wrapper gets beside the model and the membership."""
+WRAPPERS: dict[str, Callable[..., GossipWrapper]] = {"WAGMA": GroupAverageDataParallel}
+"""Of methods that are none of GossipDataParallel's."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,8 @@ def train(job: ElasticJob) -> None:
 
     transfer.send = counted  # what a donor gives, in bytes and seconds
     membership = Membership(job.address, min_workers=job.num_workers, min_deadline=job.min_deadline)
-    model = GossipDataParallel(make_model(job.width, job.seed), membership=membership, **METHODS[job.method])
+    wrap = WRAPPERS.get(job.method, GossipDataParallel)
+    model = wrap(make_model(job.width, job.seed), membership=membership, **METHODS[job.method])
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / job.width, momentum=0.9)
     membership.track(optimizer=optimizer)
     membership.on_change(lambda change: say(event="change", members=change.members, step=change.step, at=time.time()))
