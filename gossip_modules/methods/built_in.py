@@ -264,7 +264,7 @@ BUILT_IN: tuple[Method, ...] = (
         example="GroupAverageDataParallel(model)",
         options=frozenset({"group_size", "sync_period", "wait_avoiding", "overlap"}),
         pace="shared_rounds",
-        needs_fixed_ranks="its groups and their control messages are those of the ranks at the start",
+        needs_fixed_ranks="slow workers leave out steps in which all average; GroupAverageDataParallel takes one",
     ),
     Method(
         "dpwa",
