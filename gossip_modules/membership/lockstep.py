@@ -1,4 +1,4 @@
-"""LockstepParticipant: what a wrapper with rounds in lockstep does when workers come and go."""
+"""Participants whose rounds go over a graph: what changes with the number of workers, in lockstep or not."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from .participant import ElasticWrapper, ModelParticipant, check_links
 
 def check_elastic(
     *,
-    outer: object,
-    rule: object,
-    group: object,
-    comm_device: object,
-    nprocs_per_node: int,
     graph: object,
     mixing: object,
+    group: object,
+    outer: object = None,
+    rule: object = None,
+    comm_device: object = None,
+    nprocs_per_node: int = 1,
+    example: str = "graph=RingGraph or graph=lambda n: BaseGraph(n, 2)",
 ) -> None:
-    """Raise ValueError for arguments that do not fit a membership."""
+    """Raise ValueError for arguments of a wrapper that do not fit a membership; `example`: graphs that do."""
     for name, value in (("graph", graph), ("mixing", mixing)):
         if isinstance(value, (GraphManager, MixingManager)) or (value is not None and not _is_function(value)):
             raise ValueError(
                 f"got {name}={value} with a membership, expected a class, a function or a name, since it is made anew "
-                f"for each number of workers, e.g. graph=RingGraph or graph=lambda n: BaseGraph(n, 2)"
+                f"for each number of workers, e.g. {example}"
             )
     if outer is not None:
         raise ValueError(
@@ -56,20 +57,15 @@ _KEPT_SIZES = 64
 _CHECKED_SIZES = 16  # worlds of so many workers at least must have a graph
 
 
-class LockstepParticipant(ModelParticipant):
-    """Between a wrapper and its membership: graphs for any number of workers, and the state of one that joins.
-
-    [Note: generations] A generation of the membership is a set of workers, a transport over links of its own, and the
-    training step with which it begins. At that step, before the round, every worker applies what is in flight over the
-    old links and turns to the new ones, with graph and weights for the new number of workers. Rounds and steps count
-    on. A worker that joins gets half of its donor's push-sum weight; then all multiply theirs by the same number, see
-    [Note: weights] of `Roster`. A worker that has lost all others, and trains on as a world of one, has the weight one.
+class GraphParticipant(ModelParticipant):
+    """A participant that exchanges with the neighbours of a graph, which is made for each number of workers.
 
     Args:
         wrapper: that trains.
         membership: who takes part.
         choose: the weights, with their graph, for a number of workers; the same function on all of them.
         check: raises ValueError for weights that do not suit the algorithm.
+        example: graphs that exist for any number, for the error.
 
     Raises:
         ValueError: there is no graph for some number of workers, or `check` raises it.
@@ -81,7 +77,8 @@ class LockstepParticipant(ModelParticipant):
         membership: Membership,
         choose: Callable[[int], MixingManager],
         *,
-        check: Callable[[MixingManager], None],
+        check: Callable[[MixingManager], None] = lambda mixing: None,
+        example: str = "RingGraph or BaseGraph",
     ) -> None:
         super().__init__(wrapper, membership)
         self.choose = functools.lru_cache(maxsize=_KEPT_SIZES)(choose)  # MATCHA plans each graph, which takes a while
@@ -95,10 +92,31 @@ class LockstepParticipant(ModelParticipant):
         if failing:
             raise ValueError(
                 f"got a graph or mixing that does not exist for {list(failing)} workers, expected one for any number, "
-                f"since workers may die and join; e.g. RingGraph or BaseGraph: {next(iter(failing.values()))}"
+                f"since workers may die and join; e.g. {example}: {next(iter(failing.values()))}"
             )
         for mixing in chosen:
             check(mixing)
+
+    def _turn_to(self, transport: LinkTransport, growth: float) -> None:
+        """See `ModelParticipant`."""
+        self.wrapper._engine.rebind(self.choose(transport.world_size), transport)
+
+    def peers(self, rank: int, world_size: int) -> Iterable[int]:
+        """See `Participant`."""
+        graph: GraphManager = self.choose(world_size).graph
+        gives = set(graph.phone_book(rank))
+        return gives | {peer for peer in range(world_size) if rank in graph.phone_book(peer)}
+
+
+class LockstepParticipant(GraphParticipant):
+    """Between a wrapper with rounds in lockstep and its membership.
+
+    [Note: generations] A generation of the membership is a set of workers, a transport over links of its own, and the
+    training step with which it begins. At that step, before the round, every worker applies what is in flight over the
+    old links and turns to the new ones, with graph and weights for the new number of workers. Rounds and steps count
+    on. A worker that joins gets half of its donor's push-sum weight; then all multiply theirs by the same number, see
+    [Note: weights] of `Roster`. A worker that has lost all others, and trains on as a world of one, has the weight one.
+    """
 
     def at_step(self) -> None:
         """See `ModelParticipant`."""
@@ -117,21 +135,13 @@ class LockstepParticipant(ModelParticipant):
             self.wrapper._to_estimate()
             weight.fill_(1.0)
 
-    # What the membership calls.
-
     def _turn_to(self, transport: LinkTransport, growth: float) -> None:
         """See `ModelParticipant`."""
         wrapper = self.wrapper
         if self.is_weighted:  # the storage holds z = x / w, so this changes no estimate
             wrapper._to_estimate()
             wrapper._buffer.vector.push_sum_weight.mul_(growth)
-        wrapper._engine.rebind(self.choose(transport.world_size), transport)
-
-    def peers(self, rank: int, world_size: int) -> Iterable[int]:
-        """See `Participant`."""
-        graph: GraphManager = self.choose(world_size).graph
-        gives = set(graph.phone_book(rank))
-        return gives | {peer for peer in range(world_size) if rank in graph.phone_book(peer)}
+        super()._turn_to(transport, growth)
 
     def advance(self, num_steps: int) -> None:
         """See `Participant`."""

@@ -18,6 +18,9 @@ from ..transport.agreement import broadcast_tensors
 class Participant(Protocol):
     """What a membership needs of the wrapper that trains."""
 
+    is_in_lockstep: bool
+    """Whether step k of one worker is step k of all. Else each begins a generation at its own next step."""
+
     def peers(self, rank: int, world_size: int) -> Iterable[int]:
         """The ranks that this one watches: those that it exchanges with, in any round."""
 
@@ -104,6 +107,7 @@ class ElasticWrapper(Protocol):
     module: nn.Module
     _buffer: FlatBuffer
     _engine: Any
+    _averager: Any
     _description: dict[str, str]
     _transport: Any
     _place: tuple[int, int] | None
@@ -124,6 +128,8 @@ class ModelParticipant(ABC):
         wrapper: that trains.
         membership: the `Membership`: who takes part.
     """
+
+    is_in_lockstep = True
 
     def __init__(self, wrapper: ElasticWrapper, membership: Any) -> None:
         self.wrapper, self.membership = wrapper, membership
