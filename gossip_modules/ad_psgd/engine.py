@@ -16,8 +16,8 @@ from ..engine.gossip_thread import GossipThread
 from ..engine.shared_model import SharedModel
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
+from ..transport.exchange import PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT
-from ..transport.process_group import ProcessGroupTransport
 from .exchange import BilateralAverage
 
 _SECONDS_TO_NAME = 0.5  # beyond the timeout, for an error that names who is missing
@@ -37,7 +37,13 @@ class BilateralEngine(Engine):
 
     The exchange is `BilateralAverage._exchange`; x, y and c meet in `shared`. Active ranks ask at most once per step,
     passive ranks answer whenever they are asked; see [Note: bilateral exchange]. Nothing waits at the safe point. The
-    listening thread of every rank also learns of dead peers, so training raises at its next step: [Note: who died].
+    listening thread of every rank also learns of dead peers, so training raises at its next step: [Note: who died]; or,
+    with a membership, the exchange is withdrawn ([Note: lost peers of an exchange]) and the next generation follows.
+
+    [Note: generations of an engine] A generation of a membership has links of its own, and each rank turns to them at
+    its next training step, whenever that is (`rebind`). There it waits for the exchange under way, the only one that
+    can be, and answers no more; then it shuts down towards its peers, whose listening threads answer that at once. So
+    no exchange is cut in two, and who is asked over the new links before it has turned to them answers when it has.
 
     All methods belong to the training thread, except `_on_failure`, which the thread that met the failure calls. It
     shares `shared` with the thread that exchanges, under `shared.lock`, and waits for that thread without any lock.
@@ -51,6 +57,7 @@ class BilateralEngine(Engine):
     Attributes:
         shared: y, and the correction that training has not applied yet.
         t: the number of exchanges that an active rank has started; the peer is that of the graph in its own round t.
+        step: training steps seen so far.
     """
 
     is_asynchronous = True
@@ -58,34 +65,55 @@ class BilateralEngine(Engine):
     def __init__(
         self,
         mixing: MixingManager,
-        transport: ProcessGroupTransport,
+        transport: PointToPoint,
         x: FlatVector,
         *,
         on_nonfinite: str = "raise",
     ) -> None:
         super().__init__()
-        self.mixing = mixing
-        self.transport = transport
         self.shared = SharedModel(x)
-        self._step = 0  # training steps seen so far
+        self.step = 0
         self._published_at = 0  # step
-        self._bilateral = BilateralAverage(
-            self.shared, transport, clock=lambda: self._published_at, on_nonfinite=on_nonfinite
-        )
-        self._failed = self._bilateral.presence.failed
         self._background = Background()
-        self._failed.add_done_callback(self._on_failure)
         self._asking: Future[float] | None = None
-        self._asker: GossipThread | None = None
         self._helper: GossipThread | None = None  # of `join_in`
-        self._peers = self._reachable()
-        self._closed_peers: set[int] = set()  # those of them that have replied so
-        name = f"gossip-{transport.rank}"
-        if not self._peers:
+        options: dict[str, Any] = {"clock": lambda: self._published_at, "on_nonfinite": on_nonfinite}
+        self._turn_to(mixing, BilateralAverage(self.shared, transport, **options))
+
+    def _turn_to(self, mixing: MixingManager, bilateral: BilateralAverage) -> None:
+        """Begin to ask, or to answer, over links on which nobody has done so."""
+        self.mixing, self.transport, self._bilateral = mixing, bilateral.transport, bilateral
+        self._failed = bilateral.presence.failed
+        self._failed.add_done_callback(self._on_failure)
+        self._asker: GossipThread | None = None
+        peers = self._peers = self._reachable()
+        self._closed_peers: set[int] = set()  # those of them that have replied so, or were lost
+        name = f"gossip-{self.transport.rank}"
+        if not peers:
             return
-        self._background.start(f"{name}-listener", lambda: self._bilateral.answer(self._peers))
-        if not mixing.graph.is_passive(transport.rank):
+        self._background.start(f"{name}-listener", lambda: bilateral.answer(peers))
+        if not mixing.graph.is_passive(self.transport.rank):
             self._asker = GossipThread(name)
+
+    def rebind(self, mixing: MixingManager, transport: PointToPoint) -> None:
+        """Exchange with other ranks from now on, over links on which no exchange was: [Note: generations of an engine].
+
+        Waits for the exchange under way. Corrections stay for the next `round`.
+        """
+        if self._asking is not None:
+            self._take_answer()
+        before = self._left = self._bilateral  # kept until its last messages are sent
+        before.stop_answering(self.transport.timeout.total_seconds())  # exchanges take no longer
+        before.shut_down(sorted(self._peers))
+        if self._asker is not None:
+            self._asker.close()
+        self._turn_to(mixing, before.over(transport, self.shared))
+
+    def give_up(self, x: FlatVector) -> None:
+        """x becomes another model: x <- x + the corrections that are there; what still comes is dropped."""
+        self.shared.withdraw()
+        self._collect(x)
+        self.shared = SharedModel(x)  # which an exchange under way does not know
 
     def _reachable(self) -> set[int]:
         """All ranks with which this one exchanges in some round."""
@@ -110,10 +138,10 @@ class BilateralEngine(Engine):
             self._take_answer()
         with torch.profiler.record_function("gossip.apply"), self.shared.lock:
             is_written = self._collect(x)
-            self._step += 1
+            self.step += 1
             if self._asking is None:  # else only that exchange, which has its snapshot, reads y before the next one
                 self.shared.publish(x)
-                self._published_at = self._step
+                self._published_at = self.step
         if self._asker is not None and self._asking is None:
             self._ask()
         return is_written
@@ -255,7 +283,7 @@ class BilateralEngine(Engine):
             if not self.shared.collect(x):
                 return False
             while self._bilateral.delivered:
-                self.stats.record(self._step - self._bilateral.delivered.popleft())
+                self.stats.record(self.step - self._bilateral.delivered.popleft())
             return True
 
     def _wait_for(self, future: Future[float], seconds: float) -> None:

@@ -8,33 +8,33 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from ..engine.shared_model import SharedModel
 from ..flat.nonfinite import check_policy, is_finite, refuse
-from ..transport.base import Pending
+from ..transport.base import ElasticPending, Pending
+from ..transport.exchange import LinkClosedError, PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT
-from ..transport.process_group import ProcessGroupTransport
 from .presence import Presence
 
 _READY, _CLOSED, _NOT_YET = 0, 1, 2  # the replies of a passive rank
 _CONTROL_TAG, _MODEL_TAG = 0, 1
 _GRACE = timedelta(seconds=1)
+_MOMENT = 0.01  # seconds
 
 
 class _UnderWay(NamedTuple):
-    """An exchange.
-
-    peer: the other rank.
-    what: what this rank does, for errors.
-    start: when it began (`time.monotonic()`).
-    """
+    """An exchange with `peer`: what this rank does, for errors, and when it began (`time.monotonic()`)."""
 
     peer: int
     what: str
     start: float
+
+
+class _PeerLostError(Exception):
+    """[Note: lost peers of an exchange]"""
 
 
 class BilateralAverage:
@@ -56,6 +56,11 @@ class BilateralAverage:
     [Note: late peers] A whole exchange has the transport's timeout. The training thread checks it (`check_time`), tells
     the other ranks who is late, and raises. Only one second later Gloo ends its own wait, which closes all connections
     of this rank. So ranks that lose their connection because of this have received the reason before.
+
+    [Note: lost peers of an exchange] Over a transport whose rounds go on without peers that fail, an exchange that
+    fails is withdrawn: y changes only where both models have gone and come whole. The other end may have come as far;
+    but then one of the two has ended, or is left out of the job and joins again with another model, so the sum over
+    those who stay is kept. The transport says who was lost, at the latest when the timeout has passed; none raises.
 
     [Note: threads of an exchange] A rank has one thread that exchanges: on an active rank the one that calls `ask`, on
     a passive rank its listening thread, which runs `answer`. That thread alone uses `_sent`, `_received` and writes
@@ -80,7 +85,7 @@ class BilateralAverage:
     def __init__(
         self,
         shared: SharedModel,
-        transport: ProcessGroupTransport,
+        transport: PointToPoint,
         *,
         clock: Callable[[], int],
         on_nonfinite: str = "raise",
@@ -93,6 +98,7 @@ class BilateralAverage:
         self.delivered: deque[int] = deque()
         self.presence = Presence(transport, tag=_CONTROL_TAG)
         self.is_serving = False
+        self._is_elastic = transport.is_elastic
         self._sent, self._received = shared.host_vector(), shared.host_vector()
         self._under_way: _UnderWay | None = None  # [Note: threads of an exchange]
         self._serving = threading.Condition()  # guards the next three
@@ -101,8 +107,14 @@ class BilateralAverage:
         self._is_closing = False
         self.presence.failed.add_done_callback(lambda _: self._wake())
 
+    def over(self, transport: PointToPoint, shared: SharedModel) -> BilateralAverage:
+        """One over other links that counts on from this one, which has nothing under way any more."""
+        other = BilateralAverage(shared, transport, clock=self.clock, on_nonfinite=self.on_nonfinite)
+        other.num_skipped, other.delivered = self.num_skipped, self.delivered
+        return other
+
     def ask(self, peer: int, t: int, weight: float) -> bool:
-        """Exchange with a passive rank, unless it replies "not yet". Returns False when it has closed.
+        """Exchange with a passive rank, unless it replies "not yet". Returns False when it has closed, or was lost.
 
         Args:
             peer: a passive rank.
@@ -113,15 +125,16 @@ class BilateralAverage:
             TimeoutError, ConnectionError: the exchange failed; names the peer and the round, or the rank that died.
         """
         reply = torch.empty(1, dtype=torch.int64)
-        what = f"asking in round {t}"
+        status, what = _CLOSED, f"asking in round {t}"
         with self._exchanging(peer, what):
             pending = self.presence.request(peer, t, _bits(weight), reply=reply, what=what)
             if pending is None:
                 return False
             self._wait(pending)
-            if reply.item() == _READY:
+            status = int(reply)
+            if status == _READY:
                 self._exchange(peer, weight, f"averaging in round {t}")
-        return reply.item() != _CLOSED
+        return status != _CLOSED
 
     def answer(self, active_ranks: Collection[int]) -> None:
         """Answer each of these ranks until it has shut down or died; the body of the listening thread.
@@ -142,14 +155,15 @@ class BilateralAverage:
 
     def check_time(self) -> None:
         """Fail if the exchange under way has taken longer than the timeout. Called by the training thread."""
-        if (under_way := self._under_way) is not None and self._seconds_left(under_way) <= 0:
+        if (under_way := self._late) is not None:
             self._fail_late(under_way)
 
     @property
     def seconds_left(self) -> float:
-        """The seconds until the exchange under way is late; the timeout if there is none."""
-        under_way = self._under_way
-        return self.transport.timeout.total_seconds() if under_way is None else self._seconds_left(under_way)
+        """The seconds until the exchange under way is late, or a moment; the timeout if there is none."""
+        if (under_way := self._under_way) is None:
+            return self.transport.timeout.total_seconds()
+        return max(self._seconds_left(under_way), _MOMENT)
 
     def wait_until_served(self) -> None:
         """Wait until the exchange under way is delivered, or this rank has failed. Called by the training thread.
@@ -166,7 +180,7 @@ class BilateralAverage:
                 return not self._is_occupied or self._num_served > num_served or self.presence.failed.done()
 
             while not self._serving.wait_for(is_over, self.seconds_left):
-                if (under_way := self._under_way) is not None and self._seconds_left(under_way) <= 0:
+                if (under_way := self._late) is not None:
                     break
             else:
                 return
@@ -177,13 +191,9 @@ class BilateralAverage:
         self.presence.shut_down(peers)
 
     def stop_answering(self, seconds: float = SHUTDOWN_TIMEOUT.total_seconds()) -> bool:
-        """Wait for the exchange under way, and from then on reply that this rank has closed.
+        """Wait for the exchange under way, at most for so long, and from then on reply that this rank has closed.
 
-        Args:
-            seconds: the longest wait.
-
-        Returns:
-            Whether that exchange is delivered; False = it has taken longer, and ends by itself.
+        Returns whether that exchange is over; False: it ends by itself.
         """
         with self._serving:
             self._serving.wait_for(lambda: not self._is_occupied or self.presence.failed.done(), seconds)
@@ -218,10 +228,15 @@ class BilateralAverage:
 
     @contextlib.contextmanager
     def _exchanging(self, peer: int, what: str) -> Iterator[None]:
-        """A context for an exchange. An error of the network becomes the failure that caused it."""
+        """A context for an exchange. An error of the network becomes the failure that caused it.
+
+        Where the peer is lost, the context ends with the exchange: [Note: lost peers of an exchange].
+        """
         under_way = self._under_way = _UnderWay(peer, what, time.monotonic())
         try:
             yield
+        except (_PeerLostError, LinkClosedError):
+            return
         except ConnectionError as error:
             cause = self.presence.cause_of(error)
             if cause is error:
@@ -233,8 +248,17 @@ class BilateralAverage:
             self._under_way = None
 
     def _wait(self, pending: Pending) -> None:
-        """[Note: late peers]"""
-        pending.wait(timedelta(seconds=max(self.seconds_left, 0.0)) + _GRACE)
+        """[Note: late peers] and [Note: lost peers of an exchange]"""
+        grace = timedelta(0) if self._is_elastic else _GRACE
+        pending.wait(timedelta(seconds=self.seconds_left) + grace)
+        if self._is_elastic and cast("ElasticPending", pending).lost:
+            raise _PeerLostError
+
+    @property
+    def _late(self) -> _UnderWay | None:
+        """The exchange under way, if it is late and does not end by itself."""
+        under_way = None if self._is_elastic else self._under_way
+        return None if under_way is None or self._seconds_left(under_way) > 0 else under_way
 
     def _seconds_left(self, under_way: _UnderWay) -> float:
         return under_way.start + self.transport.timeout.total_seconds() - time.monotonic()

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..transport.base import Pending
-from ..transport.exchange import SHUTDOWN
+from ..transport.exchange import SHUTDOWN, LinkClosedError, PointToPoint
 from ..transport.listener import ConnectionLost, Listener
-from ..transport.process_group import ProcessGroupTransport
 
 _REQUEST, _SHUTDOWN, _DIED, _LATE = range(4)  # the kinds of messages
 _SECONDS_OF_GRACE = 1.0  # until the message that says why a connection is closed has been handled
@@ -28,7 +27,8 @@ class Presence:
     [Note: who died] The rank that has lost a peer tells its other peers which one before it raises an error itself;
     they pass it on. The graph of all peers is connected, so all ranks name the rank that died first, and not one that
     ended because of it. A peer that does not answer in time is reported in the same way, before Gloo closes this rank's
-    connections because of it.
+    connections because of it. Over a transport whose rounds go on without peers that fail, the membership knows who has
+    died: nobody passes it on, and such a peer is as if it had shut down.
 
     [Note: locks of presence] `_sending` orders requests and shutdown messages; it is held while a message is posted,
     never while one is waited for. `_failing` makes the first failure the only one; the thread that holds it takes
@@ -43,7 +43,7 @@ class Presence:
         failed: done, with the error, once this rank has met the first failure or received the news of it.
     """
 
-    def __init__(self, transport: ProcessGroupTransport, *, tag: int) -> None:
+    def __init__(self, transport: PointToPoint, *, tag: int) -> None:
         self.transport = transport
         self.failed: Future[None] = Future()
         self._tag = tag
@@ -146,7 +146,7 @@ class Presence:
         message = torch.tensor([kind, first, second])
         try:
             self._posted.append(self.transport.exchange({peer: [message]}, {}, tag=self._tag, what=SHUTDOWN))
-        except ConnectionError:
+        except (ConnectionError, LinkClosedError):
             return
 
     @property

@@ -11,6 +11,10 @@ from torch import nn
 
 from ..flat.nonfinite import check_policy
 from ..gossiper.mixer import GlobalAverage
+from ..membership.links import alone
+from ..membership.lockstep import check_elastic
+from ..membership.membership import Membership
+from ..mixing_manager.base import MixingManager
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, MixingLike, as_timeout, refuse_device_ids
 from ..wrappers.base import GossipWrapper, close_when_collected
@@ -18,6 +22,7 @@ from ..wrappers.composition import hold
 from ..wrappers.defaults import choose_bipartite_mixing
 from ..wrappers.setup import Links
 from .engine import BilateralEngine
+from .participant import BilateralParticipant
 from .watched_transport import WatchedTransport
 
 
@@ -57,6 +62,8 @@ class BilatGossipDataParallel(GossipWrapper):
         init_sync: whether training starts from the parameters and buffers of rank 0.
         gossip_buffers: whether pairs average floating-point buffers (BatchNorm statistics) too, or each keeps its own.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled train as well, so that they ask a peer.
+        membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then,
+            which exist for any, and all begin with the model of the first worker.
 
     Raises:
         FloatingPointError: (forward, `flush()`) see `on_nonfinite`.
@@ -74,6 +81,9 @@ class BilatGossipDataParallel(GossipWrapper):
         ...     optimizer.zero_grad()
     """
 
+    _transport: Any
+    _watched: WatchedTransport | None = None
+
     def __init__(
         self,
         module: nn.Module,
@@ -87,34 +97,73 @@ class BilatGossipDataParallel(GossipWrapper):
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
         init_sync: bool = True,
+        membership: Membership | None = None,
     ) -> None:
         refuse_device_ids(device_ids, module)
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        self._on_nonfinite = check_policy(on_nonfinite)
+        if membership is not None:
+            self._start_elastic(graph, mixing, membership, group=process_group)
+            return
         links = Links(process_group, comm_device="cpu", backend="gloo", timeout=as_timeout(timeout))
         self._place = links.place
         weights = choose_bipartite_mixing(graph, mixing, world_size=self._place[1])
-        self._description = {
-            "graph": str(weights.graph),
-            "mixing": str(weights),
-            "on_nonfinite": check_policy(on_nonfinite),
-            "init_sync": str(init_sync),
-            "gossip_buffers": str(gossip_buffers),
-            "gossip_in_eval_mode": str(gossip_in_eval_mode),
-        }
+        self._describe(weights, init_sync=init_sync)
         self._transport = self._open(links, init_sync=init_sync)
-        self._engine = BilateralEngine(weights, self._transport, self._buffer.vector, on_nonfinite=on_nonfinite)
-        self._watched = WatchedTransport(self._transport, self._engine.join_in)
+        engine = self._start(weights)
+        close_when_collected(self, engine)
+        self._watched = WatchedTransport(self._transport, engine.join_in)
         self._averager = GlobalAverage(self._watched)
-        close_when_collected(self, self._engine)
+
+    def _start_elastic(
+        self,
+        graph: GraphLike | None,
+        mixing: MixingLike | None,
+        membership: Membership,
+        *,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
+        example = "None or DynamicBipartiteCompleteGraph"
+        check_elastic(graph=graph, mixing=mixing, group=group, example=f"graph={example}")
+
+        def choose(world_size: int) -> MixingManager:
+            own = (graph, mixing) if world_size > 1 else (None, None)
+            return choose_bipartite_mixing(*own, world_size=world_size)
+
+        self._elastic = BilateralParticipant(self, membership, choose, example=example)
+        self._describe(choose(8))
+        self._transport = alone(membership.timeout)
+        self._start(choose(1))
+        self._averager = GlobalAverage(self._transport)
+        membership.attach(self._elastic, self._elastic.describe())
+
+    def _describe(self, weights: MixingManager, **options: object) -> None:
+        """Note what the ranks must agree on, by name."""
+        options |= {
+            "graph": weights.graph,
+            "mixing": weights,
+            "on_nonfinite": self._on_nonfinite,
+            "gossip_buffers": self._buffer.include_buffers,
+            "gossip_in_eval_mode": self.gossip_in_eval_mode,
+        }
+        self._description = {name: str(value) for name, value in options.items()}
+
+    def _start(self, weights: MixingManager) -> BilateralEngine:
+        vector, policy = self._buffer.vector, self._on_nonfinite
+        engine = self._engine = BilateralEngine(weights, self._transport, vector, on_nonfinite=policy)
         hold(self)
+        return engine
 
     def _release(self) -> None:
-        self._watched.close()
+        super()._release()
+        if self._watched is not None:
+            self._watched.close()
         self._transport.close()
 
     @property
     def _bytes_sent(self) -> int:
-        return self._transport.num_bytes_sent + self._watched.num_bytes_sent
+        return self._transport.num_bytes_sent + (0 if self._watched is None else self._watched.num_bytes_sent)
 
     def settle(self) -> None:
         """See `AveragingMixin`: when all ranks have asked no more, what they have said is applied.
@@ -131,7 +180,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._meet("waiting until no rank answers")
 
     def _meet(self, what: str) -> None:
-        self._watched.all_reduce(torch.zeros(1), what=what)
+        self._averager.transport.all_reduce(torch.zeros(1), what=what)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._withdraw()

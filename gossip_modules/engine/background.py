@@ -30,7 +30,7 @@ class Background:
                 self.fail(error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads.append(thread)
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
 
     def fail(self, error: BaseException) -> None:

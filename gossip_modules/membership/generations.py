@@ -21,7 +21,16 @@ class Generations(WorkerState):
     [Note: first step] A worker that has connected with the members of the next generation names a step that it does not
     begin before it knows the generation's first one: that is the largest step that any of them has named. So all begin
     at the same step, and only who has come to its own before the others have spoken waits.
+
+    [Note: paces] Workers that are not in lockstep name no step: each begins a generation at its own next one. Who comes
+    to that first waits for nobody, and closes its links of the generation before some time later; to those who still
+    train in that one, this says nothing of whether it lives.
     """
+
+    def _first_step(self, view: View) -> int:
+        """The step of this worker with which a generation begins; see [Note: paces]."""
+        assert self._participant is not None
+        return view.start if self._participant.is_in_lockstep else max(self._clock, 0)
 
     def _wait_for_first_step(self, clock: int) -> None:
         """[Note: first step] A generation cannot begin without the store: then rounds go on as they are."""
@@ -65,7 +74,7 @@ class Generations(WorkerState):
         members = tuple(member.number for member in view.members)
         joined = tuple(number for number in members if number not in known)
         left = {number: reasons.get(number, "it left") for number in sorted(known - set(members))}
-        change = Change(view.generation, view.start, view.ids.index(self.id), members, joined, left)
+        change = Change(view.generation, self._first_step(view), view.ids.index(self.id), members, joined, left)
         if before is not None:
             self.num_joins += len(joined)
             self.num_deaths += len(left)
@@ -187,8 +196,10 @@ class Generations(WorkerState):
                 return
             transport.on_broken = lambda: self._say({"event": "again", "by": self.id, "generation": view.generation})
             self._formed[view.generation] = transport
-            self._limit = self._clock + MARGIN if self._active is not None else 0
-            ready = {"event": "ready", "id": self.id, "generation": view.generation, "step": self._limit}
+            step = 0
+            if self._participant.is_in_lockstep:
+                step = self._limit = self._clock + MARGIN if self._active is not None else 0
+            ready = {"event": "ready", "id": self.id, "generation": view.generation, "step": step}
             self._unsent.append({**ready, "weight": self._participant.weight})
         self._wake.set()
 
@@ -246,7 +257,15 @@ class Generations(WorkerState):
 
     def _on_lost(self, view: View, rank: int, error: str, is_closed: bool) -> None:
         """From the thread that runs the round."""
+        if self._is_over(view):
+            return
         why = "its connection closed" if is_closed else f"it did not answer within {self.timeout.total_seconds():g} s"
         self._accuse(view.ids[rank], why, is_sure=is_closed)
         if self._heartbeats is not None:
             self._heartbeats.forget(view.ids[rank])
+
+    def _is_over(self, view: View) -> bool:
+        """Whether another generation has followed, as far as that does not go without saying: see [Note: paces]."""
+        assert self._participant is not None
+        later = (self._active, *(due for due, _ in self._due))
+        return not self._participant.is_in_lockstep and any(v and v.generation > view.generation for v in later)

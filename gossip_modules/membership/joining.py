@@ -103,7 +103,7 @@ class Joining(Door):
                     f"{self.timeout.total_seconds():g} s; start it again"
                 )
         with self._lock:
-            start = self._due[0][0].start
+            start = self._first_step(self._due[0][0])
             if received is not None:
                 self._participant.advance(start - self._clock)
             self._clock = start - 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..transport.base import Pending
-from ..transport.exchange import LATE, PointToPoint, fail
+from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
 from ..transport.gloo import CPU, gloo_backend, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
 from ..transport.shared_group import in_a_thread
@@ -66,7 +66,7 @@ class LinkTransport(PointToPoint):
         self._is_whole_broken = False
         self._round_bytes = 0
         self._lock = threading.Lock()
-        self.lost: set[int] = set()
+        self.lost: frozenset[int] = frozenset()
         self.calling = ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> LinkTransport:
@@ -85,7 +85,7 @@ class LinkTransport(PointToPoint):
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
         """See `PointToPoint`."""
         if peer not in self._links:
-            raise ValueError(
+            raise LinkClosedError(
                 f"worker {self.names[self.rank]}: got a round after its membership was closed, expected none; close "
                 "the wrapper, which closes its membership"
             )
@@ -116,7 +116,7 @@ class LinkTransport(PointToPoint):
         """See `PointToPoint`."""
         with self._lock:
             is_new = peer not in self.lost
-            self.lost.add(peer)
+            self.lost |= {peer}
         if is_new:
             self._on_lost(peer, str(error), seconds < LATE * self.timeout.total_seconds())
         return True
@@ -129,11 +129,14 @@ class LinkTransport(PointToPoint):
         self._break_whole()  # first, since a peer whose link is closed accuses this rank: who breaks it does so at once
         with self._lock:
             is_new = peer not in self.lost
-            self.lost.add(peer)
-        if is_new and peer in self._links:
-            with contextlib.suppress(RuntimeError):
-                group, other = self.route(peer)
-                group.recv([torch.empty(1, dtype=torch.uint8)], other, PROBE_TAG).wait(_BREAK)
+            self.lost |= {peer}
+        if is_new:
+            self._end_waits(peer)
+
+    def _end_waits(self, peer: int) -> None:
+        with contextlib.suppress(RuntimeError, LinkClosedError):  # it is closed already, or was never open
+            group, other = self.route(peer)
+            group.recv([torch.empty(1, dtype=torch.uint8)], other, PROBE_TAG).wait(_BREAK)
 
     def _break_whole(self) -> None:
         """Close the connections of the group over all ranks: a wait that ends by its timeout does."""
@@ -186,9 +189,11 @@ class LinkTransport(PointToPoint):
         return self._whole
 
     def close(self) -> None:
-        """Release the groups; waits for no rank. Idempotent."""
-        links, self._links = list(self._links.values()), {}
+        """End the waits of listeners, and release the groups; waits for no rank. Idempotent."""
         self._on_lost, self.on_broken = _ignore, None
+        for peer in self._links if self.has_listener else ():
+            self._end_waits(peer)
+        links, self._links = list(self._links.values()), {}
         if self._whole.is_shared:  # with threads that wait for messages
             self._break_whole()
         self._whole.close()

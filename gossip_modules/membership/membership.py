@@ -162,7 +162,15 @@ class Membership(Joining):
 
         Args:
             step: one that `steps` has handed out in this generation.
+
+        Raises:
+            ValueError: workers take steps at their own pace, so that a step has no such number.
         """
+        if self._participant is not None and not self._participant.is_in_lockstep:
+            raise ValueError(
+                f"got turn({step}) of workers that take steps at their own pace, expected workers in lockstep; draw "
+                "batches at random, with a seed of each worker's `number`"
+            )
         return self._require_view().turns_before(step) + self.rank
 
     def on_change(self, callback: Callable[[Change], None]) -> None:
@@ -246,7 +254,7 @@ class Membership(Joining):
             self._wait_for_first_step(clock)
         if self._is_excluded and self._can_rejoin:
             return self._rejoin()
-        if self._due and self._due[0][0].start < clock:
+        if self._due and self._first_step(self._due[0][0]) < clock:
             self._drop_late(clock)
         if self._unclaimed:
             self._take_back()
@@ -254,7 +262,7 @@ class Membership(Joining):
             self._take_snapshots()
         if self._due and self._participant is not None and self._participant.is_cut_off:
             clock = self._skip_to(self._due[0][0].start)
-        if self._due and self._due[0][0].start == clock:
+        if self._due and self._first_step(self._due[0][0]) == clock:
             return self._switch(clock)
         return None
 

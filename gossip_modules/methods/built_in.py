@@ -246,7 +246,7 @@ BUILT_IN: tuple[Method, ...] = (
         options=frozenset({"graph"}),
         pace="shared_steps",
         simulated_graph=lambda n: "bipartite-complete" if n % 2 else "bipartite-exponential",
-        needs_fixed_ranks="a rank keeps what it owes each of its peers",
+        needs_fixed_ranks="its workers take steps at their own pace, and a run deals out the batches of common steps",
     ),
     Method(
         "wagma",

@@ -25,6 +25,10 @@ LATE = 0.95  # of the timeout: what has taken so long is an error of time
 SHUTDOWN = "shutdown"  # what the last message to a peer is called: it does not matter whether that peer has ended
 
 
+class LinkClosedError(ValueError):
+    """A message to or from a peer whose link was closed here."""
+
+
 class _Work(NamedTuple):
     """One posted message, or a chunk of one; without a peer: all of a round on NCCL."""
 
@@ -175,6 +179,7 @@ class PointToPoint(ABC):
         return self._group
 
     is_elastic = False  # see `Transport`
+    has_listener = False  # somebody waits for messages without a limit
 
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
         """The group that messages to and from a peer go over, and its rank there."""

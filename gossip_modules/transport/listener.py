@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .exchange import SHUTDOWN
+from .exchange import SHUTDOWN, LinkClosedError, PointToPoint
 from .process_group import FOREVER, ProcessGroupTransport
 
 SHUTDOWN_TIMEOUT = timedelta(seconds=2)
@@ -56,7 +56,7 @@ class ConnectionLost(ConnectionError):
         self.is_closed_here = is_closed_here
 
 
-_Arrival: TypeAlias = "tuple[int, list[int] | ConnectionLost]"
+_Arrival: TypeAlias = "tuple[int, list[int] | ConnectionLost | None]"  # None: rounds go on without the peer
 
 
 class Listener:
@@ -74,15 +74,13 @@ class Listener:
     connections of its group, which ends every receive. So at exit one is made to time out, and the threads are joined.
 
     Args:
-        transport: a transport over Gloo.
+        transport: a transport over Gloo. Where its rounds go on without peers that fail, such a peer is closed.
         peers: the ranks that may send.
         num_integers: the number of integers in a message.
         tag: the tag of the messages.
     """
 
-    def __init__(
-        self, transport: ProcessGroupTransport, peers: Collection[int], *, num_integers: int, tag: int
-    ) -> None:
+    def __init__(self, transport: PointToPoint, peers: Collection[int], *, num_integers: int, tag: int) -> None:
         self.transport = transport
         self.tag = tag
         self._num_integers = num_integers
@@ -119,6 +117,9 @@ class Listener:
                     self._let_others_say_why(message)
                     raise message
                 continue
+            if message is None:
+                self.close_peer(sender)
+                continue
             try:
                 yield sender, message
             except GeneratorExit:  # whoever takes the messages has met an error of its own
@@ -144,6 +145,7 @@ class Listener:
         name = threading.current_thread().name
         prefix = name if name.startswith("gossip-") else f"gossip-listener-{self.transport.rank}"
         atexit.register(self._exit)
+        self.transport.has_listener = True
         self._num_reading = len(self._present)
         for peer in sorted(self._present):
             reader = threading.Thread(target=self._read, args=(peer,), name=f"{prefix}-from-{peer}", daemon=True)
@@ -156,12 +158,16 @@ class Listener:
         tag = self.transport.wire_tag(self.tag, message.numel() * message.element_size())
         start = time.monotonic()
         try:
+            group, rank = self.transport.route(peer)
             while peer in self._present and not self._exiting.is_set():
-                self.transport.group.recv([message], peer, tag).wait(FOREVER)
+                group.recv([message], rank, tag).wait(FOREVER)
                 self._arrivals.put((peer, message.tolist()))
                 self._may_read[peer].acquire()
+        except LinkClosedError:
+            self._arrivals.put((peer, None))
         except RuntimeError as error:  # of Gloo
-            self._arrivals.put((peer, self._lost(peer, error, time.monotonic() - start)))
+            goes_on = self.transport.loses(peer, error, 0.0)  # it was not late, however long this took
+            self._arrivals.put((peer, None if goes_on else self._lost(peer, error, time.monotonic() - start)))
         finally:
             with self._lock:
                 self._num_reading -= 1
@@ -181,8 +187,10 @@ class Listener:
         self._exiting.set()
         nothing = torch.empty(1, dtype=torch.uint8)
         for peer in self._may_read:
-            with contextlib.suppress(RuntimeError):  # of Gloo; the first to time out closes the connections to all
-                self.transport.group.recv([nothing], peer, self.transport.wire_tag(self.tag, 1)).wait(_AT_EXIT)
+            # Of Gloo; the first to time out closes the connections of its group.
+            with contextlib.suppress(RuntimeError, LinkClosedError):
+                group, rank = self.transport.route(peer)
+                group.recv([nothing], rank, self.transport.wire_tag(self.tag, 1)).wait(_AT_EXIT)
         for may_read in self._may_read.values():
             may_read.release()  # for those whose last message nobody has taken
         self._arrivals.put((-1, []))  # for who takes them

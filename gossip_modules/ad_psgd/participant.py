@@ -1,0 +1,33 @@
+"""BilateralParticipant: what AD-PSGD does when workers come and go."""
+
+from __future__ import annotations
+
+from ..membership.links import LinkTransport
+from ..membership.lockstep import GraphParticipant
+
+
+class BilateralParticipant(GraphParticipant):
+    """Between a wrapper whose pairs exchange at any time and its membership.
+
+    Who is active and who is passive is computed anew for each number of workers. See [Note: generations of an engine]
+    and [Note: lost peers of an exchange].
+    """
+
+    is_in_lockstep = False
+
+    def _turn_to(self, transport: LinkTransport, growth: float) -> None:
+        """See `ModelParticipant`."""
+        super()._turn_to(transport, growth)
+        self.wrapper._averager.transport = transport
+
+    def settle(self) -> None:
+        """See `Participant`. Peers get no model any more, and corrections that come later are dropped."""
+        self.wrapper._engine.give_up(self.wrapper._buffer.vector)
+
+    def _go_to(self, t: int, step: int) -> None:
+        """See `ModelParticipant`. Who joins again may have taken more steps than its donor: none comes twice."""
+        super()._go_to(t, max(step, self.step))
+
+    def advance(self, num_steps: int) -> None:
+        """See `Participant`."""
+        self.wrapper._engine.step += num_steps
