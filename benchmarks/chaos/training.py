@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gossip_modules import GossipDataParallel, GroupAverageDataParallel, MatchaGraph, Membership, RingGraph
+from gossip_modules import (
+    BilatGossipDataParallel,
+    GossipDataParallel,
+    GroupAverageDataParallel,
+    MatchaGraph,
+    Membership,
+    RingGraph,
+)
 from gossip_modules.testing import Worker
 from gossip_modules.wrappers.base import GossipWrapper
 
@@ -25,9 +32,13 @@ METHODS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "D-PSGD, ring": lambda: {"push_sum": False, "graph": lambda n: RingGraph(n, peers_per_itr=min(2, n - 1))},
     "WAGMA": dict,
     "MATCHA": lambda: {"graph": lambda n: MatchaGraph(RingGraph(n, peers_per_itr=min(2, n - 1)), budget=0.5, seed=1)},
+    "AD-PSGD": dict,
 }
 """What the wrapper gets beside the model and the membership."""
-WRAPPERS: Mapping[str, Callable[..., GossipWrapper]] = {"WAGMA": GroupAverageDataParallel}
+WRAPPERS: Mapping[str, Callable[..., GossipWrapper]] = {
+    "WAGMA": GroupAverageDataParallel,
+    "AD-PSGD": BilatGossipDataParallel,
+}
 """Of methods that are none of GossipDataParallel's."""
 NUM_INPUTS, NUM_CLASSES = 20, 10
 RESOURCES_EVERY = 20

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from gossip_modules import (
+    BilatGossipDataParallel,
     Choco,
     GossipDataParallel,
     GroupAverageDataParallel,
@@ -36,9 +37,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "PowerGossip": {"gossiper": PowerGossip()},
     "CHOCO": {"gossiper": Choco(SignNorm(), step_size=0.4)},
     "WAGMA": {},
+    "AD-PSGD": {},
 }
 """What the wrapper gets beside the model and the membership."""
-WRAPPERS: dict[str, Callable[..., GossipWrapper]] = {"WAGMA": GroupAverageDataParallel}
+WRAPPERS: dict[str, Callable[..., GossipWrapper]] = {
+    "WAGMA": GroupAverageDataParallel,
+    "AD-PSGD": BilatGossipDataParallel,
+}
 """Of methods that are none of GossipDataParallel's."""
 
 
