@@ -159,7 +159,7 @@ def test_processes_that_are_killed_and_one_that_joins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_ready", [True, False])
-def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool) -> None:
+def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the reply or after it; the next one is not begun, nobody raises, and the membership is told."""
     store = dist.HashStore()
     lost: list[list[int]] = [[], []]
@@ -191,9 +191,9 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool) -> 
                 return nullcontext()
 
             if is_ready:
-                shared.snapshot = die  # type: ignore[method-assign]
+                monkeypatch.setattr(shared, "snapshot", die)
             else:
-                bilateral._occupied = die  # type: ignore[method-assign]
+                monkeypatch.setattr(bilateral, "_occupied", die)
             bilateral.answer([1])
         else:
             asked.extend(bilateral.ask(0, t, 0.5) for t in range(2))
