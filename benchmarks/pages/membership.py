@@ -56,7 +56,8 @@ its slowest step at other times, which shows what the other work did.""",
         """\
 Eight workers with a [membership](../guides/elasticity.md), each on a host of its own: a network namespace, behind a
 router that delays, loses or drops packets; all on one machine with two cores, which did other work at the same time:
-the slowest step before the event shows how much. A step computes little and sleeps 50 ms. At step 100 something happens to one worker. The deadline is the silence after which it is left out. Times are
+the slowest step before the event shows how much. A step computes little and sleeps 50 ms. At step 100 something happens
+to one worker. The deadline is the silence after which it is left out. Times are
 those of the other workers: the median step before, the slowest step before and after, how many steps after took longer
 than twice the median and 50 ms, and the median of the last hundred steps of 400, when the faults that end have ended.
 A worker that is slow but not silent is waited for, step by step: a delay of 200 ms in each direction, or a lost packet,
