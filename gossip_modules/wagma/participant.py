@@ -51,7 +51,7 @@ class GroupParticipant(ModelParticipant):
     def _turn_to(self, transport: LinkTransport, growth: float) -> None:
         """See `ModelParticipant`."""
         self.wrapper._engine.rebind(transport, self.wrapper._buffer.vector)
-        self.wrapper._averager.transport = transport  # type: ignore[attr-defined]
+        self.wrapper._averager.transport = transport
 
     def peers(self, rank: int, world_size: int) -> Iterable[int]:
         """See `Participant`."""
