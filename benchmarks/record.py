@@ -68,3 +68,27 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, seed: int) -> N
         writer = csv.DictWriter(file, [*before, *rows[0]], lineterminator="\n")
         writer.writeheader()
         writer.writerows({**before, **row} for row in rows)
+
+
+def append_row(path: Path, row: Mapping[str, Any], *, seed: int) -> None:
+    """Append figures to a CSV file, with the columns of PROVENANCE before them; makes the file where it is not there.
+
+    Args:
+        path: of the file.
+        row: figures by column.
+        seed: of the measurement.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    values = {**provenance(seed), **row}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        columns = next(csv.reader(file), None)
+        if columns not in (None, list(values)):
+            raise ValueError(f"got a row with {list(values)} for {path}, expected {columns}; choose another file")
+        writer = csv.DictWriter(file, list(values), lineterminator="\n")
+        if columns is None:
+            writer.writeheader()
+        writer.writerow(values)

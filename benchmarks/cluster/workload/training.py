@@ -89,21 +89,24 @@ class SplitImages:
     Args:
         folder: with <split>.npy, uint8 of shape (N, 3, SIZE, SIZE), and <split>-labels.npy, int64 of shape (N,).
         split: one of SPLITS.
+
+    Attributes:
+        labels: int64 [N].
     """
 
     def __init__(self, folder: Path, split: str) -> None:
         self._images = np.load(folder / f"{split}.npy", mmap_mode="r")
-        self._labels = np.load(folder / f"{split}-labels.npy")
+        self.labels: np.ndarray = np.load(folder / f"{split}-labels.npy")
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def batch(self, indices: np.ndarray, *, is_flipped: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Images, float32 from -1 to 1, those that are to be flipped from left to right; and labels."""
         pixels = self._images[indices]
         if is_flipped is not None:
             pixels = np.where(is_flipped[:, None, None, None], pixels[..., ::-1], pixels)
-        return torch.from_numpy(pixels).float().div_(127.5).sub_(1.0), torch.from_numpy(self._labels[indices])
+        return torch.from_numpy(pixels).float().div_(127.5).sub_(1.0), torch.from_numpy(self.labels[indices])
 
     def batches(self, rank: int, world_size: int, *, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Of a rank, for ever: every epoch it gets another share, no image is two ranks'.

@@ -1,0 +1,179 @@
+"""The figures of uneven data and of uneven numbers of workers, beside published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+
+import pandas as pd
+
+from benchmarks.uneven.methods import METHODS
+
+ALPHAS = (1.0, 0.1, 0.01)
+PUBLISHED: Mapping[float, Mapping[str, tuple[float, float, float]]] = {
+    0.9: {
+        "ar": (90.2, 90.2, 90.2),
+        "relaysgd": (90.2, 89.5, 89.1),
+        "sgp": (89.5, 89.2, 87.5),
+        "qgdsgdm": (89.5, 84.8, 63.3),
+        "d2": (88.2, 88.5, 61.0),
+    },
+    0.0: {
+        "ar": (87.0, 87.0, 87.0),
+        "relaysgd": (87.4, 86.9, 84.6),
+        "sgp": (87.4, 86.7, 86.7),
+        "dpsgd": (87.4, 79.9, 53.9),
+        "d2": (87.2, 84.0, 38.2),
+    },
+}
+"""By momentum and method, for each of ALPHAS: VGG-11, 200 epochs, 16 workers."""
+LEAST_GAP = 1.0
+"""Points; published accuracies that are closer are not compared."""
+TOLERANCE = 0.3
+"""Points below all-reduce that are allowed."""
+_SETTING = ["method", "workers", "alpha", "momentum", "steps", "batch_size"]
+
+
+def best(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each setting: the mean over seeds at the learning rate that is best with the first seed, and rates.
+
+    Its columns beside those of a setting: learning_rate, accuracy (not a number where all diverged), spread (highest
+    less lowest), num_seeds, is_edge (whether no lower, or no higher, rate was tried).
+    """
+    found = []
+    for setting, part in rows.groupby(_SETTING, sort=False):
+        tuned = part[part["seed"] == part["seed"].iloc[0]]
+        rate = tuned.loc[tuned["accuracy_percent"].fillna(0.0).idxmax(), "learning_rate"]
+        own = part[part["learning_rate"] == rate]["accuracy_percent"]
+        rates = tuned["learning_rate"]
+        found.append(
+            {
+                **dict(zip(_SETTING, setting, strict=True)),
+                "learning_rate": rate,
+                "accuracy": own.mean(),
+                "spread": own.max() - own.min(),
+                "num_seeds": len(own),
+                "is_edge": rate in (rates.min(), rates.max()),
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def data(rows: pd.DataFrame) -> str:
+    """Figures of 16 workers: a table for each momentum, and what order came out for each alpha."""
+    means, parts = best(rows), [_sources(rows)]
+    for momentum, own in means.groupby("momentum", sort=False):
+        parts.append(f"## {f'Momentum {momentum:g}' if momentum else 'Without momentum'}")
+        parts.append(_data_table(own, PUBLISHED.get(momentum, {})))
+        for column, alpha in enumerate(ALPHAS):
+            measured = own[own["alpha"] == alpha].set_index("method")["accuracy"].dropna()
+            if len(measured):
+                published = {name: row[column] for name, row in PUBLISHED.get(momentum, {}).items()}
+                parts.append(f"**alpha = {alpha:g}.** {_order(measured.to_dict(), published)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def workers(rows: pd.DataFrame) -> str:
+    """Figures by number of workers: `BaseGraph` beside all-reduce and the one-peer exponential graph."""
+    means, parts = best(rows), [_sources(rows)]
+    for alpha, own in means.groupby("alpha", sort=False):
+        parts.append(f"## {f'Classes from Dirichlet({alpha:g})' if alpha else 'Data alike on all workers'}")
+        parts.append(_workers_table(own))
+    return "\n\n".join(parts) + "\n"
+
+
+def _workers_table(own: pd.DataFrame) -> str:
+    names = [name for name in ("ar", "base", "sgp") if name in set(own["method"])]
+    lines = [
+        f"| workers | {' | '.join(METHODS[name].title for name in names)} | Base-2 less all-reduce "
+        f"| within {TOLERANCE:g} points? | Base-2 less exponential |",
+        f"|---:{'|---:' * len(names)}|---:|---|---:|",
+    ]
+    for num_workers, part in own.groupby("workers"):
+        cells = part.set_index("method")
+        shown = [_cell(cells.loc[name]) if name in cells.index else "" for name in names]
+        base, ar, exponential = cells["accuracy"].reindex(["base", "ar", "sgp"])
+        to_ar, to_exponential = base - ar, base - exponential
+        is_near = "" if pd.isna(to_ar) else "yes" if to_ar >= -TOLERANCE else "**no**"
+        lines.append(
+            f"| {num_workers} | {' | '.join(shown)} | {_signed(to_ar)} | {is_near} | {_signed(to_exponential)} |"
+        )
+    return "\n".join(lines)
+
+
+def _data_table(own: pd.DataFrame, published: Mapping[str, tuple[float, ...]]) -> str:
+    heads = [f"alpha {alpha:g}" for alpha in ALPHAS]
+    lines = [
+        f"| method | {' | '.join(heads)} | published: {' | '.join(heads)} |",
+        f"|---{'|---:' * (2 * len(ALPHAS))}|",
+    ]
+    for name in METHODS:
+        cells = own[own["method"] == name].set_index("alpha")
+        if len(cells):
+            measured = [_cell(cells.loc[alpha]) if alpha in cells.index else "" for alpha in ALPHAS]
+            figures = [f"{value:.1f}" for value in published[name]] if name in published else [""] * len(ALPHAS)
+            lines.append(f"| {METHODS[name].title} | {' | '.join(measured)} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def _order(measured: Mapping[str, float], published: Mapping[str, float]) -> str:
+    """What order came out, and which pairs are not as published."""
+    ranked = sorted(measured, key=lambda name: -measured[name])
+    text = f"Order: {', '.join(f'{METHODS[name].title} {measured[name]:.1f}' for name in ranked)}."
+    pairs = [
+        (high, low)
+        for one, other in combinations([name for name in published if name in measured], 2)
+        for high, low in [sorted((one, other), key=lambda name: -published[name])]
+        if published[high] - published[low] >= LEAST_GAP - 1e-9
+    ]
+    if not pairs:
+        return f"{text} No two methods that were measured differ by {LEAST_GAP:g} point or more where published."
+    wanted = [(high, low, published[high] - published[low], measured[high] - measured[low]) for high, low in pairs]
+    in_order = sum(own > 0 for *_, own in wanted)
+    missed = [
+        f"{METHODS[high].title} over {METHODS[low].title} (published {_signed(gap)}, here {_signed(own)})"
+        for high, low, gap, own in wanted
+        if own < gap / 2
+    ]
+    text += (
+        f" Of {len(pairs)} pairs whose published accuracies differ by {LEAST_GAP:g} point or more, {in_order} come in "
+        f"the same order, {len(pairs) - len(missed)} with at least half of the published gap."
+    )
+    return f"{text} The target is not met by: {'; '.join(missed)}." if missed else text
+
+
+def _cell(row: pd.Series) -> str:
+    """Accuracy, seeds and learning rate."""
+    if pd.isna(row["accuracy"]):
+        return "diverged"
+    edge = "*" if row["is_edge"] else ""
+    spread = f" ± {row['spread'] / 2:.1f}" if row["num_seeds"] > 1 else ""
+    return f"{row['accuracy']:.1f}{spread} ({row['num_seeds']}; {row['learning_rate']:g}{edge})"
+
+
+def _signed(value: float) -> str:
+    return "" if pd.isna(value) else f"{value:+.1f}"
+
+
+def _sources(rows: pd.DataFrame) -> str:
+    entries = []
+    for (command, commit), part in rows.groupby(["command", "commit"], sort=False):
+        first, last = part.iloc[0], part.iloc[-1]
+        minutes = part["cpu_seconds"].sum() / 60
+        entries.append(
+            f"    {command}\n\n{first['date']} to {last['date']}, commit {commit}, torch {first['torch']}, "
+            f"{first['machine']}, {len(part)} trainings, {minutes:.0f} minutes of one core."
+        )
+    sizes = " or ".join(f"{steps} steps of {size} images" for steps, size in _sizes(rows))
+    seeds = ", ".join(str(seed) for seed in rows["seed"].unique())
+    return "\n\n".join(
+        [
+            *entries,
+            f"Every worker takes {sizes}. Seeds measured so far: {seeds}. A cell has the accuracy in per cent (of how "
+            "many seeds; at which learning rate). A star: the best rate is the lowest or the highest that was tried.",
+        ]
+    )
+
+
+def _sizes(rows: pd.DataFrame) -> list[tuple[int, int]]:
+    return list(rows[["steps", "batch_size"]].drop_duplicates().itertuples(index=False, name=None))

@@ -1,0 +1,52 @@
+"""The methods that are compared: what a user passes to the wrapper, from which the stacked way is made as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gossip_modules import (
+    D2,
+    BaseGraph,
+    ChainGraph,
+    DecentLaM,
+    GradientTracking,
+    QGDSGDm,
+    RelaySGD,
+    RingGraph,
+)
+
+
+@dataclass(frozen=True)
+class UnevenMethod:
+    """A method on a graph.
+
+    Attributes:
+        title: of tables.
+        arguments: of `GossipDataParallel`, by the number of workers; None: `AllReduceDataParallel` instead.
+        needs_momentum: whether its law is that of momentum SGD.
+    """
+
+    title: str
+    arguments: Callable[[int], Mapping[str, Any]] | None
+    needs_momentum: bool = False
+
+
+def _ring(num_workers: int) -> RingGraph:
+    return RingGraph(num_workers, peers_per_itr=2)
+
+
+METHODS: Mapping[str, UnevenMethod] = {
+    "ar": UnevenMethod("All-reduce", None),
+    "relaysgd": UnevenMethod("RelaySGD, two binary trees", lambda n: {"gossiper": RelaySGD()}),
+    "relaysgd-chain": UnevenMethod("RelaySGD, chain", lambda n: {"gossiper": RelaySGD(), "graph": ChainGraph(n)}),
+    "sgp": UnevenMethod("SGP, one-peer exponential", lambda n: {}),
+    "base": UnevenMethod("D-PSGD, Base-2", lambda n: {"push_sum": False, "graph": BaseGraph(n)}),
+    "dpsgd": UnevenMethod("D-PSGD, ring", lambda n: {"push_sum": False, "graph": _ring(n)}),
+    "qgdsgdm": UnevenMethod("QG-DSGDm, ring", lambda n: {"rule": QGDSGDm(), "graph": _ring(n)}, needs_momentum=True),
+    "d2": UnevenMethod("D2, ring", lambda n: {"rule": D2()}),
+    "gradienttracking": UnevenMethod("Gradient tracking, ring", lambda n: {"rule": GradientTracking()}),
+    "decentlam": UnevenMethod("DecentLaM, ring", lambda n: {"rule": DecentLaM()}, needs_momentum=True),
+}
+"""By name. SGP on the one-peer exponential graph is also D-PSGD there: its weights are doubly stochastic."""
