@@ -20,9 +20,10 @@ from benchmarks.pages.algorithms import ALGORITHMS
 from benchmarks.pages.base import Page
 from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.training import TRAINING
+from benchmarks.pages.uneven import UNEVEN
 from benchmarks.record import RESULTS, ROOT
 
-PAGES: Mapping[str, Page] = {**ALGORITHMS, **MEMBERSHIP, **TRAINING}
+PAGES: Mapping[str, Page] = {**ALGORITHMS, **MEMBERSHIP, **TRAINING, **UNEVEN}
 """By the name of the file, in the order of the index."""
 DOCS = ROOT / "docs" / "benchmarks"
 MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{csv}: change that, not this. -->"

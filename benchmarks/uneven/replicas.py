@@ -1,23 +1,24 @@
 """The models of all workers as the rows of one tensor, trained in one thread by the library's own algorithms.
 
-A row goes through what a rank goes through: the gossiper, the rule and the weights that `GossipDataParallel` chooses
-for the same arguments, and torch's own SGD. Tests hold the two together, method by method. Ranks as threads took three
-times as long: 72 ms of one core for a step of SGP by 16 ranks, 32 images each; stacked, the networks took 22, the round
-2.
+A row goes through what a rank goes through: the weights, the rule and, of RelaySGD, the gossiper that
+`GossipDataParallel` chooses for the same arguments, and torch's own SGD. Tests hold the two together, method by method.
+Ranks as threads took three times as long: 72 ms of one core for a step of SGP by 16 ranks, 32 images each; stacked, the
+networks took 22 and a round 2.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossip_modules import Carried, FlatVector, PushPull, PushSum, Schedule
+from gossip_modules import Carried, FlatVector, MixingManager, PushPull, PushSum, Schedule
 from gossip_modules.methods.one_thread import GossiperRule
+from gossip_modules.simulate.mixing import SimulatedMixing
 from gossip_modules.update_rules.sgd_momentum import SGDStep
 from gossip_modules.wrappers.defaults import Algorithm
 
@@ -91,6 +92,12 @@ class Replicas:
         return float((self.x.data - self.x.data.mean(0)).square().sum(1).mean().sqrt())
 
 
+def _mix_by(mixing: MixingManager) -> Callable[[Tensor, int], Tensor]:
+    """What round t of plain gossip adds to x [n, d]: (W(t) - I) x."""
+    rounds = SimulatedMixing(mixing)
+    return lambda x, t: rounds.round(t).mix(x).sub_(x)
+
+
 class StackedGossip:
     """The rounds of `GossipDataParallel(model, **arguments)` on the rows of x.
 
@@ -108,10 +115,11 @@ class StackedGossip:
         mixing, gossiper = algorithm.choose(
             len(x), overlap=False, init_sync=True, on_nonfinite="raise", nprocs_per_node=1
         )
-        if isinstance(gossiper, PushPull | PushSum) and not mixing.is_doubly_stochastic:
+        is_plain = isinstance(gossiper, PushPull | PushSum)
+        if is_plain and not mixing.is_doubly_stochastic:
             raise ValueError(f"got {mixing}, expected doubly stochastic weights: there are no push-sum weights here")
         self._x, self._optimizer = x, optimizer
-        self._gossip = GossiperRule(lambda: copy.deepcopy(gossiper), mixing)
+        self._mix = _mix_by(mixing) if is_plain else GossiperRule(lambda: copy.deepcopy(gossiper), mixing).difference
         self._rule, self._carried, self._t = algorithm.rule, None, 0
         if self._rule is not None:
             self._rule.check(mixing)
@@ -128,7 +136,7 @@ class StackedGossip:
         """x <- what a round makes of it; before each step's forward, as in the wrappers."""
         models = self._x.data
         if self._rule is None:
-            models += self._gossip.difference(models, self._t)
+            models += self._mix(models, self._t)
         else:
             self._ruled_round(FlatVector.over(models))
         self._t += 1
@@ -141,7 +149,7 @@ class StackedGossip:
         step = self._step if rule.needs_sgd else None
 
         def mix() -> None:
-            sent.add_(self._gossip.difference(sent, self._t))
+            sent.add_(self._mix(sent, self._t))
 
         carried.take(models)
         rule.round(carried, mix, step)
