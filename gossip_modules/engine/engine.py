@@ -16,6 +16,7 @@ from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action, Schedule
 from ..transport.base import Transport, is_elastic
+from ..transport.state_tree import copied
 from .controlled import ControlledMixer
 
 _UNNAMED = "LockstepEngine"  # checkpoints from when there was no other
@@ -199,6 +200,13 @@ class LockstepEngine(Engine):
     def control_stats(self) -> dict[str, float]:
         """See `Engine`."""
         return {} if self._control is None else self._control.law.stats()
+
+    def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
+        """Copies of what a worker that joins goes on from: `state_dict()`, without what links to peers keep.
+
+        Nothing may be in flight. x: the model, as rounds mix it.
+        """
+        return dict(copied({**self.state_dict(), "gossiper": {}}))
 
     def advance(self, num_steps: int) -> None:
         """Count training steps as if they had been taken here."""

@@ -30,11 +30,12 @@ from .outer_checks import check_fragments, check_weights
 
 @dataclass
 class _OuterFlight:
-    """An outer step that travels: of which fragment, and the step of training at which it is applied."""
+    """An outer step that travels: of which fragment, when it began, and the step of training at which it is applied."""
 
     fragment: int
+    began: int
     due: int
-    future: Future[float]
+    future: Future[float]  # 1: it was mixed
 
 
 class OuterEngine(SyncEngine):
@@ -105,8 +106,7 @@ class OuterEngine(SyncEngine):
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
-        if not self._anchors and not self._loaded:
-            self._anchors = self._anchors_at(x)
+        self._set_out(x)
         step = self.step
         has_changed = False
         while self._flights and self._flights[0].due <= step:
@@ -129,10 +129,9 @@ class OuterEngine(SyncEngine):
             t = self.t
             self.t += 1
             if self.outer.delay:
-                self._depart(p, anchor, t, step + self.outer.delay)
-            else:
-                self._mix(anchor, t)
-                self._apply(anchor, x)
+                self._depart(p, anchor, t, step)
+            elif self._mix(anchor, t):
+                self._apply(p, x, step)
                 has_changed = True
         self.stats.wait_seconds += time.perf_counter() - start
         return has_changed
@@ -154,17 +153,19 @@ class OuterEngine(SyncEngine):
             anchor.write_to(x)
         return has_changed or self.outer.is_eager
 
-    def _mix(self, anchor: Anchor, t: int) -> None:
-        """What is sent <- W(t) of it, or where the method compresses the mean of the messages of all ranks."""
+    def _mix(self, anchor: Anchor, t: int) -> bool:
+        """What is sent <- W(t) of it, or the mean of the compressed messages of all ranks; returns whether it is."""
         if self._gathering is None:
             self._mixer.mix(anchor.sent, t)
-            return
+            return True
         self._gathering.average(anchor.messages, anchor.gradients, what=f"the compressed average of round {t}")
         for buffer in anchor.sent.buffers:
             self.averager.mix(buffer, t)
+        return True
 
-    def _apply(self, anchor: Anchor, x: FlatVector) -> None:
-        """phi <- a step with what was mixed, and x <- phi."""
+    def _apply(self, p: int, x: FlatVector, began: int) -> None:
+        """phi of fragment p <- a step with what was mixed, and x <- phi. began: the step at which it was sent."""
+        anchor = self._anchors[p]
         anchor.keep_buffers()
         self.outer.finish(anchor)
         if not self.outer.is_eager:
@@ -174,7 +175,7 @@ class OuterEngine(SyncEngine):
 
     # With a delay: [Note: Fragments and delays].
 
-    def _depart(self, p: int, anchor: Anchor, t: int, due: int) -> None:
+    def _depart(self, p: int, anchor: Anchor, t: int, step: int) -> None:
         """Hand what is sent to the gossip thread."""
         # An anchor in host memory travels by way of the GPU where messages do: not in the stream of training.
         device = anchor.sent.raw.device if anchor.sent.raw.is_cuda else self.gossiper.transport.device
@@ -187,12 +188,11 @@ class OuterEngine(SyncEngine):
         def run() -> float:
             on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
             with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
-                self._mix(anchor, t)
-            return 1.0
+                return float(self._mix(anchor, t))
 
         if self._thread is None:
             self._thread = GossipThread(f"gossip-{self.gossiper.transport.rank}")
-        self._flights.append(_OuterFlight(p, due, self._thread.submit(run)))
+        self._flights.append(_OuterFlight(p, step, step + self.outer.delay, self._thread.submit(run)))
 
     def _arrive(self, x: FlatVector) -> None:
         """Wait for the first outer step that travels, and apply it."""
@@ -200,14 +200,15 @@ class OuterEngine(SyncEngine):
         flight = self._flights[0]
         try:
             with record_function("gossip.wait"):
-                flight.future.result()
+                is_mixed = flight.future.result()
         except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
             self._flights.clear()
             raise
         self._flights.pop(0)
         if self._stream is not None:  # `sent` is mixed before it is read
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._apply(self._anchors[flight.fragment], x)
+        if is_mixed:
+            self._apply(flight.fragment, x, flight.began)
         self.stats.wait_seconds += time.perf_counter() - start
 
     def flush(self, x: FlatVector) -> bool:
@@ -219,13 +220,15 @@ class OuterEngine(SyncEngine):
 
     # Anchors.
 
+    def _set_out(self, x: FlatVector) -> None:
+        """Anchors at x, at the first training forward."""
+        if not self._anchors and not self._loaded:
+            self._anchors = self._anchors_at(x)
+
     def _anchors_at(self, x: FlatVector) -> list[Anchor]:
         """New anchors, at x."""
         places = None if self._places is None else self._places()
-        of_all: dict[str, Any] = {
-            "num_ranks": self.gossiper.transport.world_size,
-            "device": self.outer.anchor_device,
-        }
+        of_all: dict[str, Any] = {"num_ranks": self.gossiper.transport.world_size, "device": self.outer.anchor_device}
         return [
             Anchor(x, self.outer.make_optimizer, fragment=fragment, **of_all)
             for fragment in cut(x.layout, self.outer.fragments, places)

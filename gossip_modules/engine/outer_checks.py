@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from ..gossiper.linked import LinkedGossiper
 from ..gossiper.mixer import Mixer
+from ..mixing_manager.base import MixingManager
 from ..outer.method import OuterMethod
+from ..transport.base import is_elastic
+
+
+def check_mixing(mixing: MixingManager, outer: OuterMethod) -> None:
+    """Raise ValueError where the weights are not for this method."""
+    if not outer.averages_exactly and not mixing.is_doubly_stochastic:
+        raise ValueError(
+            f"got {mixing} with {outer}, expected doubly stochastic weights, which keep the mean of the anchors; use "
+            "an undirected graph, such as RingGraph, without mixing="
+        )
+    if not outer.averages_exactly:
+        outer.check(mixing.graph, mixing.matrix)
 
 
 def check_weights(gossiper: Mixer, outer: OuterMethod, on_nonfinite: str) -> None:
-    """Raise ValueError where the weights are not for this method."""
-    if not outer.averages_exactly and not gossiper.mixing.is_doubly_stochastic:
+    """Raise ValueError where the gossiper, which has its weights, does not suit this method."""
+    check_mixing(gossiper.mixing, outer)
+    if gossiper.is_weighted and is_elastic(gossiper.transport):
         raise ValueError(
-            f"got {gossiper.mixing} with {outer}, expected doubly stochastic weights, which keep the mean of the "
-            "anchors; use an undirected graph, such as RingGraph, without mixing="
+            f"got push_sum=True between the outer steps of {outer} with a membership, expected push_sum=False: where "
+            "workers die and join, push-sum weights have no known sum, by which an outer step would average models"
         )
-    if not outer.averages_exactly:
-        outer.check(gossiper.mixing.graph, gossiper.mixing.matrix)
     if outer.gossip_every and gossiper.is_weighted and on_nonfinite == "skip":
         raise ValueError(
             f"got on_nonfinite='skip' with {outer} and {gossiper.mixing}, expected 'raise' or 'spread', or doubly "

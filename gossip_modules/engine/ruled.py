@@ -12,7 +12,9 @@ from torch.profiler import record_function
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import Mixer
+from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
+from ..transport.base import Transport, is_elastic
 from ..update_rules.carried import Carried
 from ..update_rules.rule import UpdateRule
 from ..update_rules.sgd_momentum import SGDMomentum, SGDStep
@@ -28,6 +30,12 @@ class RuledEngine(SyncEngine):
     `sent`, one vector for each that the rule carries, and the messages of the peers.
 
     Where other tensors are trained than before (layers frozen or added), what is carried starts from zero.
+
+    [Note: Sums over workers] On an elastic transport a worker that dies takes with it what it carries, and one that
+    joins brings what another one carries too. A rule that `keeps_sums` begins anew with each generation therefore, at
+    the same step on all workers, as where it was started: what it has learnt of the differences between their data is
+    learnt again. In the rounds between a death and the next generation the sum is wrong by what the dead one carried,
+    about the size of a step. Other rules go on with what each worker has, and who joins with what its donor has.
 
     Args:
         gossiper: bound to its peers.
@@ -105,6 +113,18 @@ class RuledEngine(SyncEngine):
         self._carried, self._loaded = carried, {}
         return carried
 
+    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `LockstepEngine` and [Note: Sums over workers]."""
+        super().rebind(mixing, transport)
+        if self.rule.keeps_sums:
+            self._carried, self._loaded = None, {}
+
+    def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
+        """See `LockstepEngine`; the first round of who joins moves by what it has missed, and makes no momentum."""
+        state = {**super().state_for_newcomer(x), "sgd_step": None}
+        is_of_others = self._carried is not None and not self._carried.has_tensors_of(x)
+        return {**state, "carried": {}} if is_of_others else state
+
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`; shares memory with the engine, like that of a module."""
         carried = self._loaded if self._carried is None else self._carried.state_dict()
@@ -112,9 +132,13 @@ class RuledEngine(SyncEngine):
         return {**super().state_dict(), "carried": carried, "sgd_step": step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`; the next round uses it, and checks its shapes."""
+        """See `Engine`; the next round uses it, and checks its shapes.
+
+        Workers that come and go load one state, so of a rule that `keeps_sums` they load the counters only.
+        """
         super().load_state_dict(state)
-        self._carried, self._loaded = None, copy.deepcopy(state["carried"])
+        begins_anew = self.rule.keeps_sums and is_elastic(self.gossiper.transport)
+        self._carried, self._loaded = None, {} if begins_anew else copy.deepcopy(state["carried"])
         if self._momentum is not None:
             self._momentum.step = None if state["sgd_step"] is None else SGDStep(*state["sgd_step"])
             self._momentum.write(self._loaded["vectors"]["momentum"] if self._loaded else ())

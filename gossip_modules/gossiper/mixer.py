@@ -178,6 +178,9 @@ class GlobalAverage(Mixer):
         self._sums_weights = sums_weights
         self._round = 0
 
+    has_failed: bool = False
+    """Whether the last one has not taken effect."""
+
     @property
     def own_buffer_weight(self) -> float:
         """See `Mixer`."""
@@ -213,12 +216,10 @@ class ElasticAverage(GlobalAverage):
     the vector.
     """
 
-    _has_failed = False  # the last one
-
     @property
     def own_buffer_weight(self) -> float:
         """See `Mixer`; 1 where nothing was averaged."""
-        return 1.0 if self._has_failed else super().own_buffer_weight
+        return 1.0 if self.has_failed else super().own_buffer_weight
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
@@ -226,7 +227,7 @@ class ElasticAverage(GlobalAverage):
         try:
             super().finish(s)
             self.transport.all_reduce(torch.zeros(1), what=f"end of the global average in round {self._round}")
-            self._has_failed = False
+            self.has_failed = False
         except (ConnectionError, TimeoutError):
             s.copy_(before)
-            self._has_failed = True
+            self.has_failed = True

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from ..transport.gloo import gloo_backend
+from ..transport.state_tree import copied, encode
 from . import limits, transfer
 from .heartbeats import Heartbeats
 from .links import alone
@@ -192,13 +191,16 @@ class Joining(Door):
             joiners = [joiner for joiner in self._snapshots if self._roster.joiners.get(joiner.member.id) == joiner]
             self._snapshots = []
         for joiner in joiners:
+            model = self._participant.give()
             try:
-                tracked = {name: _copied(value.state_dict()) for name, value in self._tracked.items()}
-                transfer.encode(tracked)
+                tracked = {name: copied(value.state_dict()) for name, value in self._tracked.items()}
+                encode(tracked)
+                encode(model)
             except Exception as error:  # noqa: BLE001 (of the user's objects: the joiner is told, training goes on)
+                self._participant.take_back(model)
                 self._give_up(joiner, why=f"{type(error).__name__}: {error}")
                 continue
-            state: dict[str, Any] = {"model": self._participant.give(), "tracked": tracked, "clock": self._clock}
+            state: dict[str, Any] = {"model": model, "tracked": tracked, "clock": self._clock}
             until = time.monotonic() + self.timeout.total_seconds()
             with self._lock:
                 self._given[joiner.member.id, joiner.attempt] = until, state["model"]
@@ -279,15 +281,3 @@ class Joining(Door):
         for callback in self._callbacks:
             callback(change)
         return change
-
-
-def _copied(state: Any) -> Any:
-    """A state dict whose tensors training does not change."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        copies = [_copied(value) for value in state]
-        return copies if isinstance(state, list) else tuple(copies)
-    return state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -167,26 +167,30 @@ class LinkTransport(PointToPoint):
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
-        if self._is_whole_broken:
-            self.ask_for_another()
-        try:
-            self._collectives.all_reduce(x, what=what)
-        except (ConnectionError, TimeoutError):
-            self._break_whole()
-            raise
+        with self._collective() as whole:
+            whole.all_reduce(x, what=what)
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
-        self._collectives.broadcast(x, source=source, what=what)
+        with self._collective() as whole:
+            whole.broadcast(x, source=source, what=what)
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
-        self._collectives.all_gather(out, x, what=what)
+        with self._collective() as whole:
+            whole.all_gather(out, x, what=what)
 
-    @property
-    def _collectives(self) -> ProcessGroupTransport:
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[ProcessGroupTransport]:
+        """The group over all ranks; where a collective fails its connections close, and the next asks for another."""
+        if self._is_whole_broken:
+            self.ask_for_another()
         self._whole.calling = self.calling
-        return self._whole
+        try:
+            yield self._whole
+        except (ConnectionError, TimeoutError):
+            self._break_whole()
+            raise
 
     def close(self) -> None:
         """End the waits of listeners, and release the groups; waits for no rank. Idempotent."""

@@ -18,8 +18,6 @@ def check_elastic(
     graph: object,
     mixing: object,
     group: object,
-    outer: object = None,
-    rule: object = None,
     comm_device: object = None,
     nprocs_per_node: int = 1,
     example: str = "graph=RingGraph or graph=lambda n: BaseGraph(n, 2)",
@@ -31,16 +29,6 @@ def check_elastic(
                 f"got {name}={value} with a membership, expected a class, a function or a name, since it is made anew "
                 f"for each number of workers, e.g. {example}"
             )
-    if outer is not None:
-        raise ValueError(
-            f"got outer={outer} with a membership, expected None: its anchor must be the same on all workers, also on "
-            "one that joins between two outer steps"
-        )
-    if rule is not None:
-        raise ValueError(
-            f"got rule={rule} with a membership, expected None: what a rank carries from round to round makes up for "
-            "what the others carry, and would be lost with it"
-        )
     check_links(group, comm_device)
     if nprocs_per_node != 1:
         raise ValueError(
@@ -152,7 +140,12 @@ class LockstepParticipant(GraphParticipant):
         """See `ModelParticipant`."""
         return bool(self.wrapper._engine.gossiper.is_weighted)
 
-    def take(self, state: Mapping[str, Any]) -> None:
-        """See `Participant`. What the algorithm kept of its peers goes."""
-        super().take(state)
-        self.wrapper._engine.gossiper.load_state_dict({})
+    def _go_to(self, t: int, step: int) -> None:
+        self.wrapper._engine.reset()
+        super()._go_to(t, step)
+
+    def _engine_state(self) -> Mapping[str, Any]:
+        return dict(self.wrapper._engine.state_for_newcomer(self.wrapper._buffer.vector))
+
+    def _load_engine(self, state: Mapping[str, Any]) -> None:
+        self.wrapper._engine.load_state_dict(state)  # and nothing that it kept of its peers

@@ -195,6 +195,14 @@ class ModelParticipant(ABC):
         """The round and the training step that come next."""
         self.wrapper._engine.t, self.wrapper._engine.step = t, step
 
+    def _engine_state(self) -> Mapping[str, Any]:
+        """Of the engine, for who joins."""
+        return {"t": self.wrapper._engine.t, "step": self.step}
+
+    def _load_engine(self, state: Mapping[str, Any]) -> None:
+        """Go on from that of a donor."""
+        self._go_to(int(state["t"]), int(state["step"]))
+
     @torch.no_grad()
     def found(self) -> None:
         """See `Participant`; who was in an earlier life of the job gives up its own rounds and weight."""
@@ -225,7 +233,7 @@ class ModelParticipant(ABC):
             "vector": vector.raw.clone(),
             "weight": vector.push_sum_weight.clone(),
             "others": [tensor.detach().clone() for tensor in self._others()],
-            "engine": {"t": wrapper._engine.t, "step": self.step},
+            "engine": self._engine_state(),
             "travels": wrapper._buffer.signature(),
             "trained": [name for name, tensor in wrapper.module.named_parameters() if tensor.requires_grad],
         }
@@ -257,7 +265,7 @@ class ModelParticipant(ABC):
         self.weight = vector.push_sum_weight.item()
         for own, other in zip(self._others(), state["others"], strict=True):
             own.copy_(other)
-        self._go_to(int(state["engine"]["t"]), int(state["engine"]["step"]))
+        self._load_engine(state["engine"])
         torch.autograd.graph.increment_version(wrapper._buffer.parameters)
 
     def _choose_as(self, travels: Sequence[str], trained: Collection[str]) -> None:

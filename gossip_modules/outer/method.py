@@ -102,6 +102,11 @@ class OuterMethod(ABC):
         firsts = [p * self.sync_every // self.num_fragments for p in range(self.num_fragments)]
         return [p for p, k in enumerate(firsts) if step >= max(k, 1) and (step - k) % self.sync_every == 0]
 
+    def last_start(self, fragment: int, step: int) -> int:
+        """After how many optimizer steps, at most `step`, that fragment took its last outer step; 0: none so far."""
+        first = fragment * self.sync_every // self.num_fragments or self.sync_every
+        return step - (step - first) % self.sync_every if step >= first else 0
+
     @property
     def max_delay(self) -> int:
         """The longest `delay`."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .base import Transport
 from .process_group import ProcessGroupTransport
+from .state_tree import bytes_of, decode, pack, unpack
 
 _NOTE_BYTES = 512  # of each rank's finding: enough to name one difference
 
@@ -61,6 +63,36 @@ def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], *, chunk_
             for x, value in zip(chunk, flat.split([_num_bytes(x) for x in chunk]), strict=True):
                 x.detach().copy_(value.clone().view(x.dtype).view(x.shape))
             chunk, num_bytes = [], 0
+
+
+def broadcast_state(transport: Transport, state: Any, *, source: int, what: str) -> Any:
+    """The state tree of rank `source`, on all ranks: tensors, and JSON for the rest; collective.
+
+    Args:
+        transport: over the ranks.
+        state: see `encode`; of the source only.
+        source: whose it is.
+        what: for errors.
+
+    Returns:
+        `state` itself on the source, elsewhere one of new tensors on the CPU.
+
+    Raises:
+        TypeError: (on the source) see `encode`.
+        TimeoutError, ConnectionError: a rank is late or gone.
+    """
+    is_source = transport.rank == source
+    text, tensors = pack(state) if is_source else (torch.empty(0, dtype=torch.uint8), [])
+    size = torch.tensor([text.numel()])
+    transport.broadcast(size, source=source, what=what)
+    if not is_source:
+        text = torch.empty(int(size), dtype=torch.uint8)
+    transport.broadcast(text, source=source, what=what)
+    header, tensors = (None, tensors) if is_source else unpack(text)
+    for x in tensors:
+        if x.numel():
+            transport.broadcast(bytes_of(x.detach().cpu()), source=source, what=what)
+    return state if is_source else decode(header, tensors)
 
 
 def _num_bytes(x: Tensor) -> int:

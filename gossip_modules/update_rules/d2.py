@@ -51,6 +51,7 @@ class D2(UpdateRule):
 
     vectors = ("c",)
     needs_static_graph = True
+    keeps_sums = True  # that of the c is zero
 
     def default_mixing(self, world_size: int) -> MixingManager:
         """See `UpdateRule`."""

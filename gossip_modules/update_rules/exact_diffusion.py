@@ -40,6 +40,7 @@ class ExactDiffusion(UpdateRule):
 
     vectors = ("c",)  # x - psi'
     needs_static_graph = True
+    keeps_sums = True  # that of the c is zero
 
     def default_mixing(self, world_size: int) -> MixingManager:
         """See `UpdateRule`."""

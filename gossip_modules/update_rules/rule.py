@@ -38,6 +38,8 @@ class UpdateRule(ABC):
         needs_gradients: with `needs_sgd`, whether a parameter without a gradient must be stepped by its momentum too,
             which SGD does not; its gradient becomes zero then.
         needs_static_graph: whether the weights must be symmetric, and must never change.
+        keeps_sums: whether the law holds only while what is carried has a certain sum over ranks, so that it begins
+            anew where workers die or join.
     """
 
     vectors: ClassVar[tuple[str, ...]] = ()
@@ -45,6 +47,7 @@ class UpdateRule(ABC):
     takes_nesterov: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = False
     needs_static_graph: ClassVar[bool] = False
+    keeps_sums: ClassVar[bool] = False
 
     def default_mixing(self, world_size: int) -> MixingManager | None:
         """The weights where the user names neither graph nor weights; None: those of D-PSGD."""

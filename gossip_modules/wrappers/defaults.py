@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..consensus_control import ConsensusControl
+from ..engine.outer_checks import check_mixing
 from ..gossiper.gossiper import Gossiper
 from ..gossiper.push_pull import PushPull
 from ..gossiper.push_sum import PushSum
@@ -148,36 +150,64 @@ class Algorithm:
         Raises:
             ValueError: arguments that do not fit each other.
         """
-        graph, mixing, push_sum = self.graph, self.mixing, self.push_sum
-        gossip = {"graph": graph, "mixing": mixing, "gossiper": self.gossiper, "wire_dtype": self.wire_dtype}
+        options = {"on_nonfinite": on_nonfinite, "nprocs_per_node": nprocs_per_node}
+        self._check_arguments(overlap=overlap, init_sync=init_sync, **options)
+        gossiper = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
+        return self._mixing_of(self.graph, self.mixing, num_nodes, gossiper), gossiper
+
+    def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: object) -> None:
+        check_flags(push_sum=self.push_sum)
+        gossip = {"graph": self.graph, "mixing": self.mixing, "gossiper": self.gossiper, "wire_dtype": self.wire_dtype}
         if self.outer is not None:
             check_outer(self.outer, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
-            push_sum = push_sum and self.outer.averages_exactly  # what outer steps mix has no weight
-            graph = self.outer.default_graph(num_nodes) if graph is None and mixing is None else graph
         if self.rule is not None:
-            others = {"outer": self.outer, "overlap": overlap, "on_nonfinite": on_nonfinite}
-            check_rule(self.rule, self.schedule, {**others, "nprocs_per_node": nprocs_per_node, **gossip})
-            push_sum = False
-            mixing = self.rule.default_mixing(num_nodes) if graph is None and mixing is None else mixing
-        if isinstance(self.schedule, ConsensusControl) and nprocs_per_node != 1:
+            check_rule(self.rule, self.schedule, {"outer": self.outer, "overlap": overlap, **others, **gossip})
+        if isinstance(self.schedule, ConsensusControl) and others["nprocs_per_node"] != 1:
             raise ValueError(
-                f"got nprocs_per_node={nprocs_per_node} with schedule={self.schedule}, expected 1: each process of a "
-                "node sees its shard of the model only, so that those of one node would decide differently; use a "
-                "Schedule"
+                f"got nprocs_per_node={others['nprocs_per_node']} with schedule={self.schedule}, expected 1: each "
+                "process of a node sees its shard of the model only, so that those of one node would decide "
+                "differently; use a Schedule"
             )
-        gossiper = choose_gossiper(self.gossiper, push_sum=push_sum, wire_dtype=self.wire_dtype)
-        return choose_mixing(graph, mixing, push_sum=push_sum, world_size=num_nodes, gossiper=gossiper), gossiper
 
-    def choose_for_any_size(self) -> tuple[Callable[[int], MixingManager], Gossiper]:
+    def choose_for_any_size(self, **options: Any) -> tuple[Callable[[int], MixingManager], Gossiper]:
         """The weights as a function of the number of ranks, whatever the graph of one rank would be; the gossiper.
 
+        Args:
+            options: as those of `choose`, for its checks.
+
         Raises:
-            ValueError: a gossiper whose rounds do not go on without peers that fail.
+            ValueError: arguments that do not fit each other; a gossiper whose rounds do not go on without peers that
+                fail.
         """
-        gossiper = choose_gossiper(self.gossiper, push_sum=self.push_sum, wire_dtype=self.wire_dtype).for_membership()
+        self._check_arguments(**options)
+        gossiper = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
+        gossiper = gossiper.for_membership()
 
         def choose(world_size: int) -> MixingManager:
             own = (self.graph, self.mixing) if world_size > 1 else (None, None)
-            return choose_mixing(*own, push_sum=self.push_sum, world_size=world_size, gossiper=gossiper)
+            return self._mixing_of(*own, world_size, gossiper)
 
         return choose, gossiper
+
+    def check(self, mixing: MixingManager) -> None:
+        """Raise ValueError where the method of outer steps, or the rule, is wrong with these weights."""
+        if self.outer is not None:
+            check_mixing(mixing, self.outer)
+        if self.rule is not None:
+            self.rule.check(mixing)
+
+    @property
+    def _sends_weights(self) -> bool:
+        """What outer steps mix has no weight, nor have the models that a rule mixes."""
+        gossips = self.outer is None or (self.outer.averages_exactly and self.outer.gossip_every > 0)
+        return self.push_sum and gossips and self.rule is None
+
+    def _mixing_of(
+        self, graph: GraphLike | None, mixing: MixingLike | None, num_nodes: int, gossiper: Gossiper
+    ) -> MixingManager:
+        """The weights, those of the method where neither graph nor weights are named."""
+        if graph is None and mixing is None and self.outer is not None:
+            graph = self.outer.default_graph(num_nodes)
+        if graph is None and mixing is None and self.rule is not None:
+            mixing = self.rule.default_mixing(num_nodes)
+        return choose_mixing(graph, mixing, push_sum=self._sends_weights, world_size=num_nodes, gossiper=gossiper)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..consensus_control import ConsensusControl
+from ..engine.elastic_outer import ElasticOuterEngine
 from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.outer import OuterEngine
 from ..engine.overlap import OverlapEngine
@@ -172,7 +173,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         algorithm = Algorithm(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule)
         if membership is not None:
-            self._start_elastic(algorithm, membership, group=process_group, comm_device=comm_device, nprocs_per_node=g)
+            self._start_elastic(algorithm, membership, init_sync, process_group, comm_device, g)
             return
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
@@ -191,12 +192,20 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._node = None if g == 1 else Node(self.module, links, g, find_unused_parameters=find_unused)
         self._start(algorithm, mixing, gossiper)
 
-    def _start_elastic(self, algorithm: Algorithm, membership: Membership, **fixed: Any) -> None:
+    def _start_elastic(
+        self, algorithm: Algorithm, membership: Membership, init_sync: bool, group: object, comm_device: object, g: int
+    ) -> None:
         """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
-        named = {name: getattr(algorithm, name) for name in ("graph", "mixing", "outer", "rule")}
-        check_elastic(**named, **fixed)
-        choose, gossiper = algorithm.choose_for_any_size()
-        self._elastic = LockstepParticipant(self, membership, choose, check=gossiper.check)
+        fixed: dict[str, Any] = {"group": group, "comm_device": comm_device, "nprocs_per_node": g}
+        check_elastic(graph=algorithm.graph, mixing=algorithm.mixing, **fixed)
+        policies = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
+        choose, gossiper = algorithm.choose_for_any_size(init_sync=init_sync, nprocs_per_node=g, **policies)
+
+        def check(mixing: MixingManager) -> None:
+            gossiper.check(mixing)
+            algorithm.check(mixing)
+
+        self._elastic = LockstepParticipant(self, membership, choose, check=check)
         self._describe(algorithm, choose(8), gossiper)
         self._transport: Any = alone(membership.timeout)
         self._start(algorithm, choose(1), gossiper)
@@ -230,7 +239,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         if self._outer is not None:
             check_names(self._outer.fragments, self.module)
             places = self._buffer.places if is_whole else None
-            return OuterEngine(gossiper, self._outer, on_nonfinite=policy, places=places)
+            make_engine = OuterEngine if self._elastic is None else ElasticOuterEngine
+            return make_engine(gossiper, self._outer, on_nonfinite=policy, places=places)
         if self._rule is not None:
             return RuledEngine(gossiper, self._rule, self._buffer, on_nonfinite=policy)
         if not self.overlap:

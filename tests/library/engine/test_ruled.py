@@ -32,7 +32,6 @@ from gossip_modules import (
     UpdateRule,
     gossip,
 )
-from gossip_modules.membership.lockstep import check_elastic
 from gossip_modules.wrappers.arguments import check_rule
 from tests.harness.problems import adamw, loss_of, mlp, net, train_step
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
@@ -295,12 +294,6 @@ def test_a_rule_that_changes_the_optimizer_is_refused_on_nodes() -> None:
     check_rule(D2(), Schedule(), others)
     with pytest.raises(ValueError, match=r"got nprocs_per_node=2 beside rule=QGDSGDm.*: the rule writes the momentum"):
         check_rule(QGDSGDm(), Schedule(), others)
-
-
-def test_a_membership_is_refused() -> None:
-    others: dict[str, Any] = {"outer": None, "group": None, "comm_device": None, "nprocs_per_node": 1}
-    with pytest.raises(ValueError, match=r"got rule=D2.* with a membership, expected None: what a rank carries"):
-        check_elastic(rule=D2(), graph=None, mixing=None, **others)
 
 
 def test_decentlam_steps_a_parameter_without_a_gradient_by_its_momentum() -> None:

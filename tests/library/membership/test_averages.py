@@ -93,8 +93,8 @@ def test_a_collective_ends_where_a_rank_is_declared_dead() -> None:
 def averages_again(job: Job, workers: list[Worker]) -> None:
     averages: list[Any] = [worker.wrapper._engine._scheduled_average for worker in workers if worker.wrapper]
     for average in averages:
-        average._has_failed = True
-    job.until(lambda: not any(average._has_failed for average in averages), "all average again")
+        average.has_failed = True
+    job.until(lambda: not any(average.has_failed for average in averages), "all average again")
 
 
 def test_a_wrapper_averages_again_in_the_next_generation() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,55 +11,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import Choco, Gossiper, MetropolisHastingsMixing, PowerGossip, PushPull, SignNorm, TopK
+from gossip_modules import Choco, Gossiper, PowerGossip, PushPull, SignNorm, TopK
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.gossiper.choco import ElasticChoco
 from gossip_modules.gossiper.linked import LinkedGossiper
-from gossip_modules.graph_manager.named_graphs import undirected_ring
-from gossip_modules.membership.links import LinkTransport, connect_links
+from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager.base import MixingManager
-from tests.harness.ranks import TIMEOUT
 from tests.library.gossiper.contract import GOSSIPERS, STATIC, vector_of
 from tests.library.gossiper.test_choco import top
 from tests.library.gossiper.test_compressed import RESIDUES, rounds_of
+from tests.library.membership.scripted import Ended, ScriptedWorker, mixing_of, run_workers
 from tests.library.membership.test_membership import Job, close
 
 SMALL = FlatLayout.of([(torch.float64, [TensorSpec((3, 4)), TensorSpec((5,))])])
 
 
-class Ended(Exception):
-    """Raised by a worker: its connections close, as at the end of its process."""
-
-
-def mixing_of(size: int) -> MixingManager:
-    return MetropolisHastingsMixing(undirected_ring(size))
-
-
-class Worker:
-    """One worker of generations that the test prescribes: a vector, a gossiper, and links to the others of each."""
+class Worker(ScriptedWorker):
+    """A vector and a gossiper."""
 
     def __init__(self, name: int, store: dist.Store, gossiper: Gossiper, layout: FlatLayout) -> None:
-        self.name, self.store, self.gossiper = name, store, gossiper.for_membership()
+        super().__init__(name, store)
+        self.gossiper = gossiper.for_membership()
         self.s = vector_of(name, layout)
         self.seen: dict[int, Tensor] = {}  # the vector after each round
-        self.transport: LinkTransport | None = None
 
-    def begin(self, generation: int, members: Sequence[int]) -> None:
-        rank, mixing, old = members.index(self.name), mixing_of(len(members)), self.transport
-        self.transport = connect_links(
-            lambda name: nullcontext(dist.PrefixStore(f"{generation}/{name}", self.store)),
-            rank,
-            len(members),
-            mixing.graph.phone_book(rank),
-            names=members,
-            timeout=TIMEOUT,
-            patience=TIMEOUT,
-            on_lost=lambda peer, error, is_closed: None,
-        )
-        (self.gossiper.bind if old is None else self.gossiper.rebind)(mixing, self.transport)
-        if old is not None:
-            old.close()
+    def turn_to(self, mixing: MixingManager, transport: LinkTransport, *, is_first: bool) -> None:
+        (self.gossiper.bind if is_first else self.gossiper.rebind)(mixing, transport)
 
     def rounds(self, *ts: int, late: bool = False) -> None:
         for t in ts:
@@ -74,35 +50,9 @@ class Worker:
             self.seen[t] = self.s.segments[0].clone()
 
 
-def run_workers(bodies: Sequence[Callable[[Worker], Any]], make: Callable[[], Gossiper], layout: FlatLayout) -> Any:
+def run_gossip(bodies: Sequence[Callable[[Worker], Any]], make: Callable[[], Gossiper], layout: FlatLayout) -> Any:
     """Each body in a thread of its own, on the worker of its index; the workers."""
-    store, errors = dist.HashStore(), []
-    workers = [Worker(name, store, make(), layout) for name in range(len(bodies))]
-    over = threading.Barrier(len(bodies))
-
-    def run(worker: Worker) -> None:
-        try:
-            bodies[worker.name](worker)
-            over.wait(2 * TIMEOUT.total_seconds())
-        except Ended:
-            assert worker.transport is not None
-            worker.transport.close()
-            over.wait(2 * TIMEOUT.total_seconds())
-        except BaseException as error:  # noqa: BLE001 (raised in the thread of the test)
-            errors.append(error)
-            over.abort()
-        finally:
-            if worker.transport is not None:
-                worker.transport.close()
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-    return workers
+    return run_workers(bodies, lambda name, store: Worker(name, store, make(), layout))
 
 
 # How a worker dies in a round.
@@ -175,7 +125,7 @@ def test_four_three_four_workers_keep_their_mean_and_come_to_agree(
     name: str, die: Callable[[Worker, int], None], late: bool
 ) -> None:
     make = GOSSIPERS.get(name, lambda: PushPull(wire_dtype=torch.bfloat16))
-    workers = run_workers(four_three_four(die, late=late), make, SMALL)
+    workers = run_gossip(four_three_four(die, late=late), make, SMALL)
     survivors, all_four = [workers[k] for k in (0, 2, 3)], [workers[k] for k in (0, 2, 3, 4)]
     for group, first, last in ((survivors, 3, 8), (all_four, 9, 30)):
         mean = torch.stack([worker.seen[first] for worker in group]).mean(0)
@@ -209,7 +159,7 @@ def test_a_link_is_kept_where_both_ends_have_the_same_and_else_begins_anew(make:
         ages[worker.name] = {(2, 0, 1)[k]: gossiper.link_age(k) for k in range(3) if k != gossiper.transport.rank}
         worker.rounds(5, 6)
 
-    workers = run_workers([body] * 3, make, SMALL)
+    workers = run_gossip([body] * 3, make, SMALL)
     old, new = (1, 4) if isinstance(workers[0].gossiper, ElasticChoco) else (5, 2)  # the round + 1; iterations
     assert ages == {0: {1: new, 2: old}, 1: {0: new, 2: old}, 2: {0: old, 1: old}}
 
@@ -220,7 +170,7 @@ def top_choco() -> Choco:
 
 def test_choco_is_that_of_the_paper_on_every_link() -> None:
     """Each end of a link has two public copies for it, zero when it begins; those of the dead leave with it."""
-    workers = run_workers(four_three_four(before, last=14), top_choco, SMALL)
+    workers = run_gossip(four_three_four(before, last=14), top_choco, SMALL)
     x = {k: vector_of(k, SMALL).segments[0] for k in range(5)}
     public: dict[tuple[int, int], Tensor] = {}  # of the first, as the second knows it
     for t in range(14):
@@ -297,5 +247,5 @@ def test_a_checkpoint_of_a_gossiper_with_peers_that_may_fail_begins_links_anew()
         assert isinstance(worker.gossiper, LinkedGossiper)
         assert worker.gossiper.link_age(1 - worker.name) == 3
 
-    run_workers([body] * 2, top_choco, SMALL)
+    run_gossip([body] * 2, top_choco, SMALL)
     assert state == {0: {}, 1: {}}

@@ -25,6 +25,7 @@ from gossip_modules import (
     Membership,
     PushSum,
     RingGraph,
+    SlowMo,
 )
 from gossip_modules.compression.quantizer import SignNorm
 from gossip_modules.membership import limits
@@ -430,7 +431,8 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
         ({"graph": RingGraph(4)}, r"got graph=RingGraph\(4, .* with a membership, expected a class"),
         ({"graph": DynamicBipartiteExponentialGraph}, r"does not exist for \[3, 5, 7, 9, 11, 13, 15\] workers"),
         ({"gossiper": Choco(SignNorm(), step_size=0.4), "graph": BaseGraph}, "got .* a graph that never changes"),
-        ({"outer": DiLoCo()}, "got outer=DiLoCo.* with a membership, expected None"),
+        ({"outer": SlowMo(gossip_every=1)}, "got push_sum=True between the outer steps .*, expected push_sum=False"),
+        ({"outer": DiLoCo(), "graph": RingGraph}, "got graph beside outer=DiLoCo.*, which averages over all ranks"),
         ({"nprocs_per_node": 2}, "got nprocs_per_node=2 with a membership, expected 1"),
         ({"comm_device": "cuda"}, "got comm_device=cuda with a membership"),
     ],

@@ -12,6 +12,7 @@ from torch import nn
 
 from gossip_modules.membership import transfer
 from gossip_modules.transport.gloo import gloo_backend
+from gossip_modules.transport.state_tree import encode
 from tests.harness.ranks import TIMEOUT
 
 
@@ -68,4 +69,4 @@ def test_values_of_all_kinds_arrive() -> None:
 
 def test_objects_are_refused_with_their_place() -> None:
     with pytest.raises(TypeError, match=r"got a Linear in state\['sampler'\]\[0\], expected tensors"):
-        transfer.encode({"sampler": [nn.Linear(1, 1)]})
+        encode({"sampler": [nn.Linear(1, 1)]})

@@ -1,0 +1,101 @@
+"""State trees, such as state dicts, as JSON and tensors: what travels between ranks, where nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def encode(state: Any) -> tuple[Any, list[Tensor]]:
+    """A tree of dicts, lists, tuples, numbers, strings and tensors as JSON values, and its tensors, as they are.
+
+    Raises:
+        TypeError: a value of another type; names it and its place.
+    """
+    tensors: list[Tensor] = []
+    return _encode(state, tensors, "state"), tensors
+
+
+def decode(header: Any, tensors: list[Tensor]) -> Any:
+    """What `encode` was given."""
+    kind, value = header
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {decode(key, tensors): decode(item, tensors) for key, item in value}
+    if kind == "list":
+        return [decode(item, tensors) for item in value]
+    if kind == "tuple":
+        return tuple(decode(item, tensors) for item in value)
+    return value
+
+
+def _encode(value: Any, tensors: list[Tensor], place: str) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, dict):
+        return [
+            "dict",
+            [[_encode(k, tensors, place), _encode(v, tensors, f"{place}[{k!r}]")] for k, v in value.items()],
+        ]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_encode(item, tensors, f"{place}[{i}]") for i, item in enumerate(value)]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["value", value]
+    raise TypeError(
+        f"got a {type(value).__name__} in {place}, expected tensors, numbers, strings, None, lists, tuples and dicts: "
+        "a worker that joins gets the state without pickle; give state_dict() of plain values"
+    )
+
+
+def pack(state: Any) -> tuple[Tensor, list[Tensor]]:
+    """The JSON of a state, uint8, which says how large its tensors are, and these as they are.
+
+    Raises:
+        TypeError: see `encode`.
+    """
+    header, tensors = encode(state)
+    specs = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
+    return torch.frombuffer(bytearray(json.dumps([header, specs]).encode()), dtype=torch.uint8), tensors
+
+
+def unpack(text: Tensor, *, max_bytes: int = 1 << 40) -> tuple[Any, list[Tensor]]:
+    """The header of a state, for `decode`, and new tensors of the sizes of its own, of at most so many bytes.
+
+    Raises:
+        ValueError: `pack` has not made it.
+    """
+    header, specs = json.loads(bytes(text.tolist()))
+    tensors, total = [], 0
+    for name, shape in specs:
+        dtype = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"got a tensor of dtype {name!r}, expected one of torch")
+        total += math.prod(shape) * dtype.itemsize
+        if total > max_bytes:
+            raise ValueError(f"got a state of more than {max_bytes} bytes, expected less: it is of another job")
+        tensors.append(torch.empty(shape, dtype=dtype))
+    return header, tensors
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Its bytes, uint8; share memory where it is contiguous."""
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def copied(state: Any) -> Any:
+    """A state whose tensors training does not change."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        copies = [copied(value) for value in state]
+        return copies if isinstance(state, list) else tuple(copies)
+    return state

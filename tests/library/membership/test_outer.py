@@ -1,0 +1,376 @@
+"""Outer steps of workers that die and come: one anchor for all who live, and the step of torch.optim on their drift."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import (
+    DiLoCo,
+    EagerDiLoCo,
+    GossipDataParallel,
+    MixingManager,
+    NoLoCo,
+    OuterMethod,
+    PushPull,
+    SlowMo,
+    StreamingDiLoCo,
+)
+from gossip_modules.engine.elastic_outer import ElasticOuterEngine
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.membership.links import LinkTransport
+from gossip_modules.testing import Chaos, Join, Kill
+from gossip_modules.testing import Worker as ChaosWorker
+from tests.harness.ranks import TIMEOUT
+from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
+
+SIZE, H = 200, 4
+START = torch.linspace(-1, 1, SIZE, dtype=torch.float64)
+GENERATIONS = [(0, (0, 1, 2, 3)), (11, (0, 2, 3)), (18, (0, 2, 3, 4))]  # first step, members; 1 dies at step 8
+SNAPSHOT, LAST = 15, 27
+"""The step at which worker 0 gives its state to worker 4: an outer step follows before that one begins."""
+
+
+def members_at(step: int) -> tuple[int, ...]:
+    return next(members for first, members in reversed(GENERATIONS) if first <= step)
+
+
+def inner(x: Tensor, name: int) -> Tensor:
+    """A step of SGD on a parabola of the worker's own."""
+    return x - 0.05 * (1 + name) * (x - name)
+
+
+def state_of(engine: ElasticOuterEngine) -> list[Tensor]:
+    """The anchors, and all tensors of their optimizers."""
+    found = []
+    for anchor in engine._anchors:
+        state = anchor.state_dict()
+        found += state["phi"]
+        for values in state["optimizer"]["state"].values():
+            found += [value for value in values.values() if isinstance(value, Tensor)]
+    return [x.clone() for x in found]
+
+
+class Engine(ElasticOuterEngine):
+    """Notes what each outer step has sent and got, by its fragment and step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.drifts: dict[tuple[int, int], Tensor] = {}
+        self.applied: dict[tuple[int, int], Tensor] = {}
+        self._taking = (0, 0)
+
+    def _outer_step(self, p: int, x: FlatVector, step: int) -> bool:
+        self._taking = p, step
+        return super()._outer_step(p, x, step)
+
+    def _bring(self, anchor: Any, x: FlatVector) -> bool:
+        has_changed = super()._bring(anchor, x)
+        self.drifts[self._taking] = anchor.sent.raw.clone().view(torch.float64)
+        return has_changed
+
+    def _apply(self, p: int, x: FlatVector, began: int) -> None:
+        assert (p, began) not in self.applied
+        self.applied[p, began] = self._anchors[p].sent.raw.clone().view(torch.float64)
+        super()._apply(p, x, began)
+
+
+class Worker(ScriptedWorker):
+    """A vector, and an engine of outer steps on it."""
+
+    def __init__(self, name: int, store: dist.Store, outer: OuterMethod) -> None:
+        super().__init__(name, store)
+        self.outer, self.x = outer, FlatVector.over(START.clone())
+        self.seen: dict[int, list[Tensor]] = {}  # anchors and optimizers after the round of each step
+        self.models: dict[int, Tensor] = {}
+        self.engine: Engine | None = None
+        self.balance = START
+        self.loaded: tuple[dict[str, Any], Tensor] | None = None
+
+    def turn_to(self, mixing: MixingManager, transport: LinkTransport, *, is_first: bool) -> None:
+        if is_first:
+            gossiper = PushPull()
+            gossiper.bind(mixing, transport)
+            self.engine = Engine(gossiper, self.outer)
+            if self.loaded is not None:
+                state, model = self.loaded
+                self.engine.load_state_dict(state)
+                self.engine.advance(GENERATIONS[-1][0] - SNAPSHOT)
+                self.x.segments[0].copy_(model)
+                self.engine.rebind(mixing, transport)
+        else:
+            assert self.engine is not None
+            self.engine.flush(self.x)
+            self.engine.rebind(mixing, transport)
+
+    def train(self, first: int, last: int) -> None:
+        assert self.engine is not None
+        x = self.x.segments[0]
+        for step in range(first, last):
+            assert self.engine.step == step
+            self.engine.round(self.x)
+            self.seen[step], self.models[step] = state_of(self.engine), x.clone()
+            x.copy_(inner(x, self.name))
+
+    def flush(self) -> None:
+        assert self.engine is not None
+        self.engine.flush(self.x)
+
+    @property
+    def drifts(self) -> dict[tuple[int, int], Tensor]:
+        return {} if self.engine is None else self.engine.drifts
+
+    @property
+    def applied(self) -> dict[tuple[int, int], Tensor]:
+        return {} if self.engine is None else self.engine.applied
+
+    def end(self) -> None:
+        if self.engine is not None:
+            if self.engine._anchors and self.outer.is_eager:
+                (anchor,) = self.engine._anchors
+                self.balance = anchor.parameters[0] - anchor.memory("late")[0]
+            self.engine.close()
+        super().end()
+
+
+# How worker 1 dies in the outer step at step 8.
+
+
+def before(worker: Worker) -> None:
+    """In the round before."""
+
+
+def within(worker: Worker) -> None:
+    """It has come to the average, and has no result."""
+    assert worker.transport is not None
+    transport = worker.transport
+    meet = transport._whole._meet
+
+    def meet_and_end(what: str, start: float) -> None:
+        meet(what, start)
+        transport._break_whole()
+        raise Ended
+
+    transport._whole._meet = meet_and_end  # type: ignore[method-assign]
+    worker.train(8, 9)
+    worker.flush()  # raises what the thread has
+
+
+def at_the_end(worker: Worker) -> None:
+    """All have the result, and all but worker 3 are told so: see `deaf`."""
+    worker.train(8, 9)
+    worker.flush()
+
+
+def deaf(worker: Worker) -> None:
+    """This worker does not hear that the others have the result of the outer step at step 8."""
+    assert worker.transport is not None
+    transport, all_reduce = worker.transport, worker.transport.all_reduce
+
+    def all_reduce_and_fail(x: Tensor, *, what: str) -> None:
+        all_reduce(x, what=what)
+        if what.startswith("end of the global average"):
+            transport._break_whole()
+            raise ConnectionError("it died")
+
+    transport.all_reduce = all_reduce_and_fail  # type: ignore[method-assign]
+
+
+def four_three_four(make: Callable[[], OuterMethod], die: Callable[[Worker], None]) -> list[Worker]:
+    """The workers of `GENERATIONS`."""
+    given: queue.Queue[tuple[dict[str, Any], Tensor]] = queue.Queue()
+    moment = threading.Barrier(4)  # nobody hears of a death before it comes to the outer step
+
+    def survivor(worker: Worker) -> None:
+        worker.begin(1, GENERATIONS[0][1])
+        worker.train(0, 8)
+        worker.flush()  # what travels arrives, and nobody dies in it
+        moment.wait(TIMEOUT.total_seconds())
+        if die is at_the_end and worker.name == 3:
+            deaf(worker)
+        worker.train(8, 11)
+        worker.begin(2, GENERATIONS[1][1])
+        worker.train(11, SNAPSHOT)
+        assert worker.engine is not None
+        if worker.name == 0:
+            worker.flush()
+            given.put((worker.engine.state_for_newcomer(worker.x), worker.x.segments[0].clone()))
+        worker.train(SNAPSHOT, 18)
+        worker.begin(3, GENERATIONS[2][1])
+        worker.train(18, LAST)
+        worker.flush()
+
+    def dying(worker: Worker) -> None:
+        worker.begin(1, GENERATIONS[0][1])
+        worker.train(0, 8)
+        worker.flush()  # what travels arrives, and nobody dies in it
+        moment.wait(TIMEOUT.total_seconds())
+        die(worker)
+        raise Ended
+
+    def newcomer(worker: Worker) -> None:
+        worker.loaded = given.get(timeout=2 * TIMEOUT.total_seconds())
+        worker.begin(3, GENERATIONS[2][1])
+        worker.train(18, LAST)
+        worker.flush()
+
+    bodies = [survivor, dying, survivor, survivor, newcomer]
+    return run_workers(bodies, lambda name, store: Worker(name, store, make()))
+
+
+def heavy() -> DiLoCo:
+    return DiLoCo(H, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.3))
+
+
+def oracle(outer: OuterMethod, die: Callable[[Worker], None]) -> list[tuple[Tensor, dict[int, Tensor]]]:
+    """phi, and x of all who live, after the round of each step: torch.optim on the mean drift of those who live."""
+    phi, x = START.clone(), {name: START.clone() for name in range(4)}
+    optimizer = outer.make_optimizer([phi])
+    seen, has_failed = [], False
+    for step in range(LAST):
+        members = members_at(step)
+        if step == SNAPSHOT:
+            x[4] = x[0].clone()
+        if step == 8 and die is not at_the_end:
+            has_failed = True
+            del x[1]
+        is_due = step > 0 and step % H == 0 and not has_failed
+        if step == 11 and has_failed:
+            is_due, has_failed = True, False
+        if is_due:
+            live = [name for name in x if name in members]
+            phi.grad = torch.stack([phi - x[name] for name in live]).mean(0)
+            optimizer.step()
+            for name in live:
+                if not (step == 8 and name == 3):  # the deaf one
+                    x[name] = phi.clone()
+        if step == 11 and die is at_the_end:
+            x[3] = phi.clone()
+        if step == 18:
+            x[4] = phi.clone()  # an outer step was taken since the snapshot
+        seen.append((phi.clone(), {name: value.clone() for name, value in x.items()}))
+        if step == 8:
+            x.pop(1, None)
+        x = {name: inner(value, name) for name, value in x.items() if name in members}
+        x |= {4: seen[-1][1][4]} if SNAPSHOT <= step < 18 else {}
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("make", "die"),
+    [
+        pytest.param(lambda: DiLoCo(H), before, id="DiLoCo-before"),
+        pytest.param(lambda: DiLoCo(H), within, id="DiLoCo-within"),
+        pytest.param(heavy, at_the_end, id="Adam-at-the-end"),
+        pytest.param(lambda: SlowMo(H, momentum=0.7), within, id="SlowMo-within"),
+    ],
+)
+def test_outer_steps_are_those_of_torch_optim_on_the_mean_drift_of_who_lives(
+    make: Callable[[], OuterMethod], die: Callable[[Worker], None]
+) -> None:
+    workers, expected = four_three_four(make, die), oracle(make(), die)
+    for step, (phi, models) in enumerate(expected):
+        live = [worker for worker in workers if step in worker.seen]
+        assert len(live) >= 3
+        for worker in live:
+            if die is at_the_end and worker.name == 3 and 8 <= step < 11:
+                continue
+            torch.testing.assert_close(worker.seen[step][0], phi, rtol=0, atol=1e-12)
+            torch.testing.assert_close(worker.models[step], models[worker.name], rtol=0, atol=1e-12)
+            assert all(map(torch.equal, worker.seen[step], workers[0].seen[step])), (worker.name, step)
+
+
+def streaming() -> StreamingDiLoCo:
+    return StreamingDiLoCo(H, fragments=2, delay=1)
+
+
+def eager() -> EagerDiLoCo:
+    return EagerDiLoCo(H, lr=1.0, momentum=0.0)
+
+
+def check_drifts(workers: list[Worker], die: Callable[[Worker], None]) -> None:
+    """Each outer step was applied once on all, with the mean drift of those who lived then."""
+    for worker in workers:
+        for (p, began), mean in worker.applied.items():
+            last = 8 if die is at_the_end else 7  # with worker 1
+            names = [k for k in members_at(began) if k != 1 or began <= last]
+            drifts = torch.stack([workers[k].drifts[p, began] for k in names])
+            torch.testing.assert_close(mean, drifts.mean(0), rtol=0, atol=1e-12)
+    every = {(p, k) for k in range(LAST) for p in workers[0].outer.starting_at(k)}
+    assert len(every) >= 6
+    assert set(workers[0].applied) == set(workers[2].applied) == every
+
+
+@pytest.mark.parametrize("die", [within, at_the_end])
+def test_fragments_that_travel_under_training_have_one_anchor(die: Callable[[Worker], None]) -> None:
+    workers = four_three_four(streaming, die)
+    check_drifts(workers, die)
+    for worker in workers[2:]:
+        for step in set(worker.seen) & set(workers[0].seen):
+            is_flushed = SNAPSHOT <= step < 18 or (die is at_the_end and 8 <= step < 11)  # worker 0 alone; the deaf one
+            if not is_flushed:
+                assert all(map(torch.equal, worker.seen[step], workers[0].seen[step])), (worker.name, step)
+
+
+@pytest.mark.parametrize("die", [within, at_the_end])
+def test_eager_updates_count_each_drift_once(die: Callable[[Worker], None]) -> None:
+    """With plain SGD as the outer optimizer phi - late is the start less all mean drifts, on each worker."""
+    workers = four_three_four(eager, die)
+    check_drifts(workers, die)
+    expected = START - torch.stack(list(workers[0].applied.values())).sum(0)
+    for worker in (workers[k] for k in (0, 2, 3, 4)):
+        torch.testing.assert_close(worker.balance, expected, rtol=0, atol=1e-12)
+
+
+def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:
+    """A body for `Chaos`: trains until the worker that joins has taken three outer steps."""
+
+    def body(worker: ChaosWorker) -> None:
+        membership = worker.membership(min_workers=3, timeout=60, min_deadline=20.0)
+        model = nn.Linear(200, 1, dtype=torch.float64)
+        wrapper = GossipDataParallel(model, membership=membership, outer=outer, push_sum=False)
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.001)
+        membership.track(optimizer=optimizer)
+        first, engine, own = membership.join(), wrapper._engine, seen.setdefault(worker.rank, {})
+        assert isinstance(engine, ElasticOuterEngine)
+        for step in membership.steps(1 << 30):
+            if worker.rank == 3 and step == first + 3 * H:
+                last.append(step + 4 * H)  # nobody is two outer steps ahead of it
+            if last and step >= last[0]:
+                break
+            loss = (wrapper(torch.ones(1, 200, dtype=torch.float64)) - worker.rank).square().sum()
+            own[step] = membership.members, list(engine._stamps), state_of(engine)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(0.001)
+        wrapper.close()
+
+    return body
+
+
+@pytest.mark.parametrize("outer", [streaming(), SlowMo(H, gossip_every=1), NoLoCo(H)])
+def test_no_survivor_raises_and_anchors_are_one_after_a_death_and_a_join(outer: OuterMethod) -> None:
+    seen: dict[int, Any] = {}
+    Chaos([Kill(step=9, rank=0), Join(step=14)]).run(training(outer, seen, []), 3)
+    newcomer = seen[3]
+    assert len(newcomer) >= 3 * H
+    assert all(len(members) == 3 for members, *_ in newcomer.values())
+    assert len(newcomer[max(newcomer)][2]) >= 2, "an anchor, and what its optimizer keeps"
+    if outer.averages_exactly:
+        num_compared = 0
+        for rank in (1, 2):
+            for step, (members, stamps, anchors) in newcomer.items():
+                theirs = seen[rank][step]
+                if (members, stamps) == theirs[:2]:
+                    assert all(map(torch.equal, anchors, theirs[2])), (rank, step)
+                    num_compared += 1
+        assert num_compared >= 4 * H

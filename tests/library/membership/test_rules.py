@@ -1,0 +1,152 @@
+"""Update rules of workers that die and come: their limit is that of those who live."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import (
+    D2,
+    BaseGraph,
+    DecentLaM,
+    ExactDiffusion,
+    GossipDataParallel,
+    GradientTracking,
+    Membership,
+    MixingManager,
+    PushPull,
+    QGDSGDm,
+    UpdateRule,
+)
+from gossip_modules.engine.ruled import RuledEngine
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.membership.links import LinkTransport
+from gossip_modules.testing import Chaos, Join, Kill
+from gossip_modules.testing import Worker as ChaosWorker
+from tests.harness.ranks import TIMEOUT
+from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
+
+DEATH, SECOND, SNAPSHOT, THIRD, LAST = 12, 15, 18, 21, 110
+"""The steps of a death, of the generation without the dead one, of a donor's snapshot, and of that with one more."""
+
+
+class Worker(ScriptedWorker):
+    """A number that goes to ten times the worker's name, and the engine of a rule."""
+
+    def __init__(self, name: int, store: dist.Store, rule: UpdateRule) -> None:
+        super().__init__(name, store)
+        self.rule, self.x = rule, FlatVector.over(torch.zeros(1, dtype=torch.float64))
+        self.mixing_of = self.mixing_of_size
+        self.engine: RuledEngine | None = None
+        self.given: tuple[dict[str, Any], Tensor] | None = None
+
+    def mixing_of_size(self, size: int) -> MixingManager:
+        mixing = self.rule.default_mixing(size)
+        assert mixing is not None
+        return mixing
+
+    def turn_to(self, mixing: MixingManager, transport: LinkTransport, *, is_first: bool) -> None:
+        if self.engine is None:
+            gossiper = PushPull()
+            gossiper.bind(mixing, transport)
+            self.engine = RuledEngine(gossiper, self.rule)
+        if self.given is not None:
+            state, model = self.given
+            self.engine.load_state_dict(state)
+            self.engine.advance(THIRD - SNAPSHOT)
+            self.x.segments[0].copy_(model)
+            self.given = None
+        self.engine.rebind(mixing, transport)
+
+    def train(self, first: int, last: int) -> None:
+        assert self.engine is not None
+        x = self.x.segments[0]
+        for step in range(first, last):
+            assert (self.engine.step, self.engine.t) == (step, step)
+            self.engine.round(self.x)
+            x.sub_(0.1 * (x - 10 * self.name))
+
+
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()])
+def test_all_who_live_reach_the_optimum_of_the_mean_of_their_losses(rule: UpdateRule) -> None:
+    """Without a new beginning the mean would move for ever by what the dead one carried."""
+    handed: queue.Queue[tuple[dict[str, Any], Tensor]] = queue.Queue()
+
+    def survivor(worker: Worker) -> None:
+        worker.begin(1, [0, 1, 2, 3])
+        worker.train(0, SECOND)
+        worker.begin(2, [0, 2, 3])
+        worker.train(SECOND, SNAPSHOT)
+        if worker.name == 0 and worker.engine is not None:
+            handed.put((worker.engine.state_for_newcomer(worker.x), worker.x.segments[0].clone()))
+        worker.train(SNAPSHOT, THIRD)
+        worker.begin(3, [0, 2, 3, 4])
+        worker.train(THIRD, LAST)
+
+    def dying(worker: Worker) -> None:
+        worker.begin(1, [0, 1, 2, 3])
+        worker.train(0, DEATH)
+        raise Ended
+
+    def newcomer(worker: Worker) -> None:
+        worker.given = handed.get(timeout=2 * TIMEOUT.total_seconds())
+        worker.begin(3, [0, 2, 3, 4])
+        worker.train(THIRD, LAST)
+
+    bodies = [survivor, dying, survivor, survivor, newcomer]
+    workers = run_workers(bodies, lambda name, store: Worker(name, store, rule))
+    for worker in (workers[k] for k in (0, 2, 3, 4)):
+        worker.x.segments[0].add_(0.1 * (worker.x.segments[0] - 10 * worker.name) / 0.9)  # before the last step
+        assert worker.x.segments[0].item() == pytest.approx(22.5, abs=0.05)
+
+
+def training(rule: UpdateRule, first_rounds: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:
+    """A body for `Chaos`: trains until the worker that joins has taken ten steps."""
+
+    def body(worker: ChaosWorker) -> None:
+        membership = worker.membership(min_workers=3, timeout=60, min_deadline=20.0)
+        wrapper = GossipDataParallel(nn.Linear(3, 1), membership=membership, rule=rule)
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01, momentum=0.9)
+        membership.track(optimizer=optimizer)
+        first, engine = membership.join(), wrapper._engine
+        assert isinstance(engine, RuledEngine)
+        for step in membership.steps(1 << 30):
+            if worker.rank == 3 and step == first + 10:
+                last.append(step + 10)
+            if last and step >= last[0]:
+                break
+            loss = (wrapper(torch.ones(1, 3)) - worker.rank).square().sum()
+            assert engine._carried is not None
+            rounds, momentum = engine._carried.num_rounds, engine._carried.vector("momentum")[0].norm().item()
+            first_rounds.setdefault(worker.rank, (rounds, momentum))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(0.001)
+        wrapper.close()
+
+    return body
+
+
+@pytest.mark.parametrize("rule", [QGDSGDm(), DecentLaM()])
+def test_momentum_of_rules_comes_from_the_donor(rule: UpdateRule) -> None:
+    found: dict[int, Any] = {}
+    Chaos([Kill(step=9, rank=0), Join(step=14)]).run(training(rule, found, []), 3)
+    assert [found[rank] for rank in (1, 2)] == [(1, 0.0)] * 2
+    rounds, momentum = found[3]
+    assert rounds > 10
+    assert momentum > 0
+
+
+def test_a_graph_that_does_not_suit_a_rule_is_refused() -> None:
+    membership = Membership(dist.HashStore(), min_workers=2)
+    with pytest.raises(ValueError, match=r"D2: got .*, expected a graph that never changes"):
+        GossipDataParallel(nn.Linear(2, 1), rule=D2(), graph=BaseGraph, membership=membership)
+    membership.close()
