@@ -41,6 +41,8 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         ddp_options: any argument of DistributedDataParallel.
 
     Raises:
+        ValueError: a membership, which this wrapper does not take; for an all-reduce that survives its workers there
+            is torchft.
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
     """
@@ -53,6 +55,11 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         on_nonfinite: str = "raise",
         **ddp_options: Any,
     ) -> None:
+        if "membership" in ddp_options:
+            raise ValueError(
+                "got a membership for AllReduceDataParallel, expected none: a step needs the gradients of all ranks; "
+                "take GossipDataParallel, or torchft for an all-reduce that survives its workers"
+            )
         check_inside(module, wrapper=type(self).__name__)
         if check_policy(on_nonfinite) == "skip":
             raise ValueError(
