@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -55,11 +55,7 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
         on_nonfinite: str = "raise",
         **ddp_options: Any,
     ) -> None:
-        if "membership" in ddp_options:
-            raise ValueError(
-                "got a membership for AllReduceDataParallel, expected none: a step needs the gradients of all ranks; "
-                "take GossipDataParallel, or torchft for an all-reduce that survives its workers"
-            )
+        _refuse_membership(ddp_options)
         check_inside(module, wrapper=type(self).__name__)
         if check_policy(on_nonfinite) == "skip":
             raise ValueError(
@@ -183,3 +179,11 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
             is_pair = parameter.is_complex()
             numels[parameter.dtype.to_real() if is_pair else parameter.dtype] += parameter.numel() * (1 + is_pair)
         return [x[: numels[x.dtype]] for x in vector.segments]
+
+
+def _refuse_membership(options: Mapping[str, object]) -> None:
+    if "membership" in options:
+        raise ValueError(
+            "got a membership for AllReduceDataParallel, expected none: a step needs the gradients of all ranks; take "
+            "GossipDataParallel, or torchft for an all-reduce that survives its workers"
+        )
