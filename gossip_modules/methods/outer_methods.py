@@ -71,8 +71,8 @@ def _rate_and_place(options: MethodOptions) -> dict[str, Any]:
 
 OPTIONS = frozenset({"sync_period", "outer_lr", "outer_momentum", "anchor_device", "nprocs_per_node"})
 """Those of all outer methods."""
-ANCHORS = "its anchor must be the same on all workers, also on one that joins between two outer steps"
-"""Why none takes a membership."""
+ANCHORS = "its recipe is for ranks that stay, which GossipDataParallel(outer=..., membership=...) does not need"
+"""Why no recipe takes a membership."""
 OUTER_METHODS: tuple[Method, ...] = (
     Method(
         "diloco",

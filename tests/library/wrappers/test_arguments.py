@@ -146,7 +146,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a name for a gossiper": (lambda: gossip(gossiper="choco"), r"got gossiper='choco', expected a Gossiper, such as"),
     "a gossiper for two models": (lambda: gossip(gossiper=used_gossiper()), r"another wrapper.*make another PushSum"),
     "schedule=0": (lambda: gossip(schedule=0), r"got schedule=0, expected .* at least 1; schedule=1, the default"),
-    "a fraction for a schedule": (lambda: gossip(schedule=0.5), r"got schedule=0.5, expected a Schedule, a ConsensusControl, or the number"),
+    "a fraction for a schedule": (
+        lambda: gossip(schedule=0.5),
+        r"got schedule=0.5, expected a Schedule, a ConsensusControl, or the number",
+    ),
     "timeout=0": (lambda: gossip(timeout=0), r"got timeout=0, expected more than zero seconds: a number like 30"),
     "timeout=None": (lambda: gossip(timeout=None), r"got timeout=None.*timedelta\(days=1\)"),
     "the name of a dtype": (lambda: gossip(wire_dtype="bfloat16"), r"got wire_dtype='bfloat16'.*pass torch.bfloat16"),
