@@ -26,7 +26,6 @@ from gossip_modules import (
     PushSum,
     RingGraph,
     SlowMo,
-    SparseLoCo,
 )
 from gossip_modules.compression.quantizer import SignNorm
 from gossip_modules.membership import limits
@@ -433,7 +432,6 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
         ({"graph": DynamicBipartiteExponentialGraph}, r"does not exist for \[3, 5, 7, 9, 11, 13, 15\] workers"),
         ({"gossiper": Choco(SignNorm(), step_size=0.4), "graph": BaseGraph}, "got .* a graph that never changes"),
         ({"outer": SlowMo(gossip_every=1)}, "got push_sum=True between the outer steps .*, expected push_sum=False"),
-        ({"outer": SparseLoCo()}, "got .*SparseLoCo.* with a membership, expected a method that averages the drifts"),
         ({"outer": DiLoCo(), "graph": RingGraph}, "got graph beside outer=DiLoCo.*, which averages over all ranks"),
         ({"nprocs_per_node": 2}, "got nprocs_per_node=2 with a membership, expected 1"),
         ({"comm_device": "cuda"}, "got comm_device=cuda with a membership"),

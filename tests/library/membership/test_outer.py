@@ -17,11 +17,13 @@ from gossip_modules import (
     DiLoCo,
     EagerDiLoCo,
     GossipDataParallel,
+    Membership,
     MixingManager,
     NoLoCo,
     OuterMethod,
     PushPull,
     SlowMo,
+    SparseLoCo,
     StreamingDiLoCo,
 )
 from gossip_modules.engine.elastic_outer import ElasticOuterEngine
@@ -374,3 +376,10 @@ def test_no_survivor_raises_and_anchors_are_one_after_a_death_and_a_join(outer: 
                     assert all(map(torch.equal, anchors, theirs[2])), (rank, step)
                     num_compared += 1
         assert num_compared >= 4 * H
+
+
+def test_a_method_that_keeps_what_it_has_not_sent_is_refused() -> None:
+    membership = Membership(dist.HashStore(), min_workers=2)
+    with pytest.raises(ValueError, match=r"got .*SparseLoCo.* with a membership, expected a method that averages"):
+        GossipDataParallel(nn.Linear(2, 1), membership=membership, outer=SparseLoCo())
+    membership.close()
