@@ -148,7 +148,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "schedule=0": (lambda: gossip(schedule=0), r"got schedule=0, expected .* at least 1; schedule=1, the default"),
     "a fraction for a schedule": (
         lambda: gossip(schedule=0.5),
-        rr"got schedule=0.5, .* or the number",
+        r"got schedule=0.5, .* or the number",
     ),
     "timeout=0": (lambda: gossip(timeout=0), r"got timeout=0, expected more than zero seconds: a number like 30"),
     "timeout=None": (lambda: gossip(timeout=None), r"got timeout=None.*timedelta\(days=1\)"),
