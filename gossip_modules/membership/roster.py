@@ -198,6 +198,9 @@ class Roster(RosterState):
         if self.forming is not None:
             candidates |= {m.id: m for m in self.forming.members}
         candidates |= {j.member.id: j.member for j in self.joiners.values() if j.is_loaded}
+        # Who has died or left at the door is no candidate any more: what it saw, and what was seen of it, is over.
+        self.accusations = [a for a in self.accusations if a.by in candidates and a.of in candidates]
+        self.left = {worker: why for worker, why in self.left.items() if worker in candidates}
         gone = left_out(base.ids, candidates, self.accusations, self.left, on_partition=self.on_partition)
         if gone is None:
             return

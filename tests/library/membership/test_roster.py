@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip_modules.membership.roster import Roster
+from gossip_modules.membership.roster import GARBAGE, Roster
 
 DESCRIPTION = {"model": "mlp", "graph": "ring"}
 
@@ -22,6 +22,16 @@ def come(worker: int, *, min_workers: int = 4, description: Mapping[str, str] = 
 
 def accuse(by: int, of: int, *, is_sure: bool = False) -> dict[str, Any]:
     return {"event": "accuse", "by": by, "of": of, "why": "it was silent", "is_sure": is_sure}
+
+
+class StrictRoster(Roster):
+    """An event may be garbage, which is ignored; but who goes and who remains is known of any."""
+
+    def _change(self) -> None:
+        try:
+            super()._change()
+        except GARBAGE as error:
+            raise AssertionError("an event would be ignored that is no garbage") from error
 
 
 def formed(roster: Roster, *, step: int = 10, weight: float = 1.0) -> Roster:
@@ -98,6 +108,33 @@ def test_a_weight_that_is_none_is_garbage() -> None:
     roster.apply(accuse(0, 2))
     formed(roster, weight=0.0)
     assert roster.forming is not None
+
+
+def test_who_was_accused_by_somebody_that_died_at_the_door_stays_away() -> None:
+    """Two workers have loaded; one sees the other die, and dies itself before a generation is formed."""
+    roster = job(4)
+    for worker in (8, 9):
+        roster.apply(come(worker))
+        roster.apply({"event": "loaded", "id": worker, "attempt": 0})
+    roster.apply(accuse(8, 9, is_sure=True))
+    assert roster.forming is not None
+    assert roster.forming.ids == (0, 1, 2, 3, 8)
+    roster.apply(accuse(0, 8, is_sure=True))
+    assert roster.forming.ids == (0, 1, 2, 3)
+    roster.apply(accuse(1, 3))
+    assert roster.forming.ids == (0, 1, 2)
+    assert ids(formed(roster)) == (0, 1, 2)
+    assert not roster.accusations
+
+
+def test_who_leaves_at_the_door_is_no_obstacle_to_what_follows() -> None:
+    roster = job(4)
+    roster.apply(come(8))
+    roster.apply({"event": "loaded", "id": 8, "attempt": 0})
+    roster.apply({"event": "leave", "id": 8, "why": "it was interrupted"})
+    roster.apply(accuse(0, 3))
+    assert roster.forming is not None
+    assert roster.forming.ids == (0, 1, 2)
 
 
 def test_a_stale_snapshot_takes_the_job_from_nobody() -> None:
@@ -356,7 +393,7 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, max_size=40))
 def test_any_events_leave_a_roster_that_makes_sense(events: list[dict[str, Any]]) -> None:
     """Generations only grow, have members that differ, and are the same for all who read the same events."""
-    roster, other = Roster(), Roster()
+    roster, other = StrictRoster(), StrictRoster()
     generation = 0
     for event in events:
         for state in (roster, other):
