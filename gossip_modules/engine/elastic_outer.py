@@ -15,7 +15,6 @@ from ..outer.method import OuterMethod
 from ..schedule import Action, Schedule
 from ..transport.agreement import broadcast_state
 from ..transport.base import Transport
-from ..transport.state_tree import copied
 from .outer import OuterEngine
 
 
@@ -39,8 +38,8 @@ class ElasticOuterEngine(OuterEngine):
     workers train alone. So those of one generation have the same anchors and outer momentum, bit for bit, with
     fragments and delays as well: a new generation begins with nothing under way.
 
-    Eager updates move phi before the average is there, so a failed one is repeated with the drift that was sent; who
-    has joined since sends zeros, as it has no part in it.
+    Whether anchors are of the tensors that are trained now is known of their names, which a worker that joins gets with
+    the anchors of its donor: so all workers begin anew at the same outer step, or none.
 
     Methods that mix on a graph have an anchor for each worker. A round goes on without peers that are lost, and a
     worker that joins begins with the anchor of its donor: they need nothing of this.
@@ -50,8 +49,8 @@ class ElasticOuterEngine(OuterEngine):
         options: its other arguments.
 
     Raises:
-        ValueError: as `OuterEngine`; or a method whose drifts are compressed; or push-sum between outer steps, whose
-            weights have no known sum.
+        ValueError: as `OuterEngine`; or a method whose drifts are compressed, or eager; or push-sum between outer
+            steps, whose weights have no known sum.
     """
 
     def __init__(self, gossiper: Mixer, outer: OuterMethod, **options: Any) -> None:
@@ -61,12 +60,16 @@ class ElasticOuterEngine(OuterEngine):
                 f"got {outer} with a membership, expected a method that averages the drifts themselves: what a rank "
                 "keeps of what it has not sent is its own, and would be lost with it; e.g. DiLoCo or StreamingDiLoCo"
             )
+        if outer.is_eager:
+            raise ValueError(
+                f"got {outer} with a membership, expected a method that waits for its averages: the anchor has moved "
+                "before an average comes, which may fail; e.g. StreamingDiLoCo"
+            )
         if outer.averages_exactly:
             self._mixer = self._scheduled_average
         self._is_agreed, self._has_tried = not outer.averages_exactly, False  # on this transport
-        self._is_outdated = False  # whether anchors are of other tensors than those of the job, on all workers
+        self._loaded_names: list[str] | None = None  # of the tensors of loaded anchors, where they are known
         self._stamps = [0] * outer.num_fragments
-        self._unmixed: dict[int, int] = {}  # of eager updates: fragments whose drift was sent, and at which step
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `LockstepEngine`."""
@@ -110,15 +113,8 @@ class ElasticOuterEngine(OuterEngine):
         if not self._is_agreed:
             return has_changed
         if self._has_other_tensors(x):
-            return self._begin_anew(x)
-        if p in self._unmixed:
-            has_changed |= self._repeat(p, x)
-            if p in self._unmixed or self._stamps[p] >= step:
-                return has_changed
-        has_changed |= super()._outer_step(p, x, step)
-        if self.outer.is_eager:
-            self._unmixed[p] = step
-        return has_changed
+            return self._begin_anew(x, step)
+        return super()._outer_step(p, x, step) or has_changed
 
     def _mix(self, anchor: Anchor, t: int) -> bool:
         super()._mix(anchor, t)
@@ -127,16 +123,6 @@ class ElasticOuterEngine(OuterEngine):
     def _apply(self, p: int, x: FlatVector, began: int) -> None:
         super()._apply(p, x, began)
         self._stamps[p] = began
-        self._unmixed.pop(p, None)
-
-    def _repeat(self, p: int, x: FlatVector) -> bool:
-        """Mix once more what was sent, and wait for it; returns whether x was written."""
-        anchor = self._anchor_for(p, x)
-        anchor.take_buffers(anchor.read(x)[1])
-        if self._mix(anchor, self.t):
-            self._apply(p, x, self._unmixed[p])
-            return True
-        return False
 
     # [Note: One anchor]
 
@@ -170,13 +156,11 @@ class ElasticOuterEngine(OuterEngine):
         return {} if self._has_other_tensors(x) else self._anchor_for(p, x).state_dict()
 
     def _take_anchor(self, p: int, x: FlatVector, state: dict[str, Any]) -> bool:
-        """The anchor of fragment p, and x, <- those of another worker; {}: it has none that fits the tensors of x."""
-        self._unmixed.pop(p, None)
-        self._is_outdated = not state
+        """The anchor of fragment p, and x, <- those of another worker; {}: nobody has one of the tensors of x."""
         if not state:
             return False
-        if self._anchors and not self._anchors[p].has_tensors_of(x):
-            self._anchors = self._anchors_at(x)  # the others have begun anew, with all fragments
+        if self._has_other_tensors(x):
+            self._anchors, self._loaded = self._anchors_at(x), []  # the others have begun anew, with all fragments
         anchor = self._anchor_for(p, x)
         anchor.load_state_dict(state)
         anchor.write_to(x)
@@ -185,9 +169,11 @@ class ElasticOuterEngine(OuterEngine):
     # Other tensors are trained than before.
 
     def _has_other_tensors(self, x: FlatVector) -> bool:
-        return self._is_outdated or bool(self._anchors and not self._anchors[0].has_tensors_of(x))
+        if self._anchors:
+            return not self._anchors[0].has_tensors_of(x)
+        return bool(self._loaded) and self._loaded_names not in (None, x.layout.names)
 
-    def _begin_anew(self, x: FlatVector) -> bool:
+    def _begin_anew(self, x: FlatVector, step: int) -> bool:
         """New anchors at the average of all models; where it fails, only methods that need no common one have them."""
         self._scheduled_average.mix(x, self.t)
         if self._scheduled_average.has_failed and self.outer.averages_exactly:
@@ -198,27 +184,19 @@ class ElasticOuterEngine(OuterEngine):
             stacklevel=2,
         )
         self._anchors, self._loaded = self._anchors_at(x), []
-        self._stamps = [self.step] * self.outer.num_fragments
-        self._unmixed, self._is_outdated = {}, False
+        self._stamps = [step] * self.outer.num_fragments
         return True
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""
-        return {**super().state_dict(), "stamps": list(self._stamps), "unmixed": dict(self._unmixed)}
+        names = self._anchors[0].names if self._anchors else self._loaded_names
+        return {**super().state_dict(), "stamps": list(self._stamps), "names": names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`; also that of an `OuterEngine`, whose outer steps have not failed."""
         super().load_state_dict(state)
         taken = [self.outer.last_start(p, max(self.step - 1, 0)) for p in range(self.outer.num_fragments)]
         self._stamps = list(state.get("stamps", taken))
-        self._unmixed = dict(state.get("unmixed", {}))
-        self._is_outdated = bool(state.get("is_outdated", False))
-
-    def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
-        """See `LockstepEngine`; without anchors of tensors that are trained no more."""
-        if not self._has_other_tensors(x):
-            return super().state_for_newcomer(x)
-        state = {**self.state_dict(), "gossiper": {}, "anchor": {}, "unmixed": {}, "is_outdated": True}
-        return dict(copied(state))
+        self._loaded_names = state.get("names")

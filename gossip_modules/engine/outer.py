@@ -143,7 +143,8 @@ class OuterEngine(SyncEngine):
         if self.on_nonfinite != "spread" and not are_finite((*parameters, *buffers)):
             if self.on_nonfinite == "raise":
                 self._refuse_nonfinite(self._mixer, self.t, is_own=True)
-            anchor.write_to(x)
+            for own in self._anchors:  # one that is not finite makes the gradients of all so
+                own.write_to(x)
             parameters, buffers = anchor.read(x)
             self.stats.num_skipped += 1
             has_changed = True

@@ -120,6 +120,11 @@ class FlatLayout:
             start = align(segments[-1].stop)
         return cls(tuple(segments), align(start, ALIGNMENT * num_shards))
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, in their order."""
+        return [spec.name for segment in self.segments for spec in segment.specs]
+
     @lru_cache(maxsize=64)  # noqa: B019 (layouts are few, small and equal by value)
     def cut(self, start: int, stop: int) -> FlatLayout:
         """The layout of bytes [start, stop): what of each segment is in that range, counted from `start`."""

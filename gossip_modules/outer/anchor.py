@@ -138,6 +138,11 @@ class Anchor:
         own = self._cut_from
         return x.layout is own or x.layout.with_dtypes(_widened) == own.with_dtypes(_widened)
 
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors of the whole vector, of which phi has some."""
+        return self._cut_from.names
+
     def fits(self, x: FlatVector) -> bool:
         """Whether x has these tensors, and phi is on the device that goes with x."""
         return self.has_tensors_of(x) and self.phi.raw.device == (self._device or x.raw.device)

@@ -248,6 +248,29 @@ def test_freezing_starts_a_new_anchor_from_the_average() -> None:
     assert torch.equal(one, other)
 
 
+def test_all_fragments_go_back_where_one_is_not_finite() -> None:
+    """A number that is none makes all gradients so, and each fragment would spoil the others again."""
+
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        model = mlp()
+        wrapper = wrap(model, group, StreamingDiLoCo(4, fragments=2, delay=1), on_nonfinite="skip")
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
+        is_finite = []
+        for step in range(16):
+            train_step(wrapper, optimizer, group.rank(), step)
+            if group.rank() == 1 and step == 5:
+                with torch.no_grad():
+                    next(model.parameters())[0, 0] = float("nan")
+            is_finite.append(bool(flatten(model).isfinite().all()))
+        wrapper.close()
+        return is_finite
+
+    one, other = run_ranks(2, body)
+    assert all(one)
+    assert not all(other)
+    assert all(other[10:])
+
+
 @pytest.mark.parametrize("outer", [DiLoCo(2), NoLoCo(2), GASLoC(2)], ids=str)
 def test_a_rank_that_is_not_finite_raises_or_goes_back_to_its_anchor(outer: OuterMethod) -> None:
     def body(group: dist.ProcessGroup, policy: str) -> tuple[bool, float]:

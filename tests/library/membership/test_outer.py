@@ -94,7 +94,6 @@ class Worker(ScriptedWorker):
         self.seen: dict[int, list[Tensor]] = {}  # anchors and optimizers after the round of each step
         self.models: dict[int, Tensor] = {}
         self.engine: Engine | None = None
-        self.balance = START
         self.loaded: tuple[dict[str, Any], Tensor] | None = None
 
     def turn_to(self, mixing: MixingManager, transport: LinkTransport, *, is_first: bool) -> None:
@@ -136,9 +135,6 @@ class Worker(ScriptedWorker):
 
     def end(self) -> None:
         if self.engine is not None:
-            if self.engine._anchors and self.outer.is_eager:
-                (anchor,) = self.engine._anchors
-                self.balance = anchor.parameters[0] - anchor.memory("late")[0]
             self.engine.close()
         super().end()
 
@@ -294,10 +290,6 @@ def streaming() -> StreamingDiLoCo:
     return StreamingDiLoCo(H, fragments=2, delay=1)
 
 
-def eager() -> EagerDiLoCo:
-    return EagerDiLoCo(H, lr=1.0, momentum=0.0)
-
-
 def check_drifts(workers: list[Worker], die: Callable[[Worker], None]) -> None:
     """Each outer step was applied once on all, with the mean drift of those who lived then."""
     for worker in workers:
@@ -320,16 +312,6 @@ def test_fragments_that_travel_under_training_have_one_anchor(die: Callable[[Wor
             is_flushed = SNAPSHOT <= step < 18 or (die is at_the_end and 8 <= step < 11)  # worker 0 alone; the deaf one
             if not is_flushed:
                 assert all(map(torch.equal, worker.seen[step], workers[0].seen[step])), (worker.name, step)
-
-
-@pytest.mark.parametrize("die", [within, at_the_end])
-def test_eager_updates_count_each_drift_once(die: Callable[[Worker], None]) -> None:
-    """With plain SGD as the outer optimizer phi - late is the start less all mean drifts, on each worker."""
-    workers = four_three_four(eager, die)
-    check_drifts(workers, die)
-    expected = START - torch.stack(list(workers[0].applied.values())).sum(0)
-    for worker in (workers[k] for k in (0, 2, 3, 4)):
-        torch.testing.assert_close(worker.balance, expected, rtol=0, atol=1e-12)
 
 
 def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:
@@ -378,8 +360,38 @@ def test_no_survivor_raises_and_anchors_are_one_after_a_death_and_a_join(outer: 
         assert num_compared >= 4 * H
 
 
-def test_a_method_that_keeps_what_it_has_not_sent_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        (SparseLoCo(), "got SparseLoCo.* with a membership, expected a method that averages the drifts themselves"),
+        (EagerDiLoCo(), "got EagerDiLoCo.* with a membership, expected a method that waits for its averages"),
+    ],
+)
+def test_methods_that_cannot_lose_an_average_are_refused(outer: OuterMethod, message: str) -> None:
     membership = Membership(dist.HashStore(), min_workers=2)
-    with pytest.raises(ValueError, match=r"got .*SparseLoCo.* with a membership, expected a method that averages"):
-        GossipDataParallel(nn.Linear(2, 1), membership=membership, outer=SparseLoCo())
+    with pytest.raises(ValueError, match=message):
+        GossipDataParallel(nn.Linear(2, 1), membership=membership, outer=outer)
     membership.close()
+
+
+def test_who_joins_knows_of_which_tensors_its_anchors_are() -> None:
+    """The donor has frozen a layer since its last outer step: both begin anew, or neither if it trains again."""
+    wrappers = []
+    for _ in range(2):
+        membership = Membership(dist.HashStore(), min_workers=1)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        wrappers.append(GossipDataParallel(model, membership=membership, outer=DiLoCo(H)))
+    donor, newcomer = (wrapper._engine for wrapper in wrappers)
+    assert isinstance(donor, ElasticOuterEngine)
+    assert isinstance(newcomer, ElasticOuterEngine)
+    whole = wrappers[1]._buffer.vector
+    donor.round(wrappers[0]._buffer.vector)
+    wrappers[0].module[0].requires_grad_(False)  # type: ignore[index]
+    wrappers[0]._choose()
+    part = wrappers[0]._buffer.vector
+    newcomer.load_state_dict(donor.state_for_newcomer(part))
+    for engine in (donor, newcomer):
+        assert engine._has_other_tensors(part)
+        assert not engine._has_other_tensors(whole)
+    for wrapper in wrappers:
+        wrapper.close()
