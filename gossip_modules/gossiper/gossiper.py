@@ -20,7 +20,7 @@ from .pipelined import PeersLost, chunkwise, cut, difference_, is_chunkwise, mix
 
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
 _MAX_PLANS = 4096  # that are kept: of graphs with a longer period each round is planned anew
-_LEAST_WEIGHT = 1 / 16  # see [Note: weights that run dry]
+_LEAST_WEIGHT = 1 / 4  # see [Note: weights that run dry]
 _PACKAGE = __name__.partition(".")[0]
 
 

@@ -151,6 +151,11 @@ class LinkTransport(PointToPoint):
         """See `PointToPoint`."""
         fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=self.timeout)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no link is left: rounds change nothing."""
+        return self.lost.issuperset(self._links)
+
     # Collectives.
 
     @property

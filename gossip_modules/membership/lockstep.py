@@ -103,15 +103,14 @@ class LockstepParticipant(GraphParticipant):
     training step with which it begins. At that step, before the round, every worker applies what is in flight over the
     old links and turns to the new ones, with graph and weights for the new number of workers. Rounds and steps count
     on. A worker that joins gets half of its donor's push-sum weight; then all multiply theirs by the same number, see
-    [Note: weights] of `Roster`. A worker that has lost all others, and trains on as a world of one, has the weight one.
+    [Note: weights] of `Roster`. A worker that has lost all its peers, and trains on alone, has the weight one.
     """
 
     def at_step(self) -> None:
         """See `ModelParticipant`."""
         super().at_step()
         if self.is_weighted:
-            transport = self.membership.transport
-            if len(transport.lost) == transport.world_size - 1:
+            if self.membership.transport.is_alone:
                 self._set_weight_to_one()
             self.weight = self.wrapper._buffer.vector.push_sum_weight.item()
 

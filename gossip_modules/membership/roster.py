@@ -15,6 +15,7 @@ from .view import Accusation, Joiner, Member, View, differences, member_of
 # What the events of a stranger, or of another version, may raise.
 GARBAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 _MAX_REFUSED = 64
+_SQRT_HALF = 0.7071067811865476
 MARGIN = 2  # training steps between the last rank that is ready for a generation and its first step
 
 
@@ -289,4 +290,6 @@ class Roster(RosterState):
 def _growth(weights: Sequence[float], num_joined: int) -> float:
     """See [Note: weights] of `Roster`."""
     growth = len(weights) / max(len(weights) - num_joined, 1)
-    return growth * 2.0 ** -round(math.log2(growth * math.fsum(weights) / len(weights)))
+    # No logarithm, whose rounding may differ from machine to machine.
+    mantissa, exponent = math.frexp(growth * math.fsum(weights) / len(weights))
+    return math.ldexp(growth, (mantissa < _SQRT_HALF) - exponent)

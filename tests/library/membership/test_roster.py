@@ -55,6 +55,11 @@ def ids(roster: Roster) -> tuple[int, ...]:
     return roster.view.ids
 
 
+def forming(roster: Roster) -> tuple[int, ...]:
+    assert roster.forming is not None
+    return roster.forming.ids
+
+
 def test_the_first_generation_has_as_many_as_were_asked_for() -> None:
     roster = Roster()
     for worker in range(3):
@@ -117,12 +122,11 @@ def test_who_was_accused_by_somebody_that_died_at_the_door_stays_away() -> None:
         roster.apply(come(worker))
         roster.apply({"event": "loaded", "id": worker, "attempt": 0})
     roster.apply(accuse(8, 9, is_sure=True))
-    assert roster.forming is not None
-    assert roster.forming.ids == (0, 1, 2, 3, 8)
+    assert forming(roster) == (0, 1, 2, 3, 8)
     roster.apply(accuse(0, 8, is_sure=True))
-    assert roster.forming.ids == (0, 1, 2, 3)
+    assert forming(roster) == (0, 1, 2, 3)
     roster.apply(accuse(1, 3))
-    assert roster.forming.ids == (0, 1, 2)
+    assert forming(roster) == (0, 1, 2)
     assert ids(formed(roster)) == (0, 1, 2)
     assert not roster.accusations
 
@@ -133,8 +137,7 @@ def test_who_leaves_at_the_door_is_no_obstacle_to_what_follows() -> None:
     roster.apply({"event": "loaded", "id": 8, "attempt": 0})
     roster.apply({"event": "leave", "id": 8, "why": "it was interrupted"})
     roster.apply(accuse(0, 3))
-    assert roster.forming is not None
-    assert roster.forming.ids == (0, 1, 2)
+    assert forming(roster) == (0, 1, 2)
 
 
 def test_a_stale_snapshot_takes_the_job_from_nobody() -> None:
