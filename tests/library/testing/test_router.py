@@ -69,14 +69,13 @@ def test_a_fraction_is_lost(router: Router) -> None:
     router.set_condition(A, Condition(loss=0.25))
     with host(router, A) as a, host(router, B) as b:
         arrived = 0
-        for _ in range(400):
+        for _ in range(100):  # what is not read yet has to fit into the socket
             a.send(packet(A, B, "maybe"))
-            a.send(packet(A, A, "maybe"))
-        router.set_condition(A, Condition())
-        a.send(packet(A, B, "last"))
+        for _ in range(50):
+            a.send(packet(A, B, "last"))
         while b.recv(100) != packet(A, B, "last"):
             arrived += 1
-    assert 0 < arrived <= 400
+    assert 50 < arrived < 100
 
 
 def test_all_are_lost(router: Router) -> None:

@@ -231,7 +231,7 @@ def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) 
         (Config, {"backend": "mpi"}, "got --elastic with --backend mpi, expected gloo"),
         (Config, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
         (TranslationConfig, {"recipe": "ar"}, "since every step needs the gradients of all"),
-        (LanguageModelConfig, {"recipe": "diloco"}, "since its anchor must be the same on all workers"),
+        (LanguageModelConfig, {"recipe": "diloco"}, "since its recipe is for ranks that stay"),
     ],
 )
 def test_options_that_do_not_fit(config_type: Any, options: dict[str, Any], message: str) -> None:
