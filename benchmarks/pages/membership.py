@@ -84,12 +84,11 @@ cores that does other work too. Every two seconds, drawn with a seed, one or two
 one is stopped (SIGSTOP) for half a second to eight, one is started, or the process of the store is killed and
 another one, empty, is started. Who is silent for 2 s is left out. Then as many steps are trained without faults.
 [What each kind of fault costs](chaos_faults.md) is on a page of its own.
-**Not all of it holds.** The run went on for 400 s through 200 faults; then all but one worker lost the job within
-20 s, and that one diverged, with a push-sum weight of 0.001. Of 22 that failed, 20 waited to join when a store died.
-What was found has been mended, each with a test ([decisions](../decisions/membership.md)): joining while a store dies,
-weights given to who dies at the door, and stopped workers that took the job. The next run went on for 560 s, until a
-worker that had lost all others trained on with a push-sum weight of 0.018, and so with 55 times the learning rate; who
-is alone has the weight one since. The soak has not been run to its end again.
+**Not all of it holds.** Nobody failed or hung in 300 faults, but accuracy is 4.6 points below that without faults, one
+step took 55 s, and descriptors grew from 140 to 198. Three runs before this one ended early or worse, and what they
+showed has been mended, each with a test ([decisions](../decisions/membership.md)): joining while a store dies, what
+became of workers that die at the door, which kept all further generations from forming, and push-sum weights that fell
+so far that steps became too long.
 
 ![How many workers there were in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)
 
