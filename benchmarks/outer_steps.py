@@ -4,13 +4,16 @@
 
 Ranks are processes on one machine, joined by Gloo over loopback; each method trains a ResNet-18 (11.2 M parameters) of
 its own. Methods take turns of H steps, so that each turn has the outer step of one period, in an order that is shuffled
-in every cycle, alike on all ranks. The time of a turn is that of its slowest rank. A row has the medians over cycles of
-the mean step and of its ratio to the turn without communication of the same cycle, with the quartiles of the ratio.
+in every cycle, alike on all ranks. "all_reduce" trains alone, and calls `dist.all_reduce` for as many floats as the
+model has once a turn: what the messages of an exact average cost by themselves. The time of a turn is that of its
+slowest rank. A row has the medians over cycles of the mean step and of its ratio to the turn without communication of
+the same cycle, with the quartiles of the ratio.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
@@ -39,6 +42,7 @@ from gossip_modules import (
 )
 
 ALONE = "alone"
+ALL_REDUCE = "all_reduce"  # training alone, and an all-reduce of a vector of the model's size
 SEED = 0
 MIN_CYCLES = 3
 
@@ -61,10 +65,13 @@ def methods(every: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
     }
 
 
-def turns(wrap: Callable[[nn.Module], nn.Module], every: int, batch: int) -> Callable[[], float]:
+def turns(
+    wrap: Callable[[nn.Module], nn.Module], every: int, batch: int, *, has_all_reduce: bool = False
+) -> Callable[[], float]:
     """A function that trains for H steps; returns the seconds of the slowest rank."""
     model = wrap(make_model(torch.device("cpu")))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    vector = torch.zeros(sum(own.numel() for own in model.parameters())) if has_all_reduce else None
     generator = torch.Generator().manual_seed(SEED + dist.get_rank())
     x, y = torch.randn(batch, 3, 32, 32, generator=generator), torch.randint(10, (batch,), generator=generator)
 
@@ -76,6 +83,8 @@ def turns(wrap: Callable[[nn.Module], nn.Module], every: int, batch: int) -> Cal
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        if vector is not None:
+            dist.all_reduce(vector)
         seconds = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)
@@ -101,12 +110,13 @@ def summary(times: Mapping[str, Sequence[float]], every: int) -> list[dict[str, 
     return rows
 
 
-def worker(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
-    """One rank; rank 0 writes the file."""
+def worker(rank: int, options: argparse.Namespace, folder: Path) -> None:
+    """One rank; rank 0 leaves the rows in the folder."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=options.ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ranks)
     chosen = {name: wrap for name, wrap in methods(options.every).items() if name in (ALONE, *options.methods)}
     runs = {name: turns(wrap, options.every, options.batch) for name, wrap in chosen.items()}
+    runs[ALL_REDUCE] = turns(chosen[ALONE], options.every, options.batch, has_all_reduce=True)
     order, shuffler = list(runs), random.Random(SEED)
     times: dict[str, list[float]] = {name: [] for name in runs}
     start, is_over = time.perf_counter(), torch.zeros(1)
@@ -122,10 +132,7 @@ def worker(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
                 times[name].append(seconds)
     if rank == 0:
         rows = [row | {"ranks": options.ranks, "batch": options.batch} for row in summary(times, options.every)]
-        for row in rows:
-            print(row)
-        if options.output is not None:
-            write_rows(options.output, rows, seed=SEED)
+        (folder / "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -142,7 +149,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (options, str(Path(folder) / "rendezvous")), nprocs=options.ranks)
+        mp.spawn(worker, (options, Path(folder)), nprocs=options.ranks)
+        rows = json.loads((Path(folder) / "rows.json").read_text())
+    for row in rows:
+        print(row)
+    if options.output is not None:
+        write_rows(options.output, rows, seed=SEED)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import statistics
@@ -24,7 +25,7 @@ def run(rank: int, num_workers: int, address: str, method: str, width: int, turn
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("plain", store), rank=rank, world_size=num_workers)
-    options = dict(METHODS[method])
+    options = copy.deepcopy(METHODS[method])  # a gossiper serves one wrapper
     ring = options.pop("graph", None)
     wrap = WRAPPERS.get(method, GossipDataParallel)
     plain = wrap(make_model(width, 0), **options, **({"graph": ring(num_workers)} if ring else {}))
