@@ -66,8 +66,9 @@ def rows(options: ElasticBenchmark, method: str, address: str, folder: Path) -> 
             yield network.measure(network.FaultTraining(method, options.num_hosts, options.step_ms, 400), fault)
     else:
         for width in options.widths:
+            size: dict[str, Any] = {"num_workers": 4, "width": width, "step_ms": options.step_ms}
             with store() as own:
-                yield cost.measure(method, address=own, num_workers=4, width=width, turns=options.turns)
+                yield cost.measure(method, address=own, turns=options.turns, **size)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from gossip_modules import GossipDataParallel, Membership
 STEPS = 10  # of a turn
 
 
-def run(rank: int, num_workers: int, address: str, method: str, width: int, turns: int) -> None:
+def run(rank: int, num_workers: int, address: str, method: str, width: int, step_ms: float, turns: int) -> None:
     """One worker: rank 0 prints the milliseconds of a step, of the slowest worker, for each turn."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
@@ -44,6 +44,7 @@ def run(rank: int, num_workers: int, address: str, method: str, width: int, turn
                 optimizers[name].zero_grad()
                 loss.backward()
                 optimizers[name].step()
+                time.sleep(step_ms / 1000)
             slowest = torch.tensor(1000 * (time.perf_counter() - start) / STEPS)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if turn >= 3:
@@ -59,10 +60,10 @@ def run(rank: int, num_workers: int, address: str, method: str, width: int, turn
     dist.destroy_process_group()
 
 
-def measure(method: str, *, address: str, num_workers: int, width: int, turns: int) -> dict[str, Any]:
-    """One row."""
+def measure(method: str, *, address: str, num_workers: int, width: int, step_ms: float, turns: int) -> dict[str, Any]:
+    """One row. step_ms: of computation, which is slept."""
     command = [sys.executable, "-m", "benchmarks.elastic", "cost-worker"]
-    places = [[rank, num_workers, address, method, width, turns] for rank in range(num_workers)]
+    places = [[rank, num_workers, address, method, width, step_ms, turns] for rank in range(num_workers)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen([*command, json.dumps(place)], stdout=subprocess.PIPE, text=True, env=environment)
@@ -76,6 +77,7 @@ def measure(method: str, *, address: str, num_workers: int, width: int, turns: i
         "method": method,
         "num_workers": num_workers,
         "num_parameters": sum(x.numel() for x in make_model(width, 0).parameters()),
+        "slept_ms": step_ms,
         "turns": turns,
         "plain_ms": round(statistics.median(result["plain"]), 3),
         "elastic_ms": round(statistics.median(result["elastic"]), 3),
