@@ -29,14 +29,37 @@ that the others began between the moment when the new worker was ready to join a
             "survivors_that_failed": ("survivors that failed", "d"),
         },
     ),
+    "elastic_cost": Page(
+        "What a membership costs without faults",
+        "elastic_cost.csv",
+        """\
+Four workers, each a process of its own, on one machine with two cores. Each has two wrappers of a small network, with a
+[membership](../guides/elasticity.md) and without one, which take turns of ten steps. Times are those of the slowest
+worker; the ratio is the median over turns of with / without, and its quartiles. A step sleeps for
+50 ms, in place of computation on a device of its own: four workers that compute would measure how they share two cores.
+The last column is what the threads of the membership use of one core while nothing is trained.""",
+        {
+            "method": ("method", "s"),
+            "num_workers": ("workers", "d"),
+            "num_parameters": ("parameters", ",d"),
+            "slept_ms": ("computation, ms", ".0f"),
+            "turns": ("turns", "d"),
+            "plain_ms": ("without, ms", ".2f"),
+            "elastic_ms": ("with, ms", ".2f"),
+            "ratio": ("ratio", ".3f"),
+            "ratio_quarter": ("from", ".3f"),
+            "ratio_three_quarters": ("to", ".3f"),
+            "background_percent": ("of a core, %", ".1f"),
+        },
+    ),
     "elastic_joins": Page(
         "What a join costs the donor",
         "elastic_joins.csv",
         """\
 Workers that come one after the other to a job with a [membership](../guides/elasticity.md), on one machine with two
-cores that did other work at the same time; a step computes and sleeps 50 ms. The state is the parameters and their
+cores, which they all share; a step computes and sleeps 50 ms. The state is the parameters and their
 momentum; beside it go the names and shapes. The slowest step of the donor while it gives its state stands beside
-its slowest step at other times, which shows what the other work did.""",
+its slowest step at other times, which shows what sharing the cores does.""",
         {
             "method": ("method", "s"),
             "num_workers": ("workers", "d"),
