@@ -99,6 +99,10 @@ class PairwiseNetwork:
             "num_garbage_messages": server.num_garbage_messages,
             "num_unread_replies": server.num_unread_replies,
             "num_models_sent": server.num_models_sent,
+            "live": 1 + self.scores.num_live,
+            "joins": self.scores.num_joins,
+            "deaths": self.scores.num_deaths,
+            "deadline": self._config.timeout.total_seconds(),
         }
 
     def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:

@@ -39,11 +39,16 @@ class PeerScores:
     Args:
         peers: the names of the peers.
         seed: the seed of the draws; equal seeds and equal calls give equal choices. Use another one for each worker.
+
+    Attributes:
+        num_joins: how often a peer was added, or answered again.
+        num_deaths: how often one that had not failed before did.
     """
 
     def __init__(self, peers: Iterable[str], *, seed: str) -> None:
         self._lock = threading.Lock()
         self._records = {peer: _Record() for peer in peers}
+        self.num_joins = self.num_deaths = 0
         self.reset(seed=seed)
 
     @property
@@ -52,9 +57,16 @@ class PeerScores:
         with self._lock:
             return {peer: record.score for peer, record in self._records.items()}
 
+    @property
+    def num_live(self) -> int:
+        """The number of peers whose last request has not failed."""
+        with self._lock:
+            return sum(not record.has_failed for record in self._records.values())
+
     def add(self, peer: str) -> None:
         """Add a peer with the start score; a known peer gets the start score again."""
         with self._lock:
+            self.num_joins += peer not in self._records or self._records[peer].has_failed
             self._records[peer] = _Record(last_contact=self._round)
 
     def remove(self, peer: str) -> None:
@@ -104,6 +116,7 @@ class PeerScores:
         """Note that a request was completed, possibly with an empty reply."""
         with self._lock:
             if (record := self._records.get(peer)) is not None:
+                self.num_joins += record.has_failed
                 score = START_SCORE if record.has_answered else min(record.score + REWARD, MAX_SCORE)
                 self._records[peer] = _Record(score, last_contact=self._round)
 
@@ -111,6 +124,7 @@ class PeerScores:
         """Note that a request was refused, timed out or was broken off."""
         with self._lock:
             if (record := self._records.get(peer)) is not None:
+                self.num_deaths += not record.has_failed
                 score = max(record.score - PENALTY, MIN_SCORE)
                 self._records[peer] = _Record(score, has_failed=True, last_contact=self._round)
 

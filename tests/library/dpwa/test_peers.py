@@ -98,12 +98,15 @@ def test_killed_and_restarted_peers_are_fetched_from_again_within_ten_rounds(wor
     for worker in group[2:]:
         worker.close()
     train(30)
+    assert all(worker.comm_stats()["deaths"] >= 2 for worker in alive)
     back = [averager(workers, name, filled(9.0), address=at) for name, at in zip("cd", addresses, strict=True)]
     for worker in alive:
         for other in back:
             before = other.comm_stats()["num_models_sent"]
             fetched = partial(lambda other, before: other.comm_stats()["num_models_sent"] > before, other, before)
             assert rounds_until(worker, fetched) <= 10
+        rounds_until(worker, partial(lambda worker: worker.comm_stats()["live"] == 4, worker))
+        assert worker.comm_stats()["joins"] >= 3 + 2  # introduced, and back
 
 
 def test_peers_can_be_added_and_removed_while_rounds_run(workers: contextlib.ExitStack) -> None:
