@@ -58,8 +58,8 @@ class Method:
         step_sizes: those that are published, by code.
         simulated_graph: the name of the graph that the simulator takes for n ranks where none is named.
         codes: the names of the compressors that it takes, its default first.
-        needs_fixed_ranks: why its workers cannot come and go, as a clause; "": they can, and `make` hands on the
-            membership of its context; None: that is as its gossiper says, see `methods.why_fixed_ranks`.
+        needs_fixed_ranks: why no wrapper of it takes a membership, as a clause. "": `make` hands on that of its
+            context, and the wrapper itself says what it refuses, see `methods.why_fixed_ranks`.
         aliases: other names that are accepted.
     """
 
@@ -80,7 +80,7 @@ class Method:
     step_sizes: StepSizes = field(default_factory=dict)
     simulated_graph: Callable[[int], str] | None = None
     codes: tuple[str, ...] = ()
-    needs_fixed_ranks: str | None = None
+    needs_fixed_ranks: str = ""
     aliases: tuple[str, ...] = ()
 
     @property

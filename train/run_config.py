@@ -73,7 +73,7 @@ class RunConfig(MethodOptions, ABC):
 
     elastic: bool = False
     """Workers may die, come back and be added while the others train on. Each is started by itself, with the same
-    command, and all meet at --store; see docs/guides/elasticity.md."""
+    command, and all meet at --store; see docs/guides/elasticity.md. Recipes that cannot do so say why."""
     min_workers: int = 1
     """The run begins with so many workers; learning rate and epochs are counted as for these."""
     max_workers: int = 0
@@ -174,8 +174,8 @@ class RunConfig(MethodOptions, ABC):
     def _check_elastic(self) -> None:
         if why := why_fixed_ranks(METHODS[self.recipe], self):
             raise ValueError(
-                f"got --elastic with --recipe {self.recipe}, expected a method whose workers can come and go, since "
-                f"{why}; take sgp, osgp or dpsgd with their defaults, or leave out --elastic"
+                f"got --elastic with --recipe {self.recipe}, expected a method and options whose workers can come and "
+                f"go, such as sgp, or no --elastic: {why}"
             )
         if self.max_workers and self.max_workers < self.min_workers:
             raise ValueError(

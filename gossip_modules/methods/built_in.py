@@ -114,7 +114,6 @@ BUILT_IN: tuple[Method, ...] = (
         graph="any",
         options=PLAIN,
         simulated_graph=lambda n: "npeer-exponential",
-        needs_fixed_ranks="",
     ),
     Method(
         "osgp",
@@ -129,7 +128,6 @@ BUILT_IN: tuple[Method, ...] = (
         options=PLAIN,
         always_overlaps=True,
         simulated_graph=lambda n: "npeer-exponential",
-        needs_fixed_ranks="",
     ),
     Method(
         "matcha",
@@ -148,7 +146,6 @@ BUILT_IN: tuple[Method, ...] = (
         graph="undirected, static",
         options=ROUNDS | {"budget", "plan", "overlap", "wire_dtype"},
         simulated_graph=lambda n: "ring",
-        needs_fixed_ranks="",
     ),
     Method(
         "choco",
@@ -246,7 +243,6 @@ BUILT_IN: tuple[Method, ...] = (
         options=frozenset({"graph"}),
         pace="shared_steps",
         simulated_graph=lambda n: "bipartite-complete" if n % 2 else "bipartite-exponential",
-        needs_fixed_ranks="its workers take steps at their own pace, and a run deals out the batches of common steps",
     ),
     Method(
         "wagma",
@@ -264,7 +260,6 @@ BUILT_IN: tuple[Method, ...] = (
         example="GroupAverageDataParallel(model)",
         options=frozenset({"group_size", "sync_period", "wait_avoiding", "overlap"}),
         pace="shared_rounds",
-        needs_fixed_ranks="slow workers leave out steps in which all average; GroupAverageDataParallel takes one",
     ),
     Method(
         "dpwa",
@@ -289,7 +284,6 @@ BUILT_IN: tuple[Method, ...] = (
         paper=Paper("Stich", "Local SGD Converges Fast and Communicates Little", "ICLR 2019", "1805.09767"),
         example="GossipDataParallel(model, schedule=Schedule(gossip_every=10, average_every=1))",
         options=frozenset({"sync_period", "nprocs_per_node"}),
-        needs_fixed_ranks="an average over all ranks fails with each of them",
     ),
     *OUTER_METHODS,
     *RULE_METHODS,

@@ -9,6 +9,7 @@ from ..graph_manager import named_graphs
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, TREES, default_graph, named_graph
 from ..graph_manager.static_graphs import networkx_graph
+from .options import Context, MethodOptions
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -104,18 +105,38 @@ def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
     return networkx_graph(make_static_graph(name, num_nodes=num_nodes))
 
 
-def for_any_size(whom: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
-    """The argument `graph` of a wrapper as a function of the number of workers; none: its own choice.
+def choose_graph(
+    whom: Callable[[MethodOptions, int, Context], Mapping[str, Any]], options: MethodOptions, context: Context
+) -> dict[str, Any]:
+    """The argument `graph` or `mixing` of a wrapper; {}: the wrapper's own choice.
+
+    With a membership it is `graph`, as a function of the number of workers.
 
     Args:
-        whom: the arguments `graph` or `mixing` for a number of workers.
+        whom: the argument for a number of nodes, of (options, number of nodes, context).
+        options, context: what is wrapped, and where.
+
+    Raises:
+        ValueError: processes cannot form nodes of that size; or as `whom`.
     """
+    if context.membership is None:
+        return dict(whom(options, _count_nodes(options, context), context))
 
     def graph_of(num_workers: int) -> Any:
-        chosen = whom(num_workers)
-        return chosen["mixing"].graph if "mixing" in chosen else chosen["graph"]
+        chosen = whom(options, num_workers, context)
+        return chosen["mixing"].graph if "mixing" in chosen else chosen.get("graph")
 
     return {} if graph_of(2) is None else {"graph": graph_of}
+
+
+def _count_nodes(options: MethodOptions, context: Context) -> int:
+    """How many ranks gossip; raises ValueError where processes cannot form nodes."""
+    if context.world_size % options.nprocs_per_node:
+        raise ValueError(
+            f"got nprocs_per_node={options.nprocs_per_node} for {context.world_size} processes, expected a divisor; "
+            "change one"
+        )
+    return context.world_size // options.nprocs_per_node
 
 
 def peers_by_round(text: str, *, steps_per_epoch: int, steps_per_round: int) -> int | dict[int, int]:

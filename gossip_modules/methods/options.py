@@ -162,8 +162,8 @@ class Context:
         example_inputs: makes inputs of the model as it sees them in training, on its device; None: there are none.
         on_every_rank: collective, calls a function and returns what it returned on all ranks, in their order.
         own_host: collective, returns an address of this machine that all other ranks reach.
-        membership: of workers that come and go; the number of ranks is not used then. Only for methods that take one,
-            see `Method.needs_fixed_ranks`.
+        membership: of workers that come and go; the number of ranks is not used then. None: ranks stay. Only for
+            methods that take one, see `why_fixed_ranks`.
     """
 
     rank: int = 0

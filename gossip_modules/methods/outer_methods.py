@@ -71,8 +71,6 @@ def _rate_and_place(options: MethodOptions) -> dict[str, Any]:
 
 OPTIONS = frozenset({"sync_period", "outer_lr", "outer_momentum", "anchor_device", "nprocs_per_node"})
 """Those of all outer methods."""
-ANCHORS = "its recipe is for ranks that stay, which GossipDataParallel(outer=..., membership=...) does not need"
-"""Why no recipe takes a membership."""
 OUTER_METHODS: tuple[Method, ...] = (
     Method(
         "diloco",
@@ -89,7 +87,6 @@ OUTER_METHODS: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, outer=DiLoCo())",
         options=OPTIONS,
-        needs_fixed_ranks=ANCHORS,
     ),
     Method(
         "streamingdiloco",
@@ -138,7 +135,6 @@ OUTER_METHODS: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, outer=SparseLoCo())",
         options=OPTIONS - {"outer_momentum"} | {"compression_ratio", "error_decay"},
-        needs_fixed_ranks=ANCHORS,
     ),
     Method(
         "slowmo",
@@ -155,7 +151,6 @@ OUTER_METHODS: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, outer=SlowMo())",
         options=OPTIONS,
-        needs_fixed_ranks=ANCHORS,
     ),
     Method(
         "noloco",
@@ -172,7 +167,6 @@ OUTER_METHODS: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, outer=NoLoCo())",
         options=OPTIONS,
-        needs_fixed_ranks=ANCHORS,
     ),
     Method(
         "gasloc",
@@ -190,7 +184,6 @@ OUTER_METHODS: tuple[Method, ...] = (
         example="GossipDataParallel(model, outer=GASLoC())",
         graph="undirected",
         options=OPTIONS | {"graph"},
-        needs_fixed_ranks=ANCHORS,
         simulated_graph=static,
     ),
 )

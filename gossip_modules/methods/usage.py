@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, NoReturn, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
+from ..membership.membership import Membership
+from ..membership.participant import Participant
 from ..registry import METHODS, Method
 from .compressors import COMPRESSORS
 from .options import METHOD_OPTIONS, Context, MethodOptions
@@ -58,26 +63,41 @@ def without_unused(method: Method, options: Options) -> Options:
     return replace(options, **{name: _DEFAULTS[name] for name in unused_options(method, options)})
 
 
+class _Taken(Exception):
+    """A wrapper has come to a `_Trial`: it takes a membership."""
+
+
+class _Trial(Membership):
+    """A membership in which nobody trains, to ask a wrapper whether it takes one."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.HashStore(), min_workers=1, host="127.0.0.1")
+
+    def attach(self, participant: Participant, description: Mapping[str, str]) -> NoReturn:
+        """The last thing that a wrapper does, when it has refused nothing."""
+        raise _Taken
+
+
 def why_fixed_ranks(method: Method, options: MethodOptions) -> str:
-    """Why a membership does not carry a method with these options, as a clause; "": it does."""
-    if method.needs_fixed_ranks is not None:
-        why = method.needs_fixed_ranks
-    elif method.gossiper is None:
-        why = "its entry in the registry does not say that its workers can come and go"
-    elif method.gossiper(options, 0).is_elastic:
-        why = ""
-    else:
-        why = "what it keeps of its peers must be the same at both ends of a link, also after a message is lost"
-    if why:
-        return why
-    used = used_options(method, options)
-    if "average_every" in used and options.average_every:
-        return f"an average over all ranks, here with average_every={options.average_every}, fails with each of them"
-    if "consensus_target" in used and options.consensus_target:
-        return f"all must decide alike how often they gossip, here with consensus_target={options.consensus_target}"
-    if "nprocs_per_node" in used and options.nprocs_per_node != 1:
-        return f"each process is a worker that may come and go, here with nprocs_per_node={options.nprocs_per_node}"
-    return f"a plan is for so many nodes, here with plan={options.plan}" if "plan" in used and options.plan else ""
+    """Why a membership does not carry a method with these options, as a clause or an error; "": it does.
+
+    The wrapper is asked: `method` wraps a model of two numbers, and what it refuses is the answer. A `make` that does
+    not hand the membership on, and would train alone, is noticed too.
+    """
+    return method.needs_fixed_ranks or _refusal(method.make, _resolved(method, _plain(options)))
+
+
+@lru_cache(maxsize=64)
+def _refusal(make: Callable[..., Wrapper], options: MethodOptions) -> str:
+    """Cached, as MATCHA plans a graph for each number of workers."""
+    try:
+        wrapper = make(nn.Linear(1, 1), options, Context(membership=_Trial()))
+    except _Taken:
+        return ""
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    wrapper.close()
+    return "its entry in the registry does not hand on the membership of its context"
 
 
 def wrap(name: str, module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
@@ -90,15 +110,23 @@ def wrap(name: str, module: nn.Module, options: MethodOptions, context: Context)
         context: of the run.
 
     Raises:
-        ValueError: options that the method cannot have.
+        ValueError: options that the method cannot have; a membership that it does not take.
     """
     method = METHODS[name]
     if context.membership is not None and (why := why_fixed_ranks(method, options)):
-        raise ValueError(f"got a membership for {method.title}, expected None, since {why}; take sgp, osgp or dpsgd")
+        raise ValueError(f"got a membership for {method.title}, expected None: {why}")
     if (unused := unused_options(method, options)) and context.rank == 0:
         warnings.warn(f"{', '.join(unused)}: without effect with --recipe {name}", stacklevel=2)
-    options = without_unused(method, options)
-    if method.always_overlaps:
-        options = replace(options, overlap=True)
-    wrapper: Wrapper = method.make(module, options, context)
+    wrapper: Wrapper = method.make(module, _resolved(method, options), context)
     return wrapper
+
+
+def _resolved(method: Method, options: Options) -> Options:
+    """`options` as `method` uses them."""
+    options = without_unused(method, options)
+    return replace(options, overlap=True) if method.always_overlaps else options
+
+
+def _plain(options: MethodOptions) -> MethodOptions:
+    """`options` alone, without what a run adds to them."""
+    return MethodOptions(**{name: getattr(options, name) for name in METHOD_OPTIONS})

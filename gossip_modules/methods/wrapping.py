@@ -27,7 +27,7 @@ from ..wrappers.gossip import GossipDataParallel
 from .compressors import WIRE_DTYPES
 from .graphs import (
     base_graph,
-    for_any_size,
+    choose_graph,
     make_graph,
     make_static_graph,
     make_tree,
@@ -117,13 +117,9 @@ def wrap_gossip(
         push_sum: whether the graph may be directed.
         schedule: which step gossips and which averages over all, or what controls that.
     """
-    if context.membership is None:
-        chosen = whom(options, _count_nodes(options, context), context)
-    else:
-        chosen = for_any_size(lambda num_workers: whom(options, num_workers, context))
     return GossipDataParallel(
         module,
-        **chosen,
+        **choose_graph(whom, options, context),
         **what(options, context),
         push_sum=push_sum,
         overlap=options.overlap,
@@ -212,28 +208,18 @@ def wrap_with(
     """How a method wraps a model that is one argument of the wrapper, given (options, seed), on a graph or none."""
 
     def wrap(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
-        num_nodes = _count_nodes(options, context)
         arguments: dict[str, Any] = {argument: make(options, context.seed)}
         return GossipDataParallel(
             module,
             **arguments,
-            **(whom(options, num_nodes, context) if whom else {}),
+            **(choose_graph(whom, options, context) if whom else {}),
             nprocs_per_node=options.nprocs_per_node,
             comm_device=context.comm_device,
             timeout=context.timeout,
+            membership=context.membership,
         )
 
     return wrap
-
-
-def _count_nodes(options: MethodOptions, context: Context) -> int:
-    """How many ranks gossip; raises ValueError where processes cannot form nodes."""
-    if context.world_size % options.nprocs_per_node:
-        raise ValueError(
-            f"got nprocs_per_node={options.nprocs_per_node} for {context.world_size} processes, expected a divisor; "
-            "change one"
-        )
-    return context.world_size // options.nprocs_per_node
 
 
 def wrap_gossiper(
@@ -246,10 +232,12 @@ def wrap_gossiper(
 
 def wrap_bilateral(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
     """AD-PSGD: pairs average while both go on training."""
+
+    def pairs(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
+        return {"graph": make_graph(options.graph, num_nodes=num_nodes, peers_per_itr=1, push_sum=False)}
+
     return BilatGossipDataParallel(
-        module,
-        graph=make_graph(options.graph, num_nodes=context.world_size, peers_per_itr=1, push_sum=False),
-        timeout=context.timeout,
+        module, **choose_graph(pairs, options, context), timeout=context.timeout, membership=context.membership
     )
 
 
@@ -262,6 +250,7 @@ def wrap_group_average(module: nn.Module, options: MethodOptions, context: Conte
         wait_avoiding=options.wait_avoiding,
         overlap=options.overlap,
         timeout=context.timeout,
+        membership=context.membership,
     )
 
 

@@ -98,7 +98,7 @@ def store_of(start: Callable[..., Process]) -> str:
     return f"127.0.0.1:{port}"
 
 
-@pytest.mark.parametrize("recipe", ["sgp", "osgp", "dpsgd"])
+@pytest.mark.parametrize("recipe", ["sgp", "osgp", "dpsgd", "choco", "diloco", "wagma", "adpsgd"])
 def test_a_run_loses_a_worker_gets_another_and_ends_well(
     recipe: str, tmp_path: Path, start: Callable[..., Process]
 ) -> None:
@@ -129,7 +129,12 @@ def test_a_run_loses_a_worker_gets_another_and_ends_well(
     assert summary["world_size"] == 3
     tables = {path.name: pd.read_csv(path) for path in (tmp_path / "run").glob("rank_*.csv")}
     assert {"rank_0000.csv", "rank_0002.csv", "rank_0003.csv"} <= tables.keys()
-    assert tables["rank_0000.csv"]["epoch"].tolist() == list(range(1, 25))
+    epochs = tables["rank_0000.csv"]["epoch"].tolist()
+    if recipe in ("wagma", "adpsgd"):  # in a step, others may have taken all those of an epoch
+        assert epochs == sorted(set(epochs))
+        assert epochs[-1] == 24
+    else:
+        assert epochs == list(range(1, 25))
     assert tables["rank_0003.csv"]["own_steps"].iloc[-1] < tables["rank_0000.csv"]["own_steps"].iloc[-1]
 
     # A worker of the job that is started again finds it done.

@@ -180,9 +180,8 @@ def _line(row: EpochRow) -> str:
         line += "no steps of this rank"
     else:
         line += f"loss {row.loss:.4f}  train {row.train_accuracy_percent:6.2f} %"
-    if row.consensus_distance is None:
-        return line
-    return (
-        f"{line}  test: own {in_words(row.own_test)}  averaged {in_words(row.averaged_test)}"
-        f"  consensus distance {row.consensus_distance:.3g}"
-    )
+    if row.own_test:
+        line += f"  test: own {in_words(row.own_test)}"
+    if row.averaged_test:
+        line += f"  averaged {in_words(row.averaged_test)}  consensus distance {row.consensus_distance:.3g}"
+    return line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules.membership.serve import serve
-from gossip_modules.methods import METHODS
+from gossip_modules.methods import METHODS, MethodOptions, why_fixed_ranks
 from tests.library.membership.test_membership import die
 from train.job.errors import UsageError
 from train.job.world import World
@@ -214,24 +215,23 @@ def test_a_task_of_ones_own_deals_out_its_stream() -> None:
 
 @pytest.mark.parametrize("recipe", METHODS)
 def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) -> None:
-    if recipe in ("sgp", "osgp", "dpsgd", "matcha"):
-        Config(recipe=recipe, elastic=True)
-    elif METHODS[recipe].needs_fixed_ranks is not None:
-        with pytest.raises(ValueError, match=rf"got --elastic with --recipe {recipe}, .* since .+; take sgp, osgp"):
+    if why := why_fixed_ranks(METHODS[recipe], MethodOptions()):
+        with pytest.raises(ValueError, match=rf"got --elastic with --recipe {recipe}, expected .*: {re.escape(why)}"):
             Config(recipe=recipe, elastic=True)
+    else:
+        Config(recipe=recipe, elastic=True)
 
 
 @pytest.mark.parametrize(
     ("config_type", "options", "message"),
     [
-        (Config, {"average_every": 4}, "since an average over all ranks, here with average_every=4, fails"),
-        (Config, {"consensus_target": 2.0}, "since all must decide alike how often they gossip, here with consensus_"),
-        (Config, {"nprocs_per_node": 2}, "since each process is a worker .* here with nprocs_per_node=2"),
+        (Config, {"consensus_target": 2.0}, "ranks that may lose messages cannot all decide alike"),
+        (Config, {"nprocs_per_node": 2}, "got nprocs_per_node=2 with a membership, expected 1"),
         (Config, {"min_workers": 3, "max_workers": 2}, "got max_workers=2 and min_workers=3, expected no fewer"),
         (Config, {"backend": "mpi"}, "got --elastic with --backend mpi, expected gloo"),
         (Config, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
-        (TranslationConfig, {"recipe": "ar"}, "since every step needs the gradients of all"),
-        (LanguageModelConfig, {"recipe": "diloco"}, "since its recipe is for ranks that stay"),
+        (TranslationConfig, {"recipe": "ar"}, "every step needs the gradients of all; .* is torchft"),
+        (LanguageModelConfig, {"recipe": "sparseloco"}, "would be lost with it; e.g. DiLoCo or StreamingDiLoCo"),
     ],
 )
 def test_options_that_do_not_fit(config_type: Any, options: dict[str, Any], message: str) -> None:

@@ -5,6 +5,9 @@ r reads the batch of number `turns + (s - start) n + r`, see `Membership.turn`: 
 read once, and an epoch is so many numbers. Only the batches of a worker that is dead, up to the end of its generation,
 are read by nobody. Epochs, validations and the end are functions of the number too, hence the same on all workers, also
 on one that has just come.
+
+Where workers leave out steps (WAGMA) or take them at their own pace (AD-PSGD), each reads its share of the stream at
+that pace, from the position of the run when the generation begins; see `ElasticPace`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from train.job.world import World
 from train.run.checkpoint import START_AFRESH, Checkpoints
 from train.run.elastic.history import History
 from train.run.elastic.membership_log import MembershipLog
+from train.run.elastic.pace import elastic_pace
 from train.run.elastic.report import report
+from train.run.elastic.validation import validate
 from train.run.evaluate import Validation
 from train.run.log import EpochRow, RunLog
 from train.run.meters import Meters
@@ -59,6 +64,7 @@ class ElasticRun:
     def __init__(self, task: Task, config: RunConfig, world: World, stop: StopRequest) -> None:
         self.task, self.config, self.world, self.stop = task, config, world, stop
         self.folder, self.founders = config.run_dir, config.min_workers
+        self.end = config.epochs * task.steps_per_epoch  # a position, see `ElasticPace`
         self.folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(config.seed)
         module = task.precision.prepare_module(task.make_model())
@@ -88,6 +94,7 @@ class ElasticRun:
             keep_last=config.keep_last,
         )
         self.history, self.meters = History(), Meters(world.device)
+        self.pace = elastic_pace(config, self.membership, self.history)
         self.membership_log = MembershipLog(self.folder, self.membership.stats)
         optimizer = task.make_optimizer(module)
         saved = self._saved()
@@ -103,7 +110,7 @@ class ElasticRun:
         self.state = TrainingState(self.wrapper, optimizer, task.precision.make_scaler(), self.meters, world.device)
         if saved is not None:
             self.state.load_optimizer(saved)
-        self.membership.track(optimizer=optimizer, scaler=self.state.scaler, history=self.history)
+        self.membership.track(optimizer=optimizer, scaler=self.state.scaler, history=self.history, pace=self.pace)
         self.is_founder = not self.membership.is_waiting_at_the_door
         self.stream: Iterator[Sequence[MicroBatch]] | None = None
         self.log: RunLog | None = None
@@ -158,7 +165,7 @@ class ElasticRun:
                 "unix_seconds": round(time.time(), 3),
                 "generation": change.generation,
                 "step": change.step,
-                "batch": self._first_of(change.step),
+                "batch": self.pace.position(change.step),
                 "members": list(change.members),
                 "joined": list(change.joined),
                 "left": {str(number): why for number, why in change.left.items()},
@@ -172,25 +179,30 @@ class ElasticRun:
         config, task, members = self.config, self.task, self.membership
         self._begin()
         assert self.log is not None
-        end = config.epochs * task.steps_per_epoch
-        if self._first_of(members.join()) >= end:
+        if self.pace.position(members.join()) >= self.end:
             print(f"worker {members.number}: the run has ended: nothing is left to do", flush=True)
             return 0
         print(
             f"{METHODS[config.recipe].title}: {task.description}, worker {members.number} of {members.world_size}, "
             f"{self.world.device.type}, {task.steps_per_epoch} batches per epoch, from batch "
-            f"{self._first_of(members.join())}",
+            f"{self.pace.position(members.join())}",
             flush=True,
         )
         self.wrapper.train()
         validation: Validation | None = None
         for step in members.steps(sys.maxsize):
-            first = self._first_of(step)
-            last = first + members.world_size
+            first = self.pace.position(step)
             self._take_step(first)
-            validation, is_last = None, last >= end
-            if (epoch := last // task.steps_per_epoch) > first // task.steps_per_epoch:
-                validation = self._end_epoch(epoch, last, is_due=is_last or epoch % config.validate_every == 0)
+            last = self.pace.position(members.join())
+            validation, is_last = None, last >= self.end
+            before, epoch = (min(turn // task.steps_per_epoch, config.epochs) for turn in (first, last))
+            if epoch > before:  # by more than one where others have taken many steps
+                is_due = is_last or epoch // config.validate_every > before // config.validate_every
+                validation = self._end_epoch(epoch, last, is_due=is_due)
+            elif is_last and self.pace.may_meet:
+                validation = self._validate(is_last=True)
+            if is_last and validation is None and not self.pace.gives_up():
+                continue
             if self._is_checkpoint_due(first, last) or (is_last and self._saves):
                 self._save(last, validation)
             if is_last:
@@ -201,10 +213,6 @@ class ElasticRun:
                 return EXIT_CODE
         report(self, validation)
         return 0
-
-    def _first_of(self, step: int) -> int:
-        """The number of the first batch that the workers read in `step`; see [Note: Turns]."""
-        return self.history.first_turn + self.membership.turn(step) - self.membership.rank
 
     @property
     def has_begun(self) -> bool:
@@ -242,6 +250,7 @@ class ElasticRun:
         train_step(self.task, config, self.state, batch, learning_rate=rate)
         seconds = time.perf_counter() - start
         self.meters.train_seconds += seconds
+        self.pace.count_step()
         self.membership_log.step(seconds)
         if self.state.step % config.log_every == 0:
             log.point(first // self.founders, loss=self.meters.loss, learning_rate=rate)
@@ -251,32 +260,15 @@ class ElasticRun:
         position = turn // self.founders
         with usage_errors():
             self.meters.require_finite(position)
-        validation = self._validate() if is_due else None
+        validation = self._validate(is_last=turn >= self.end) if is_due else None
         rate, stats = self.task.learning_rate(position - 1), self.wrapper.comm_stats()
         self.log.epoch(EpochRow.of(epoch, position, self.state.step, rate, self.meters, stats, validation))
         self.meters.start_epoch()
         return validation
 
-    def _validate(self) -> Validation | None:
-        """Metrics of this worker's model, and on the first worker of the average; None: somebody has died in it."""
-        wrapper, task = self.wrapper, self.task
-        sent_before = wrapper.comm_stats()["bytes_sent"]
-        wrapper.eval()
-        averaged: dict[str, float] = {}
-        try:
-            with torch.no_grad(), task.precision.autocast():
-                own = task.evaluate(wrapper.module)
-            distance = wrapper.consensus_distance()
-            with wrapper.averaged():
-                if self.membership.rank == 0:  # the others wait for it in their next round
-                    with torch.no_grad(), task.precision.autocast():
-                        averaged = task.evaluate_averaged(wrapper.module)
-        except (ConnectionError, TimeoutError) as error:
-            print(f"worker {self.membership.number}: no average to validate: {error}", flush=True)
-            return None
-        finally:
-            wrapper.train()
-        return Validation(own, averaged, distance, wrapper.comm_stats()["bytes_sent"] - sent_before)
+    def _validate(self, *, is_last: bool) -> Validation | None:
+        """See `validate`; at the end of an epoch all are here only where they come to it together."""
+        return validate(self.wrapper, self.task, self.membership, with_average=is_last or self.pace.meets)
 
     def _save(self, turn: int, validation: Validation | None) -> None:
         """On the first worker, write a checkpoint of its model."""
@@ -290,5 +282,6 @@ class ElasticRun:
         if self.log is not None:
             self.log.close()
             self.membership_log.close()
+        self.pace.close()
         self.wrapper.close()
         self.task.close()
