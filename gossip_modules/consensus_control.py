@@ -66,7 +66,9 @@ class ConsensusControl:
         max_interval: the largest.
         max_rounds: the most rounds of gossip in a step, with remedy="rounds".
         average_every: every so many rounds at the latest there is an exact average, and the first ones after 2, 4, 8,
-            ... rounds, as the beginning of training is where the distance matters most; 0 = only as a remedy.
+            ... rounds, as the beginning of training is where the distance matters most; 0 = only as a remedy; 1 =
+            every round is an exact average and nothing else, so the distance is measured exactly, and what is
+            controlled is how many steps there are from one to the next.
 
     Raises:
         ValueError: a number out of range, or an unknown remedy. When the model is wrapped: weights that are not doubly
@@ -225,6 +227,10 @@ class ControlLaw:
             ratio = self.calibration * found / estimate**2
             self.calibration = _CALIBRATION_MEMORY * self.calibration + (1 - _CALIBRATION_MEMORY) * ratio
         self.estimate = math.sqrt(found)
+        self.count_average()
+
+    def count_average(self) -> None:
+        """There was an exact average."""
         self.num_averages += 1
         self.rounds_since_average = 0
 

@@ -11,8 +11,10 @@ GOSSIP_DATA, and without that scikit-learn's digits.
 Methods: `allreduce` averages the models after every step, which with a linear optimizer like SGD is to average the
 gradients; `exponential` gossips with one peer in every step, and its bytes are what others are compared with; `ring`
 gossips with both neighbours in every step; `ring-control-T` does so under `ConsensusControl(target=T)`, and
-`ring-every-H` in every H-th step. Bytes are those that `comm_stats()` counts in training, collectives included;
-the accuracy is that of the averaged model on all test images after the last step.
+`ring-every-H` in every H-th step. `average-every-H` averages the models exactly in every H-th step and does nothing
+else, `average-control-T` as often as `ConsensusControl(target=T, average_every=1)` says, and `average-within-T` as
+often as that with is_relative=False does, where T is a distance. Bytes are those that `comm_stats()` counts in
+training, collectives included; the accuracy is that of the averaged model on all test images after the last step.
 
 Each row is written when its run has ended, and a run that has a row is not made again, so the same command goes on
 where it was stopped.

@@ -17,7 +17,17 @@ from benchmarks.cluster.workload.training import SmallNetwork, SplitImages
 from gossip_modules import ConsensusControl, GossipDataParallel, RingGraph, Schedule
 from gossip_modules.testing import run_ranks
 
-METHODS = ("allreduce", "exponential", "ring", "ring-control-2", "ring-control-4", "ring-control-8", "ring-every-4")
+METHODS = (
+    "allreduce",
+    "exponential",
+    "ring",
+    "ring-control-4",
+    "ring-control-8",
+    "ring-every-4",
+    "average-control-1",
+    "average-within-1",
+    "average-every-4",
+)
 TIMEOUT = timedelta(minutes=10)  # 16 ranks share a core with other work
 KEY = ("data", "method", "seed", "ranks", "epochs", "lr", "momentum", "batch_size")
 """Columns that name a run."""
@@ -75,6 +85,12 @@ def arguments_of(method: str, ranks: int) -> dict[str, Any]:
         return {**ring, "schedule": ConsensusControl(float(number))}
     if name == "ring-every":
         return {**ring, "schedule": int(number)}
+    if name == "average-control":
+        return {**ring, "schedule": ConsensusControl(float(number), average_every=1)}
+    if name == "average-within":
+        return {**ring, "schedule": ConsensusControl(float(number), is_relative=False, average_every=1)}
+    if name == "average-every":
+        return {**ring, "schedule": Schedule(gossip_every=int(number), average_every=1)}
     raise ValueError(f"got method {method!r}, expected one like {', '.join(METHODS)}")
 
 

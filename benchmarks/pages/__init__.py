@@ -18,12 +18,13 @@ import pandas as pd
 
 from benchmarks.pages.algorithms import ALGORITHMS
 from benchmarks.pages.base import Page
+from benchmarks.pages.control import CONTROL
 from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.training import TRAINING
 from benchmarks.pages.uneven import UNEVEN
 from benchmarks.record import RESULTS, ROOT
 
-PAGES: Mapping[str, Page] = {**ALGORITHMS, **MEMBERSHIP, **TRAINING, **UNEVEN}
+PAGES: Mapping[str, Page] = {**ALGORITHMS, **MEMBERSHIP, **TRAINING, **CONTROL, **UNEVEN}
 """By the name of the file, in the order of the index."""
 DOCS = ROOT / "docs" / "benchmarks"
 MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{csv}: change that, not this. -->"
@@ -33,7 +34,11 @@ def page(name: str) -> str:
     """The text of a page, from its CSV file."""
     own = PAGES[name]
     rows = pd.read_csv(RESULTS / own.csv, dtype={"commit": str, "victims": str, "named": str})
-    figures = own.render(rows) if own.render else f"{sources(rows)}\n\n{table(rows, own.columns)}\n"
+    if own.render:
+        figures = own.render(rows)
+    else:
+        parts = [sources(rows), *([own.summary(rows)] if own.summary else []), table(rows, own.columns)]
+        figures = "\n\n".join(parts) + "\n"
     return f"# {own.title}\n\n{MADE.format(csv=own.csv)}\n\n{own.text}\n\n{figures}"
 
 

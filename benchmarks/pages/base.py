@@ -17,6 +17,7 @@ class Page:
         csv: name of the file in benchmarks/results/.
         text: what is measured, and how to read it.
         columns: columns of the table: the name in the CSV file, the header here, and the format of a number.
+        summary: makes what stands before the table.
         render: makes the figures of a page that is no plain table.
     """
 
@@ -24,4 +25,5 @@ class Page:
     csv: str
     text: str
     columns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    summary: Callable[[pd.DataFrame], str] | None = None
     render: Callable[[pd.DataFrame], str] | None = None

@@ -63,31 +63,6 @@ of all processes of a run, which two idle cores share.
             "sent_megabytes": ("MB sent per rank", ".1f"),
         },
     ),
-    "consensus_control": Page(
-        "Consensus control on a ring of 16",
-        "consensus_control.csv",
-        """\
-How accurate training by 16 ranks is for how many bytes: all-reduce, and a ring under
-`ConsensusControl(target=T)` ("ring-control-T"), with the same learning rate for all. A small
-convolutional network without normalisation on CIFAR-10 at 16 pixels; ranks are threads over real Gloo
-groups, and bytes are those that they send in training, collectives included, in models of 26,154
-float32 numbers: one-peer exponential gossip sends one per step. Accuracy is that of the averaged model
-on all 10,000 test images after the last step; its standard error is half a point, and the same images
-are in the same order in the runs of one seed. Seconds are not compared: the machine did other work.
-[Consensus control](../guides/consensus_control.md) says what is controlled.""",
-        {
-            "data": ("data", "s"),
-            "seed": ("seed", "d"),
-            "method": ("method", "s"),
-            "epochs": ("epochs", "d"),
-            "steps": ("steps", "d"),
-            "rounds": ("steps with a round", "d"),
-            "averages": ("exact averages added", "d"),
-            "models_per_step": ("models sent per step", ".3f"),
-            "final_distance": ("distance at the end", ".3f"),
-            "accuracy": ("accuracy", ".2%"),
-        },
-    ),
     "restart": Page(
         "Killed and resumed",
         "restart.csv",

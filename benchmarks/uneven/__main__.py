@@ -12,7 +12,7 @@ are in one process (`replicas.py` says how). Accuracy is that of the averaged mo
 
 The learning rate is tuned for each method, number of workers, alpha and momentum with the first seed: the rates of
 --rates, divided by 1 - momentum in effect, and, while the best is the lowest or the highest that was tried, a third or
-three times of it, three times at most. Other seeds use the best rate of the first.
+three times of it, three times at most (or --extra-rates). Other seeds use the best rate of the first.
 
 Rows are appended to --output as they come, and a training whose row is there is not repeated: start again to go on.
 """
@@ -35,8 +35,6 @@ from benchmarks.uneven.images import decoded, default_cache
 from benchmarks.uneven.methods import METHODS
 from benchmarks.uneven.trial import UnevenTrial
 
-MOST_EXTRA_RATES = 3
-
 
 @dataclass
 class UnevenBenchmark:
@@ -53,6 +51,8 @@ class UnevenBenchmark:
     """By default 16 (data) or 3, 5, 6, 7, 10, 12, 25 (workers)."""
     rates: tuple[float, ...] = (0.3, 1.0)
     """Learning rates divided by 1 - momentum, from the lowest to the highest."""
+    extra_rates: int = 3
+    """How many more are tried at most."""
     steps: int = 800
     """Of each worker."""
     batch_size: int = 8
@@ -110,12 +110,12 @@ def accuracies(rows: Iterable[Mapping[str, Any]], setting: Mapping[str, Any]) ->
     }
 
 
-def next_rate(done: Mapping[float, float], rates: Sequence[float]) -> float | None:
+def next_rate(done: Mapping[float, float], rates: Sequence[float], most_extra: int = 3) -> float | None:
     """The learning rate to try next, see above; None: enough were tried."""
     if rest := [rate for rate in rates if rate not in done]:
         return rest[0]
     best = max(done, key=lambda rate: done[rate])
-    if len(done) >= len(rates) + MOST_EXTRA_RATES or best not in (min(done), max(done)):
+    if len(done) >= len(rates) + most_extra or best not in (min(done), max(done)):
         return None
     return _rounded(best / 3 if best == min(done) else best * 3)
 
@@ -128,7 +128,8 @@ def missing(options: UnevenBenchmark, rows: Sequence[Mapping[str, Any]]) -> Unev
     """The first training of which there is no row."""
     for setting in options.trials():
         if setting["seed"] == options.seeds[0]:
-            rate = next_rate(accuracies(rows, setting), options.rates_of(setting["momentum"]))
+            rates = options.rates_of(setting["momentum"])
+            rate = next_rate(accuracies(rows, setting), rates, options.extra_rates)
         else:
             tuned = accuracies(rows, {**setting, "seed": options.seeds[0]})
             best = max(tuned, key=lambda one: tuned[one])

@@ -38,6 +38,8 @@ def check_control(gossiper: Mixer, control: ConsensusControl) -> None:
 class ControlledMixer(Mixer):
     """One round: x <- W x, measured; then, where ranks are too far apart, more of it or x <- mean_j x_j.
 
+    With average_every=1 a round is x <- mean_j x_j alone: W, which keeps the mean, would change nothing but bytes.
+
     [Note: one decision] of `ConsensusControl` says why all ranks do the same.
 
     Args:
@@ -53,6 +55,8 @@ class ControlledMixer(Mixer):
         check_control(gossiper, control)
         self._gossiper, self._averager = gossiper, averager
         self.control = control
+        self._is_exact = control.average_every == 1
+        self._first = averager if self._is_exact else gossiper  # what a round begins with
         self.law = ControlLaw(control)
         self._differences = Differences(gossiper.mixing)
         self.transport = gossiper.transport
@@ -69,34 +73,34 @@ class ControlledMixer(Mixer):
     @property
     def sources(self) -> Sequence[int]:
         """See `Mixer`."""
-        return self._gossiper.sources
+        return self._first.sources
 
     def chunks(self, s: FlatVector) -> Sequence[FlatVector]:
         """See `Mixer`."""
-        return self._gossiper.chunks(s)
+        return self._first.chunks(s)
 
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`. W(t) is that of its own count of rounds, of which several may be in one."""
-        self._gossiper.start(s, self._next_round())
+        self._first.start(s, self._next_round())
         self._keep(s)  # who sends it only reads it too
 
     def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
         """See `Mixer`."""
-        self._gossiper.start_filling(s, self._next_round(), fill)
+        self._first.start_filling(s, self._next_round(), fill)
         self._keep(s)
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
-        self._gossiper.finish(s)
+        self._first.finish(s)
         kept = self._kept_of()
         self._go_on(s, self._observe(squared_distance(s, kept)))
         kept.copy_(s)
 
     def difference(self, s: FlatVector) -> float:
         """See `Mixer`."""
-        alpha, kept = self._gossiper.difference(s), self._kept_of()
+        alpha, kept = self._first.difference(s), self._kept_of()
         is_apart = self._observe(alpha**2 * squared_norm(s))
-        if not (is_apart or self.law.is_average_due):
+        if self._is_exact or not (is_apart or self.law.is_average_due):
             self._go_on(s, False)
             kept.add_(s, alpha=alpha)
             return alpha
@@ -138,9 +142,9 @@ class ControlledMixer(Mixer):
         return self._kept
 
     def _observe(self, squared_correction: Tensor) -> bool:
-        """After a round of gossip: whether the models were further apart than they may be. Collective."""
-        self._own_buffer_weight *= self._gossiper.own_buffer_weight
-        gain = self._differences.mix(self.law.num_gossip_rounds - 1)
+        """After a round: whether the models were further apart than they may be. Collective."""
+        self._own_buffer_weight *= self._first.own_buffer_weight
+        gain = 1.0 if self._is_exact else self._differences.mix(self.law.num_gossip_rounds - 1)
         drift, self._drift = self._drift, None
         unknown = torch.full_like(squared_correction, -1.0)
         own = squared_correction, unknown if drift is None else drift, torch.full_like(unknown, gain)
@@ -151,6 +155,10 @@ class ControlledMixer(Mixer):
     def _go_on(self, s: FlatVector, is_apart: bool) -> None:
         """After the first round of gossip of a step, the others, and what follows for the next step."""
         law, before = self.law, self.law.estimate
+        if self._is_exact:
+            law.count_average()
+            law.adapt(before)
+            return
         num_rounds = 1
         while is_apart and self.control.remedy == "rounds" and num_rounds < self.control.max_rounds:
             last = s.clone()

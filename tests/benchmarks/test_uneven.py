@@ -141,6 +141,7 @@ def test_rates_go_on_while_the_best_is_at_an_end() -> None:
     assert next_rate({0.1: 50.0, 1.0: 60.0, 3.0: 0.0}, (0.1, 1.0)) is None
     falling = {0.1: 50.0, 1.0: 40.0, 0.0333: 51.0, 0.0111: 52.0, 0.0037: 53.0}
     assert next_rate(falling, (0.1, 1.0)) is None  # three more were tried
+    assert next_rate({0.1: 50.0}, (0.1,), most_extra=0) is None
 
 
 def test_trainings_are_resumed_and_other_seeds_take_the_best_rate(tmp_path: Path) -> None:

@@ -126,19 +126,25 @@ def test_fewer_rounds_where_models_are_close() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_control_that_never_acts_changes_no_bit(overlap: bool) -> None:
-    control = ConsensusControl(1e6, max_interval=1, average_every=0)
+@pytest.mark.parametrize("average_every", [0, 1])
+def test_control_that_never_acts_changes_no_bit(average_every: int, overlap: bool) -> None:
+    """Neither rounds of gossip in every step, nor exact averages."""
+    control = ConsensusControl(1e6, max_interval=1, average_every=average_every)
+    plain = Schedule(average_every=average_every)
 
     def body(group: dist.ProcessGroup) -> None:
-        controlled, free = (train(group, 6, schedule=how, overlap=overlap)[0] for how in (control, Schedule()))
+        controlled, free = (train(group, 6, schedule=how, overlap=overlap)[0] for how in (control, plain))
         for got, want in zip(controlled, free, strict=True):
             assert torch.equal(got, want)
 
     run_ranks(3, body)
 
 
+@pytest.mark.parametrize("average_every", [1, 2])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_estimate_is_the_distance_on_a_complete_graph_and_in_exact_averages(overlap: bool) -> None:
+def test_the_estimate_is_the_distance_on_a_complete_graph_and_in_exact_averages(
+    overlap: bool, average_every: int
+) -> None:
     """What a round measures is how far ranks were when it began: in the forward before it, less the step since."""
     begun: dict[int, dict[int, Tensor]] = {}
 
@@ -149,7 +155,8 @@ def test_the_estimate_is_the_distance_on_a_complete_graph_and_in_exact_averages(
             model.flush()
             begun.setdefault(step, {})[rank] = flatten(model.module).clone()
 
-        graph, control = CompleteGraph(n, peers_per_itr=n - 1), ConsensusControl(3.0, average_every=2, max_interval=1)
+        control = ConsensusControl(3.0, average_every=average_every, max_interval=1)
+        graph = undirected_ring(n) if average_every == 1 else CompleteGraph(n, peers_per_itr=n - 1)
         return train(group, 6, note, schedule=control, overlap=overlap, graph=graph)[1]
 
     stats = run_ranks(4, body)[0]
@@ -157,6 +164,18 @@ def test_the_estimate_is_the_distance_on_a_complete_graph_and_in_exact_averages(
         points = torch.stack(list(begun[step - 1].values()))
         distance = float(((points - points.mean(dim=0)) ** 2).sum(dim=1).mean().sqrt())
         assert stats[step]["consensus_estimate"] == pytest.approx(distance, abs=1e-10)
+
+
+def test_exact_averages_alone_send_nothing_else() -> None:
+    """2 (n - 1) / n models, and 32 bytes to each of the others."""
+    n, num_steps = 4, 12
+    control = ConsensusControl(2.0, average_every=1)
+    ranks = run_ranks(n, lambda group: train(group, num_steps, schedule=control))
+    last = ranks[0][1][-1]
+    assert 0 < last["num_averages"] == last["num_rounds"] == num_steps - last["num_skipped_steps"] < num_steps
+    one = run_ranks(n, lambda group: train(group, 1, schedule=control))[0][1][-1]["bytes_sent"]
+    assert last["bytes_sent"] == one * last["num_rounds"]
+    assert one == 2 * (n - 1) / n * 16 * 8 + 32 * (n - 1)
 
 
 def test_ranks_that_flush_at_other_times_decide_alike() -> None:
@@ -176,11 +195,11 @@ def test_ranks_that_flush_at_other_times_decide_alike() -> None:
     assert first[1] > 1
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"is_relative": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"is_relative": False}, {"average_every": 1}], ids=str)
 def test_resuming_is_exact(options: dict[str, Any]) -> None:
     options = dict(options)
-    is_relative = options.pop("is_relative", True)
-    control = ConsensusControl(0.5 if is_relative else 0.02, is_relative=is_relative, average_every=4)
+    is_relative, average_every = options.pop("is_relative", True), options.pop("average_every", 4)
+    control = ConsensusControl(0.5 if is_relative else 0.02, is_relative=is_relative, average_every=average_every)
 
     def steps(model: GossipDataParallel, rank: int, some: range) -> list[Tensor]:
         found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
