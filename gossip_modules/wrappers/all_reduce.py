@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..flat.nonfinite import FiniteCheck, check_policy
 from ..flat.vector import FlatVector
@@ -21,11 +18,11 @@ from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import as_timeout, check_process_group
 from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
-from .gradient_group import GradientGroup, NamedFailure, without_context
+from .gradient_group import NamedReplica
 from .state import check_prefix
 
 
-class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
+class AllReduceDataParallel(NamedReplica, AveragingMixin):
     """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
 
     What it adds is what the gossip wrappers have too: `flush`, `close`, `average_`, `averaged`, `consensus_distance`
@@ -71,52 +68,13 @@ class AllReduceDataParallel(DistributedDataParallel, AveragingMixin):
             group = dist.group.WORLD
         transport = self._transport = connect(group, module_device=device, timeout=as_timeout(timeout))
         self._averager = GlobalAverage(transport)
-        self._failure: NamedFailure | None = None
-        self._gradient_group: GradientGroup | None = None
-        if transport.backend == "gloo":
-            self._gradient_group = GradientGroup(transport)
-            self._failure = self._gradient_group.failure
-            transport.barrier(what="making an AllReduceDataParallel")  # a rank that is not there is named by this
-        with self._naming("making an AllReduceDataParallel"):
-            super().__init__(module, **ddp_options)
+        super().__init__(module, transport, what="making an AllReduceDataParallel", **ddp_options)
         n = dist.get_world_size(self.process_group)
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         self._bytes_per_step = 2 * (n - 1) * num_bytes // n
         self._num_steps = 0
         self._is_finite = FiniteCheck() if on_nonfinite == "raise" else None
         hold(self)
-
-    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        group = self.process_group
-        if self._gradient_group is not None:
-            self.process_group = self._gradient_group  # for the reducer, which this makes
-        try:
-            super()._ddp_init_helper(*args, **kwargs)
-        finally:
-            self.process_group = group
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As DistributedDataParallel; errors of the hook's communication name who failed too."""
-        failure = self._failure
-        if failure is None:
-            super().register_comm_hook(state, hook)
-            return
-
-        @functools.wraps(hook)
-        def named(state: object, bucket: Any) -> Any:
-            with without_context():
-                future = hook(state, bucket)
-            failure.expect(future.wait)
-            return future
-
-        super().register_comm_hook(state, named)
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._naming("preparing a forward"):  # buckets and buffers
-            return super()._pre_forward(*inputs, **kwargs)
-
-    def _naming(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._failure is None else self._failure.naming(what)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As DistributedDataParallel."""

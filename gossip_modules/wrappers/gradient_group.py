@@ -1,8 +1,9 @@
-"""GradientGroup: a process group whose all-reduces, when they fail, say which rank is to blame."""
+"""DistributedDataParallel over a process group whose all-reduces, when they fail, say which rank is to blame."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..transport.process_group import ProcessGroupTransport
 
@@ -112,3 +115,56 @@ class NamedFailure:
             raise error
         doing = f"{what} among ranks {list(self._transport.names)}"
         self._transport.fail(error, doing, time.monotonic() - start, timeout=self._timeout)
+
+
+class NamedReplica(DistributedDataParallel):
+    """DistributedDataParallel whose errors, over Gloo, name who failed.
+
+    Args:
+        module: as for DistributedDataParallel.
+        transport: over the ranks of its group.
+        what: names its construction in errors.
+        ddp_options: any argument of DistributedDataParallel.
+    """
+
+    def __init__(self, module: nn.Module, transport: ProcessGroupTransport, *, what: str, **ddp_options: Any) -> None:
+        self._failure: NamedFailure | None = None
+        self._gradient_group: GradientGroup | None = None
+        if transport.backend == "gloo":
+            self._gradient_group = GradientGroup(transport)
+            self._failure = self._gradient_group.failure
+            transport.barrier(what=what)  # a rank that is not there is named by this
+        with self._naming(what):
+            super().__init__(module, **ddp_options)
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        group = self.process_group
+        if self._gradient_group is not None:
+            self.process_group = self._gradient_group  # for the reducer, which this makes
+        try:
+            super()._ddp_init_helper(*args, **kwargs)
+        finally:
+            self.process_group = group
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As DistributedDataParallel; errors of the hook's communication name who failed too."""
+        failure = self._failure
+        if failure is None:
+            super().register_comm_hook(state, hook)
+            return
+
+        @functools.wraps(hook)
+        def named(state: object, bucket: Any) -> Any:
+            with without_context():
+                future = hook(state, bucket)
+            failure.expect(future.wait)
+            return future
+
+        super().register_comm_hook(state, named)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._naming("preparing a forward"):  # buckets and buffers
+            return super()._pre_forward(*inputs, **kwargs)
+
+    def _naming(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._failure is None else self._failure.naming(what)
