@@ -19,7 +19,6 @@ def check_elastic(
     mixing: object,
     group: object,
     comm_device: object = None,
-    nprocs_per_node: int = 1,
     example: str = "graph=RingGraph or graph=lambda n: BaseGraph(n, 2)",
 ) -> None:
     """Raise ValueError for arguments of a wrapper that do not fit a membership; `example`: graphs that do."""
@@ -30,11 +29,6 @@ def check_elastic(
                 f"for each number of workers, e.g. {example}"
             )
     check_links(group, comm_device)
-    if nprocs_per_node != 1:
-        raise ValueError(
-            f"got nprocs_per_node={nprocs_per_node} with a membership, expected 1: each process is a worker that may "
-            "come and go"
-        )
 
 
 def _is_function(value: object) -> bool:
@@ -109,6 +103,10 @@ class LockstepParticipant(GraphParticipant):
     def at_step(self) -> None:
         """See `ModelParticipant`."""
         super().at_step()
+        self.look_at_weight()
+
+    def look_at_weight(self) -> None:
+        """At the safe point, in a generation."""
         if self.is_weighted:
             if self.membership.transport.is_alone:
                 self._set_weight_to_one()

@@ -126,10 +126,13 @@ class Membership(Joining):
         """
         self._check_attached()
         if not self._has_joined:
-            if self._is_newcomer:
-                self._enter()
-            self._has_joined = True
+            self._as_one(self._join)
         return self._participant.step  # type: ignore[union-attr]
+
+    def _join(self) -> None:
+        if self._is_newcomer:
+            self._enter()
+        self._has_joined = True
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """The training steps from the one that this worker comes to, up to `num_steps`: 0, 1, ... for a founder.
@@ -145,6 +148,8 @@ class Membership(Joining):
         assert self._participant is not None
         while (step := self._participant.step) < num_steps:
             self.at_step()
+            if self.must_leave:
+                return
             self._is_ahead = True
             step = self._participant.step
             if step < num_steps:
@@ -175,27 +180,11 @@ class Membership(Joining):
 
     def on_change(self, callback: Callable[[Change], None]) -> None:
         """Call `callback` with every generation that begins, in the training thread, before its first round."""
-        self._callbacks.append(callback)
+        (self._callbacks if self.siblings is None else self.siblings.callbacks).append(callback)
 
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """The numbers of members that this worker has lost, and which the generation still counts."""
-        transport = self._transport
-        return () if transport is None else tuple(sorted(transport.names[i] for i in transport.lost))
-
-    def stats(self) -> dict[str, float]:
-        """generation, live (workers), joins and deaths since the start, deadline (largest of the peers', seconds)."""
-        view, heartbeats = self._active, self._heartbeats
-        deadlines = [] if view is None or heartbeats is None else [
-            heartbeats.deadline(worker) for worker in view.ids if worker != self.id
-        ]  # fmt: skip
-        return {
-            "generation": self.generation,
-            "live": 0 if view is None else len(view.members) - len(self.lost),
-            "joins": self.num_joins,
-            "deaths": self.num_deaths,
-            "deadline": max(deadlines, default=0.0),
-        }
+    def leave(self) -> None:
+        """End `steps` before the next one, on all processes of a node; then call `close()`. From any thread."""
+        self.is_leaving = True
 
     def attach(self, participant: Participant, description: Mapping[str, str]) -> None:
         """Come to the job: on return the first generation is formed, or this worker waits at the door of another.
@@ -209,22 +198,29 @@ class Membership(Joining):
             JobFullError: it has as many workers as it takes.
             TimeoutError: too few workers have come.
         """
+        self.check_free()
+        self._participant = participant
+        limit = {"max_workers": str(self.max_workers)} if self.max_workers else {}
+        self._description = {**self._own_description, **limit, **description}
+        try:
+            self._as_one(self._come_to_the_job)
+        except BaseException:
+            self.close()
+            raise
+
+    def _come_to_the_job(self) -> None:
+        self._come()
+        if not self._is_newcomer:
+            self._switch(0)
+            self._participant.found()  # type: ignore[union-attr]
+
+    def check_free(self) -> None:
+        """Raise ValueError if there is a wrapper already."""
         if self._participant is not None:
             raise ValueError(
                 f"got membership of job {self.name!r} in a second wrapper, expected one for each; make another "
                 "Membership with another name"
             )
-        self._participant = participant
-        limit = {"max_workers": str(self.max_workers)} if self.max_workers else {}
-        self._description = {**self._own_description, **limit, **description}
-        try:
-            self._come()
-        except BaseException:
-            self.close()
-            raise
-        if not self._is_newcomer:
-            self._switch(0)
-            participant.found()
 
     @property
     def transport(self) -> LinkTransport:
@@ -247,6 +243,9 @@ class Membership(Joining):
         if self._is_ahead:
             self._is_ahead = False
             return None
+        return self._as_one(self._at_step)
+
+    def _at_step(self) -> Change | None:
         with self._lock:
             clock = self._clock = self._clock + 1 + (self._participant.skipped() if self._participant else 0)
             must_wait = self._limit is not None and clock >= self._limit

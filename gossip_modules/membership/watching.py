@@ -181,7 +181,8 @@ class Watching(Generations):
         """Leave; the others go on. Idempotent."""
         if self._closed.is_set():
             return
-        if self._participant is not None and not self._is_excluded:
+        acts = self.siblings is None or self.siblings.leads
+        if acts and self._participant is not None and not self._is_excluded:
             has_left = self._log.append({"event": "leave", "id": self.id, "why": "it left"})
             if self._heartbeats is not None:
                 self._heartbeats.has_said_farewell = has_left

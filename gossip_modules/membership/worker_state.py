@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import limits
 from .event_log import EventLog
@@ -19,6 +19,9 @@ from .liveness.probe import LifeSign, probe
 from .participant import Change, Participant
 from .roster import Roster
 from .view import Joiner, Member, View
+
+if TYPE_CHECKING:
+    from .node.siblings import Siblings
 
 log = logging.getLogger("gossip_modules.membership")
 _connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -58,7 +61,13 @@ class WorkerState:
         self.num_joins = self.num_deaths = 0
         self._link_host, self._has_warned = link_host, False  # of Gloo
         self._has_met = False  # whether a listener of another worker was ever in reach
+        self.siblings: Siblings | None = None  # where several processes are this worker
+        self.is_leaving = False
         self._reset()
+
+    def _as_one(self, act: Callable[[], Change | None]) -> Change | None:
+        """Act, in the first process where several are this worker: see `Siblings`."""
+        return act() if self.siblings is None else self.siblings.as_one(act)
 
     def _reset(self) -> None:
         """As a worker that nobody knows."""
@@ -123,6 +132,40 @@ class WorkerState:
     def number(self) -> int:
         """The number of this worker in logs and errors; it keeps it for as long as it lives."""
         return self._require_view().members[self.rank].number
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The numbers of members that this worker has lost, and which the generation still counts."""
+        return self.own_lost if self.siblings is None else self.siblings.lost
+
+    @property
+    def own_lost(self) -> tuple[int, ...]:
+        """`lost`, as this process sees it now."""
+        transport = self._transport
+        return () if transport is None else tuple(sorted(transport.names[i] for i in transport.lost))
+
+    def stats(self) -> dict[str, float]:
+        """generation, live (workers), joins and deaths since the start, deadline (largest of the peers', seconds)."""
+        return self.own_stats() if self.siblings is None else dict(self.siblings.stats)
+
+    def own_stats(self) -> dict[str, float]:
+        """`stats`, as this process sees them now."""
+        view, heartbeats = self._active, self._heartbeats
+        deadlines = [] if view is None or heartbeats is None else [
+            heartbeats.deadline(worker) for worker in view.ids if worker != self.id
+        ]  # fmt: skip
+        return {
+            "generation": self.generation,
+            "live": 0 if view is None else len(view.members) - len(self.own_lost),
+            "joins": self.num_joins,
+            "deaths": self.num_deaths,
+            "deadline": max(deadlines, default=0.0),
+        }
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether `steps` is to end: `Membership.leave` was called."""
+        return self.is_leaving if self.siblings is None else self.siblings.must_leave
 
     def _release_all(self) -> None:
         if self._heartbeats is not None:

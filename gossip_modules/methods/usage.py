@@ -84,7 +84,10 @@ def why_fixed_ranks(method: Method, options: MethodOptions) -> str:
     The wrapper is asked: `method` wraps a model of two numbers, and what it refuses is the answer. A `make` that does
     not hand the membership on, and would train alone, is noticed too.
     """
-    return method.needs_fixed_ranks or _refusal(method.make, _resolved(method, _plain(options)))
+    options = _resolved(method, _plain(options))
+    if options.nprocs_per_node != 1:
+        return f"the scripts start each process as a worker, here with nprocs_per_node={options.nprocs_per_node}"
+    return method.needs_fixed_ranks or _refusal(method.make, options)
 
 
 @lru_cache(maxsize=64)

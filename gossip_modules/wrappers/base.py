@@ -176,6 +176,8 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         if self._engine.is_asynchronous or self._elastic is not None:
             # Its threads answer for one model; a copy is a snapshot that stays local.
             state.update(_engine=IdleEngine(self._engine), _is_closed=True, _elastic=None)
+        if self._elastic is not None:
+            state["_node"] = None
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

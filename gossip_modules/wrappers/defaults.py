@@ -196,6 +196,16 @@ class Algorithm:
         if self.rule is not None:
             self.rule.check(mixing)
 
+    def check_for_nodes(self, gossiper: Gossiper) -> None:
+        """Raise ValueError where a node with several processes cannot be a worker of a membership."""
+        keeps = [x for x in (self.outer, self.rule, None if gossiper.is_skippable else gossiper) if x is not None]
+        if keeps:
+            raise ValueError(
+                f"got {keeps[0]} with a membership and several processes per node, expected none that keeps anything "
+                "from round to round: only the first process of a node runs rounds with others, and the rest of the "
+                "node would not have it; pass nprocs_per_node=1"
+            )
+
     @property
     def _sends_weights(self) -> bool:
         """What outer steps mix has no weight, nor have the models that a rule mixes."""

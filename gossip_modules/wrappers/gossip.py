@@ -22,6 +22,7 @@ from ..gossiper.gossiper import Gossiper
 from ..membership.links import alone
 from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
+from ..membership.node.participant import NodeParticipant
 from ..mixing_manager.base import MixingManager
 from ..outer.fragment import check_names
 from ..outer.method import OuterMethod
@@ -43,7 +44,7 @@ from .composition import hold
 from .debias import Debias
 from .defaults import Algorithm
 from .join import UnevenInputs
-from .node import Node, count_nodes
+from .node import MemberNode, Node, count_nodes, meet_siblings
 from .setup import Links
 from .state import WeightState
 
@@ -105,7 +106,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             they have come. Costs three copies of the model; in place of `schedule` and `overlap`.
         rule: an `UpdateRule` such as `D2`, for ranks with different data: rounds carry vectors that make up for it.
         process_group: a group that carries nothing else; None = a new one over all ranks.
-        nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`.
+        nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
+            membership: of processes that are one worker, all of torch.distributed or of `process_group`.
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
         init_sync: whether all ranks start from the parameters and buffers of rank 0.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged like parameters.
@@ -173,7 +175,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         algorithm = Algorithm(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule)
         if membership is not None:
-            self._start_elastic(algorithm, membership, init_sync, process_group, comm_device, g)
+            links = Links(process_group, comm_device=comm_device)
+            self._start_elastic(algorithm, membership, links, g, init_sync, find_unused_parameters)
             return
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
@@ -193,11 +196,11 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._start(algorithm, mixing, gossiper)
 
     def _start_elastic(
-        self, algorithm: Algorithm, membership: Membership, init_sync: bool, group: object, comm_device: object, g: int
+        self, algorithm: Algorithm, membership: Membership, links: Links, g: int, init_sync: bool, find_unused: bool
     ) -> None:
         """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
-        fixed: dict[str, Any] = {"group": group, "comm_device": comm_device, "nprocs_per_node": g}
-        check_elastic(graph=algorithm.graph, mixing=algorithm.mixing, **fixed)
+        group = links.process_group if g == 1 else None  # else it is that of the node
+        check_elastic(graph=algorithm.graph, mixing=algorithm.mixing, group=group, comm_device=links.comm_device)
         policies = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
         choose, gossiper = algorithm.choose_for_any_size(init_sync=init_sync, nprocs_per_node=g, **policies)
 
@@ -205,10 +208,18 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             gossiper.check(mixing)
             algorithm.check(mixing)
 
-        self._elastic = LockstepParticipant(self, membership, choose, check=check)
-        self._describe(algorithm, choose(8), gossiper)
+        participant = LockstepParticipant if g == 1 else NodeParticipant
+        self._elastic = participant(self, membership, choose, check=check)
+        self._describe(algorithm, choose(8), gossiper, **({} if g == 1 else {"nprocs_per_node": g}))
+        if g > 1:
+            algorithm.check_for_nodes(gossiper)
+            device, what = self._buffer.vector.raw.device, self._elastic.describe()
+            siblings = meet_siblings(membership, links, g, description=what, device=device)
+            self._node = MemberNode(self.module, siblings, find_unused_parameters=find_unused)
         self._transport: Any = alone(membership.timeout)
         self._start(algorithm, choose(1), gossiper)
+        if isinstance(self._node, MemberNode):
+            self._averager = self._node.averager(is_weighted=gossiper.is_weighted)
         membership.attach(self._elastic, self._elastic.describe())
 
     def _describe(self, algorithm: Algorithm, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
@@ -271,7 +282,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         super()._release()
         self._transport.close()
         if self._node is not None:
-            self._node.transport.close()
+            self._node.close()
 
     @property
     def _bytes_sent(self) -> int:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..flat.vector import FlatVector
+from ..gossiper.mixer import GlobalAverage
+from ..membership.membership import Membership
+from ..membership.node.collectives import NodeCollectives
+from ..membership.node.siblings import PATIENCE, Siblings
+from ..transport.agreement import check_agreement
+from ..transport.connect import CPU
+from .gradient_group import NamedReplica
 from .setup import Links
 
 
@@ -66,13 +75,98 @@ class Node:
             if x.numel():
                 self.transport.broadcast(x, source=0, what="sharing buffers in the node")
 
-    def _replicate(self, module: nn.Module) -> DistributedDataParallel:
-        return DistributedDataParallel(
+    def close(self) -> None:
+        """Give back the group inside the node."""
+        self.transport.close()
+
+    def _replicate(self, module: nn.Module) -> NamedReplica:
+        return NamedReplica(
             module,
+            self.transport,
+            what="making a node",
             process_group=self.transport.group,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
+
+
+class MemberNode(Node):
+    """A node that is one worker of a `Membership`: its first process gossips the whole vector for all of them.
+
+    Args:
+        module: as for `Node`.
+        siblings: the processes of the node.
+        find_unused_parameters: as for DistributedDataParallel.
+    """
+
+    is_weighted = False  # whether push-sum weights move
+
+    def __init__(self, module: nn.Module, siblings: Siblings, *, find_unused_parameters: bool) -> None:
+        self.siblings, self.transport = siblings, siblings.data
+        self.local_rank, self.num_shards = siblings.data.rank, siblings.data.world_size
+        self.find_unused_parameters = find_unused_parameters
+        self.replica = self._replicate(module)
+
+    def shard(self, vector: FlatVector) -> FlatVector:
+        """See `Node`: the vector itself."""
+        return vector
+
+    def gather(self, vector: FlatVector) -> None:
+        """vector, and its weight, <- that of the first process, in place; at a safe point `Siblings` sees to it."""
+        if self.siblings.is_apart:
+            return
+        self.transport.broadcast(vector.raw, source=0, what="sharing the model in the node")
+        if self.is_weighted:
+            self.transport.broadcast(vector.push_sum_weight, source=0, what="sharing its weight in the node")
+
+    def averager(self, *, is_weighted: bool) -> GlobalAverage:
+        """The average over all nodes, for every process of this one."""
+        self.is_weighted = is_weighted
+        collectives: Any = NodeCollectives(self.siblings)  # all that an average needs of a transport
+        return GlobalAverage(collectives, sums_weights=is_weighted)
+
+    def close(self) -> None:
+        """See `Node`."""
+        super().close()
+        self.siblings.control.close()
+
+
+def meet_siblings(
+    membership: Membership,
+    links: Links,
+    nprocs_per_node: int,
+    *,
+    description: Mapping[str, str],
+    device: torch.device,
+) -> Siblings:
+    """The processes of this node, all of which call it.
+
+    Args:
+        membership: of this process.
+        links: inside the node; `PATIENCE` times the timeout of the membership is that of its waits.
+        nprocs_per_node: how many there are.
+        description: what they must agree on, by name.
+        device: of the model.
+
+    Raises:
+        ValueError: there is another number of processes, they do not agree, or the membership has a wrapper.
+        RuntimeError: torch.distributed is not initialised.
+        TimeoutError, ConnectionError: one of them is late or gone; names it.
+    """
+    membership.check_free()
+    if links.place[1] != nprocs_per_node:
+        raise ValueError(
+            f"got nprocs_per_node={nprocs_per_node} and a membership in a world of {links.place[1]} processes, "
+            "expected a world of one node; start each node by `torchrun --standalone --nproc-per-node "
+            f"{nprocs_per_node}`, or pass the group of the node's processes as process_group"
+        )
+    links = replace(links, timeout=PATIENCE * membership.timeout)
+    data = control = links.connect(device)
+    if data.backend != "gloo":
+        control = replace(links, comm_device="cpu", backend="gloo").connect(CPU)
+    check_agreement(control, description)
+    membership.siblings = Siblings(membership, control, data)
+    return membership.siblings
 
 
 def count_nodes(links: Links, nprocs_per_node: int, *, find_unused_parameters: bool) -> int:

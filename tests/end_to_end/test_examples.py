@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,7 @@ def test_an_example_is_short_and_says_how_it_is_started(name: str) -> None:
 
 def test_every_example_is_run_here() -> None:
     tested = re.findall(r'outputs\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8"))
-    assert sorted({*tested, "plain_loop.py", "elastic.py"}) == list(EXAMPLES)
+    assert sorted({*tested, "plain_loop.py", "elastic.py", "elastic_nodes.py"}) == list(EXAMPLES)
 
 
 @pytest.mark.soak
@@ -59,45 +61,86 @@ def test_gpu() -> None:
     assert second == ""
 
 
-@pytest.mark.soak
-def test_workers_of_a_job_die_and_come_back(tmp_path: Path) -> None:
-    """The guide's two lines: a store, and workers of which one is killed and started again."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORKERS": "3", "STEPS": "600", "PYTHONUNBUFFERED": "1"}
-    processes: list[subprocess.Popen[str]] = []
+class Job:
+    """The store of a job, and workers: processes that end with the test."""
 
-    def start(*command: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    def __init__(self) -> None:
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.processes: list[subprocess.Popen[str]] = []
+        store = self.start("-m", "gossip_modules.membership.serve", "--port", "0")
+        port = number(r"port (\d+)", until(store, r"port \d+"))
+        self.environment["STORE"] = f"127.0.0.1:{port:.0f}"
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        self.environment |= environment
+        self.processes.append(
+            subprocess.Popen(
+                [sys.executable, *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=self.environment,
+            )
         )
-        processes.append(process)
-        return process
+        return self.processes[-1]
 
-    def until(process: subprocess.Popen[str], pattern: str) -> str:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if found := re.search(pattern, line):
-                return found[0]
-        raise AssertionError(f"got {''.join(lines)!r}, expected {pattern!r}")
+    def worker(self, **environment: str) -> subprocess.Popen[str]:
+        return self.start(str(EXAMPLES["elastic.py"]), **environment)
 
-    try:
-        port = number(r"port (\d+)", until(start("-m", "gossip_modules.membership.serve", "--port", "0"), r"port \d+"))
-        environment["STORE"] = f"127.0.0.1:{port:.0f}"
-        first, second, third = workers = [start(str(EXAMPLES["elastic.py"])) for _ in range(3)]
-        for worker in workers:
-            until(worker, r"trains from step 0")
-        third.kill()
-        until(first, r"with 2 workers .* left \(its connection closed\)")
-        again = start(str(EXAMPLES["elastic.py"]))
-        assert number(r"from step (\d+)", until(again, r"trains from step \d+")) > 0
-        for worker in (first, second, again):
-            assert number(r"accuracy ([\d.]+)%", until(worker, r"accuracy [\d.]+%")) > 85
-            assert worker.wait(60) == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    def node(self) -> subprocess.Popen[str]:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+        return self.start(*launcher, str(EXAMPLES["elastic_nodes.py"]), STEPS="1000000")
+
+
+def until(process: subprocess.Popen[str], pattern: str) -> str:
+    """What matches in the next line of its output that has it."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if found := re.search(pattern, line):
+            return found[0]
+    raise AssertionError(f"got {''.join(lines)!r}, expected {pattern!r}")
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    for process in job.processes:
+        process.terminate()  # so that torchrun ends its own
+    for process in job.processes:
+        process.communicate()
+
+
+@pytest.mark.soak
+def test_workers_of_a_job_die_and_come_back(job: Job) -> None:
+    """The guide's two lines: a store, and workers of which one is killed and started again."""
+    first, second, third = workers = [job.worker(WORKERS="3", STEPS="600") for _ in range(3)]
+    for worker in workers:
+        until(worker, r"trains from step 0")
+    third.kill()
+    until(first, r"with 2 workers .* left \(its connection closed\)")
+    again = job.worker()
+    assert number(r"from step (\d+)", until(again, r"trains from step \d+")) > 0
+    for worker in (first, second, again):
+        assert number(r"accuracy ([\d.]+)%", until(worker, r"accuracy [\d.]+%")) > 85
+        assert worker.wait(60) == 0
+
+
+@pytest.mark.soak
+def test_a_node_that_loses_a_process_falls_and_comes_back_as_one(job: Job) -> None:
+    """torchrun ends a node with the first process that dies, and starts all anew."""
+    first, second = job.node(), job.node()
+    for node in (first, second):
+        for _ in range(2):
+            until(node, r"trains from step 0")
+    _, sibling = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()
+    os.kill(int(sibling), signal.SIGKILL)
+    until(first, r"with 1 workers .* left \(its connection closed\)")
+    steps = [number(r"from step (\d+)", until(second, r"trains from step \d+")) for _ in range(2)]
+    assert steps[0] == steps[1] > 0
+    until(first, r"with 2 workers .* joined")
 
 
 def test_fine_tuning_sends_what_is_trained() -> None:

@@ -1,0 +1,200 @@
+"""Siblings: several processes that are one worker of a membership, whose first one acts for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...transport.agreement import broadcast_state
+from ...transport.process_group import ProcessGroupTransport
+from ...transport.state_tree import copied, encode
+from ..joining import JobFullError
+from ..participant import Change
+from ..view import view_of
+from .participant import NodeParticipant
+
+if TYPE_CHECKING:
+    from ..membership import Membership
+
+PATIENCE = 5  # times the timeout of the membership: the first process waits for other workers while its siblings wait
+_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, TimeoutError, ConnectionError, JobFullError)}
+
+
+class _News(IntEnum):
+    """What the first process has to tell."""
+
+    NONE = 0
+    MESSAGE = 1
+    ERROR = 2
+
+
+class Siblings:
+    """The processes of one node, which together are one worker of a membership.
+
+    [Note: one worker, several processes] Only the first process of a node talks to the store, sends heartbeats, has
+    links, and gossips. At each safe point, where a worker alone would look for what has changed (`join`, `at_step`),
+    all processes of the node meet:
+
+        the first one:  does what a worker alone would do
+                        tells the others: nothing has changed; or it has failed; or the generation, the model and the
+                        step as they are now, and what is tracked, if that has come from a donor
+        the others:     wait for this, and take it
+
+    So they hold the same model, and give the same answers, at each training step. A round writes the first process's
+    model, which gives it to the others. These run the same rounds in a world of one, which change nothing: their
+    counters move along, and they come to the same exchanges inside the node.
+
+    Args:
+        membership: of this process.
+        control: over the processes of the node, with messages in CPU memory.
+        data: the same for tensors of the model; may be `control`.
+
+    Attributes:
+        is_apart: whether this process is at a safe point, where what it does with its model is not shared at once.
+        stats: as the first process saw them at the last safe point; see `Membership.stats`.
+        lost: see `Membership.lost`, at the last safe point.
+        must_leave: whether a process of the node had called `Membership.leave` before the last safe point.
+    """
+
+    def __init__(self, membership: Membership, control: ProcessGroupTransport, data: ProcessGroupTransport) -> None:
+        self.membership, self.control, self.data = membership, control, data
+        self.leads = control.rank == 0
+        self.is_apart = False
+        self.stats: dict[str, float] = membership.own_stats()
+        self.lost: tuple[int, ...] = ()
+        self.must_leave = False
+        self._changes: list[Change] = []
+        self.callbacks = membership._callbacks  # the user's, which may be collectives of the node
+        membership._callbacks = [self._changes.append]
+
+    def as_one(self, act: Callable[[], object]) -> Change | None:
+        """Have the first process act for all of them; the last change of generation in it, if any.
+
+        Raises:
+            Exception: what `act` raises, on all.
+            TimeoutError, ConnectionError: a sibling is late or gone; names it.
+        """
+        self.is_apart = True
+        try:
+            message = self._call(lambda: self._act(act))
+            if message is not None:
+                self.lost = tuple(message["lost"])
+                if not self.leads:
+                    self._take(message)
+        finally:
+            self.is_apart = False
+        changes = list(self._changes)
+        self._changes.clear()
+        for change in changes:
+            for callback in self.callbacks:
+                callback(change)
+        return changes[-1] if changes else None
+
+    def share(self, x: Tensor, act: Callable[[], object], *, what: str) -> None:
+        """x <- what the first process has in it after it has acted; on all.
+
+        Raises as `as_one`.
+        """
+        self._call(lambda: _nothing(act()))
+        self.data.broadcast(x, source=0, what=what)
+
+    @property
+    def _participant(self) -> NodeParticipant:
+        participant = self.membership._participant
+        assert isinstance(participant, NodeParticipant)
+        return participant
+
+    def _call(self, act: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """What `act` gives in the first process, in all of them."""
+        message, error = None, None
+        if self.leads:
+            try:
+                message = act()
+                encode(message)
+            except Exception as raised:  # noqa: BLE001 (told to the others, and raised below)
+                error, message = raised, {"kind": type(raised).__name__, "text": str(raised)}
+        news = _News.NONE if message is None else _News.MESSAGE if error is None else _News.ERROR
+        try:
+            news = self._tell(news)
+            if news is not _News.NONE:
+                message = broadcast_state(self.control, message, source=0, what="what has changed in the membership")
+        except (TimeoutError, ConnectionError) as failure:
+            raise (error or failure) from failure
+        if news is _News.ERROR:
+            raise error if error is not None else self._error_of(message)
+        return message
+
+    def _tell(self, news: _News) -> _News:
+        """What there is to tell, with `stats`; and whether somebody wants to leave, whom all hear."""
+        own = self.membership.own_stats() if self.leads else dict.fromkeys(self.stats, 0.0)
+        header = torch.tensor([float(news), float(self.membership.is_leaving), *own.values()], dtype=torch.float64)
+        self.control.all_reduce(header, what="a training step of the node")
+        kind, leaving, *stats = header.tolist()
+        self.must_leave = leaving > 0
+        self.stats = dict(zip(own, stats, strict=True))
+        return _News(int(kind))
+
+    def _error_of(self, message: Any) -> Exception:
+        kind = _ERRORS.get(message["kind"], RuntimeError)
+        prefix = "" if kind.__name__ == message["kind"] else f"{message['kind']}: "
+        return kind(f"process {self.control.names[0]}, the first one of this node, failed: {prefix}{message['text']}")
+
+    def _act(self, act: Callable[[], object]) -> Mapping[str, Any] | None:
+        """In the first process: what has changed by this; None: nothing has."""
+        membership, before = self.membership, self._summary()
+        was_in, was = membership.generation > 0, membership.id
+        act()
+        if membership.generation > 0:
+            self._participant.look_at_weight()
+        after, lost = self._summary(), membership.own_lost
+        if after == before and lost == self.lost:
+            return None
+        message: dict[str, Any] = {"lost": list(lost), "changes": [asdict(change) for change in self._changes]}
+        view = membership._active
+        message |= {"id": membership.id, "has_joined": membership._has_joined, "view": None}
+        if view is not None and after != before:
+            message |= {"view": asdict(view), "model": self._participant.copy()}
+            if not was_in or membership.id != was:  # the state may have come from a donor
+                tracked = membership._tracked
+                message["tracked"] = {name: copied(value.state_dict()) for name, value in tracked.items()}
+        return message
+
+    def _summary(self) -> tuple[object, ...]:
+        """Of what a safe point may change: equal before and after where it has changed nothing."""
+        membership, wrapper = self.membership, self._participant.wrapper
+        engine, vector = wrapper._engine, wrapper._buffer.vector
+        counters = engine.t, engine.step, engine.is_in_flight, vector.push_sum_weight.item()
+        return membership.id, membership._active, membership._has_joined, *counters
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        """In the others: go on from what has changed."""
+        membership = self.membership
+        membership.id, membership._has_joined = message["id"], message["has_joined"]
+        membership.num_joins, membership.num_deaths = int(self.stats["joins"]), int(self.stats["deaths"])
+        self._changes += [Change(**change) for change in message["changes"]]
+        if message["view"] is None:
+            return
+        membership._active = view_of(message["view"])
+        self._participant.take(message["model"])
+        self._participant.place()
+        if "tracked" in message:
+            self._take_tracked(message["tracked"])
+
+    def _take_tracked(self, states: Mapping[str, Any]) -> None:
+        own = self.membership._tracked
+        if own.keys() != states.keys():
+            raise ValueError(
+                f"process {self.control.names[self.control.rank]}: got track() of {sorted(own)}, expected that of the "
+                f"first process of the node, {sorted(states)}; track the same on all of them"
+            )
+        for name, state in states.items():
+            own[name].load_state_dict(state)
+
+
+def _nothing(_: object) -> None:
+    return None

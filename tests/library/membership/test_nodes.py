@@ -1,0 +1,267 @@
+"""Nodes of several processes, here threads, that are each one worker of a membership: they fall and join as one."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossip_modules import GossipDataParallel, GraphManager, Membership, NetworkXGraph, RingGraph
+from gossip_modules.membership import limits
+from tests.harness.problems import loss_of, mlp, sgd
+from tests.harness.ranks import HangUp, assert_no_gossip_threads, run_ranks, thread_group
+from tests.harness.reference import flatten
+
+PER_NODE = 2
+SECONDS = 60.0  # of any wait: nothing here should take as long
+NUM_STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("FORMING", "CONNECT"):  # a loaded machine may take long
+        monkeypatch.setattr(limits, name, 30.0)
+    yield
+    assert_no_gossip_threads()
+
+
+def chorded(n: int) -> GraphManager:
+    """A directed ring with a chord, on which push-sum weights move."""
+    return NetworkXGraph(nx.DiGraph([*((i, (i + 1) % n) for i in range(n)), *([(0, 2)] if n > 2 else [])]))
+
+
+class Process:
+    """One process of a node: what its training loop has."""
+
+    def __init__(self, group: dist.ProcessGroup, nodes: Nodes, *, seed: int = 0, **options: Any) -> None:
+        self.node, self.local = divmod(group.rank(), PER_NODE)
+        inside = self.inside = nodes.group_of(self.node, self.local)
+        self.membership = Membership(nodes.store, min_workers=nodes.min_workers, timeout=SECONDS, min_deadline=20.0)
+        self.changes: list[Any] = []
+        self.membership.on_change(self.changes.append)
+        options = {"nprocs_per_node": PER_NODE, "process_group": inside, **options}
+        self.model = GossipDataParallel(mlp(seed), membership=self.membership, **options)
+        self.optimizer = sgd(self.model)
+        self.membership.track(optimizer=self.optimizer)
+
+    def step(self, step: int) -> Tensor:
+        """A training step on a batch of this process; the model after it."""
+        loss = loss_of(self.model, PER_NODE * self.membership.rank + self.local, step)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return flatten(self.model.module)
+
+    def train(self, until: threading.Event, *, at_step: Callable[[int], None] = lambda step: None) -> dict[int, Tensor]:
+        """The model after each step, up to the one at which some process of the node sees that it is time to leave."""
+        models = {}
+        for step in self.membership.steps(1 << 30):
+            at_step(step)
+            models[step] = self.step(step)
+            if until.is_set() and self.local == 1:
+                self.membership.leave()
+        self.model.close()
+        return models
+
+
+class Nodes:
+    """The nodes of a job."""
+
+    def __init__(self, count: int, *, min_workers: int) -> None:
+        self.store = dist.HashStore()
+        self.stores = [dist.HashStore() for _ in range(count)]
+        self.min_workers = min_workers
+        self.num_groups: Counter[tuple[int, int]] = Counter()
+        self.lock = threading.Lock()
+
+    def group_of(self, node: int, local: int) -> dist.ProcessGroup:
+        """A new group of the processes of a node."""
+        with self.lock:
+            number = self.num_groups[node, local]
+            self.num_groups[node, local] += 1
+        return thread_group(dist.PrefixStore(str(number), self.stores[node]), local, PER_NODE)
+
+    def run(self, body: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
+        return run_ranks(PER_NODE * len(self.stores), body)
+
+
+def reference(num_nodes: int, **options: Any) -> list[list[Tensor]]:
+    """The same with one rank per node and no membership, on the batches of the processes of each node in turn."""
+
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        model = GossipDataParallel(mlp(), process_group=group, **options)
+        optimizer, models = sgd(model), []
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss_of(model, PER_NODE * group.rank(), step).backward()
+            loss_of(model, PER_NODE * group.rank() + 1, step).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(PER_NODE)
+            optimizer.step()
+            models.append(flatten(model.module))
+        model.flush()
+        models.append(flatten(model.module))
+        model.close()
+        return models
+
+    return run_ranks(num_nodes, body)
+
+
+@pytest.mark.parametrize(
+    ("elastic", "fixed"),
+    [
+        pytest.param({"graph": chorded}, {"graph": chorded(3)}, id="SGP"),
+        pytest.param({"overlap": True}, {"overlap": True}, id="Overlap SGP"),
+        pytest.param({"push_sum": False, "graph": RingGraph}, {"push_sum": False, "graph": RingGraph(3)}, id="D-PSGD"),
+    ],
+)
+def test_without_faults_models_are_those_of_a_run_without_a_membership(
+    elastic: dict[str, Any], fixed: dict[str, Any]
+) -> None:
+    nodes = Nodes(3, min_workers=3)
+
+    def body(group: dist.ProcessGroup) -> dict[str, Any]:
+        process = Process(group, nodes, **elastic)
+        process.membership.join()
+        # The order of the nodes is that in which they came: each takes the batches of its rank.
+        models = [process.step(step) for step in process.membership.steps(NUM_STEPS)]
+        wrapper = process.model
+        wrapper.flush()
+        models.append(flatten(wrapper.module))
+        distance = wrapper.consensus_distance()
+        with wrapper.averaged():
+            average = flatten(wrapper.module)
+        state = wrapper.averaged_state_dict()
+        node = process.membership.rank
+        wrapper.close()
+        place = node, process.local
+        return {"place": place, "models": models, "distance": distance, "average": average, "state": state}
+
+    expected = reference(3, **fixed)
+    results = sorted(nodes.run(body), key=lambda result: result["place"])
+    assert [result["place"] for result in results] == [(node, local) for node in range(3) for local in range(PER_NODE)]
+    for result in results:
+        for got, want in zip(result["models"], expected[result["place"][0]], strict=True):
+            assert torch.equal(got, want)
+        assert result["distance"] == results[0]["distance"] > 0
+        assert torch.equal(result["average"], results[0]["average"])
+        assert bool(result["state"]) == (result["place"] == (0, 0))
+    if not fixed.get("push_sum", True):  # else x counts, of which z is not the mean
+        mean = torch.stack([models[-1] for models in expected]).mean(0)
+        torch.testing.assert_close(results[0]["average"], mean, rtol=0, atol=1e-6)
+
+
+def die(process: Process) -> None:
+    """As at the end of a process: its connections close, and nobody is told."""
+    membership = process.membership
+    membership._closed.set()
+    membership._wake.set()
+    membership._release_all()
+    process.model._engine.close()
+    with suppress(RuntimeError):  # a wait that ends by its timeout closes the connections
+        process.inside.recv([torch.empty(1)], 1 - process.local, 0).wait(timedelta(milliseconds=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "dies"),
+    [
+        pytest.param({"push_sum": False, "graph": RingGraph}, 0, id="D-PSGD"),
+        pytest.param({"overlap": True}, 1, id="Overlap SGP", marks=pytest.mark.soak),
+    ],
+)
+def test_a_node_falls_and_joins_as_one(options: dict[str, Any], dies: int) -> None:
+    """Two nodes, then a third one; one of them loses a process, falls, and comes again."""
+    nodes = Nodes(4, min_workers=2)
+    may_come = [threading.Event() for _ in range(4)]
+    may_fall, over = threading.Event(), threading.Event()
+    for event in may_come[:2]:
+        event.set()
+    results: dict[tuple[int, int], dict[str, Any]] = {}
+    errors: list[Exception] = []
+
+    def body(group: dist.ProcessGroup) -> None:
+        node, local = divmod(group.rank(), PER_NODE)
+        assert may_come[node].wait(SECONDS)
+        process = Process(group, nodes, seed=node, **options)
+        member = process.membership
+        first = member.join()
+        momentum = [state["momentum_buffer"].clone() for state in process.optimizer.state.values()]
+        seen = []
+
+        def at_step(step: int) -> None:
+            seen.append((step, member.number, member.rank, member.world_size, member.turn(step), member.generation))
+            if len(seen) >= 4:  # of this node
+                may_come[2].set()
+                if node == 2 and member.world_size == 3:
+                    may_fall.set()
+                if node == 3 and member.world_size == 3:
+                    over.set()
+            if (node, local) == (1, dies) and may_fall.is_set():
+                die(process)
+                raise HangUp
+
+        try:
+            models = process.train(over, at_step=at_step)
+        except ConnectionError as error:
+            errors.append(error)
+            die(process)
+            may_come[3].set()
+            raise HangUp from None
+        changes = [(c.generation, c.step, c.rank, c.members, c.joined, dict(c.left)) for c in process.changes]
+        stats = {name: process.model.comm_stats()[name] for name in ("generation", "live", "joins", "deaths")}
+        results[node, local] = {"all": (first, seen, changes, stats), "momentum": momentum, "models": models}
+
+    nodes.run(body)
+    assert [node for node, local in sorted(results) if local == 0] == [0, 2, 3]
+    for node in (0, 2, 3):
+        one, two = results[node, 0], results[node, 1]
+        assert one["all"] == two["all"]
+        assert one["models"].keys() == two["models"].keys()
+        for x, y in zip([*one["models"].values(), *one["momentum"]], [*two["models"].values(), *two["momentum"]]):
+            assert torch.equal(x, y)
+    for newcomer in (results[2, 0], results[3, 0]):
+        first, *_ = newcomer["all"]
+        assert first > 0
+        assert newcomer["momentum"], "the state of the optimizer came from the donor"
+    _, _, changes, _ = results[0, 0]["all"]
+    assert [len(members) for _, _, _, members, _, _ in changes][:4] == [2, 3, 2, 3]
+    assert list(changes[2][5].values()) == ["its connection closed"]
+    (error,) = errors
+    assert f"rank {dies} is gone" in str(error)
+
+
+def test_errors_and_refusals() -> None:
+    nodes = Nodes(1, min_workers=1)
+
+    def body(group: dist.ProcessGroup) -> None:
+        leads = group.rank() == 0
+        with pytest.raises(ValueError, match=r"got nprocs_per_node=3 and a membership in a world of 2 processes"):
+            Process(group, nodes, nprocs_per_node=3)
+        process = Process(group, nodes)
+        member = process.membership
+        with pytest.raises(ValueError, match="got membership of job 'job' in a second wrapper"):
+            GossipDataParallel(mlp(), membership=member, nprocs_per_node=PER_NODE, process_group=group)
+        assert member.join() == 0
+        with pytest.raises(ZeroDivisionError if leads else RuntimeError) as raised:
+            member._as_one(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+        if not leads:
+            assert str(raised.value).startswith("process 0, the first one of this node, failed: ZeroDivisionError: div")
+        assert len(list(member.steps(0))) == 0
+        process.model.close()
+        with pytest.raises(
+            ValueError, match=r"ranks do not agree with rank 0: rank 1: overlap: got True, expected Fal"
+        ):
+            Process(group, nodes, overlap=not leads)
+
+    nodes.run(body)
