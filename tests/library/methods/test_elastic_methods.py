@@ -57,7 +57,7 @@ def test_a_method_takes_a_membership_or_its_wrapper_says_why_not(name: str) -> N
     [
         ("sgp", {"consensus_target": 2.0}, "ranks that may lose messages cannot all decide alike"),
         ("adpsgd", {"nprocs_per_node": 2}, ""),  # an option that it does not use
-        ("sgp", {"nprocs_per_node": 2}, "each process is a worker that may come and go"),
+        ("sgp", {"nprocs_per_node": 2}, "the scripts start each process as a worker"),
         ("dpsgd", {"graph": "hypercube"}, r"does not exist for \[3, 5, .*\] workers"),
         ("gasloc", {"graph": "hypercube"}, r"does not exist for \[3, 5, .*\] workers"),
         ("exactdiffusion", {"graph": "torus"}, r"does not exist for \[5, 7, .*\] workers"),
