@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.cluster.network.place import Place
+from benchmarks.cluster.torchft_replica import Replica
 from benchmarks.contenders import DDP, Contender, DecentDP, Loss, OptimizerFactory
 
 Make: TypeAlias = Callable[[nn.Module, Place], Contender]
@@ -120,11 +121,13 @@ class _TorchFT(Contender):
             )
 
 
-class _Replica:
-    """A rank as a replica of torchft's, with its servers; rank 0 has the lighthouse."""
+class _Replica(Replica):
+    """A rank of the cluster as a replica; rank 0 has the lighthouse.
+
+    Replicas cannot heal here: the server of checkpoints listens on the machine's own name, which no other host reaches.
+    """
 
     def __init__(self, model: nn.Module, place: Place) -> None:
-        from torchft import Manager, ProcessGroupGloo
         from torchft.coordination import LighthouseServer
 
         lighthouse = f"{place.control_addresses[0]}:{place.port}"
@@ -132,30 +135,20 @@ class _Replica:
         if place.rank == 0:
             self._lighthouse = LighthouseServer(lighthouse, place.world_size, join_timeout_ms=10_000)
         place.meet("lighthouse")
-        address = place.addresses[place.rank]
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=place.timeout)
-        self.manager = Manager(
-            pg=ProcessGroupGloo(timeout=place.timeout),
-            load_state_dict=model.load_state_dict,
-            state_dict=model.state_dict,
-            min_replica_size=place.world_size,
-            use_async_quorum=False,
-            init_sync=False,  # models are equal, and its server of checkpoints would listen on the machine's own name
-            rank=0,
-            world_size=1,
-            store_addr=address,
-            store_port=self._store.port,
-            lighthouse_addr=f"http://{lighthouse}",
-            replica_id=f"rank{place.rank}",
-            hostname=address,
+        super().__init__(
+            model.load_state_dict,
+            model.state_dict,
+            lighthouse=lighthouse,
+            host=place.addresses[place.rank],
+            name=f"rank{place.rank}",
+            min_replicas=place.world_size,
             timeout=place.timeout,
-            quorum_timeout=place.timeout,
-            connect_timeout=place.timeout,
+            use_async_quorum=False,
         )
 
     def close(self) -> None:
         """End the servers."""
-        self.manager.shutdown(wait=False)
+        super().close()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
 

@@ -7,14 +7,18 @@
 
 Workers train a small network on this machine, each a process of its own, with the store in another one.
 
-kills: when all of eight have taken 100 steps some are killed (SIGKILL) at once, the first among them; one is started
-again 100 steps later. cost: steps with and without a membership take turns in four processes. joins: workers come one
-after the other to a job of four with a larger network. network: each worker is a host of its own, a network namespace
-behind a router; one of them is stopped or cut off, or packets to and from it are late or lost. It needs root.
+kills: when all of eight have taken 100 steps some are killed (SIGKILL) at once, rank 0 among them, alone or with the
+store; 100 steps later one is started again, with the store. torchft's all-reduce is beside the methods of the library
+if it is installed: `make cluster-venv`, and run with .venv-cluster/bin/python. cost: steps with and without a
+membership take turns in four processes. joins: workers come one after the other to a job of four with a larger network.
+network: each worker is a host of its own, a network namespace behind a router; one of them is stopped or cut off, or
+packets to and from it are late or lost. It needs root.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import sys
 import tempfile
@@ -23,12 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import pandas as pd
 import tyro
 
-from benchmarks.elastic import cost, joins, kills, network
-from benchmarks.elastic.worker import METHODS, ElasticJob, store, train
-from benchmarks.record import RESULTS, provenance
+from benchmarks.elastic import cost, joins, kills, network, torchft_worker
+from benchmarks.elastic.worker import METHODS, ElasticJob, StoreProcess
+from benchmarks.record import RESULTS, append_row
 
 
 @dataclass
@@ -36,9 +39,12 @@ class ElasticBenchmark:
     """What is run."""
 
     figure: Literal["kills", "cost", "joins", "network"] = "kills"
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = (*METHODS, torchft_worker.NAME)
+    """torchft has no figures but kills."""
     kills: tuple[int, ...] = (1, 2, 3)
     """How many of eight workers are killed."""
+    store: tuple[Literal["lives", "killed"], ...] = ("lives", "killed")
+    """What becomes of the store when they are."""
     faults: tuple[str, ...] = tuple(network.FAULTS)
     """Of the network, and of a worker on it."""
     num_hosts: int = 8
@@ -52,42 +58,51 @@ class ElasticBenchmark:
     folder: Path = RESULTS
 
 
-def rows(options: ElasticBenchmark, method: str, address: str, folder: Path) -> Iterator[dict[str, Any]]:
+def rows(options: ElasticBenchmark, method: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Of one method; each run has a store of its own."""
     if options.figure == "kills":
-        for count in options.kills:
-            with store() as own:
-                yield kills.measure(ElasticJob(method, own, 8, options.step_ms, options.seed), count, folder)
+        for state in options.store:
+            for count in options.kills:
+                with contextlib.closing(kills.start_store(method)) as own:
+                    job = ElasticJob(method, own.address, 8, options.step_ms, options.seed)
+                    yield kills.measure(job, count, own, folder, with_store=state == "killed")
     elif options.figure == "joins":
-        large = ElasticJob(method, address, 4, options.step_ms, options.seed, width=1 << 14)
-        yield from joins.measure(large, options.num_joins, folder)
+        with contextlib.closing(StoreProcess()) as own:
+            large = ElasticJob(method, own.address, 4, options.step_ms, options.seed, width=1 << 14)
+            yield from joins.measure(large, options.num_joins, folder)
     elif options.figure == "network":
         for fault in options.faults:
             yield network.measure(network.FaultTraining(method, options.num_hosts, options.step_ms, 400), fault)
     else:
         for width in options.widths:
             size: dict[str, Any] = {"num_workers": 4, "width": width, "step_ms": options.step_ms}
-            with store() as own:
-                yield cost.measure(method, address=own, turns=options.turns, **size)
+            with contextlib.closing(StoreProcess()) as own:
+                yield cost.measure(method, address=own.address, turns=options.turns, **size)
+
+
+def measured(options: ElasticBenchmark) -> Iterator[str]:
+    """The methods, without torchft where it is not installed or has no such figure."""
+    for method in options.methods:
+        if method != torchft_worker.NAME:
+            yield method
+        elif options.figure == "kills" and importlib.util.find_spec("torchft") is None:
+            print(f"{method}: left out, as torchft is not installed; {torchft_worker.REMEDY}", file=sys.stderr)
+        elif options.figure == "kills":
+            yield method
 
 
 def main() -> None:
     """Rows appended as they come."""
-    if sys.argv[1:2] == ["worker"]:
-        train(ElasticJob(**json.loads(sys.argv[2])))
-        return
     if sys.argv[1:2] == ["cost-worker"]:
         cost.run(*json.loads(sys.argv[2]))
         return
     options = tyro.cli(ElasticBenchmark)
     output = options.folder / ("elastic.csv" if options.figure == "kills" else f"elastic_{options.figure}.csv")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for method in options.methods:
-        with tempfile.TemporaryDirectory() as folder, store() as address:
-            for figures in rows(options, method, address, Path(folder)):
-                row = {**provenance(options.seed), **figures}
-                print(row, flush=True)
-                pd.DataFrame([row]).to_csv(output, mode="a", header=not output.exists(), index=False)
+    for method in measured(options):
+        with tempfile.TemporaryDirectory() as folder:
+            for figures in rows(options, method, Path(folder)):
+                print(figures, flush=True)
+                append_row(output, figures, seed=options.seed)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ def measure(job: ElasticJob, num_joins: int, folder: Path) -> list[dict[str, Any
             served = [e["ms"] for e in steps if e["is_serving"] and gave["start"] < e["at"] < gave["at"] + 1.0]
             others = [e["ms"] for e in steps if not e["is_serving"]]
             median = statistics.median(others)
-            begins = newcomer.events("begins")[0]["at"]
+            first = newcomer.events("step")[0]
+            begins = first["at"] - first["ms"] / 1000
             rows.append(
                 {
                     "method": job.method,

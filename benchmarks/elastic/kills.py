@@ -1,43 +1,105 @@
-"""Workers that are killed, and one that is started again."""
+"""Workers that are killed, alone or with the store, and one that is started again."""
 
 from __future__ import annotations
 
-import signal
 import statistics
+import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic.worker import ElasticJob, WorkerProcess, killed_at_the_end, until
+from benchmarks.elastic import torchft_worker
+from benchmarks.elastic.worker import (
+    ElasticJob,
+    StoreProcess,
+    WorkerProcess,
+    killed_at_the_end,
+    train,
+    until,
+    until_or_failed,
+)
 
 
-def measure(job: ElasticJob, kills: int, folder: Path) -> dict[str, Any]:
-    """One row: the pause of those who live."""
+def start_store(method: str) -> StoreProcess:
+    """What the workers of a method meet in."""
+    return StoreProcess(torchft_worker.LIGHTHOUSE) if method == torchft_worker.NAME else StoreProcess()
+
+
+def measure(job: ElasticJob, kills: int, store: StoreProcess, folder: Path, *, with_store: bool) -> dict[str, Any]:
+    """One row: the pause of those who live.
+
+    Args:
+        job: of all workers.
+        kills: how many die: rank 0, 1, ...
+        store: of the job.
+        folder: for what workers print.
+        with_store: whether it is killed with them. It comes back, empty, when a worker is started again.
+    """
+    body: Callable[[ElasticJob], None] = torchft_worker.train if job.method == torchft_worker.NAME else train
     with killed_at_the_end() as workers:
-        workers += [WorkerProcess(job, folder, f"{kills}_{i}") for i in range(job.num_workers)]
+        workers += [WorkerProcess(job, folder, f"{kills}_{with_store}_{i}", body) for i in range(job.num_workers)]
         until(workers, 100)
+        by_rank = sorted(workers, key=lambda worker: worker.events("step")[-1]["rank"])
         killed_at = time.time()
-        for worker in workers[:kills]:
-            worker.process.send_signal(signal.SIGKILL)
-        alive = workers[kills:]
+        if with_store:
+            store.kill()
+        for worker in by_rank[:kills]:
+            worker.process.kill()
+        alive = by_rank[kills:]
         last = max(worker.last_step() for worker in alive)
-        until(alive, last + 100)
+        until_or_failed(alive, last + 100)
         started_at = time.time()
-        newcomer = WorkerProcess(job, folder, f"{kills}_again")
+        if with_store:
+            store.start()
+        newcomer = WorkerProcess(job, folder, f"{kills}_{with_store}_again", body)
         workers.append(newcomer)
-        until([newcomer], last + 101)
-        until([newcomer, *alive], newcomer.last_step() + 50)
-        steps = [event for worker in alive for event in worker.events("step")]
-        ready, begins = newcomer.events("ready")[0], newcomer.events("begins")[0]
-        waited = sum(ready["at"] < event["at"] < begins["at"] for event in alive[0].events("step"))
+        if not all(worker.has_failed for worker in alive):
+            until([newcomer], last + 101)
+            until_or_failed([newcomer, *alive], newcomer.last_step() + 50)
         return {
             "method": job.method,
             "num_workers": job.num_workers,
             "killed": kills,
-            "median_ms": round(statistics.median(e["ms"] for e in steps if e["at"] < killed_at), 1),
-            "slowest_before_ms": round(max(e["ms"] for e in steps if e["step"] > 10 and e["at"] < killed_at), 1),
-            "slowest_after_kill_ms": round(max(e["ms"] for e in steps if killed_at < e["at"] < started_at), 1),
-            "slowest_after_join_ms": round(max(e["ms"] for e in steps if e["at"] > ready["at"]), 1),
-            "rounds_until_joined": waited,
-            "survivors_that_failed": sum(worker.has_failed for worker in alive),
+            "store": "killed" if with_store else "lives",
+            **figures(alive, newcomer, killed_at, started_at),
         }
+
+
+def figures(
+    alive: Sequence[WorkerProcess], newcomer: WorkerProcess, killed_at: float, started_at: float
+) -> dict[str, Any]:
+    """From what workers have said; a slowest step is that of any worker which lived."""
+    steps = [event for worker in alive for event in worker.events("step")]
+    median = statistics.median(event["ms"] for event in steps if event["at"] < killed_at)
+    target = 2 * median + 50
+    after = [event["ms"] for event in steps if killed_at < event["at"] < started_at]
+    failed = [worker for worker in alive if worker.has_failed]
+    for worker in failed:
+        print(f"{worker.path.name} failed: {worker.error()}", file=sys.stderr)
+        began = worker.events("step")[-1]["at"]  # a step that did not end
+        after += [1000 * (event["at"] - began) for event in worker.events("failed")]
+    slowest = max(after, default=float("nan"))
+    return {
+        "median_ms": round(median, 1),
+        "slowest_before_ms": round(max(e["ms"] for e in steps if e["step"] > 10 and e["at"] < killed_at), 1),
+        "target_ms": round(target, 1),
+        "slowest_after_kill_ms": round(slowest, 1),
+        "met": "yes" if slowest <= target and not failed else "no",
+        "survivors_that_failed": len(failed),
+        **_join(alive, newcomer),
+    }
+
+
+def _join(alive: Sequence[WorkerProcess], newcomer: WorkerProcess) -> dict[str, Any]:
+    """What the others did meanwhile; empty where it has not joined."""
+    own = newcomer.events("step")
+    others = next((worker.events("step") for worker in alive if not worker.has_failed), [])
+    if not own or not others:
+        return {"slowest_after_join_ms": None, "rounds_until_joined": None}
+    ready, begins = newcomer.events("ready")[0]["at"], own[0]["at"] - own[0]["ms"] / 1000
+    slowest = max(event["ms"] for worker in alive for event in worker.events("step") if event["at"] > ready)
+    return {
+        "slowest_after_join_ms": round(slowest, 1),
+        "rounds_until_joined": sum(ready < event["at"] < begins for event in others),
+    }

@@ -1,19 +1,26 @@
-"""A worker that trains and prints a line for each step, as a process, and what a benchmark sees of it."""
+"""A worker that trains and prints a line for each step, as a process, and what a benchmark sees of it.
+
+Processes are forks of a server that has imported everything: eight that import torch at once keep both cores busy for
+half a minute.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import nn
 
@@ -22,6 +29,7 @@ from gossip_modules import (
     Choco,
     GossipDataParallel,
     GroupAverageDataParallel,
+    MatchaGraph,
     Membership,
     PowerGossip,
     RingGraph,
@@ -34,6 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "SGP": {},
     "Overlap SGP": {"overlap": True},
     "D-PSGD, ring": {"push_sum": False, "graph": lambda n: RingGraph(n, peers_per_itr=min(2, n - 1))},
+    "MATCHA, ring": {"push_sum": False, "graph": lambda n: MatchaGraph(nx.cycle_graph(n), budget=0.5)},
     "PowerGossip": {"gossiper": PowerGossip()},
     "CHOCO": {"gossiper": Choco(SignNorm(), step_size=0.4)},
     "WAGMA": {},
@@ -45,6 +54,8 @@ WRAPPERS: dict[str, Callable[..., GossipWrapper]] = {
     "AD-PSGD": BilatGossipDataParallel,
 }
 """Of methods that are none of GossipDataParallel's."""
+PRELOAD = ("benchmarks.elastic.worker", "torch._dynamo", "pandas", "tyro")
+"""Of the server of processes; torch loads torch._dynamo in the first step of an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ def say(**values: Any) -> None:
 
 
 def train(job: ElasticJob) -> None:
-    """Until it is killed."""
+    """A worker with a membership, until it is killed."""
     send = transfer.send
 
     def counted(group: Any, state: Any, **options: Any) -> int:
@@ -99,36 +110,53 @@ def train(job: ElasticJob) -> None:
     membership.track(optimizer=optimizer)
     membership.on_change(lambda change: say(event="change", members=change.members, step=change.step, at=time.time()))
     say(event="ready", at=time.time())
-    step = membership.join()
-    say(event="begins", step=step, at=time.time(), number=membership.number)
+    steps = itertools.count(membership.join())
+    take_steps(job, model, optimizer, lambda: (next(steps), membership.rank))
+
+
+def take_steps(
+    job: ElasticJob, model: nn.Module, optimizer: torch.optim.Optimizer, place: Callable[[], tuple[int, int]]
+) -> None:
+    """Train, and say a line for each step, until the process is killed.
+
+    Args:
+        job: whose steps these are.
+        model: what is called.
+        optimizer: of the model.
+        place: the number of the step that has been taken, and the rank of the worker in it.
+    """
     x = torch.randn(16, 64)
     while True:
         start = time.perf_counter()
         is_serving = any(thread.name == "gossip-donor" for thread in threading.enumerate())
-        loss = model(x).pow(2).mean()
         optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
         loss.backward()
         optimizer.step()
         time.sleep(job.step_ms / 1000)
         is_serving = is_serving or any(thread.name == "gossip-donor" for thread in threading.enumerate())
         seconds = time.perf_counter() - start
-        say(event="step", step=step, at=time.time(), ms=1000 * seconds, is_serving=is_serving)
-        step += 1
+        step, rank = place()
+        say(event="step", step=step, rank=rank, at=time.time(), ms=1000 * seconds, is_serving=is_serving)
 
 
 class WorkerProcess:
-    """A process that trains, and what it has printed."""
+    """A process that trains, and what it has printed.
 
-    def __init__(self, job: ElasticJob, folder: Path, name: str) -> None:
+    Args:
+        job: what it does.
+        folder: for what it prints.
+        name: of the worker, another one for each.
+        body: the function that it calls.
+    """
+
+    def __init__(self, job: ElasticJob, folder: Path, name: str, body: Callable[[ElasticJob], None] = train) -> None:
         self.path = folder / name
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with self.path.open("w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.elastic", "worker", json.dumps(asdict(job))],
-                stdout=file,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-            )
+        self.path.touch()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        self.process = context.Process(target=_run, args=(body, job, str(self.path)), name=name, daemon=True)
+        self.process.start()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """All of a kind that it has said."""
@@ -137,24 +165,67 @@ class WorkerProcess:
 
     def last_step(self) -> int:
         """The number of the last step; -1 before the first."""
-        return max((event["step"] for event in self.events("step")), default=-1)
+        with self.path.open("rb") as file:
+            file.seek(max(0, self.path.stat().st_size - 4096))
+            events = [json.loads(line) for line in file.read().splitlines(keepends=True)[1:] if line.endswith(b"\n")]
+        return max((event["step"] for event in events if event["event"] == "step"), default=-1)
+
+    def error(self) -> str:
+        """The last line of what ended it."""
+        return (Path(f"{self.path}.error").read_text().strip().splitlines() or ["it said nothing"])[-1]
 
     @property
     def has_failed(self) -> bool:
         """Whether it has ended."""
-        return self.process.poll() is not None
+        return not self.process.is_alive()
 
 
-@contextlib.contextmanager
-def store() -> Iterator[str]:
-    """The address of a store in a process of its own."""
-    command = [sys.executable, "-m", "gossip_modules.membership.serve", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            yield f"127.0.0.1:{server.stdout.readline().split()[-1]}"
-        finally:
-            server.kill()
+def _run(body: Callable[[ElasticJob], None], job: ElasticJob, path: str) -> None:
+    with open(path, "w") as output, open(f"{path}.error", "w") as error:
+        os.dup2(output.fileno(), 1)
+        os.dup2(error.fileno(), 2)
+    torch.set_num_threads(1)
+    try:
+        body(job)
+    finally:
+        say(event="failed", at=time.time())
+
+
+class StoreProcess:
+    """A process that workers meet in; it may be killed, and started again at its address. `close()` it.
+
+    Args:
+        command: what python runs. It takes `--port`, and prints a line of which the last word is the port.
+    """
+
+    def __init__(self, command: Sequence[str] = ("-m", "gossip_modules.membership.serve")) -> None:
+        self._command = [sys.executable, *command]
+        self.port = 0
+        self.start()
+
+    @property
+    def address(self) -> str:
+        """host:port"""
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Begin, empty; at the same port as before."""
+        command = [*self._command, "--port", str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"got no line from {' '.join(command)}, expected its port; see its error")
+        self.port = int(line.split()[-1])
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        assert self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+    close = kill
 
 
 @contextlib.contextmanager
@@ -166,15 +237,29 @@ def killed_at_the_end() -> Iterator[list[WorkerProcess]]:
     finally:
         for worker in workers:
             worker.process.kill()
-            worker.process.wait()
+            worker.process.join()
 
 
-def until(workers: list[WorkerProcess], step: int) -> None:
-    """Wait until all of them have taken a step."""
+def until(workers: Sequence[WorkerProcess], step: int) -> None:
+    """Wait until all of them have taken a step.
+
+    Raises:
+        RuntimeError: one has failed, or does not come so far in five minutes.
+    """
+    until_or_failed(workers, step)
+    for worker in workers:
+        if worker.has_failed:
+            raise RuntimeError(f"got a worker that failed, expected its step {step}: {worker.error()}")
+
+
+def until_or_failed(workers: Sequence[WorkerProcess], step: int) -> None:
+    """Wait until each of them has taken a step, or has failed.
+
+    Raises:
+        RuntimeError: one hangs: it does not come so far in five minutes.
+    """
     deadline = time.monotonic() + 300
-    while min(worker.last_step() for worker in workers) < step:
-        if time.monotonic() > deadline or any(worker.has_failed for worker in workers):
-            raise RuntimeError(
-                f"got steps {[w.last_step() for w in workers]}, expected {step}; a worker hangs or failed"
-            )
+    while any(worker.last_step() < step and not worker.has_failed for worker in workers):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"got steps {[w.last_step() for w in workers]}, expected {step}; a worker hangs")
         time.sleep(0.2)
