@@ -55,7 +55,7 @@ def measure(job: ElasticJob, kills: int, store: StoreProcess, folder: Path, *, w
         newcomer = WorkerProcess(job, folder, f"{kills}_{with_store}_again", body)
         workers.append(newcomer)
         if not all(worker.has_failed for worker in alive):
-            until([newcomer], last + 101)
+            until_or_failed([newcomer], last + 101)
             until_or_failed([newcomer, *alive], newcomer.last_step() + 50)
         return {
             "method": job.method,
@@ -74,9 +74,11 @@ def figures(
     median = statistics.median(event["ms"] for event in steps if event["at"] < killed_at)
     target = 2 * median + 50
     after = [event["ms"] for event in steps if killed_at < event["at"] < started_at]
+    for worker in (*alive, newcomer):
+        if worker.has_failed:
+            print(f"{worker.path.name} failed: {worker.error()}", file=sys.stderr)
     failed = [worker for worker in alive if worker.has_failed]
     for worker in failed:
-        print(f"{worker.path.name} failed: {worker.error()}", file=sys.stderr)
         began = worker.events("step")[-1]["at"]  # a step that did not end
         after += [1000 * (event["at"] - began) for event in worker.events("failed")]
     slowest = max(after, default=float("nan"))

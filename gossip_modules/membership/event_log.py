@@ -252,7 +252,8 @@ class EventLog:
 
     def _connect(self) -> None:
         given = self._given
-        client = connect_store(given, self.timeout) if isinstance(given, str) else given
+        was_lost = self.num_lives > 0
+        client = connect_store(given, self.timeout, was_lost=was_lost) if isinstance(given, str) else given
         store = BoundedStore(client, timeout=self.timeout)
         mine = secrets.token_hex(8)
         epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job").decode()

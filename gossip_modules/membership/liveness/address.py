@@ -25,12 +25,14 @@ def store_address(store: str) -> str:
     return text if _is_address(text) else store
 
 
-def connect_store(store: str, timeout: timedelta) -> dist.TCPStore:
+def connect_store(store: str, timeout: timedelta, *, was_lost: bool = False) -> dist.TCPStore:
     """A client of a store.
 
     Args:
         store: "host:port", or "file:path" for a file with it, which is read again while nobody answers there.
         timeout: of this, and of the requests of the client.
+        was_lost: whether it may be away, so that this asks often whether somebody listens: torch itself waits longer
+            and longer between its attempts, up to seconds after the store is back.
 
     Raises:
         ConnectionError: nobody has answered within `timeout`.
@@ -39,7 +41,7 @@ def connect_store(store: str, timeout: timedelta) -> dist.TCPStore:
     is_file = store.startswith(_FILE) and store != _FILE
     if not (is_file or _is_address(store)):
         raise ValueError(f"got store={store!r}, expected 'host:port', like 'node0:29400', or 'file:path'")
-    why, has_failed = "it has not written its address there", False
+    why, has_failed = "it has not written its address there", was_lost
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         address, left = store_address(store), max(deadline - time.monotonic(), 0.01)
@@ -49,7 +51,7 @@ def connect_store(store: str, timeout: timedelta) -> dist.TCPStore:
                 return _client(address, patience, timeout, is_doubtful=has_failed)
         except (OSError, RuntimeError) as error:
             why, has_failed = str(error), True
-        if time.monotonic() >= deadline or not is_file:
+        if time.monotonic() >= deadline or not (is_file or was_lost):
             option = f"--address-file {store.removeprefix(_FILE)}" if is_file else f"--port {store.rpartition(':')[2]}"
             raise ConnectionError(
                 f"the store of the job at {address} did not answer within {timeout.total_seconds():g} s ({why}); start "
@@ -61,7 +63,7 @@ def connect_store(store: str, timeout: timedelta) -> dist.TCPStore:
 def _client(address: str, patience: float, timeout: timedelta, *, is_doubtful: bool) -> dist.TCPStore:
     host, _, port = address.rpartition(":")
     if is_doubtful:  # torch prints a stack for each attempt that fails, so it is not asked where nobody listens
-        socket.create_connection((host, int(port)), timeout=patience).close()
+        socket.create_connection((host, int(port)), timeout=min(patience, _TRY_SECONDS)).close()
     limit = timedelta(seconds=patience)
     client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
     client.set_timeout(timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -46,6 +47,23 @@ def test_a_store_that_has_moved_is_found_and_restored(tmp_path: Path, monkeypatc
     assert log.read(lambda state, _: states.append(state), events.append)
     assert states == ["what it was"]
     assert log.address == f"127.0.0.1:{second.port}"
+
+
+def test_a_store_that_was_lost_is_asked_for_often_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connect, asked = socket.create_connection, []
+
+    def refuse_at_first(address: tuple[str, int], **options: Any) -> socket.socket:
+        asked.append(address)
+        if len(asked) < 4:
+            raise ConnectionRefusedError("nobody listens")
+        return connect(address, **options)
+
+    monkeypatch.setattr(socket, "create_connection", refuse_at_first)
+    client = connect_store(f"127.0.0.1:{server.port}", TIMEOUT, was_lost=True)
+    assert asked == [("127.0.0.1", server.port)] * 4
+    client.set("key", "value")
+    assert server.get("key") == b"value"
 
 
 @pytest.mark.parametrize("text", [None, "", "node0", "node0:", "node0:x", ":29400"])
