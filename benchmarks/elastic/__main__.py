@@ -4,6 +4,7 @@
     python -m benchmarks.elastic --figure cost      # elastic_cost.csv
     python -m benchmarks.elastic --figure joins     # elastic_joins.csv
     python -m benchmarks.elastic --figure network   # elastic_network.csv
+    python -m benchmarks.elastic --figure scale --methods SGP "torchft, all-reduce" --step-ms 250    # elastic_scale.csv
 
 Workers train a small network on this machine, each a process of its own, with the store in another one.
 
@@ -11,8 +12,8 @@ kills: when all of eight have taken 100 steps some are killed (SIGKILL) at once,
 store; 100 steps later one is started again, with the store. torchft's all-reduce is beside the methods of the library
 if it is installed: `make cluster-venv`, and run with .venv-cluster/bin/python. cost: steps with and without a
 membership take turns in four processes. joins: workers come one after the other to a job of four with a larger network.
-network: each worker is a host of its own, a network namespace behind a router; one of them is stopped or cut off, or
-packets to and from it are late or lost. It needs root.
+scale: one of 8, 16 and 32 workers is killed, and started again. network: each worker is a host of its own, a network
+namespace behind a router; one of them is stopped or cut off, or packets to and from it are late or lost. It needs root.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any, Literal
 
 import tyro
 
-from benchmarks.elastic import cost, joins, kills, network, torchft_worker
+from benchmarks.elastic import cost, joins, kills, network, scale, torchft_worker
 from benchmarks.elastic.worker import METHODS, ElasticJob, StoreProcess
 from benchmarks.record import RESULTS, append_row
 
@@ -38,9 +39,9 @@ from benchmarks.record import RESULTS, append_row
 class ElasticBenchmark:
     """What is run."""
 
-    figure: Literal["kills", "cost", "joins", "network"] = "kills"
+    figure: Literal["kills", "cost", "joins", "network", "scale"] = "kills"
     methods: tuple[str, ...] = (*METHODS, torchft_worker.NAME)
-    """torchft has no figures but kills."""
+    """torchft has no figures but kills and scale."""
     kills: tuple[int, ...] = (1, 2, 3)
     """How many of eight workers are killed."""
     store: tuple[Literal["lives", "killed"], ...] = ("lives", "killed")
@@ -50,6 +51,8 @@ class ElasticBenchmark:
     num_hosts: int = 8
     step_ms: float = 50.0
     """Of computation, which is slept: the workers share the cores of one machine."""
+    sizes: tuple[int, ...] = (8, 16, 32)
+    """Numbers of workers, for the figure of scale."""
     num_joins: int = 4
     widths: tuple[int, ...] = (128, 8192)
     """Of the networks whose steps are compared."""
@@ -66,6 +69,11 @@ def rows(options: ElasticBenchmark, method: str, folder: Path) -> Iterator[dict[
                 with contextlib.closing(kills.start_store(method)) as own:
                     job = ElasticJob(method, own.address, 8, options.step_ms, options.seed)
                     yield kills.measure(job, count, own, folder, with_store=state == "killed")
+    elif options.figure == "scale":
+        for size in options.sizes:
+            with contextlib.closing(kills.start_store(method)) as own:
+                job = ElasticJob(method, own.address, size, options.step_ms, options.seed)
+                yield scale.measure(job, own, folder)
     elif options.figure == "joins":
         with contextlib.closing(StoreProcess()) as own:
             large = ElasticJob(method, own.address, 4, options.step_ms, options.seed, width=1 << 14)
@@ -75,9 +83,9 @@ def rows(options: ElasticBenchmark, method: str, folder: Path) -> Iterator[dict[
             yield network.measure(network.FaultTraining(method, options.num_hosts, options.step_ms, 400), fault)
     else:
         for width in options.widths:
-            size: dict[str, Any] = {"num_workers": 4, "width": width, "step_ms": options.step_ms}
+            model: dict[str, Any] = {"num_workers": 4, "width": width, "step_ms": options.step_ms}
             with contextlib.closing(StoreProcess()) as own:
-                yield cost.measure(method, address=own.address, turns=options.turns, **size)
+                yield cost.measure(method, address=own.address, turns=options.turns, **model)
 
 
 def measured(options: ElasticBenchmark) -> Iterator[str]:
@@ -85,9 +93,11 @@ def measured(options: ElasticBenchmark) -> Iterator[str]:
     for method in options.methods:
         if method != torchft_worker.NAME:
             yield method
-        elif options.figure == "kills" and importlib.util.find_spec("torchft") is None:
+        elif options.figure not in ("kills", "scale"):
+            continue
+        elif importlib.util.find_spec("torchft") is None:
             print(f"{method}: left out, as torchft is not installed; {torchft_worker.REMEDY}", file=sys.stderr)
-        elif options.figure == "kills":
+        else:
             yield method
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,30 @@ def start_store(method: str) -> StoreProcess:
     return StoreProcess(torchft_worker.LIGHTHOUSE) if method == torchft_worker.NAME else StoreProcess()
 
 
-def measure(job: ElasticJob, kills: int, store: StoreProcess, folder: Path, *, with_store: bool) -> dict[str, Any]:
-    """One row: the pause of those who live.
+@dataclass(frozen=True)
+class Killing:
+    """A run in which workers were killed, and one was started again.
+
+    Attributes:
+        workers: those of the beginning.
+        alive: of these, those that were not killed.
+        newcomer: the one that was started again.
+        killed_at: when, in seconds since 1970.
+        started_at: when the newcomer was started.
+    """
+
+    workers: Sequence[WorkerProcess]
+    alive: Sequence[WorkerProcess]
+    newcomer: WorkerProcess
+    killed_at: float
+    started_at: float
+
+
+@contextlib.contextmanager
+def killing(
+    job: ElasticJob, kills: int, store: StoreProcess, folder: Path, *, with_store: bool = False
+) -> Iterator[Killing]:
+    """Train, kill and start again; workers end with the block.
 
     Args:
         job: of all workers.
@@ -37,8 +61,10 @@ def measure(job: ElasticJob, kills: int, store: StoreProcess, folder: Path, *, w
         with_store: whether it is killed with them. It comes back, empty, when a worker is started again.
     """
     body: Callable[[ElasticJob], None] = torchft_worker.train if job.method == torchft_worker.NAME else train
+    name = f"{job.num_workers}_{kills}_{with_store}"
     with killed_at_the_end() as workers:
-        workers += [WorkerProcess(job, folder, f"{kills}_{with_store}_{i}", body) for i in range(job.num_workers)]
+        workers += [WorkerProcess(job, folder, f"{name}_{i}", body) for i in range(job.num_workers)]
+        first = list(workers)
         until(workers, 100)
         by_rank = sorted(workers, key=lambda worker: worker.events("step")[-1]["rank"])
         killed_at = time.time()
@@ -52,17 +78,23 @@ def measure(job: ElasticJob, kills: int, store: StoreProcess, folder: Path, *, w
         started_at = time.time()
         if with_store:
             store.start()
-        newcomer = WorkerProcess(job, folder, f"{kills}_{with_store}_again", body)
+        newcomer = WorkerProcess(job, folder, f"{name}_again", body)
         workers.append(newcomer)
         if not all(worker.has_failed for worker in alive):
-            until_or_failed([newcomer], last + 101)
+            until([newcomer], last + 101)
             until_or_failed([newcomer, *alive], newcomer.last_step() + 50)
+        yield Killing(first, alive, newcomer, killed_at, started_at)
+
+
+def measure(job: ElasticJob, kills: int, store: StoreProcess, folder: Path, *, with_store: bool) -> dict[str, Any]:
+    """One row: the pause of those who live; see `killing`."""
+    with killing(job, kills, store, folder, with_store=with_store) as run:
         return {
             "method": job.method,
             "num_workers": job.num_workers,
             "killed": kills,
             "store": "killed" if with_store else "lives",
-            **figures(alive, newcomer, killed_at, started_at),
+            **figures(run.alive, run.newcomer, run.killed_at, run.started_at),
         }
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.elastic import kills, torchft_worker
+from benchmarks.elastic import kills, scale, torchft_worker
 from benchmarks.elastic.__main__ import ElasticBenchmark, measured
+from benchmarks.elastic.kills import Killing
 from benchmarks.elastic.worker import METHODS
 
 
@@ -22,8 +23,11 @@ class PastWorker:
     start: float = 0.0
     has_failed: bool = False
     path: Path = field(default_factory=lambda: Path("worker"))
+    changes: tuple[float, ...] = ()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
+        if kind == "change":
+            return [{"at": at} for at in self.changes]
         if kind != "step":
             return [{"at": {"ready": self.start, "failed": 3.5}[kind]}]
         return [{"step": i, "at": self.start + 0.1 * (i + 1), "ms": ms} for i, ms in enumerate(self.times)]
@@ -58,6 +62,24 @@ def test_a_row_of_workers_that_failed_has_no_join(capsys: pytest.CaptureFixture[
     assert (row["slowest_after_kill_ms"], row["survivors_that_failed"], row["met"]) == (500.0, 2, "no")
     assert row["rounds_until_joined"] is row["slowest_after_join_ms"] is None
     assert capsys.readouterr().err.count("worker failed: RuntimeError: a reason") == 2
+
+
+def test_the_last_worker_counts_in_the_figures_of_scale() -> None:
+    calm = [60.0] * 60
+    alive: Any = [PastWorker(calm, changes=(0.1, 2.25, 5.0)), PastWorker(calm, start=0.2, changes=(2.2, 2.5))]
+    newcomer: Any = PastWorker(calm, start=4.0)
+    founders: Any = [PastWorker(calm)]
+    row = scale.figures(Killing([*alive, *founders], alive, newcomer, killed_at=2.0, started_at=4.0))
+    assert row == {
+        "seconds_to_begin": 0.1,
+        "median_ms": 60.0,
+        "seconds_to_form": 0.5,
+        "slowest_after_kill_ms": 60.0,
+        "seconds_to_join": 0.1,
+        "survivors_that_failed": 0,
+    }
+    alive[1].changes = ()
+    assert scale.figures(Killing(alive, alive, newcomer, killed_at=2.0, started_at=4.0))["seconds_to_form"] is None
 
 
 def test_torchft_is_left_out_with_a_remedy_where_it_is_not_installed(
