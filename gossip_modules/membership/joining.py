@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from ..transport.gloo import gloo_backend
 from ..transport.state_tree import copied, encode
+from ..transport.waits import Waits
 from . import limits, transfer
 from .heartbeats import Heartbeats
 from .links import alone
@@ -143,8 +146,7 @@ class Joining(Door):
                 if self._is_offered(name, joiner.attempt, deadline):
                     with self._log.lent_store(name) as store:
                         group = gloo_backend(store, 1, 2, timedelta(seconds=limits.CONNECT), host=self._link_host)
-                    limit = _MAX_STATES * self._participant.num_bytes + (1 << 30)
-                    return joiner.attempt, transfer.receive(group, timeout=self.timeout, max_bytes=limit)
+                    return joiner.attempt, self._receive(group, joiner.attempt)
             except (RuntimeError, ValueError, OSError) as error:
                 reason = str(error)
             if time.monotonic() > deadline:
@@ -155,6 +157,21 @@ class Joining(Door):
             if self._attempt() == joiner.attempt:
                 self._say({"event": "gave up", "id": self.id, "attempt": joiner.attempt, "by": self.id})
                 self._await(lambda a=joiner.attempt, of=life: (self._attempt(), self._store_life) != (a, of))  # type: ignore[misc]
+
+    def _receive(self, group: dist.ProcessGroup, attempt: int) -> Mapping[str, Any]:
+        """What the donor sends; a RuntimeError where another one is to, as it has died in the middle."""
+        assert self._participant is not None
+        limit = _MAX_STATES * self._participant.num_bytes + (1 << 30)
+        with self._lock:
+            waits = Waits()
+            self._receiving = attempt, waits
+        self._wake.set()
+        try:
+            state: Mapping[str, Any] = transfer.receive(group, timeout=self.timeout, max_bytes=limit, waits=waits)
+        finally:
+            waits.close()
+            self._receiving = None
+        return state
 
     def _is_offered(self, name: str, attempt: int, deadline: float) -> bool:
         """Wait until the donor, which may be slow, is about to give; False: another one will, or it is too late."""
@@ -167,11 +184,6 @@ class Joining(Door):
                     self._begin_anew()
                 asked = time.monotonic()
         return True
-
-    def _attempt(self) -> int:
-        """The number of the donor that is to give; -1: none will."""
-        joiner = self._roster.joiners.get(self.id)
-        return -1 if joiner is None or joiner.refusal else joiner.attempt
 
     def _load(self, state: Mapping[str, Any]) -> None:
         assert self._participant is not None

@@ -19,6 +19,7 @@ from ..transport.gloo import CPU, gloo_backend, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
 from ..transport.shared_group import in_a_thread
 from ..transport.staging import Staging
+from ..transport.waits import Waits
 
 _BREAK = timedelta(milliseconds=1)
 
@@ -66,6 +67,8 @@ class LinkTransport(PointToPoint):
         self._is_whole_broken = False
         self._round_bytes = 0
         self._lock = threading.Lock()
+        self._own_waits, self._whole_waits = Waits(), Waits()
+        self.waits, whole.waits = self._own_waits, self._whole_waits
         self.lost: frozenset[int] = frozenset()
         self.calling = ""
 
@@ -117,6 +120,7 @@ class LinkTransport(PointToPoint):
         with self._lock:
             is_new = peer not in self.lost
             self.lost |= {peer}
+        self._own_waits.give_up(peer)  # of other threads; the link has closed
         if is_new:
             self._on_lost(peer, str(error), seconds < LATE * self.timeout.total_seconds())
         return True
@@ -137,15 +141,14 @@ class LinkTransport(PointToPoint):
         with contextlib.suppress(RuntimeError, LinkClosedError):  # it is closed already, or was never open
             group, other = self.route(peer)
             group.recv([torch.empty(1, dtype=torch.uint8)], other, PROBE_TAG).wait(_BREAK)
+        self._own_waits.give_up(peer)
 
     def _break_whole(self) -> None:
         """Close the connections of the group over all ranks: a wait that ends by its timeout does."""
         with self._lock:
             is_broken, self._is_whole_broken = self._is_whole_broken, True
-        for peer in () if is_broken else range(self.world_size):
-            if peer != self.rank:
-                with contextlib.suppress(RuntimeError, ValueError):  # it is closed already
-                    self._whole.group.recv([torch.empty(1, dtype=torch.uint8)], peer, PROBE_TAG).wait(_BREAK)
+        if not is_broken:
+            self._whole.close_connections()
 
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:
         """See `PointToPoint`."""
@@ -200,12 +203,14 @@ class LinkTransport(PointToPoint):
     def close(self) -> None:
         """End the waits of listeners, and release the groups; waits for no rank. Idempotent."""
         self._on_lost, self.on_broken = _ignore, None
-        for peer in self._links if self.has_listener else ():
+        for peer in self._links if self.has_listener else self._own_waits.under_way():
             self._end_waits(peer)
         links, self._links = list(self._links.values()), {}
         if self._whole.is_shared:  # with threads that wait for messages
             self._break_whole()
         self._whole.close()
+        self._own_waits.close()
+        self._whole_waits.close()
         in_a_thread(links.clear).join(1.0)
 
 

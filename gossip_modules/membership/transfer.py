@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..transport.state_tree import bytes_of, decode, pack, unpack
+from ..transport.waits import Waits
 
 CHUNK_BYTES = 4 << 20
 _MAX_HEADER = 64 << 20
@@ -31,23 +32,33 @@ def send(group: dist.ProcessGroup, state: Any, *, timeout: timedelta) -> int:
     return total
 
 
-def receive(group: dist.ProcessGroup, *, timeout: timedelta, max_bytes: int = 1 << 40) -> Any:
-    """The state that rank 0 sends, of at most so many bytes.
+def receive(
+    group: dist.ProcessGroup, *, timeout: timedelta, max_bytes: int = 1 << 40, waits: Waits | None = None
+) -> Any:
+    """The state that rank 0 sends, of at most so many bytes; `waits`: by which another thread ends the wait for it.
 
     Raises:
         RuntimeError: the other one is gone, or late.
         ValueError: it has sent something else.
     """
+
+    def await_chunk(chunk: Tensor) -> None:
+        work = group.recv([chunk], 0, 0)
+        if waits is None:
+            work.wait(timeout)
+        else:
+            waits.wait(work, timeout)
+
     size = torch.zeros(1, dtype=torch.int64)
-    group.recv([size], 0, 0).wait(timeout)
+    await_chunk(size)
     if not 0 < int(size) <= _MAX_HEADER:
         raise ValueError(f"got a state with a header of {int(size)} bytes, expected 1 to {_MAX_HEADER}")
     text = torch.empty(int(size), dtype=torch.uint8)
-    group.recv([text], 0, 0).wait(timeout)
+    await_chunk(text)
     header, tensors = unpack(text, max_bytes=max_bytes)
     for x in tensors:
         for chunk in _chunks(bytes_of(x)):
-            group.recv([chunk], 0, 0).wait(timeout)
+            await_chunk(chunk)
     return decode(header, tensors)
 
 

@@ -150,6 +150,8 @@ class Watching(Generations):
                 self._unsent.append({"event": "here", "id": self.id})
             self._num_heard = roster.num_knocks
             self._moved.notify_all()
+            if self._receiving is not None and self._receiving[0] != self._attempt():
+                self._receiving[1].close()
             now = time.monotonic()
             old = [transport for until, transport in self._retired if until < now]
             self._retired = [(until, transport) for until, transport in self._retired if until >= now]

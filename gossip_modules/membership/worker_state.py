@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ..transport.waits import Waits
 from . import limits
 from .event_log import EventLog
 from .heartbeats import Heartbeats, digest
@@ -83,6 +84,7 @@ class WorkerState:
         self._garbage: list[str] = []  # keys in the store
         self._serving: set[tuple[int, int]] = set()
         self._snapshots: list[Joiner] = []  # that the training thread is to take
+        self._receiving: tuple[int, Waits] | None = None  # the attempt of the donor that gives, and the waits for it
         self._given: dict[tuple[int, int], tuple[float, Mapping[str, Any]]] = {}  # see [Note: what was given]
         self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that will not bring it
         self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
@@ -167,9 +169,16 @@ class WorkerState:
         """Whether `steps` is to end: `Membership.leave` was called."""
         return self.is_leaving if self.siblings is None else self.siblings.must_leave
 
+    def _attempt(self) -> int:
+        """The number of the donor that is to give; -1: none will."""
+        joiner = self._roster.joiners.get(self.id)
+        return -1 if joiner is None or joiner.refusal else joiner.attempt
+
     def _release_all(self) -> None:
         if self._heartbeats is not None:
             self._heartbeats.close()
+        if self._receiving is not None:
+            self._receiving[1].close()
         with self._lock:
             transports = [*self._formed.values(), *(t for _, t in self._retired)]
             transports += [transport for _, transport in self._due]

@@ -17,6 +17,7 @@ from torch import Tensor
 from .base import Pending
 from .shared_group import Use
 from .staging import Staging
+from .waits import Waits
 
 ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 
@@ -111,14 +112,17 @@ class Exchange:
 
     def _wait(self, timeout: timedelta | None) -> None:
         """Until the first chunk that is under way has come and gone."""
-        chunk = self._chunks[0]
+        link, chunk = self.link, self._chunks[0]
         for work, peer, is_send in chunk.works:
             if peer in self.lost:
                 continue
             elapsed = time.monotonic() - self._start
-            left = max((timeout or self.link.timeout) - timedelta(seconds=elapsed), timedelta(milliseconds=1))
+            left = max((timeout or link.timeout) - timedelta(seconds=elapsed), timedelta(milliseconds=1))
             try:
-                wait_for(work, left, backend=self.link.backend)
+                if timeout is None:
+                    link.wait_for(work, left, of=peer)
+                else:  # of a few bytes, or by a thread that may stay in it
+                    wait_for(work, left, backend=link.backend)
             except RuntimeError as error:
                 k, seconds = self.num_chunks - len(self._chunks), time.monotonic() - self._start
                 self._fail(error, k, peer, is_send=is_send, seconds=seconds, timeout=timeout)
@@ -180,6 +184,7 @@ class PointToPoint(ABC):
 
     is_elastic = False  # see `Transport`
     has_listener = False  # somebody waits for messages without a limit
+    waits: Waits | None = None  # those that are given up where a rank is; see [Note: waits that do not end]
 
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
         """The group that messages to and from a peer go over, and its rank there."""
@@ -188,6 +193,13 @@ class PointToPoint(ABC):
     def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
         """Told that a message to or from a peer has failed; whether rounds go on without it."""
         return False
+
+    def wait_for(self, work: dist.Work, timeout: timedelta, *, of: int | None = None) -> None:
+        """Return when a message to or from a peer is done, or without one a collective."""
+        if self.waits is None:
+            wait_for(work, timeout, backend=self.backend)
+        else:
+            self.waits.wait(work, timeout, of=of)
 
     @abstractmethod
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:

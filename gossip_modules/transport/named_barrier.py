@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from .exchange import LATE
 
+Wait: TypeAlias = Callable[[dist.Work, timedelta], object]
 _NAME_BYTES = 64  # of the name of the operation
 
 
@@ -40,7 +42,7 @@ class AnotherOperation(RuntimeError):
         self.found = found
 
 
-def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int) -> None:
+def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int, wait: Wait = dist.Work.wait) -> None:
     """Return when every rank of a Gloo group has come to `what`.
 
     Every rank says it to all others, so that each knows by itself who has not come. Gloo cannot be asked whether a
@@ -52,6 +54,7 @@ def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int) -
         what: they are about to do; equal on all ranks up to numbers in it.
         timeout: for all to come.
         tag: of the messages; nothing else has it.
+        wait: waits for one of them.
 
     Raises:
         NotAllCame: with the ranks that did not.
@@ -61,8 +64,7 @@ def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int) -
     deadline = time.monotonic() + seconds
     rank, n = group.rank(), group.size()
     peers = [j for j in range(n) if j != rank]
-    name = what.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(name[:-1] + b"\1"), dtype=torch.uint8)  # the last byte says: it is here
+    mine = _message(what)
     names = torch.zeros(n, _NAME_BYTES, dtype=torch.uint8)
     rows = list(names.unbind())
     works: list[tuple[int, dist.Work]] = []
@@ -73,13 +75,19 @@ def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int) -
         for peer in peers:
             works.append((peer, group.send([mine], peer, tag)))
         for peer, work in works:  # noqa: B007 (says whose wait failed)
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            wait(work, timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
     except RuntimeError as error:
         missing = [j for j in peers if not names[j, -1]]
         is_late = deadline - time.monotonic() < (1 - LATE) * seconds  # others may give up a little before
         raise NotAllCame(error, missing, None if is_late else peer) from error
     if len({*map(bytes, (row.numpy() for row in rows[:rank] + rows[rank + 1 :])), bytes(mine.numpy())}) > 1:
         _compare(what, ((j, bytes(rows[j].numpy())) for j in peers))
+
+
+def _message(what: str) -> torch.Tensor:
+    """The name of an operation; the last byte says: it is here."""
+    name = what.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+    return torch.frombuffer(bytearray(name[:-1] + b"\1"), dtype=torch.uint8)
 
 
 def _compare(what: str, names: Iterable[tuple[int, bytes]]) -> None:

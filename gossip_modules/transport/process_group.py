@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 import weakref
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backend import backend_of
-from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, fail, wait_for
+from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, fail
 from .failure_notes import GONE, SILENT, FailureNotes, describe
 from .named_barrier import AnotherOperation, NotAllCame, meet
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
@@ -24,6 +25,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 FOREVER = timedelta(days=365)
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
 BARRIER_TAG = PROBE_TAG + 1
+_AT_ONCE = timedelta(milliseconds=1)
 _MIN_TRANSFER = timedelta(seconds=1)  # for a collective after all have come, however late they were
 
 
@@ -80,9 +82,11 @@ class ProcessGroupTransport(PointToPoint):
         """Another user of the same connection, see [Note: channels]; closed, and without a channel, if this one is."""
         if self.is_closed:
             return copy.copy(self)
-        return ProcessGroupTransport(
+        other = ProcessGroupTransport(
             self.group, device=self.device, timeout=self.timeout, names=self.names, notes=self.notes
         )
+        other.waits = self.waits
+        return other
 
     @property
     def is_closed(self) -> bool:
@@ -158,7 +162,7 @@ class ProcessGroupTransport(PointToPoint):
         try:
             if self.backend == "mpi4py" and self.world_size > 1:
                 self.group.monitored_barrier(self.timeout, True)  # type: ignore[attr-defined]
-            wait_for(post(options), left, backend=self.backend)
+            self.wait_for(post(options), left)
         except RuntimeError as error:
             name = f"{self.calling}: {what}" if self.calling else what
             self.fail(error, f"{name} among ranks {list(self.names)}", time.monotonic() - start, timeout=left)
@@ -170,7 +174,7 @@ class ProcessGroupTransport(PointToPoint):
         name = f"{self.calling}: {what}" if self.calling else what
         doing = f"{name} among ranks {list(self.names)}"
         try:
-            meet(self.group, name, timeout=self.timeout, tag=BARRIER_TAG)
+            meet(self.group, name, timeout=self.timeout, tag=BARRIER_TAG, wait=self.wait_for)
         except NotAllCame as error:
             seconds = time.monotonic() - start
             seen = f"did not call {self.calling}" if self.calling else f"did not take part in {what}"
@@ -184,6 +188,18 @@ class ProcessGroupTransport(PointToPoint):
             raise RuntimeError(
                 f"rank {self.names[self.rank]}: {doing}: {others}; all ranks must call the same, in the same order"
             ) from error
+
+    def close_connections(self) -> None:
+        """Close the connections of this rank over a Gloo group, which ends every wait on them; from any thread.
+
+        Gloo has no call for this, but a wait that times out closes all connections of its rank.
+        """
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError, ValueError):  # they are closed already
+                    self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, PROBE_TAG).wait(_AT_ONCE)
+        if self.waits is not None:
+            self.waits.close()
 
     def closed_peers(self) -> list[int]:
         """After a failure on Gloo, the ranks whose connection is gone: posting a receive says so at once.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..transport.base import Pending
-from ..transport.process_group import FOREVER, PROBE_TAG, ProcessGroupTransport
+from ..transport.process_group import FOREVER, ProcessGroupTransport
 
 CLOSE_TIMEOUT = timedelta(seconds=2)
 _CLOSE_TIMEOUT_AFTER_FAILURE = timedelta(seconds=0.5)
@@ -177,14 +177,8 @@ class ControlChannel:
                 handle(peer, message)
 
     def close_connections(self) -> None:
-        """Close all connections of this rank over the group, which ends every wait on them.
-
-        Gloo has no call for this, but a wait that times out closes all connections of its rank.
-        """
-        for peer in self.neighbours:
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8)
-                self.transport.group.recv([nothing], peer, PROBE_TAG).wait(_AT_ONCE)
+        """Close all connections of this rank over the group, which ends every wait on them."""
+        self.transport.close_connections()
 
     def _post(self, message: ControlMessage, peers: Sequence[int]) -> Pending:
         tensor = torch.tensor(message)

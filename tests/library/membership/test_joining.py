@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from datetime import timedelta
 from typing import Any
 
 import networkx as nx
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel, MatchaGraph
-from gossip_modules.membership import limits
+from gossip_modules.membership import limits, transfer
 from tests.library.membership.test_membership import Job, _no_thread_stays, close, die, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
@@ -157,6 +159,34 @@ def test_what_a_worker_got_that_dies_before_it_joins_goes_back_to_its_donor(
     alive = job.end()
     assert sum(worker.weight for worker in alive) == pytest.approx(2.0, rel=1e-5)
     close(alive)
+
+
+def test_a_donor_that_dies_in_the_middle_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo ends no wait for a message of which a part has come; see [Note: waits that do not end] of `Waits`."""
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    is_receiving, may_end, receive = threading.Event(), threading.Event(), transfer.receive
+
+    class HalfReceived:
+        def wait(self, timeout: timedelta) -> None:
+            is_receiving.set()
+            may_end.wait(timeout.total_seconds())
+
+    def receive_half(group: dist.ProcessGroup, **options: Any) -> Any:
+        if not is_receiving.is_set():
+            options["waits"].wait(HalfReceived(), options["timeout"])
+        return receive(group, **options)
+
+    monkeypatch.setattr(transfer, "receive", receive_half)
+    (newcomer,) = job.start(1)
+    job.until(is_receiving.is_set, "it gets the state")
+    donor = next(worker for worker in workers if worker.membership is not None and worker.membership._given)
+    donor.is_killed.set()
+    survivor = workers[1 - workers.index(donor)]
+    job.until_live([survivor, newcomer])
+    may_end.set()
+    close(job.end())
 
 
 def test_who_is_alone_has_weight_one() -> None:

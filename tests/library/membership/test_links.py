@@ -206,6 +206,35 @@ def test_a_message_of_which_only_a_part_came_is_left_out(late: bool) -> None:
     assert lost[0] == {1}
 
 
+def test_a_wait_for_a_message_that_is_half_sent_ends_when_its_link_is_broken() -> None:
+    """Gloo itself would wait for all of the timeout; see [Note: waits that do not end].
+
+    Rank 1 takes no more of the message than its sockets hold, as a process that is stopped does: the buffer that Gloo
+    was to receive it in is no more.
+    """
+    mixing = MetropolisHastingsMixing(RingGraph(2))
+    message = torch.zeros(32 << 20, dtype=torch.uint8)
+    has_ended = threading.Event()
+
+    def body(transport: LinkTransport, barrier: threading.Barrier) -> bool:
+        if transport.rank == 1:
+            group, other = transport.route(0)
+            tag = transport.wire_tag(0, message.nbytes, total_bytes=message.nbytes)
+            group.recv([torch.empty_like(message)], other, tag)
+            barrier.wait()
+            return has_ended.wait(TIMEOUT.total_seconds() / 2)
+        barrier.wait()
+        pending = transport.exchange({1: [message]}, {}, tag=0)
+        threading.Timer(0.3, transport.break_link, (1,)).start()
+        pending.wait()
+        assert pending.lost == {1}  # type: ignore[attr-defined]
+        has_ended.set()
+        return True
+
+    results, _ = run_links(2, mixing, body)
+    assert results == [True, True]
+
+
 def test_a_wait_ends_when_its_link_is_broken() -> None:
     """As when heartbeats stop: rank 0 waits for rank 1, which lives and sends nothing; other links stay."""
     mixing = MetropolisHastingsMixing(RingGraph(3, peers_per_itr=2))

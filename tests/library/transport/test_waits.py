@@ -1,0 +1,105 @@
+"""Waits that another thread can end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from gossip_modules.transport.waits import Waits
+
+LIMIT = 20.0
+
+
+class Message:
+    """In the place of a message of Gloo: it is done when told so, and a wait for it cannot be taken back."""
+
+    def __init__(self) -> None:
+        self.is_waited_for, self.may_end = threading.Event(), threading.Event()
+
+    def wait(self, timeout: timedelta) -> None:
+        self.is_waited_for.set()
+        if not self.may_end.wait(timeout.total_seconds()):
+            raise RuntimeError("timed out")
+
+
+def in_a_thread(body: Callable[[], None]) -> Callable[[], str]:
+    """Run it; what is returned waits for its end, and gives the text of its error."""
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            body()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def end() -> str:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+        return errors[0] if errors else ""
+
+    return end
+
+
+def begin(waits: Waits, **arguments: Any) -> tuple[Message, Callable[[], str]]:
+    """A wait that is under way, and what waits for its end."""
+    message = Message()
+    end = in_a_thread(lambda: waits.wait(message, timedelta(seconds=10 * LIMIT), **arguments))  # type: ignore[arg-type]
+    assert message.is_waited_for.wait(LIMIT)
+    return message, end
+
+
+def test_a_wait_ends_with_its_message_or_its_error() -> None:
+    waits = Waits()
+    message, end = begin(waits, of=1)
+    message.may_end.set()
+    assert end() == ""
+    with pytest.raises(RuntimeError, match="timed out"):
+        waits.wait(Message(), timedelta(milliseconds=1))  # type: ignore[arg-type]
+    waits.close()
+
+
+def test_waits_for_one_peer_are_given_up() -> None:
+    """Those for others go on; what is done already, as its message came before, is no error afterwards."""
+    waits = Waits()
+    given_up, end = begin(waits, of=1)
+    other, end_of_other = begin(waits, of=2)
+    waits.give_up(1)
+    assert "given up" in end()
+    done = Message()
+    done.may_end.set()
+    waits.wait(done, timedelta(seconds=LIMIT), of=1)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="timed out"):
+        waits.wait(Message(), timedelta(seconds=10 * LIMIT), of=1)  # type: ignore[arg-type]
+    other.may_end.set()
+    assert end_of_other() == ""
+    given_up.may_end.set()
+    waits.close()
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "lost"])
+def test_no_thread_is_left(is_closed: bool) -> None:
+    """Neither an idle one nor one that was left in a wait that has ended since."""
+    waits = Waits()
+    done, end = begin(waits)
+    done.may_end.set()
+    assert end() == ""
+    (idle,) = waits._idle
+    late, end = begin(waits)  # in the same thread
+    assert not waits._idle
+    if is_closed:
+        waits.close()
+        assert "given up" in end()
+        late.may_end.set()
+    else:
+        late.may_end.set()
+        assert end() == ""
+        del waits
+    idle.join(LIMIT)
+    assert not idle.is_alive()
