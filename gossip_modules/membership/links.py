@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,6 +24,7 @@ from ..transport.staging import Staging
 from ..transport.waits import Waits
 
 _BREAK = timedelta(milliseconds=1)
+_NUM_WAITS = 64  # of each peer that are remembered
 
 
 class LinkTransport(PointToPoint):
@@ -67,6 +70,7 @@ class LinkTransport(PointToPoint):
         self._is_whole_broken = False
         self._round_bytes = 0
         self._lock = threading.Lock()
+        self._waited: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_WAITS))  # seconds of rounds
         self._own_waits, self._whole_waits = Waits(), Waits()
         self.waits, whole.waits = self._own_waits, self._whole_waits
         self.lost: frozenset[int] = frozenset()
@@ -124,6 +128,21 @@ class LinkTransport(PointToPoint):
         if is_new:
             self._on_lost(peer, str(error), seconds < LATE * self.timeout.total_seconds())
         return True
+
+    def waited(self, seconds: Mapping[int, float]) -> None:
+        """See `PointToPoint`."""
+        with self._lock:
+            for peer, waited in seconds.items():
+                self._waited[peer].append(waited)
+
+    def waits_for(self) -> dict[int, tuple[float, float]]:
+        """By the names of peers, the seconds of the last rounds with them: median, and median absolute deviation."""
+        with self._lock:
+            waited = {self.names[peer]: list(seconds) for peer, seconds in self._waited.items()}
+        medians = {name: statistics.median(seconds) for name, seconds in waited.items()}
+        return {
+            name: (median, statistics.median(abs(x - median) for x in waited[name])) for name, median in medians.items()
+        }
 
     def break_link(self, peer: int) -> None:
         """End the waits for a peer, which is lost from now on, and those of collectives; from any thread.

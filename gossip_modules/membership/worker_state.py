@@ -164,6 +164,18 @@ class WorkerState:
             "deadline": max(deadlines, default=0.0),
         }
 
+    def wait_stats(self) -> dict[str, float]:
+        """Seconds that rounds waited for each peer, of the last 64: wait_median/<number> and wait_mad/<number>.
+
+        Of a generation, by the number of the worker; mad: the median absolute deviation. In a node its first process
+        has them, as it alone gossips.
+        """
+        transport = self._transport
+        figures: dict[str, float] = {}
+        for name, (median, mad) in ({} if transport is None else transport.waits_for()).items():
+            figures |= {f"wait_median/{name}": median, f"wait_mad/{name}": mad}
+        return figures
+
     @property
     def must_leave(self) -> bool:
         """Whether `steps` is to end: `Membership.leave` was called."""

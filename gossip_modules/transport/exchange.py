@@ -62,6 +62,7 @@ class Exchange:
             self._chunks.append(_Chunk([], []))
         self._batch: list[dist.P2POp] = []
         self.lost: set[int] = set()
+        self._waited: dict[int, float] = {}  # seconds, by peer
         self._start = time.monotonic()
 
     def post(self, k: int, peer: int, x: Tensor, *, total_bytes: int, is_send: bool) -> None:
@@ -116,11 +117,13 @@ class Exchange:
         for work, peer, is_send in chunk.works:
             if peer in self.lost:
                 continue
-            elapsed = time.monotonic() - self._start
-            left = max((timeout or link.timeout) - timedelta(seconds=elapsed), timedelta(milliseconds=1))
+            now = time.monotonic()
+            left = max((timeout or link.timeout) - timedelta(seconds=now - self._start), timedelta(milliseconds=1))
             try:
                 if timeout is None:
                     link.wait_for(work, left, of=peer)
+                    if peer is not None:
+                        self._waited[peer] = self._waited.get(peer, 0.0) + time.monotonic() - now
                 else:  # of a few bytes, or by a thread that may stay in it
                     wait_for(work, left, backend=link.backend)
             except RuntimeError as error:
@@ -129,6 +132,8 @@ class Exchange:
         if chunk.staged:
             Staging.copy_back(chunk.staged)
         self._chunks.popleft()
+        if not self._chunks:
+            link.waited(self._waited)
 
     def _fail(
         self,
@@ -200,6 +205,9 @@ class PointToPoint(ABC):
             wait_for(work, timeout, backend=self.backend)
         else:
             self.waits.wait(work, timeout, of=of)
+
+    def waited(self, seconds: Mapping[int, float]) -> None:
+        """Told at the end of a round how long it has waited for each peer."""
 
     @abstractmethod
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:

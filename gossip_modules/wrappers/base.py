@@ -141,8 +141,11 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
             self._elastic.membership.close()
 
     def comm_stats(self) -> dict[str, float]:
-        """See `FlatAveraging`; with a membership also what `Membership.stats` gives."""
-        return {**super().comm_stats(), **(self._elastic.membership.stats() if self._elastic else {})}
+        """See `FlatAveraging`; with a membership also what its `stats` and `wait_stats` give."""
+        if self._elastic is None:
+            return super().comm_stats()
+        membership = self._elastic.membership
+        return {**super().comm_stats(), **membership.stats(), **membership.wait_stats()}
 
     def _check_place(self, state: Mapping[str, Any]) -> None:
         """See `RoundState`; the workers of a membership may be others than those that saved."""

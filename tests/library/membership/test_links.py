@@ -27,7 +27,7 @@ from gossip_modules import (
     UniformMixing,
 )
 from gossip_modules.flat.vector import FlatVector
-from gossip_modules.membership.links import LinkTransport, connect_links
+from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.transport.exchange import Exchange
 from tests.harness.ranks import TIMEOUT
 
@@ -257,3 +257,11 @@ def test_a_wait_ends_when_its_link_is_broken() -> None:
     results, lost = run_links(3, mixing, body)
     assert results == [True] * 3
     assert lost[0] == set(), "who breaks a link knows it"
+
+
+def test_waits_for_a_peer_are_those_of_its_last_rounds() -> None:
+    transport = alone(TIMEOUT)
+    for seconds in (100.0, *[1.0, 2.0, 3.0, 6.0] * 16):
+        transport.waited({0: seconds})
+    assert transport.waits_for() == {0: (2.5, 1.0)}  # 64 rounds; distances from the median: 1.5, 0.5, 0.5, 3.5
+    transport.close()
