@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..transport.waits import Waits
 from . import limits
@@ -21,11 +21,21 @@ from .participant import Change, Participant
 from .roster import Roster
 from .view import Joiner, Member, View
 
-if TYPE_CHECKING:
-    from .node.siblings import Siblings
-
 log = logging.getLogger("gossip_modules.membership")
 _connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+class OneWorker(Protocol):
+    """What a membership needs of the processes that are one worker; see `Siblings`."""
+
+    leads: bool
+    callbacks: list[Callable[[Change], None]]
+    stats: dict[str, float]
+    lost: tuple[int, ...]
+    must_leave: bool
+
+    def as_one(self, act: Callable[[], object]) -> Change | None:
+        """Have the first process act for all of them; the last change of generation in it, if any."""
 
 
 class WorkerState:
@@ -62,7 +72,7 @@ class WorkerState:
         self.num_joins = self.num_deaths = 0
         self._link_host, self._has_warned = link_host, False  # of Gloo
         self._has_met = False  # whether a listener of another worker was ever in reach
-        self.siblings: Siblings | None = None  # where several processes are this worker
+        self.siblings: OneWorker | None = None  # where several processes are this worker
         self.is_leaving = False
         self._reset()
 

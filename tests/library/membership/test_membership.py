@@ -456,6 +456,8 @@ def test_one_membership_is_for_one_wrapper() -> None:
         GossipDataParallel(model_of(), membership=membership)
     with pytest.raises(TypeError, match="got sampler of type int, expected an object with state_dict"):
         membership.track(sampler=3)
+    membership.leave()
+    assert list(membership.steps(3)) == []
     wrapper.close()
     with pytest.raises(RuntimeError, match="got join\\(\\) of a membership that is closed"):
         membership.join()
