@@ -4,9 +4,11 @@
 
 Eight workers on this machine train a small network, each a process of its own, with the store in another one. Every
 two seconds a worker or two are killed (SIGKILL), one is stopped (SIGSTOP) for half a second to eight, one is started,
-or the store is killed and comes back empty; the draw is seeded. Then the same training runs for as many steps without
-faults. A row for each method is appended to benchmarks/results/chaos.csv, one for each fault to chaos_faults.csv, which
-`python -m visualization.chaos` draws. The exit code is 1 where something that must hold did not; stderr says what.
+or the store is killed and comes back empty; the draw is seeded. Then as many workers as are missing are started, and
+the learning rate, which is proportional to the number of workers, falls to zero in some more steps. Then the same
+training runs for as many steps without faults. A row for each method is appended to benchmarks/results/chaos.csv, one
+for each fault to chaos_faults.csv, which `python -m visualization.chaos` draws. The exit code is 1 where something that
+must hold did not; stderr says what.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class ChaosBenchmark:
     """Of computation, which is slept: eight workers share the cores of one machine."""
     undisturbed_step_ms: float = 1.0
     """The same in the run without faults, whose time is not measured."""
+    end_steps: int = 500
+    """After the last fault, with all workers and a learning rate that falls to zero; as many in the run without."""
     min_deadline: float = 2.0
     """Of the membership: seconds of silence after which a worker is left out."""
     seed: int = 1
@@ -82,9 +86,21 @@ def broken(row: Mapping[str, Any]) -> list[str]:
 
 def measure(method: str, options: ChaosBenchmark) -> tuple[dict[str, Any], SoakRun]:
     """The figures of one method, and what has happened."""
-    training = SoakTraining(method, "", options.num_workers, options.step_ms, options.seed, options.min_deadline)
+    training = SoakTraining(
+        method,
+        "",
+        options.num_workers,
+        options.step_ms,
+        options.seed,
+        options.min_deadline,
+        options.end_steps,
+    )
     run = Soak(training, every=options.every, seed=options.seed).run(seconds=options.seconds)
-    row = {"method": method, "num_workers": options.num_workers, **summary(run, witness=options.num_workers - 1)}
+    row = {
+        "method": method,
+        "num_workers": options.num_workers,
+        **summary(run, witness=options.num_workers - 1, end_steps=options.end_steps),
+    }
     if "overlap" in METHODS[method]():
         row["weight_drift"] = ""
     print(f"with faults: {row}", file=sys.stderr, flush=True)
@@ -92,7 +108,7 @@ def measure(method: str, options: ChaosBenchmark) -> tuple[dict[str, Any], SoakR
     beside = Soak(calm, every=0.0, seed=options.seed).run(steps=int(row["steps"]))
     if beside.errors or beside.hung or not beside.results:
         raise RuntimeError(f"got errors {beside.errors} and hung workers {beside.hung} in a run without faults")
-    row["undisturbed_accuracy"] = summary(beside, witness=0)["accuracy"]
+    row["undisturbed_accuracy"] = summary(beside, witness=0, end_steps=options.end_steps)["accuracy"]
     return row, run
 
 

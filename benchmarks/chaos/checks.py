@@ -85,21 +85,29 @@ def slowest_after(lines: Sequence[Mapping[str, Any]], faults: Sequence[HappenedF
     ]
 
 
-def growth(own: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float]:
-    """The median of a resource in the first third of a worker's life without its first tenth, and in the last third."""
-    values = [line[name] for line in own if name in line]
-    n = len(values)
-    if n < 6:
+def growth(own: Sequence[Mapping[str, Any]], name: str, *, end_steps: int) -> tuple[float, float]:
+    """The median of a resource in a worker's first generation, and in the second half of the last `end_steps`.
+
+    Both with the same number of workers, and when the links of other generations are closed: what a generation takes
+    depends on that number, and those before are closed some seconds after a change.
+    """
+    if not own:
         return float("nan"), float("nan")
-    return statistics.median(values[n // 10 : n // 3 + 1]), statistics.median(values[-(n // 3) :])
+    first, last, size = own[0]["generation"], own[-1]["step"], len(own[0]["members"])
+    calm = [line for line in own if name in line and len(line["members"]) == size]
+    early = [line[name] for line in calm if line["generation"] == first]
+    late = [line[name] for line in calm if line["step"] > last - end_steps // 2]
+    first_median, last_median = (statistics.median(values) if values else float("nan") for values in (early, late))
+    return first_median, last_median
 
 
-def summary(run: SoakRun, *, witness: int) -> dict[str, Any]:
+def summary(run: SoakRun, *, witness: int, end_steps: int) -> dict[str, Any]:
     """The figures of a run.
 
     Args:
         run: that has ended.
         witness: the worker that was there from the beginning to the end.
+        end_steps: that were without faults.
     """
     lines = undisturbed_lines(run.lines, run.faults)
     times = [line["ms"] for line in lines]
@@ -111,6 +119,7 @@ def summary(run: SoakRun, *, witness: int) -> dict[str, Any]:
         "steps": max((line["step"] + 1 for own in run.lines.values() for line in own), default=0),
         "faults": len(run.faults),
         **{f"{kind}s": count for kind, count in kinds.items()},
+        "mean_members": round(statistics.mean(len(x["members"]) for own in run.lines.values() for x in own), 2),
         "generations": max((line["generation"] for own in run.lines.values() for line in own), default=0),
         "failed": len(run.errors),
         "hung": len(run.hung),
@@ -123,6 +132,6 @@ def summary(run: SoakRun, *, witness: int) -> dict[str, Any]:
         "accuracy": round(statistics.mean(accuracies), 2) if accuracies else float("nan"),
     }
     for name in ("threads", "descriptors", "megabytes"):
-        first, last = growth(run.lines.get(witness, ()), name)
+        first, last = growth(run.lines.get(witness, ()), name, end_steps=end_steps)
         figures |= {f"{name}_early": round(first, 1), f"{name}_late": round(last, 1)}
     return figures

@@ -14,10 +14,11 @@ from typing import Any
 from benchmarks.chaos.training import SoakTraining
 from gossip_modules.testing.process_backend import ProcessBackend
 
-END_STEPS = 100
-"""Between the decision that training ends and its last step, so that nobody is past it."""
 HANG_SECONDS = 90.0
-"""In which training must end, or begin: longer than any limit in the library."""
+"""In which training must begin, or end after its last step is due: longer than any limit in the library."""
+_CALM = 3  # times the seconds between faults until the first one
+SLOW_STEP = 0.2
+"""Seconds that a step may take in the mean, where the machine does other work too."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class SoakRun:
 class Soak:
     """One run of a job, with faults or without.
 
-    The worker that begins last is never killed, so that its resources tell of leaks; it is stopped like all others.
+    The worker that begins last is never killed, so that its resources tell of leaks; it is stopped like all others. At
+    the end there are as many workers as at the beginning.
 
     Args:
         training: of the workers; its folder is replaced by a temporary one.
@@ -82,7 +84,10 @@ class Soak:
         self.backend: ProcessBackend = None  # type: ignore[assignment]
 
     def run(self, *, seconds: float = 0.0, steps: int = 0) -> SoakRun:
-        """Train for so long, or for so many steps; the faults end a little before."""
+        """Train for so long, or for so many steps.
+
+        After the last fault as many workers as are missing are started, and `end_steps` follow.
+        """
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
             if steps:
@@ -98,7 +103,7 @@ class Soak:
             self.backend.start(rank, [])
         self._until(lambda: all(self._num_lines(r) for r in range(self.training.num_workers)), HANG_SECONDS)
         start = time.time()
-        due = start + self.every
+        due = start + _CALM * self.every
         while seconds and time.time() < start + seconds and self.backend.running:
             self._turn()
             if self.every and time.time() >= due:
@@ -106,9 +111,11 @@ class Soak:
                 self._fault()
         self._until(lambda: not self.stopped and not self.store_returns, HANG_SECONDS)
         if seconds:
+            ranks = self._start(self.training.num_workers - len(self.backend.running))
+            self._until(lambda: all(map(self._num_lines, ranks)), HANG_SECONDS)
             step = max((line["step"] for r in self.backend.running for line in self._lines(r)[-1:]), default=0)
-            (self.folder / "last").write_text(str(step + END_STEPS))
-            hung = not self._until(lambda: not self.backend.running, HANG_SECONDS)
+            (self.folder / "last").write_text(str(step + self.training.end_steps))
+            hung = not self._until(lambda: not self.backend.running, HANG_SECONDS + SLOW_STEP * self.training.end_steps)
         else:
             hung = not self._until(lambda: not self.backend.running, 3600.0)
         return SoakRun(
@@ -161,9 +168,7 @@ class Soak:
         ranks: tuple[int, ...] = ()
         seconds = 0.0
         if kind == "join":
-            ranks = (self.next_rank,)
-            self.next_rank += 1
-            self.backend.start(ranks[0], [])
+            ranks = self._start(1)
         elif kind == "stop":
             ranks = (self.random.choice(free),)
             seconds = self.random.choice([0.5, 1.0, 5.0, 8.0])
@@ -179,6 +184,14 @@ class Soak:
                 self.backend.kill(rank)
         live = len(running) + (kind == "join") - len(ranks) * kind.startswith("kill")
         self.faults.append(HappenedFault(time.time(), kind.split()[0], ranks, seconds, live))
+
+    def _start(self, count: int) -> tuple[int, ...]:
+        """Start so many workers; their ranks."""
+        ranks = tuple(range(self.next_rank, self.next_rank + count))
+        self.next_rank += count
+        for rank in ranks:
+            self.backend.start(rank, [])
+        return ranks
 
     def _num_lines(self, rank: int) -> int:
         return len(self._lines(rank))
