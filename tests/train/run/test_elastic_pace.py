@@ -120,6 +120,18 @@ def test_who_has_not_met_the_others_at_the_end_tries_again_in_the_next_generatio
     assert common.may_meet
 
 
+def test_shares_of_the_stream_have_nothing_in_common_though_each_knows_another_position() -> None:
+    shares = []
+    for rank, position in enumerate((101, 103, 96)):
+        members = SimpleNamespace(rank=rank, world_size=3)
+        own = OwnSteps(members, History(), store="127.0.0.1:1", name="run")  # type: ignore[arg-type]
+        shares.append(set(range(own.first_batch(position), 400, 3)))
+    assert sum(map(len, shares)) == len(set.union(*shares))
+    assert set(range(103, 400)) <= set.union(*shares)
+    common = CommonSteps(SimpleNamespace(rank=2, world_size=3), History())  # type: ignore[arg-type]
+    assert common.first_batch(101) == 103  # all know the same one
+
+
 def test_without_the_others_a_worker_validates_its_own_model() -> None:
     class Wrapper(torch.nn.Module):
         module = None

@@ -39,6 +39,10 @@ class ElasticPace(ABC):
     def count_step(self) -> None:
         """This worker has taken a step."""
 
+    def first_batch(self, position: int) -> int:
+        """The number of the batch that this worker reads first, of every `world_size`-th one, from `position` on."""
+        return position + self._membership.rank
+
     @property
     def may_meet(self) -> bool:
         """Whether all may come together now, at the end of the run."""
@@ -106,6 +110,10 @@ class OwnSteps(ElasticPace):
             self._count = SharedCount(self._store, name, start=self.position(0))
         self._count.add(1)
         self._position = self._count.total
+
+    def first_batch(self, position: int) -> int:
+        """See `ElasticPace`. Each knows another position: from a multiple on, shares have nothing in common."""
+        return super().first_batch(position - position % self._membership.world_size)
 
     @property
     def may_meet(self) -> bool:

@@ -240,7 +240,7 @@ class ElasticRun:
         start = time.perf_counter()
         if self.stream is None:
             self.task.close()  # loader processes that read for the generation before
-            self.stream = self.task.dealt_stream(first + members.rank, members.world_size)
+            self.stream = self.task.dealt_stream(self.pace.first_batch(first), members.world_size)
             log.lead(members.rank == 0, step=first // self.founders)
         batch = next(self.stream)
         self.meters.data_seconds += time.perf_counter() - start
