@@ -17,7 +17,7 @@ from torch import Tensor
 from .base import Pending
 from .shared_group import Use
 from .staging import Staging
-from .waits import Waits
+from .waits import Waits, wait_for
 
 ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 
@@ -282,14 +282,6 @@ class PointToPoint(ABC):
         rest = 0 if total_bytes is None else total_bytes - num_bytes
         size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
         return (self._use.channel << SIZE_BITS | size) << ROUND_BITS | tag % (1 << ROUND_BITS)
-
-
-def wait_for(work: dist.Work, timeout: timedelta, *, backend: str) -> None:
-    """Return when the work is done, or on NCCL when the current stream is ordered after it."""
-    if backend == "nccl":
-        work.wait()  # the group's watchdog has the timeout
-    else:
-        work.wait(timeout)
 
 
 def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: timedelta, note: str = "") -> NoReturn:

@@ -16,6 +16,14 @@ _AT_ONCE = timedelta(milliseconds=1)
 _EXIT_SECONDS = 3.0
 
 
+def wait_for(work: dist.Work, timeout: timedelta, *, backend: str) -> None:
+    """Return when the work is done, or on NCCL when the current stream is ordered after it."""
+    if backend == "nccl":
+        work.wait()  # the group's watchdog has the timeout
+    else:
+        work.wait(timeout)
+
+
 class Waits:
     """Waits that another thread can end.
 

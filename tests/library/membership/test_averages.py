@@ -1,4 +1,4 @@
-"""Global averages of the schedule, where workers die before and within them."""
+"""Global averages of the schedule, where workers die before and within them, and how long rounds wait."""
 
 from __future__ import annotations
 
@@ -127,4 +127,18 @@ def test_a_worker_that_stands_still_holds_no_average_up() -> None:
     job.until_live(workers)
     averages_again(job, workers)
     assert len(job.end()) == 4
+    close(workers)
+
+
+def test_statistics_say_how_long_rounds_wait_for_each_peer() -> None:
+    job = Job(dist.HashStore(), min_workers=3)
+    workers = job.start(3)
+    job.until_live(workers)
+    for worker in job.end():
+        assert worker.wrapper is not None
+        own, stats = worker.wrapper._elastic.membership.number, worker.wrapper.comm_stats()  # type: ignore[union-attr]
+        waits = {int(name.partition("/")[2]): stats[name] for name in stats if name.startswith("wait_median/")}
+        assert set(waits) == set(worker.changes[-1].members) - {own}
+        assert min(waits.values()) > 0
+        assert all(stats[f"wait_mad/{peer}"] >= 0 for peer in waits)
     close(workers)

@@ -201,18 +201,12 @@ def test_workers_die_and_come_and_nobody_raises(options: dict[str, Any]) -> None
     another, *_ = job.start(1, seed=2)
     job.until_live([*founders[1:], newcomer, another])
     alive = job.end()
-    assert len(alive) == 4
-    assert {worker.wrapper._engine.step for worker in alive if worker.wrapper is not None} == {job.last}
+    assert [worker.wrapper._engine.step for worker in alive if worker.wrapper is not None] == [job.last] * 4
     for worker in founders[1:]:
-        steps = [(change.generation, len(change.members)) for change in worker.changes]
-        assert [size for _, size in steps] == [3, 4, 3, 4]
+        assert [len(change.members) for change in worker.changes] == [3, 4, 3, 4]
         assert list(worker.changes[2].left.values()) == ["its connection closed"]
         stats = worker.wrapper.comm_stats()  # type: ignore[union-attr]
         assert (stats["live"], stats["joins"], stats["deaths"]) == (4, 2, 1)
-        own, members = worker.wrapper._elastic.membership.number, worker.changes[-1].members  # type: ignore[union-attr]
-        waits = {int(name.partition("/")[2]): stats[name] for name in stats if name.startswith("wait_median/")}
-        assert set(waits) <= set(members) - {own}
-        assert min(waits.values()) > 0
     if options.get("push_sum", True):  # what a donor gives is made up for, and a death takes what it takes
         assert sum(worker.weight for worker in alive) == pytest.approx(4.0, abs=2.0)
     else:
