@@ -184,11 +184,20 @@ def _run(body: Callable[[ElasticJob], None], job: ElasticJob, path: str) -> None
     with open(path, "w") as output, open(f"{path}.error", "w") as error:
         os.dup2(output.fileno(), 1)
         os.dup2(error.fileno(), 2)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
         body(job)
     finally:
         say(event="failed", at=time.time())
+
+
+def _end_with_parent() -> None:
+    """A thread: no worker trains on when the benchmark was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class StoreProcess:
