@@ -201,6 +201,10 @@ def test_the_page_says_where_base_graphs_are_near_all_reduce() -> None:
         for name, accuracy in zip(("ar", "base", "sgp"), accuracies, strict=True)
     ]
     text = page.workers(pd.DataFrame([*rows, row("ar", 50.0, workers=3)]))
-    assert "| 3 | 50.0 (1; 0.1*) |  |  |  |  |  |" in text
-    assert "| 5 | 60.0 (1; 0.1*) | 59.8 (1; 0.1*) | 59.0 (1; 0.1*) | -0.2 | yes | +0.8 |" in text
-    assert "| -1.0 | **no** | -0.5 |" in text
+    assert "| 3 | 50.0 (1; 0.1*) |  |  |  |  |  |  |" in text
+    assert "| 5 | 60.0 (1; 0.1*) | 59.8 (1; 0.1*) | 59.0 (1; 0.1*) | -0.2 | yes | -0.2 | +0.8 |" in text
+    assert "| -1.0 | **no** | -1.0 | -0.5 |" in text
+    assert "for 1 of 2 numbers of workers; its gap is -1.0 to -0.2 points." in text
+    faster = row("ar", 63.0, rate=0.3, workers=25)  # all-reduce takes a higher rate than Base-2 does
+    text = page.workers(pd.DataFrame([*rows, faster]))
+    assert "| 25 | 63.0 (1; 0.3*) | 59.0 (1; 0.1*) | 59.5 (1; 0.1*) | -4.0 | **no** | -1.0 | -0.5 |" in text
