@@ -116,7 +116,7 @@ def train(name: str, options: MethodOptions) -> dict[int, torch.Tensor]:
     return Chaos().run(body, 2)
 
 
-@pytest.mark.parametrize("name", ["localsgd", "noloco", "gasloc", "qgdsgdm", "choco", "sparta", "wagma", "adpsgd"])
+@pytest.mark.parametrize("name", ["localsgd", "gasloc", "d2", "choco", "wagma", "adpsgd"])
 def test_workers_train_together_by_the_recipes(name: str) -> None:
     options = without_unused(METHODS[name], MethodOptions(sync_period=2, compression_ratio=0.5))
     results = train(name, options)
@@ -126,7 +126,6 @@ def test_workers_train_together_by_the_recipes(name: str) -> None:
 
 
 @pytest.mark.skipif(HAS_OLD_TORCH, reason="methods with exact averages are refused with torch 2.6")
-@pytest.mark.parametrize("name", ["diloco", "streamingdiloco", "slowmo"])
-def test_workers_train_together_by_outer_methods_with_exact_averages(name: str) -> None:
-    results = train(name, MethodOptions(sync_period=2))
+def test_workers_train_together_by_an_outer_method_with_exact_averages() -> None:
+    results = train("diloco", MethodOptions(sync_period=2))
     assert torch.equal(results[0], results[1])

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,10 @@ from gossip_modules.methods import METHODS, MethodOptions, why_fixed_ranks
 from tests.library.membership.test_membership import die
 from train.job.errors import UsageError
 from train.job.world import World
+from train.run.elastic import validation
 from train.run.elastic.run import ElasticRun
 from train.run.elastic.worker import run_elastic
+from train.run.evaluate import Validation
 from train.tasks.base import MicroBatch
 from train.tasks.images.config import Config
 from train.tasks.images.task import ImageTask
@@ -196,6 +199,35 @@ def test_a_worker_dies_another_joins_and_each_batch_is_read_once(
     assert run_elastic(replace(config, resume="auto"), RecordingTask) == 0
 
 
+def test_who_has_not_met_the_others_at_the_end_trains_on_into_the_next_generation(
+    config: Config, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first average fails, as where a worker joins just then; another generation begins when one comes."""
+    monkeypatch.setattr("visualization.curves.draw_run", lambda folder: None)
+    tried: list[int] = []
+
+    def validate(*arguments: Any, with_average: bool) -> Validation | None:
+        if with_average:
+            tried.append(arguments[2].generation)
+        return None if len(tried) == 1 else validation.validate(*arguments, with_average=with_average)
+
+    monkeypatch.setattr("train.run.elastic.run.validate", validate)
+    options = {"out_dir": str(tmp_path / "run"), "min_workers": 1, "epochs": 1, "checkpoint_every_steps": 0}
+    config = replace(config, recipe="adpsgd", **options)
+    first, late = Worker(config, world), Worker(config, world)
+    workers = [first, late]
+    first.thread.start()
+    until(workers, lambda: bool(tried), "the end of the epoch")
+    late.thread.start()
+    until(workers, lambda: None not in (first.exit_code, late.exit_code), "the end of the run")
+    assert (first.exit_code, late.exit_code) == (0, 0)
+    assert tried[1] > tried[0]
+    assert not late.task.read  # nothing was left to do
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert summary["averaged_test"]["accuracy_percent"] > 30
+    assert summary["ranks"][0]["num_steps"] > first.task.steps_per_epoch
+
+
 def test_the_numbers_of_a_stream_are_those_of_its_parts(world: World) -> None:
     """Workers that deal out one stream read what one worker would, images and their augmentation."""
     data = ImageTask(Config(batch_size=64), world).data
@@ -213,7 +245,7 @@ def test_a_task_of_ones_own_deals_out_its_stream() -> None:
     assert list(itertools.islice(dealt, 4)) == [4, 7, 10, 13]
 
 
-@pytest.mark.parametrize("recipe", METHODS)
+@pytest.mark.parametrize("recipe", ["ar", "dpwa", "sparseloco", "relaysgd", "sgp", "noloco", "d2", "wagma", "adpsgd"])
 def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) -> None:
     if why := why_fixed_ranks(METHODS[recipe], MethodOptions()):
         with pytest.raises(ValueError, match=rf"got --elastic with --recipe {recipe}, expected .*: {re.escape(why)}"):

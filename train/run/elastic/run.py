@@ -201,11 +201,10 @@ class ElasticRun:
                 validation = self._end_epoch(epoch, last, is_due=is_due)
             elif is_last and self.pace.may_meet:
                 validation = self._validate(is_last=True)
-            if is_last and validation is None and not self.pace.gives_up():
-                continue
-            if self._is_checkpoint_due(first, last) or (is_last and self._saves):
+            is_over = is_last and (validation is not None or self.pace.gives_up())
+            if self._is_checkpoint_due(first, last) or (is_over and self._saves):
                 self._save(last, validation)
-            if is_last:
+            if is_over:
                 break
             if self.stop.is_made:
                 self._save(last, None)
