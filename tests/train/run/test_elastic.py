@@ -212,8 +212,8 @@ def test_who_has_not_met_the_others_at_the_end_trains_on_into_the_next_generatio
         return None if len(tried) == 1 else validation.validate(*arguments, with_average=with_average)
 
     monkeypatch.setattr("train.run.elastic.run.validate", validate)
-    options = {"out_dir": str(tmp_path / "run"), "min_workers": 1, "epochs": 1, "checkpoint_every_steps": 0}
-    config = replace(config, recipe="adpsgd", **options)
+    config = replace(config, recipe="adpsgd", min_workers=1, epochs=1, checkpoint_every_steps=0)
+    config = replace(config, out_dir=str(tmp_path / "run"))
     first, late = Worker(config, world), Worker(config, world)
     workers = [first, late]
     first.thread.start()

@@ -261,7 +261,8 @@ class ElasticRun:
             self.meters.require_finite(position)
         validation = self._validate(is_last=turn >= self.end) if is_due else None
         rate, stats = self.task.learning_rate(position - 1), self.wrapper.comm_stats()
-        self.log.epoch(EpochRow.of(epoch, position, self.state.step, rate, self.meters, stats, validation))
+        step = epoch * self.task.steps_per_epoch // self.founders  # on all, wherever each comes to the end of it
+        self.log.epoch(EpochRow.of(epoch, step, self.state.step, rate, self.meters, stats, validation))
         self.meters.start_epoch()
         return validation
 
