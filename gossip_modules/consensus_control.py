@@ -71,9 +71,10 @@ class ConsensusControl:
             controlled is how many steps there are from one to the next.
 
     Raises:
-        ValueError: a number out of range, or an unknown remedy. When the model is wrapped: weights that are not doubly
-            stochastic; a compressed gossiper, whose correction is not that of its weights; a membership, with which
-            ranks may hear different things; or several processes for one model.
+        ValueError: a number out of range, or an unknown remedy; more rounds of gossip where there are none. When the
+            model is wrapped: weights that are not doubly stochastic; a compressed gossiper, whose correction is not
+            that of its weights; a membership, with which ranks may hear different things; or several processes for
+            one model.
 
     Kong, Lin, Koloskova, Jaggi, Stich, "Consensus Control for Decentralized Deep Learning", ICML 2021, arXiv
     2102.04828. There the distance itself is computed, with a collective; the estimate, and communicating less often,
@@ -111,6 +112,11 @@ class ConsensusControl:
             raise ValueError(
                 f"got max_interval={self.max_interval} and gossip_every={self.gossip_every}, expected no less: they "
                 "are the largest and the least number of steps between rounds; pass a larger max_interval"
+            )
+        if self.average_every == 1 and self.remedy == "rounds":
+            raise ValueError(
+                "got remedy='rounds' with average_every=1, expected remedy='average': each round is an exact average, "
+                "and none of gossip; or pass another average_every"
             )
 
 

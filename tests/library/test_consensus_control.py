@@ -213,6 +213,7 @@ def test_state_is_plain_and_whole() -> None:
         ({"gossip_every": 0}, "got gossip_every=0, expected a whole number of at least 1"),
         ({"max_rounds": 1.5}, "got max_rounds=1.5, expected a whole number of at least 1"),
         ({"average_every": -1}, "got average_every=-1, expected a whole number of at least 0"),
+        ({"remedy": "rounds", "average_every": 1}, "got remedy='rounds' with average_every=1, expected .*'average'"),
         ({"gossip_every": 20}, "got max_interval=16 and gossip_every=20, expected no less: .*; pass a larger"),
     ],
 )
