@@ -228,6 +228,17 @@ def test_who_has_not_met_the_others_at_the_end_trains_on_into_the_next_generatio
     assert summary["ranks"][0]["num_steps"] > first.task.steps_per_epoch
 
 
+def test_a_model_that_has_diverged_is_not_saved(config: Config, world: World, tmp_path: Path) -> None:
+    """Nor at a checkpoint in the middle of an epoch, from which --resume auto would go on."""
+    diverging = replace(config, out_dir=str(tmp_path), min_workers=1, lr=1e30, checkpoint_every_steps=5)
+    diverging = replace(diverging, recipe="noloco", sync_period=100)  # no round that would notice it before
+    worker = Worker(diverging, world)
+    worker.run()
+    assert isinstance(worker.error, UsageError)
+    assert re.match(r"got a loss of (nan|inf) by step 5, expected a number", str(worker.error))
+    assert not list(tmp_path.glob("checkpoints/step_*"))
+
+
 def test_the_numbers_of_a_stream_are_those_of_its_parts(world: World) -> None:
     """Workers that deal out one stream read what one worker would, images and their augmentation."""
     data = ImageTask(Config(batch_size=64), world).data

@@ -271,8 +271,10 @@ class ElasticRun:
         return validate(self.wrapper, self.task, self.membership, with_average=is_last or self.pace.meets)
 
     def _save(self, turn: int, validation: Validation | None) -> None:
-        """On the first worker, write a checkpoint of its model."""
+        """On the first worker, write a checkpoint of its model; raises UsageError where training has diverged."""
         if self.membership.rank == 0:
+            with usage_errors():
+                self.meters.require_finite(turn // self.founders)
             state = {**self.state.state_dict(), "step": turn}
             score = self.task.selection(validation.averaged) if validation and validation.averaged else None
             self.checkpoints.save(turn, state, score=score)
