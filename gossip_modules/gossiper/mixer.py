@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..transport.base import Transport
+from ..transport.base import Transport, is_elastic
 
 _T = TypeVar("_T", Tensor, FlatVector)
 
@@ -191,7 +191,16 @@ class GlobalAverage(Mixer):
         self._round = t
 
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`."""
+        """See `Mixer`. Where it fails on an elastic transport, whose ranks go on, s is as before; costs a copy."""
+        before = s.clone() if is_elastic(self.transport) else None
+        try:
+            self._sum(s)
+        except BaseException:
+            if before is not None:
+                s.copy_(before)
+            raise
+
+    def _sum(self, s: FlatVector) -> None:
         for x in s.segments:
             # A sum of many narrow numbers loses digits, so it is taken in float32.
             total = x.float() if x.element_size() < 4 else x
@@ -223,11 +232,12 @@ class ElasticAverage(GlobalAverage):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
-        before = s.clone()
         try:
             super().finish(s)
-            self.transport.all_reduce(torch.zeros(1), what=f"end of the global average in round {self._round}")
             self.has_failed = False
         except (ConnectionError, TimeoutError):
-            s.copy_(before)
             self.has_failed = True
+
+    def _sum(self, s: FlatVector) -> None:
+        super()._sum(s)
+        self.transport.all_reduce(torch.zeros(1), what=f"end of the global average in round {self._round}")

@@ -15,6 +15,7 @@ class NodeCollectives:
     """
 
     calling = ""
+    is_elastic = True  # see `Transport`: the first process goes on where another node fails
     num_bytes_sent = 0  # the transports inside and between nodes count them
 
     def __init__(self, siblings: Siblings) -> None:

@@ -14,6 +14,7 @@ from gossip_modules import MetropolisHastingsMixing, PushPull, Schedule
 from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.engine.overlap import OverlapEngine
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.gossiper.mixer import GlobalAverage
 from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport
 from tests.library.membership.test_links import Ended, run_links
@@ -85,6 +86,30 @@ def test_a_collective_ends_where_a_rank_is_declared_dead() -> None:
             with pytest.raises(ConnectionError, match="the average among ranks"):
                 transport.all_reduce(torch.ones(1), what="the average")
             timer.join()
+        barrier.wait()
+
+    run_links(4, MIXING, body)
+
+
+def test_an_average_on_demand_that_fails_leaves_the_model_as_it_was() -> None:
+    """The first tensors are summed, and part of the last ones, when a worker dies: those who live train on."""
+
+    def body(transport: LinkTransport, barrier: threading.Barrier) -> None:
+        s = FlatVector.pack([torch.full((3,), 1.0 + transport.rank), torch.full((2,), 5.0, dtype=torch.float64)])
+        s.push_sum_weight.fill_(0.5)
+        was = s.clone()
+        sum_up = transport.all_reduce
+
+        def fail(x: torch.Tensor, *, what: str) -> None:
+            sum_up(x, what=what)
+            if x.dtype == torch.float64:
+                raise ConnectionError(what)
+
+        transport.all_reduce = fail  # type: ignore[method-assign]
+        with pytest.raises(ConnectionError, match="global average"):
+            GlobalAverage(transport).mix(s, 0)
+        for x, y in zip([*s.segments, s.push_sum_weight], [*was.segments, was.push_sum_weight], strict=True):
+            assert torch.equal(x, y)
         barrier.wait()
 
     run_links(4, MIXING, body)
