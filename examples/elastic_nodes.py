@@ -34,6 +34,7 @@ membership.track(optimizer=optimizer)  # what a node that joins gets beside the 
 
 first = membership.join()
 print(f"process {local_rank} of node {membership.number} trains from step {first}", flush=True)
+loss = torch.tensor(float("nan"))  # of a node that comes when all steps are done
 for step in membership.steps(int(os.environ.get("STEPS", "2000"))):
     rank = per_node * membership.rank + local_rank  # of this process among those of all nodes
     x = torch.randn(32, 20, generator=torch.Generator().manual_seed(1000 * step + rank))

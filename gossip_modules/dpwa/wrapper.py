@@ -199,8 +199,8 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             num_refused_connections (strangers without ZeroMQ or an authorised key, or too many connections),
             num_garbage_messages, num_unread_replies (that ended before the asker had read them), num_models_sent,
             clock; and by the names of `Membership.stats`: live (this worker, and peers whose last request has not
-            failed), joins (peers that were added, or answered again), deaths (peers that failed, having answered
-            before), deadline (of a request, in seconds).
+            failed), joins (peers that were added, or answered again), deaths (failed requests to peers that counted as
+            live, also to one that has never answered), deadline (of a request, in seconds).
         """
         return {**super().comm_stats(), **self._engine.statistics()}
 
