@@ -14,19 +14,19 @@ MEMBERSHIP: Mapping[str, Page] = {
         """\
 Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two
 cores; a step computes little and sleeps 50 ms. The first one, two or three by rank are killed (SIGKILL) at once, rank 0
-among them; in some rows the store that they meet in is killed with them. After 100 more steps one worker is started
-again, and with it the store, empty. Times are those of the workers that live, in ms: the median of all steps before,
-the slowest step before the kill, from the kill to the restart, and after it. What must hold is that none of them fails
-and that the slowest step after the kill takes no longer than twice the median and 50 ms.
-The last column but one counts the rounds that the others began between the moment when the new worker was ready to join
-and its first.
+among them. After 100 more steps one worker is started again. `--store killed` kills the store that they meet in with
+them, and starts it again, empty, with that worker; no rows of it are kept yet. Times are those of the workers that
+live, in ms: the median of all steps before, the slowest step before the kill, from the kill to the restart, and after
+it. What must hold is that none of them fails and that the slowest step after the kill takes no longer than twice the
+median and 50 ms. The last column but one counts the rounds that the others began between the moment when the new worker
+was ready to join and its first.
 
-The machine did other work at times, in particular in the rows of SGP, Overlap SGP and D-PSGD where the store lives: a
-step of eight processes on two cores waits for that work too.
+The machine did other work at times, in particular in the rows of SGP, Overlap SGP and D-PSGD: a step of eight processes
+on two cores waits for that work too.
 
 torchft is another library, for comparison: its `DistributedDataParallel`, an all-reduce in each step. Its replicas meet
-in a lighthouse, which is what is killed there as the store; it takes a replica for dead after 5 s without a heartbeat,
-which is the default and the length of the pause. A replica joins within its first step.""",
+in a lighthouse, in the place of the store; it takes a replica for dead after 5 s without a heartbeat, which is the
+default and the length of the pause. A replica joins within its first step.""",
         {
             "method": ("method", "s"),
             "killed": ("killed", "d"),
