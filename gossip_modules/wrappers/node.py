@@ -165,8 +165,9 @@ def meet_siblings(
     if data.backend != "gloo":
         control = replace(links, comm_device="cpu", backend="gloo").connect(CPU)
     check_agreement(control, description)
-    membership.siblings = Siblings(membership, control, data)
-    return membership.siblings
+    siblings = Siblings(membership, control, data)
+    membership.siblings = siblings
+    return siblings
 
 
 def count_nodes(links: Links, nprocs_per_node: int, *, find_unused_parameters: bool) -> int:
