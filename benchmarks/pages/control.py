@@ -21,6 +21,11 @@ def summary(rows: pd.DataFrame) -> str:
         percent = own.pivot_table(index="seed", columns="method", values="accuracy", sort=False) * 100
         title = f"## Medians over seeds: {named['data']}, {named['ranks']} ranks, {named['epochs']} epochs"
         parts.append("\n".join([title, "", *_lines(own, percent)]))
+        if (percent.notna().sum() == 1).all():
+            parts.append(
+                "One seed for each method: how far seeds are apart was not measured, so half a point between two "
+                "methods may be chance."
+            )
         whole = percent["allreduce"].dropna() if "allreduce" in percent else pd.Series(dtype=float)
         if len(whole) > 1:
             low, high = whole.min(), whole.max()
