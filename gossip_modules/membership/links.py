@@ -162,6 +162,13 @@ class LinkTransport(PointToPoint):
             group.recv([torch.empty(1, dtype=torch.uint8)], other, PROBE_TAG).wait(_BREAK)
         self._own_waits.give_up(peer)
 
+    def end_waits(self) -> None:
+        """Close the connections that somebody waits on now; from any thread."""
+        for peer in self._own_waits.under_way():
+            self._end_waits(peer)
+        if self._whole_waits.is_waiting:
+            self._break_whole()
+
     def _break_whole(self) -> None:
         """Close the connections of the group over all ranks: a wait that ends by its timeout does."""
         with self._lock:

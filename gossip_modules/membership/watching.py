@@ -150,8 +150,9 @@ class Watching(Generations):
                 self._unsent.append({"event": "here", "id": self.id})
             self._num_heard = roster.num_knocks
             self._moved.notify_all()
-            if self._receiving is not None and self._receiving[0] != self._attempt():
-                self._receiving[1].close()
+            receiving = self._receiving  # which the training thread ends without the lock
+            if receiving is not None and receiving[0] != self._attempt():
+                receiving[1].close()
             now = time.monotonic()
             old = [transport for until, transport in self._retired if until < now]
             self._retired = [(until, transport) for until, transport in self._retired if until >= now]
@@ -218,6 +219,10 @@ def _close_all() -> None:
             membership._heartbeats.close()
         if membership._watcher is not None:
             membership._watcher.join(1.0)
+        with membership._lock:
+            transports = membership._transports()
+        for transport in transports:  # an interrupt leaves waits under way, of which no thread is to come back later
+            transport.end_waits()
     wait_for_connecting()
 
 

@@ -199,15 +199,19 @@ class WorkerState:
     def _release_all(self) -> None:
         if self._heartbeats is not None:
             self._heartbeats.close()
-        if self._receiving is not None:
-            self._receiving[1].close()
+        if (receiving := self._receiving) is not None:
+            receiving[1].close()
         with self._lock:
-            transports = [*self._formed.values(), *(t for _, t in self._retired)]
-            transports += [transport for _, transport in self._due]
-            transports += [] if self._transport is None else [self._transport]
+            transports = self._transports()
             self._formed, self._retired, self._due = {}, [], []
-        for transport in {id(t): t for t in transports}.values():
+        for transport in transports:
             transport.close()
+
+    def _transports(self) -> list[LinkTransport]:
+        """Of all generations, under the lock."""
+        transports = [*self._formed.values(), *(t for _, t in self._retired), *(t for _, t in self._due)]
+        transports += [] if self._transport is None else [self._transport]
+        return list({id(transport): transport for transport in transports}.values())
 
     def _await(self, condition: Callable[[], bool]) -> bool:
         """Wait until `condition`, which the watcher may make true, or the timeout; returns whether it is."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 _AT_ONCE = timedelta(milliseconds=1)
-_EXIT_SECONDS = 3.0
+_EXIT_SECONDS, _MARGIN_SECONDS, _POLL_SECONDS = 3.0, 0.5, 0.005
 
 
 def wait_for(work: dist.Work, timeout: timedelta, *, backend: str) -> None:
@@ -86,6 +86,12 @@ class Waits:
         with self._lock:
             return {wait.of for wait in self._under_way if wait.of is not None}
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether anything is waited for now."""
+        with self._lock:
+            return bool(self._under_way)
+
     def close(self) -> None:
         """End all waits, and the threads. Idempotent."""
         with self._lock:
@@ -157,9 +163,11 @@ def _end(idle: list[Any]) -> None:
 def _await_the_last() -> None:
     """A thread that comes back from C++ code while the interpreter ends would abort the process.
 
-    Who would come back later than that may stay.
+    Most do so at once, as their connections were closed before. Who would come back later than that may stay.
     """
+    start = time.monotonic()
     for thread in list(_threads):
-        left = thread.until - time.monotonic()
-        if thread.until and left < _EXIT_SECONDS:
-            thread.join(max(left, 0.0) + 0.5)
+        is_soon = thread.until < start + _EXIT_SECONDS
+        limit = max(thread.until, start) + _MARGIN_SECONDS if is_soon else start + _MARGIN_SECONDS
+        while thread.until and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)

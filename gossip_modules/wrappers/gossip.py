@@ -44,7 +44,7 @@ from .composition import hold
 from .debias import Debias
 from .defaults import Algorithm
 from .join import UnevenInputs
-from .node import MemberNode, Node, count_nodes, meet_siblings
+from .node import MemberNode, Node, check_node_size, count_nodes, meet_siblings
 from .setup import Links
 from .state import WeightState
 
@@ -169,12 +169,13 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     ) -> None:
         refuse_device_ids(device_ids, module)
         check_overlap(overlap, max_staleness)
-        g = max(as_whole(nprocs_per_node, name="nprocs_per_node"), 1)  # count_nodes refuses less
+        g = max(as_whole(nprocs_per_node, name="nprocs_per_node"), 1)  # less is refused below
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_shards=g)
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         algorithm = Algorithm(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule)
         if membership is not None:
+            check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
             links = Links(process_group, comm_device=comm_device)
             self._start_elastic(algorithm, membership, links, g, init_sync, find_unused_parameters)
             return
@@ -220,7 +221,12 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._start(algorithm, choose(1), gossiper)
         if isinstance(self._node, MemberNode):
             self._averager = self._node.averager(is_weighted=gossiper.is_weighted)
-        membership.attach(self._elastic, self._elastic.describe())
+        try:
+            membership.attach(self._elastic, self._elastic.describe())
+        except BaseException:
+            if self._node is not None:
+                self._node.close()
+            raise
 
     def _describe(self, algorithm: Algorithm, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
         """Note what the ranks must agree on, by name."""

@@ -162,9 +162,14 @@ def meet_siblings(
         )
     links = replace(links, timeout=PATIENCE * membership.timeout)
     data = control = links.connect(device)
-    if data.backend != "gloo":
-        control = replace(links, comm_device="cpu", backend="gloo").connect(CPU)
-    check_agreement(control, description)
+    try:
+        if data.backend != "gloo":
+            control = replace(links, comm_device="cpu", backend="gloo").connect(CPU)
+        check_agreement(control, description)
+    except BaseException:
+        data.close()
+        control.close()
+        raise
     siblings = Siblings(membership, control, data)
     membership.siblings = siblings
     return siblings
@@ -183,6 +188,13 @@ def count_nodes(links: Links, nprocs_per_node: int, *, find_unused_parameters: b
             f"got a process group and nprocs_per_node={nprocs_per_node}, expected one of them; "
             "groups inside and between nodes are made of the default group"
         )
-    if find_unused_parameters and nprocs_per_node == 1:
-        warnings.warn("find_unused_parameters has no effect with nprocs_per_node=1", stacklevel=4)
+    check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters, level=5)
     return world_size // nprocs_per_node
+
+
+def check_node_size(nprocs_per_node: int, *, find_unused_parameters: bool, level: int = 4) -> None:
+    """Raise ValueError where a node has no process; warn, `level` frames up, of an option that has no effect."""
+    if nprocs_per_node < 1:
+        raise ValueError(f"got nprocs_per_node={nprocs_per_node}, expected 1 or more; pass that of torchrun")
+    if find_unused_parameters and nprocs_per_node == 1:
+        warnings.warn("find_unused_parameters has no effect with nprocs_per_node=1", stacklevel=level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -29,6 +30,7 @@ from gossip_modules import (
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.transport.exchange import Exchange
+from gossip_modules.transport.waits import Waits
 from tests.harness.ranks import TIMEOUT
 
 Body = Callable[[LinkTransport, threading.Barrier], Any]
@@ -233,6 +235,39 @@ def test_a_wait_for_a_message_that_is_half_sent_ends_when_its_link_is_broken() -
 
     results, _ = run_links(2, mixing, body)
     assert results == [True, True]
+
+
+def test_waits_under_way_are_ended_at_the_exit_of_the_interpreter() -> None:
+    """Of a round, and of a collective: rank 1 lives and takes part in neither."""
+
+    def end_when(transport: LinkTransport, waits: Waits) -> threading.Thread:
+        def run() -> None:
+            deadline = time.monotonic() + TIMEOUT.total_seconds()
+            while not waits.is_waiting and time.monotonic() < deadline:
+                time.sleep(0.002)
+            transport.end_waits()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def body(transport: LinkTransport, barrier: threading.Barrier) -> set[int]:
+        lost: set[int] = set()
+        if transport.rank == 0:
+            ending = end_when(transport, transport._own_waits)
+            pending = transport.exchange({}, {1: [torch.zeros(1)]}, tag=0)
+            pending.wait()
+            lost = pending.lost  # type: ignore[attr-defined]
+            ending.join()
+            ending = end_when(transport, transport._whole_waits)
+            with pytest.raises(ConnectionError, match="the average among ranks"):
+                transport.all_reduce(torch.ones(1), what="the average")
+            ending.join()
+        barrier.wait()
+        return lost
+
+    results, _ = run_links(2, MetropolisHastingsMixing(RingGraph(2)), body)
+    assert results == [{1}, set()]
 
 
 def test_a_wait_ends_when_its_link_is_broken() -> None:

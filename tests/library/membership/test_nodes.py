@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gossip_modules import GossipDataParallel, GraphManager, Membership, NetworkXGraph, RingGraph
 from gossip_modules.membership import limits
+from gossip_modules.transport.shared_group import SharedGroup
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, run_ranks, thread_group
 from tests.harness.reference import flatten
@@ -249,6 +250,8 @@ def test_errors_and_refusals() -> None:
         leads = group.rank() == 0
         with pytest.raises(ValueError, match=r"got nprocs_per_node=3 and a membership in a world of 2 processes"):
             Process(group, nodes, nprocs_per_node=3)
+        with pytest.raises(ValueError, match="got nprocs_per_node=0, expected 1 or more"):
+            Process(group, nodes, nprocs_per_node=0, process_group=None)
         process = Process(group, nodes)
         member = process.membership
         with pytest.raises(ValueError, match="got membership of job 'job' in a second wrapper"):
@@ -264,10 +267,14 @@ def test_errors_and_refusals() -> None:
             assert torch.equal(flatten(snapshot.module), flatten(process.model.module))
             snapshot.eval()
             loss_of(snapshot, 0, 1)
-        process.model.close()
+        inside = nodes.group_of(0, group.rank())
+        with pytest.raises(ValueError, match="refused this worker, which differs from it: overlap"):
+            Process(group, nodes, overlap=True, process_group=inside)
         with pytest.raises(
             ValueError, match=r"ranks do not agree with rank 0: rank 1: overlap: got True, expected Fal"
         ):
-            Process(group, nodes, overlap=not leads)
+            Process(group, nodes, overlap=not leads, process_group=inside)
+        assert not SharedGroup.of(inside)._taken, "who is refused gives its channels back"
+        process.model.close()
 
     nodes.run(body)
