@@ -286,6 +286,21 @@ def test_a_table_whose_epochs_end_at_other_steps_is_another_run_s(tmp_path: Path
     assert sorted(run.table["rank"].unique()) == [0, 2]
 
 
+def test_tables_of_which_no_two_belong_together_are_no_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for rank, epoch in ((0, 2), (1, 3)):  # each has an epoch that ends later than that of the other
+        rows = rank_table(rank)
+        rows.loc[rows["epoch"] == epoch, "step"] += 1
+        rows.to_csv(folder / f"rank_{rank:04d}.csv", index=False)
+    run, problems = read_run(folder)
+    assert run is None
+    assert [re.search(r"another run|no row", str(problem))[0] for problem in problems] == [  # type: ignore[index]
+        "another run",
+        "another run",
+        "no row",
+    ]
+
+
 def test_a_run_that_goes_on_needs_no_summary(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "summary.json").write_text("{", encoding="utf-8")

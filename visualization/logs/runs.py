@@ -108,11 +108,12 @@ def read_run(folder: Path, *, name: str = "", has_ended: bool = True) -> tuple[L
         if rank is not None and len(rows):
             tables[rank] = rows.assign(rank=rank)
             whole |= set() if wrong else {rank}
+    if tables and summary:
+        problems += _compare_with_summary(folder, tables, summary, whole)
+    if tables:
+        problems += _drop_strangers(folder, tables)
     if not tables:
         return None, [*problems, FileProblem(folder, None, "got no row of any rank, expected rank_*.csv of a run")]
-    if summary:
-        problems += _compare_with_summary(folder, tables, summary, whole)
-    problems += _drop_strangers(folder, tables)
     table = pd.concat(tables.values(), ignore_index=True)
     return LoggedRun(name or folder.resolve().name, folder, table, summary), problems
 

@@ -26,6 +26,7 @@ from train.job.errors import UsageError
 from train.job.world import World
 from train.run.elastic import validation
 from train.run.elastic.run import ElasticRun
+from train.run.elastic.shared_count import SharedCount
 from train.run.elastic.worker import run_elastic
 from train.run.evaluate import Validation
 from train.tasks.base import MicroBatch
@@ -34,6 +35,7 @@ from train.tasks.images.task import ImageTask
 from train.tasks.language_model.config import LanguageModelConfig
 from train.tasks.translation.config import TranslationConfig
 from visualization.logs.membership import read_membership
+from visualization.logs.runs import read_run
 
 SECONDS = 60.0
 EPOCHS = 2
@@ -226,6 +228,9 @@ def test_who_has_not_met_the_others_at_the_end_trains_on_into_the_next_generatio
     summary = json.loads((config.run_dir / "summary.json").read_text())
     assert summary["averaged_test"]["accuracy_percent"] > 30
     assert summary["ranks"][0]["num_steps"] > first.task.steps_per_epoch
+    run, problems = read_run(config.run_dir)
+    assert run is not None, problems
+    assert run.summary, problems  # its seconds are those of the last row
 
 
 def test_a_model_that_has_diverged_is_not_saved(config: Config, world: World, tmp_path: Path) -> None:
@@ -237,6 +242,25 @@ def test_a_model_that_has_diverged_is_not_saved(config: Config, world: World, tm
     assert isinstance(worker.error, UsageError)
     assert re.match(r"got a loss of (nan|inf) by step 5, expected a number", str(worker.error))
     assert not list(tmp_path.glob("checkpoints/step_*"))
+
+
+def test_an_epoch_ends_at_one_step_for_workers_that_have_seen_others_come_so_far_at_other_moments(
+    config: Config, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables whose epochs end at different steps are taken for those of different runs."""
+    monkeypatch.setattr("visualization.curves.draw_run", lambda folder: None)
+    add = SharedCount.add
+    monkeypatch.setattr(SharedCount, "add", lambda self, n: add(self, 3 * n))  # the others take two steps meanwhile
+    own = replace(config, out_dir=str(tmp_path), min_workers=1, recipe="adpsgd", checkpoint_every_steps=0)
+    worker = Worker(own, world)
+    worker.run()
+    assert (worker.error, worker.exit_code) == (None, 0)
+    run, problems = read_run(tmp_path)
+    assert problems == []
+    assert run is not None
+    steps_per_epoch = worker.task.steps_per_epoch
+    assert steps_per_epoch % 3
+    assert run.table["step"].tolist() == [steps_per_epoch, 2 * steps_per_epoch]
 
 
 def test_the_numbers_of_a_stream_are_those_of_its_parts(world: World) -> None:

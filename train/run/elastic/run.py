@@ -196,12 +196,15 @@ class ElasticRun:
             last = self.pace.position(members.join())
             validation, is_last = None, last >= self.end
             before, epoch = (min(turn // task.steps_per_epoch, config.epochs) for turn in (first, last))
-            if epoch > before:  # by more than one where others have taken many steps
-                is_due = is_last or epoch // config.validate_every > before // config.validate_every
-                validation = self._end_epoch(epoch, last, is_due=is_due)
-            elif is_last and self.pace.may_meet:
-                validation = self._validate(is_last=True)
+            if is_last or epoch > before:  # by more than one where others have taken many steps
+                self._require_finite(last)
+            if is_last:
+                validation = self._validate(is_last=True) if self.pace.may_meet else None
+            elif epoch // config.validate_every > before // config.validate_every:
+                validation = self._validate(is_last=False)
             is_over = is_last and (validation is not None or self.pace.gives_up())
+            if is_over or (epoch > before and not is_last):
+                self._end_epoch(epoch, validation)
             if self._is_checkpoint_due(first, last) or (is_over and self._saves):
                 self._save(last, validation)
             if is_over:
@@ -254,17 +257,18 @@ class ElasticRun:
         if self.state.step % config.log_every == 0:
             log.point(first // self.founders, loss=self.meters.loss, learning_rate=rate)
 
-    def _end_epoch(self, epoch: int, turn: int, *, is_due: bool) -> Validation | None:
+    def _end_epoch(self, epoch: int, validation: Validation | None) -> None:
+        """Note it by the step at which it ends, which is the same for all workers, whatever each has seen of others."""
         assert self.log is not None
-        position = turn // self.founders
-        with usage_errors():
-            self.meters.require_finite(position)
-        validation = self._validate(is_last=turn >= self.end) if is_due else None
-        rate, stats = self.task.learning_rate(position - 1), self.wrapper.comm_stats()
-        step = epoch * self.task.steps_per_epoch // self.founders  # on all, wherever each comes to the end of it
+        step = epoch * self.task.steps_per_epoch // self.founders
+        rate, stats = self.task.learning_rate(step - 1), self.wrapper.comm_stats()
         self.log.epoch(EpochRow.of(epoch, step, self.state.step, rate, self.meters, stats, validation))
         self.meters.start_epoch()
-        return validation
+
+    def _require_finite(self, turn: int) -> None:
+        """Raise UsageError where training has diverged."""
+        with usage_errors():
+            self.meters.require_finite(turn // self.founders)
 
     def _validate(self, *, is_last: bool) -> Validation | None:
         """See `validate`; at the end of an epoch all are here only where they come to it together."""
@@ -273,8 +277,7 @@ class ElasticRun:
     def _save(self, turn: int, validation: Validation | None) -> None:
         """On the first worker, write a checkpoint of its model; raises UsageError where training has diverged."""
         if self.membership.rank == 0:
-            with usage_errors():
-                self.meters.require_finite(turn // self.founders)
+            self._require_finite(turn)
             state = {**self.state.state_dict(), "step": turn}
             score = self.task.selection(validation.averaged) if validation and validation.averaged else None
             self.checkpoints.save(turn, state, score=score)
