@@ -206,6 +206,8 @@ class Membership(Joining):
             self._as_one(self._come_to_the_job)
         except BaseException:
             self.close()
+            if self.siblings is not None:
+                self.siblings.close()
             raise
 
     def _come_to_the_job(self) -> None:

@@ -37,6 +37,9 @@ class OneWorker(Protocol):
     def as_one(self, act: Callable[[], object]) -> Change | None:
         """Have the first process act for all of them; the last change of generation in it, if any."""
 
+    def close(self) -> None:
+        """Give back the group inside the node."""
+
 
 class WorkerState:
     """What a worker knows of the job; the base of `Membership`, whose arguments these are.

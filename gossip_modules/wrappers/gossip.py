@@ -174,12 +174,11 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         algorithm = Algorithm(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule)
+        links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         if membership is not None:
             check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
-            links = Links(process_group, comm_device=comm_device)
             self._start_elastic(algorithm, membership, links, g, init_sync, find_unused_parameters)
             return
-        links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
         self._start_among(algorithm, links, num_nodes, g, init_sync=init_sync, find_unused=find_unused_parameters)
 
@@ -221,12 +220,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._start(algorithm, choose(1), gossiper)
         if isinstance(self._node, MemberNode):
             self._averager = self._node.averager(is_weighted=gossiper.is_weighted)
-        try:
-            membership.attach(self._elastic, self._elastic.describe())
-        except BaseException:
-            if self._node is not None:
-                self._node.close()
-            raise
+        membership.attach(self._elastic, self._elastic.describe())
 
     def _describe(self, algorithm: Algorithm, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
         """Note what the ranks must agree on, by name."""

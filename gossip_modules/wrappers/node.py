@@ -127,17 +127,11 @@ class MemberNode(Node):
 
     def close(self) -> None:
         """See `Node`."""
-        super().close()
-        self.siblings.control.close()
+        self.siblings.close()
 
 
 def meet_siblings(
-    membership: Membership,
-    links: Links,
-    nprocs_per_node: int,
-    *,
-    description: Mapping[str, str],
-    device: torch.device,
+    membership: Membership, links: Links, nprocs_per_node: int, *, description: Mapping[str, str], device: torch.device
 ) -> Siblings:
     """The processes of this node, all of which call it.
 
@@ -170,8 +164,7 @@ def meet_siblings(
         data.close()
         control.close()
         raise
-    siblings = Siblings(membership, control, data)
-    membership.siblings = siblings
+    siblings = membership.siblings = Siblings(membership, control, data)
     return siblings
 
 

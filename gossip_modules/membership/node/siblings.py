@@ -95,6 +95,11 @@ class Siblings:
                 callback(change)
         return changes[-1] if changes else None
 
+    def close(self) -> None:
+        """Give back the groups inside the node. Idempotent."""
+        self.data.close()
+        self.control.close()
+
     def share(self, x: Tensor, act: Callable[[], object], *, what: str) -> None:
         """x <- what the first process has in it after it has acted; on all.
 
