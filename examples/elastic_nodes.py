@@ -1,12 +1,14 @@
 """Nodes that die and come back as one, each with several processes that train one model.
 
     python -m gossip_modules.membership.serve &                            # the store, once
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic_nodes.py
     torchrun --standalone --nproc-per-node 2 examples/elastic_nodes.py
 
 Each of the last two lines starts a node: here or on a machine of its own, with STORE=host:29400. Kill one process of
 the first with `kill -9`: torchrun ends the other and starts both anew, and they go on from the step that the rest has
-come to.
+come to. The variable gives each attempt of a node a store of its own: in the one that torchrun keeps, new processes
+would find the addresses of dead ones.
 """
 
 import logging

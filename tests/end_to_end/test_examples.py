@@ -89,7 +89,8 @@ class Job:
 
     def node(self) -> subprocess.Popen[str]:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-        return self.start(*launcher, str(EXAMPLES["elastic_nodes.py"]), STEPS="1000000")
+        environment = {"STEPS": "1000000", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return self.start(*launcher, str(EXAMPLES["elastic_nodes.py"]), **environment)
 
 
 def until(process: subprocess.Popen[str], pattern: str) -> str:
