@@ -98,7 +98,7 @@ def store_of(start: Callable[..., Process]) -> str:
     return f"127.0.0.1:{port}"
 
 
-@pytest.mark.parametrize("recipe", ["sgp", "osgp", "dpsgd", "choco", "diloco", "wagma", "adpsgd"])
+@pytest.mark.parametrize("recipe", ["osgp", "choco", "diloco", "wagma", "adpsgd"])
 def test_a_run_loses_a_worker_gets_another_and_ends_well(
     recipe: str, tmp_path: Path, start: Callable[..., Process]
 ) -> None:
