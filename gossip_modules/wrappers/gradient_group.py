@@ -49,6 +49,15 @@ class GradientGroup(dist.ProcessGroup):
         self.failure.expect(work.wait)
         return work
 
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """As `ProcessGroup.broadcast`. Without it the reducer would post it while it holds the GIL.
+
+        [Note: the GIL and the queue] A thread of Gloo that is the last to free work needs the GIL for its tensors, and
+        holds the lock of the group's queue meanwhile. Who posts with the GIL waits for that lock for ever: the reducer
+        does so where it rebuilds its buckets, in the second forward, with a group whose method is not of Python.
+        """
+        return self._group.broadcast(tensors, dist.BroadcastOptions() if opts is None else opts)
+
 
 @contextlib.contextmanager
 def without_context() -> Iterator[None]:

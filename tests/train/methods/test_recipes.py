@@ -245,14 +245,14 @@ def said_to(monkeypatch: pytest.MonkeyPatch, wrapper: str, **options: Any) -> di
 def test_adpsgd_takes_the_graph_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = "BilatGossipDataParallel"
     arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", timeout_seconds=7)
-    assert arguments == {"graph": None, "timeout": timedelta(seconds=7)}
+    assert arguments == {"graph": None, "timeout": timedelta(seconds=7), "membership": None}
     arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", graph="bipartite-linear")
     assert repr(arguments["graph"]) == repr(gm.DynamicBipartiteLinearGraph(4))
 
 
 def test_wagma_takes_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = "GroupAverageDataParallel"
-    common = {"timeout": timedelta(seconds=300)}
+    common = {"timeout": timedelta(seconds=300), "membership": None}
     arguments = said_to(monkeypatch, wrapper, recipe="wagma")
     assert arguments == {"group_size": None, "sync_period": 10, "wait_avoiding": True, "overlap": False, **common}
     arguments = said_to(monkeypatch, wrapper, recipe="wagma", group_size=4, sync_period=0, wait_avoiding=False)
