@@ -15,11 +15,15 @@ REJOIN_SECONDS = 5.0
 
 
 def backward_steps(lines: Lines) -> int:
-    """How often the generation of a worker, or its step, was less than in its line before."""
+    """How often the generation of a worker, or its step, was less than in its line before.
+
+    Who was left out and joins again, under another number, takes the step of its donor: it may have trained on alone.
+    """
     return sum(
         after["generation"] < before["generation"] or after["step"] <= before["step"]
         for own in lines.values()
         for before, after in itertools.pairwise(own)
+        if after["number"] == before["number"]
     )
 
 

@@ -23,6 +23,7 @@ def line(step: int, *, generation: int = 1, members: tuple[int, ...] = (0, 1), *
 def test_generations_and_steps_that_go_back_are_counted() -> None:
     lines = {0: [line(0), line(1, generation=2), line(2, generation=1), line(2, generation=3)], 1: [line(0), line(9)]}
     assert checks.backward_steps(lines) == 2
+    assert checks.backward_steps({0: [line(9), line(5, generation=2, number=3)]}) == 0  # it has joined again
 
 
 def test_generations_of_other_members_are_counted() -> None:
