@@ -22,7 +22,8 @@ median and 50 ms. The last column but one counts the rounds that the others bega
 was ready to join and its first.
 
 The machine did other work at times, in particular in the rows of SGP, Overlap SGP and D-PSGD: a step of eight processes
-on two cores waits for that work too.
+on two cores waits for that work too. Rows that do not hold were not measured again on a quiet machine, so load is
+likely to be the reason, and not shown to be.
 
 torchft is another library, for comparison: its `DistributedDataParallel`, an all-reduce in each step. Its replicas meet
 in a lighthouse, in the place of the store; it takes a replica for dead after 5 s without a heartbeat, which is the

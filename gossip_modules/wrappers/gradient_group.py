@@ -65,8 +65,8 @@ def without_context() -> Iterator[None]:
 
     [Note: context of a backward] Since torch 2.14 a backward puts a `contextvars.Context` into thread-local storage and
     takes it out at its end. Gloo's work keeps a copy of that storage. If a thread of Gloo frees the work last, it needs
-    the GIL for that, while it holds the lock of the group's queue. The reducer, when it rebuilds its buckets in the
-    second forward, waits for that lock and keeps the GIL: a deadlock. Work without a Python object needs no GIL.
+    the GIL for that, while it holds the lock of the group's queue: see [Note: the GIL and the queue]. Work without a
+    Python object needs no GIL.
     """
     if not hasattr(torch._C, "_remove_obj_from_tls") or not torch._C._is_key_in_tls("context"):
         yield  # older torch leaves the last context where it is

@@ -171,10 +171,11 @@ class Siblings:
 
     def _summary(self) -> tuple[object, ...]:
         """Of what a safe point may change: equal before and after where it has changed nothing."""
-        membership, wrapper = self.membership, self._participant.wrapper
-        engine, vector = wrapper._engine, wrapper._buffer.vector
-        counters = engine.t, engine.step, engine.is_in_flight, vector.push_sum_weight.item()
-        return membership.id, membership._active, membership._has_joined, *counters
+        membership, participant = self.membership, self._participant
+        engine, vector = participant.wrapper._engine, participant.wrapper._buffer.vector
+        weight = vector.push_sum_weight.item() if participant.is_weighted else 1.0  # which waits for a GPU
+        counters = engine.t, engine.step, engine.is_in_flight
+        return membership.id, membership._active, membership._has_joined, *counters, weight
 
     def _take(self, message: Mapping[str, Any]) -> None:
         """In the others: go on from what has changed."""

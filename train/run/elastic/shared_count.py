@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from datetime import timedelta
 
-from gossip_modules.membership.liveness.address import connect_store, store_address
+from gossip_modules.membership.liveness.address import connect_store
 from gossip_modules.transport.bounded_store import BoundedStore
 
 _PERIOD_SECONDS = 0.05  # between two exchanges with the store
@@ -69,10 +67,7 @@ class SharedCount:
                 self._client, pause = None, _RETRY_SECONDS
 
     def _connect(self) -> None:
-        host, _, port = store_address(self._address).rpartition(":")
-        with contextlib.suppress(ValueError):  # a file without an address, for which `connect_store` waits
-            socket.create_connection((host, int(port)), _TIMEOUT.total_seconds()).close()  # torch would print a stack
-        client = BoundedStore(connect_store(self._address, _TIMEOUT), timeout=_TIMEOUT)
+        client = BoundedStore(connect_store(self._address, _TIMEOUT, was_lost=True), timeout=_TIMEOUT)
         base = client.compare_set(f"{self._name}/base", "", str(self._known), what="counting steps")
         self._base, self._client = int(base), client
 
