@@ -112,7 +112,10 @@ class Generations(WorkerState):
         if self._due and self._due[-1][0].generation >= view.generation:
             return
         transport = self._formed.pop(view.generation, None)
-        if transport is None:  # it was formed before this process had read so far
+        if transport is None:  # its links were made over a store that has gone, or it came too late
+            if view.generation > self._asked_again:
+                self._asked_again = view.generation
+                self._say({"event": "again", "by": self.id, "generation": view.generation})
             return
         self._due.append((view, transport))
         self._limit = None
@@ -165,7 +168,9 @@ class Generations(WorkerState):
             self._hurried.add(forming.generation)
             for worker in forming.ids:
                 if worker not in self._roster.ready and worker != self.id:
-                    self._accuse(worker, f"it did not come to form generation {forming.generation}", is_sure=False)
+                    self._accuse(
+                        worker, f"it did not come to form generation {forming.generation}", may_have_ended=False
+                    )
 
     def _form(self, view: View) -> None:
         """A thread of its own: connect with the members of a generation, and say so."""
@@ -231,36 +236,37 @@ class Generations(WorkerState):
             if not are_accused and time.monotonic() - start > limits.FORMING:
                 are_accused = True
                 for worker in sorted(missing):
-                    self._accuse(worker, f"it did not come to form generation {view.generation}", is_sure=False)
+                    why = f"it did not come to form generation {view.generation}"
+                    self._accuse(worker, why, may_have_ended=False)
         return True
 
     def _silent(self, worker: int, seconds: float) -> None:
         """From the thread of heartbeats."""
-        self._give_up_on(worker, f"it was silent for {seconds:.2f} s", is_sure=False)
+        self._give_up_on(worker, f"it was silent for {seconds:.2f} s", may_have_ended=False)
 
     def _ended(self, worker: int) -> None:
         """From the thread of heartbeats."""
         if worker not in self._roster.left:
-            self._give_up_on(worker, "its connection closed", is_sure=True)
+            self._give_up_on(worker, "its connection closed", may_have_ended=True)
 
-    def _give_up_on(self, worker: int, why: str, *, is_sure: bool) -> None:
+    def _give_up_on(self, worker: int, why: str, *, may_have_ended: bool) -> None:
         with self._lock:
             views = [(self._active, self._transport), *self._due]
             forming = self._roster.forming
         is_forming = forming is not None and forming.has(worker)
         if is_forming and not any(view is not None and view.has(worker) for view, _ in views):
-            self._accuse(worker, why, is_sure=is_sure)
+            self._accuse(worker, why, may_have_ended=may_have_ended)
         for view, transport in views:
             if view is not None and transport is not None and view.has(worker):
                 transport.break_link(view.ids.index(worker))
-                self._accuse(worker, why, is_sure=is_sure)
+                self._accuse(worker, why, may_have_ended=may_have_ended)
 
     def _on_lost(self, view: View, rank: int, error: str, is_closed: bool) -> None:
         """From the thread that runs the round."""
         if self._is_over(view):
             return
         why = "its connection closed" if is_closed else f"it did not answer within {self.timeout.total_seconds():g} s"
-        self._accuse(view.ids[rank], why, is_sure=is_closed)
+        self._accuse(view.ids[rank], why, may_have_ended=is_closed)
         if self._heartbeats is not None:
             self._heartbeats.forget(view.ids[rank])
 

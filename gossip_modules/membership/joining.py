@@ -1,7 +1,8 @@
-"""Joining: how a worker comes to a job, and how it gets the state of training from a donor."""
+"""Joining: how a worker comes to a job, and takes the state of training that a donor gives."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -12,14 +13,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..transport.gloo import gloo_backend
-from ..transport.state_tree import copied, encode
 from ..transport.waits import Waits
 from . import limits, transfer
+from .giving import Giving
 from .heartbeats import Heartbeats
 from .links import alone
-from .liveness.door import Door
 from .participant import Change
-from .view import Joiner, Member, View
+from .view import Member, View
 from .worker_state import log
 
 _MAX_STATES = 64  # times the model: what a donor may send
@@ -29,8 +29,8 @@ class JobFullError(ConnectionError):
     """The job has as many workers as it takes; a later start may find a place."""
 
 
-class Joining(Door):
-    """The part of `Membership` for workers that come, and for their donors."""
+class Joining(Giving):
+    """The part of `Membership` for workers that come."""
 
     min_workers: int
 
@@ -91,27 +91,57 @@ class Joining(Door):
         )
 
     def _enter(self) -> None:
-        """At the door: get the state from a donor, then wait for the first step."""
+        """At the door: get the state from a donor, then wait for the first step.
+
+        [Note: left out at the door] A worker that was stopped, or out of reach, while the generation formed that it was
+        to begin is left out of it, and nobody waits for it any more: it comes again, as one that the job does not know.
+        """
         assert self._participant is not None
+        has_state, left_out_since = False, math.inf
         while not self._due:
             received = self._receive_state()
             if received is not None:
                 attempt, state = received
                 self._load(state)
                 self._say_loaded(attempt)
-            if not self._await(lambda: bool(self._due) or self._store_life != self._asked_life):
+            with self._lock:
+                view = self._roster.view  # which a store that came back may have with what was received before
+                has_state = received is not None or (has_state and view is not None and view.has(self.id))
+            if not self._await(lambda: bool(self._due) or self._store_life != self._asked_life or self._is_left_out()):
                 raise TimeoutError(
                     f"job {self.name!r}: no generation with this worker began within "
                     f"{self.timeout.total_seconds():g} s; start it again"
                 )
+            if self._is_left_out():
+                left_out_since = min(left_out_since, time.monotonic())
+                self._come_once_more(left_out_since)
         with self._lock:
             start = self._first_step(self._due[0][0])
-            if received is not None:
+            if has_state:
                 self._participant.advance(start - self._clock)
             self._clock = start - 1
         self._switch(start)
-        if received is None:
+        if not has_state:
             self._participant.found()
+
+    def _is_left_out(self) -> bool:
+        return not (self._due or self._is_coming_again or self._has_place())
+
+    def _come_once_more(self, since: float) -> None:
+        """See [Note: left out at the door].
+
+        Raises:
+            TimeoutError: it was left out again and again since then, for `timeout`.
+        """
+        if time.monotonic() - since > self.timeout.total_seconds():
+            raise TimeoutError(
+                f"job {self.name!r}: the others left this worker out of each generation that it was to begin, for "
+                f"{self.timeout.total_seconds():g} s; see that they reach it at {self._host}, or pass host="
+            )
+        log.warning("job %s: the others left this worker out before it began, and it comes again", self.name)
+        with self._lock:
+            self._is_coming_again = True
+            self._say(self._coming)
 
     def _say_loaded(self, attempt: int) -> None:
         """But not of a life of the store that is over; see [Note: coming again]."""
@@ -136,6 +166,8 @@ class Joining(Door):
                 return None
             if joiner is None:
                 raise ConnectionError(f"job {self.name!r} ended while this worker was joining it; start another one")
+            if joiner.donor < 0:
+                self._raise_if_refused()
             if joiner.refusal:
                 raise ConnectionError(
                     f"job {self.name!r}: this worker cannot join, since its donor cannot give the state of what it "
@@ -196,51 +228,6 @@ class Joining(Door):
             log.warning("the donor tracks no %s: they start anew; track() the same names on all workers", missing)
         with self._lock:
             self._clock = int(state["clock"])
-
-    def _take_snapshots(self) -> None:
-        assert self._participant is not None
-        with self._lock:
-            joiners = [joiner for joiner in self._snapshots if self._roster.joiners.get(joiner.member.id) == joiner]
-            self._snapshots = []
-        for joiner in joiners:
-            model = self._participant.give()
-            try:
-                tracked = {name: copied(value.state_dict()) for name, value in self._tracked.items()}
-                encode(tracked)
-                encode(model)
-            except Exception as error:  # noqa: BLE001 (of the user's objects: the joiner is told, training goes on)
-                self._participant.take_back(model)
-                self._give_up(joiner, why=f"{type(error).__name__}: {error}")
-                continue
-            state: dict[str, Any] = {"model": model, "tracked": tracked, "clock": self._clock}
-            until = time.monotonic() + self.timeout.total_seconds()
-            with self._lock:
-                self._given[joiner.member.id, joiner.attempt] = until, state["model"]
-            self._start_thread(self._serve, joiner, state, name="gossip-donor")
-
-    def _give_up(self, joiner: Joiner, *, why: str = "") -> None:
-        event = {"event": "gave up", "id": joiner.member.id, "attempt": joiner.attempt, "by": self.id}
-        self._say({**event, "why": why} if why else event)
-
-    def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
-        """A thread of its own: give the state to a worker that joins."""
-        name = f"give/{joiner.member.id}/{joiner.attempt}"
-        try:
-            self._log.arrive(name)
-            with self._log.lent_store(name) as store:
-                group = gloo_backend(store, 0, 2, timedelta(seconds=limits.CONNECT), host=self._link_host)
-            transfer.send(group, state, timeout=self.timeout)
-            self._log.forget(f"arrived/{name}", f"{name}/0/0", f"{name}/0/1")
-        except (RuntimeError, OSError) as error:
-            log.warning("job %s: %s did not get the state of training: %s", self.name, joiner.member, error)
-            self._give_up(joiner)
-
-    def _take_back(self) -> None:
-        assert self._participant is not None
-        with self._lock:
-            unclaimed, self._unclaimed = self._unclaimed, []
-        for state in unclaimed:
-            self._participant.take_back(state)
 
     def _rejoin(self) -> Change:
         """This worker was declared dead, and lives: it drops what it has and joins as a new one."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from .liveness.majority import left_out
+from .liveness.majority import add, left_out
 from .roster_state import RosterState
 from .view import Accusation, Joiner, Member, View, differences, member_of
 
@@ -95,6 +95,7 @@ class Roster(RosterState):
             self.joiners[member.id] = Joiner(member, donor=-1, refusal=f"max_workers={limit}", is_full=True)
             return
         donor = members[member.id % len(members)].id
+        self.accusations = [a for a in self.accusations if member.id not in (a.by, a.of)]  # left out
         self.joiners[member.id] = Joiner(replace(member, number=self._new_number()), donor)
 
     def _found(self, member: Member, event: Mapping[str, Any]) -> None:
@@ -175,9 +176,7 @@ class Roster(RosterState):
     def _accuse(self, event: Mapping[str, Any]) -> None:
         accusation = Accusation(int(event["by"]), int(event["of"]), str(event["why"]), bool(event["is_sure"]))
         present = {worker for view in (self.view, self.forming) if view is not None for worker in view.ids}
-        known = {(a.by, a.of) for a in self.accusations}
-        if {accusation.by, accusation.of} <= present and (accusation.by, accusation.of) not in known:
-            self.accusations.append(accusation)
+        if {accusation.by, accusation.of} <= present and add(self.accusations, accusation):
             self._change()
 
     def _leave(self, event: Mapping[str, Any]) -> None:

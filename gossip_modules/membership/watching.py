@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import threading
 import time
 import weakref
@@ -73,6 +74,12 @@ class Watching(Generations):
                 self._form_anew()
             self._moved.notify_all()
 
+    def _has_place(self) -> bool:
+        """Whether the job counts with this worker, in a generation or at the door, as far as the log was read."""
+        roster = self._roster
+        is_waiting = self.id in roster.joiners or self.id in roster.founders
+        return is_waiting or any(member.id == self.id for member in roster.present())
+
     def _form_anew(self) -> None:
         """What was being formed over a store that has gone is closed."""
         self._limit = None
@@ -106,17 +113,21 @@ class Watching(Generations):
                 log.warning("job %s: the store begins with what is no state of a job (%r): ignored", self.name, error)
                 return
             self._settle_given()
+            self._is_coming_again = self._is_coming_again and not self._has_place()
             if num_events:
                 return
             if view is not None and view.generation > self._roster.loaded:  # [Note: stale snapshot]
                 self._known = view.generation
                 self._say({"event": "know", "state": json.loads(mine)})
+            restored = self._roster.view
+            if restored is not None and restored.generation > self.generation:
+                self._adopt(restored)  # all were ready when the store went, as who restored it had read
             self._form_anew()
             self._serving, self._snapshots = set(), []  # who comes again is served again
             view, transport = self._active, self._transport
             lost = [] if view is None or transport is None else [view.ids[rank] for rank in transport.lost]
             for worker in lost:
-                self._accuse(worker, "it was lost while the store was away", is_sure=False)
+                self._accuse(worker, "it was lost while the store was away", may_have_ended=True)
 
     def _apply(self, event: Mapping[str, Any]) -> None:
         with self._moved:
@@ -159,6 +170,28 @@ class Watching(Generations):
         for transport in old:
             transport.close()
         self._break_with_those_who_left()
+        self._ascertain(now)
+
+    def _ascertain(self, now: float) -> None:
+        """Look whether those have ended whom nobody has seen end, where too few remain to go on without them.
+
+        Who was stopped or cut off counts as long as it may live, and may be killed then.
+        """
+        with self._lock:
+            accusations = self._roster.accusations
+            sure = {accusation.of for accusation in accusations if accusation.is_sure}
+            doubted = {accusation.of: accusation.why for accusation in accusations if accusation.of not in sure}
+            is_member = any(member.id == self.id for member in self._roster.present())
+            if not (doubted and is_member) or self._is_excluded:
+                self._next_doubt = math.inf
+                return
+            self._next_doubt = min(self._next_doubt, now + limits.RETRY)
+            if now < self._next_doubt:
+                return
+            self._next_doubt = now + limits.RETRY
+        for worker, why in doubted.items():
+            if worker != self.id:
+                self._start_thread(self._accuse_if_ended, worker, why, True, name="gossip-accuse")
 
     def _seek(self) -> None:
         """Left out of the job: is there anybody to join again? Until then this worker trains on by itself."""

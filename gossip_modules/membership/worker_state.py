@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -102,11 +103,13 @@ class WorkerState:
         self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that will not bring it
         self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
         self._hurried: set[int] = set()
+        self._asked_again = 0  # the last generation without links that the others were asked to form again
         self._limit: int | None = None  # the step that is not begun before the next generation is known
         self._clock = -1  # calls of `at_step`, those of the job before this worker came included
         self._is_excluded = False
         self._can_rejoin = self._is_cut_off = False  # of who is excluded
         self._next_probe = 0.0
+        self._next_doubt = math.inf  # when to look whether those who are accused have ended
         self._known = 0  # a generation after that of a snapshot, of which the others are being told
         self._num_heard = 0  # knocks, see [Note: another life]
         self._coming: Mapping[str, Any] = {}  # the event with which this worker came
@@ -234,23 +237,32 @@ class WorkerState:
             self._unsent.append(event)
         self._wake.set()
 
-    def _accuse(self, worker: int, why: str, *, is_sure: bool) -> None:
+    def _accuse(self, worker: int, why: str, *, may_have_ended: bool) -> None:
         log.warning("job %s: rounds go on without worker %s: %s", self.name, self._number_of(worker), why)
-        if is_sure:
+        if may_have_ended:
             self._start_thread(self._accuse_if_ended, worker, why, name="gossip-accuse")
         else:
-            self._say({"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": is_sure})
+            self._say_accusation(worker, why, is_sure=False)
 
-    def _accuse_if_ended(self, worker: int, why: str) -> None:
-        """A thread of its own: say whether the process of a worker has ended, whose connection has closed.
+    def _say_accusation(self, worker: int, why: str, *, is_sure: bool) -> None:
+        self._say({"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": is_sure})
+
+    def _accuse_if_ended(self, worker: int, why: str, is_accused: bool = False) -> None:
+        """A thread of its own: say whether the process of a worker has ended.
 
         Those who have given this worker up have closed their connections with it, and live. That all others have ended
         would make it the majority. So their machines are asked; only one that refuses says that a process has ended.
+
+        Args:
+            worker: whose connection has closed, or who is accused.
+            why: as others are told.
+            is_accused: of anything else; then it is only said again if it has ended.
         """
         addresses = {member.id: member.address for member in self._known_members() if member.id == worker}
         signs = probe(addresses, job=digest(self.name), seconds=limits.PROBE)
-        is_sure = signs.get(worker) is LifeSign.ENDED
-        self._say({"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": is_sure})
+        has_ended = signs.get(worker) is LifeSign.ENDED
+        if has_ended or not is_accused:
+            self._say_accusation(worker, why, is_sure=has_ended)
 
     def _known_members(self) -> list[Member]:
         views = (self._active, self._roster.forming, self._roster.view)

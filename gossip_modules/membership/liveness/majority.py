@@ -59,3 +59,20 @@ def has_majority(
     if not counted:
         return True
     return 2 * len(remaining) > len(counted) or (2 * len(remaining) == len(counted) and remaining[0] == counted[0])
+
+
+def add(accusations: list[Accusation], new: Accusation) -> bool:
+    """Append an accusation, or put it in the place of what was less sure; whether that says anything new.
+
+    Args:
+        accusations: in their order; changed.
+        new: the same worker may accuse the same one again, when that has ended.
+    """
+    for i, old in enumerate(accusations):
+        if (old.by, old.of) == (new.by, new.of):
+            if new.is_sure and not old.is_sure:
+                accusations[i] = new
+                return True
+            return False
+    accusations.append(new)
+    return True

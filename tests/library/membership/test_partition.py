@@ -9,12 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from gossip_modules import Membership
-from gossip_modules.membership import limits, watching
+from gossip_modules.membership import event_log, limits, watching
 from gossip_modules.membership.liveness import door
 from gossip_modules.membership.liveness.probe import LifeSign, probe
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
 
 __all__ = ["_no_thread_stays"]
+FORM = Membership._form
 
 
 def exclude(stopped: Worker, others: list[Worker]) -> None:
@@ -54,8 +55,7 @@ def test_a_minority_trains_on_alone_and_joins_again(
         job.until(lambda: member._is_cut_off, "it notices that it is alone")
         step = stopped.step
         job.until(lambda: stopped.step > step + 5, "it trains on")
-        assert member._is_cut_off
-        assert member.stats()["live"] == 1
+        job.until(lambda: member._is_cut_off and member.stats()["live"] == 1, "it is alone, but while it tries to join")
         monkeypatch.setattr(watching, "probe", probe)
         if fails != "nobody in reach":
             monkeypatch.undo()
@@ -148,3 +148,37 @@ def test_nobody_is_taken_for_ended_who_lives(has_ended: bool, monkeypatch: pytes
         worker.is_killed.set()
     for worker in workers:
         worker.thread.join()
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_few_go_on_where_most_have_ended(is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That their connections closed was seen by nobody, or is forgotten with the store: it is found out anew."""
+    monkeypatch.setattr(event_log, "_RECONNECT_SECONDS", 0.05)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    job = Job(f"127.0.0.1:{port}", min_workers=5)
+    workers = job.start(5)
+    job.until_live(workers)
+    ended, others = workers[:3], workers[3:]
+    members = [w.membership for w in others if w.membership]
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "RETRY", 1000.0 if is_forgotten else 0.2)
+        accuse = Membership._accuse
+        if is_forgotten:
+            patch.setattr(Membership, "_form", lambda *_: None)
+        else:
+            patch.setattr(Membership, "_accuse", lambda *a, **_: accuse(*a, may_have_ended=False))
+        for w in ended:
+            w.is_killed.set()
+        if is_forgotten:
+            for member in members:
+                job.until(lambda m=member: sum(a.is_sure for a in m._roster.accusations) == 6, "all know")  # type: ignore[misc]
+            del server
+            job.until(lambda: not any(member._log.is_connected for member in members), "the store has gone")
+            patch.setattr(Membership, "_form", FORM)
+            server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        job.until_live(others)
+    (newcomer,) = job.start(1)
+    job.until_live([*others, newcomer])
+    close(job.end())
+    del server

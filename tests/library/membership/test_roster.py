@@ -475,3 +475,30 @@ def test_a_state_that_is_none_changes_nothing() -> None:
         with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
             roster.loads(garbage)
         assert roster.dumps(is_whole=True) == before
+
+
+def test_an_accusation_becomes_sure_when_the_silent_have_ended() -> None:
+    roster = job(5)
+    for by in (3, 4):
+        for of in (0, 1, 2):
+            roster.apply(accuse(by, of))
+    assert forming(roster) == (0, 1, 2), "two of five are no majority"
+    for of in (0, 1):
+        roster.apply(accuse(3, of, is_sure=True))
+        roster.apply(accuse(3, of))
+    assert len(roster.accusations) == 6
+    assert forming(roster) == (3, 4), "two of the three that may live"
+
+
+def test_who_was_left_out_at_the_door_comes_again_without_what_it_was_accused_of() -> None:
+    roster = job(4)
+    for number in range(2):
+        roster.apply(come(8))
+        joiner = roster.joiners[8]
+        roster.apply({"event": "loaded", "id": 8, "attempt": joiner.attempt})
+        assert forming(roster) == (0, 1, 2, 3, 8)
+        if number == 0:
+            roster.apply(accuse(1, 8))
+            assert forming(roster) == (0, 1, 2, 3)
+            assert 8 not in roster.joiners
+    assert ids(formed(roster)) == (0, 1, 2, 3, 8)

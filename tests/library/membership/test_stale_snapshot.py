@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from gossip_modules import Membership
-from gossip_modules.membership import event_log
+from gossip_modules.membership import event_log, limits
+from gossip_modules.membership.view import View
 from tests.library.membership.test_membership import Job, close
 
 
@@ -106,3 +109,92 @@ def test_who_waits_comes_again_when_the_store_comes_back_empty(place: str, monke
     assert (newcomer.first > 0) == (place != "a founder")
     close(job.end())
     del server
+
+
+@pytest.mark.parametrize("first", ["who trains", "who comes"])
+def test_a_generation_that_formed_as_the_store_died_begins_for_a_newcomer_too(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not read that all were ready; the store comes back with that generation, or with the one before."""
+    monkeypatch.setattr(event_log, "_RECONNECT_SECONDS", 0.05)
+    is_blind = threading.Event()
+    is_blind.set()
+    read, reconnect = event_log.EventLog.read, event_log.EventLog._reconnect
+
+    def read_by(self: event_log.EventLog, restart: Any, apply: Any) -> bool:
+        member = restart.__self__
+        return (is_blind.is_set() and member._is_newcomer and bool(member._formed)) or read(self, restart, apply)
+
+    monkeypatch.setattr(event_log.EventLog, "read", read_by)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    job = Job(f"127.0.0.1:{port}", min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    (newcomer,) = job.start(1, seed=1)
+    members = [w.membership for w in workers if w.membership]
+    job.until(lambda: all(len(m._roster.view.members) == 3 for m in members if m._roster.view), "all were ready")
+    assert newcomer.membership is not None
+    held = [newcomer.membership._log] if first == "who trains" else [member._log for member in members]
+
+    def reconnect_by(self: event_log.EventLog) -> bool:
+        return self not in held and reconnect(self)
+
+    monkeypatch.setattr(event_log.EventLog, "_reconnect", reconnect_by)
+    del server
+    logs = [newcomer.membership._log, *(member._log for member in members)]
+    is_blind.clear()
+    job.until(lambda: not any(one.is_connected for one in logs), "the store has gone")
+    assert newcomer.membership.generation == 0
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    job.until(lambda: all(one._has_base for one in logs if one not in held), "the store is restored")
+    held.clear()
+    job.until_live([*workers, newcomer])
+    assert newcomer.first > 0, "it has the state of the job"
+    close(job.end())
+    del server
+
+
+def test_who_was_left_out_at_the_door_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the state of training, and does not come to form its first generation in time, as if it were stopped."""
+    monkeypatch.setattr(limits, "FORMING", 0.2)
+    form, num_missed = Membership._form, [0]
+
+    def form_by(self: Membership, view: View) -> None:
+        if self._active is None and self._is_newcomer and not num_missed[0]:
+            num_missed[0] += 1
+        else:
+            form(self, view)
+
+    monkeypatch.setattr(Membership, "_form", form_by)
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    (newcomer,) = job.start(1, seed=1)
+    job.until_live([*workers, newcomer])
+    assert num_missed == [1]
+    assert newcomer.first > 0
+    close(job.end())
+
+
+def test_who_is_left_out_at_the_door_for_ever_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FORMING", 0.1)
+    form, come = Membership._form, Membership._come_once_more
+
+    def form_by(self: Membership, view: View) -> None:
+        if self._active is not None or not self._is_newcomer:
+            form(self, view)
+
+    monkeypatch.setattr(Membership, "_form", form_by)
+    monkeypatch.setattr(Membership, "_come_once_more", lambda self, since: come(self, since - 1e4))
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    (newcomer,) = job.start(1, seed=1)
+    newcomer.is_killed.set()  # its error is expected
+    job.until(lambda: newcomer.error is not None, "it gives up")
+    assert isinstance(newcomer.error, TimeoutError)
+    expected = r"left this worker out of each generation that it was to begin, for \d+ s; see that they reach it at 127"
+    assert re.search(expected, str(newcomer.error))
+    job.until_live(workers)
+    close(job.end())

@@ -1,0 +1,64 @@
+"""Giving: how a donor gives the state of training to a worker that joins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from ..transport.gloo import gloo_backend
+from ..transport.state_tree import copied, encode
+from . import limits, transfer
+from .liveness.door import Door
+from .view import Joiner
+from .worker_state import log
+
+
+class Giving(Door):
+    """The part of `Membership` for donors; see [Note: what was given]."""
+
+    def _take_snapshots(self) -> None:
+        assert self._participant is not None
+        with self._lock:
+            joiners = [joiner for joiner in self._snapshots if self._roster.joiners.get(joiner.member.id) == joiner]
+            self._snapshots = []
+        for joiner in joiners:
+            model = self._participant.give()
+            try:
+                tracked = {name: copied(value.state_dict()) for name, value in self._tracked.items()}
+                encode(tracked)
+                encode(model)
+            except Exception as error:  # noqa: BLE001 (of the user's objects: the joiner is told, training goes on)
+                self._participant.take_back(model)
+                self._give_up(joiner, why=f"{type(error).__name__}: {error}")
+                continue
+            state: dict[str, Any] = {"model": model, "tracked": tracked, "clock": self._clock}
+            until = time.monotonic() + self.timeout.total_seconds()
+            with self._lock:
+                self._given[joiner.member.id, joiner.attempt] = until, state["model"]
+            self._start_thread(self._serve, joiner, state, name="gossip-donor")
+
+    def _give_up(self, joiner: Joiner, *, why: str = "") -> None:
+        event = {"event": "gave up", "id": joiner.member.id, "attempt": joiner.attempt, "by": self.id}
+        self._say({**event, "why": why} if why else event)
+
+    def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
+        """A thread of its own: give the state to a worker that joins."""
+        name = f"give/{joiner.member.id}/{joiner.attempt}"
+        try:
+            self._log.arrive(name)
+            with self._log.lent_store(name) as store:
+                group = gloo_backend(store, 0, 2, timedelta(seconds=limits.CONNECT), host=self._link_host)
+            transfer.send(group, state, timeout=self.timeout)
+            self._log.forget(f"arrived/{name}", f"{name}/0/0", f"{name}/0/1")
+        except (RuntimeError, OSError) as error:
+            log.warning("job %s: %s did not get the state of training: %s", self.name, joiner.member, error)
+            self._give_up(joiner)
+
+    def _take_back(self) -> None:
+        assert self._participant is not None
+        with self._lock:
+            unclaimed, self._unclaimed = self._unclaimed, []
+        for state in unclaimed:
+            self._participant.take_back(state)
