@@ -128,7 +128,7 @@ bench: $(BENCH_INSTALLED)
 faults: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.faults $(FAULTS)
 
-# Options: make chaos CHAOS="--methods SGP MATCHA --seconds 60"
+# Options: make chaos CHAOS="--methods SGP 'MATCHA, ring' --seconds 60"
 chaos: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.chaos --output $(RUNS)/chaos/chaos.csv \
 	  --faults $(RUNS)/chaos/chaos_faults.csv $(CHAOS)

@@ -24,7 +24,8 @@ import tyro
 
 from benchmarks.chaos.checks import slowest_after, summary, undisturbed_lines
 from benchmarks.chaos.soak import Soak, SoakRun
-from benchmarks.chaos.training import METHODS, SoakTraining
+from benchmarks.chaos.training import SoakTraining
+from benchmarks.elastic.methods import HAS_MESSAGES_IN_FLIGHT, METHODS
 from benchmarks.record import RESULTS, provenance
 
 
@@ -101,7 +102,7 @@ def measure(method: str, options: ChaosBenchmark) -> tuple[dict[str, Any], SoakR
         "num_workers": options.num_workers,
         **summary(run, witness=options.num_workers - 1, end_steps=options.end_steps),
     }
-    if "overlap" in METHODS[method]():
+    if method in HAS_MESSAGES_IN_FLIGHT:
         row["weight_drift"] = ""
     print(f"with faults: {row}", file=sys.stderr, flush=True)
     calm = SoakTraining(**{**training.__dict__, "step_ms": options.undisturbed_step_ms})

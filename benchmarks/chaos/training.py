@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gossip_modules import (
-    BilatGossipDataParallel,
-    GossipDataParallel,
-    GroupAverageDataParallel,
-    MatchaGraph,
-    Membership,
-    RingGraph,
-)
+from benchmarks.elastic.methods import METHODS
+from gossip_modules import Membership
 from gossip_modules.testing import Worker
 from gossip_modules.wrappers.base import GossipWrapper
 
-METHODS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    "SGP": dict,
-    "Overlap SGP": lambda: {"overlap": True},
-    "D-PSGD, ring": lambda: {"push_sum": False, "graph": lambda n: RingGraph(n, peers_per_itr=min(2, n - 1))},
-    "WAGMA": dict,
-    "MATCHA": lambda: {"graph": lambda n: MatchaGraph(RingGraph(n, peers_per_itr=min(2, n - 1)), budget=0.5, seed=1)},
-    "AD-PSGD": dict,
-}
-"""What the wrapper gets beside the model and the membership."""
-WRAPPERS: Mapping[str, Callable[..., GossipWrapper]] = {
-    "WAGMA": GroupAverageDataParallel,
-    "AD-PSGD": BilatGossipDataParallel,
-}
-"""Of methods that are none of GossipDataParallel's."""
 NUM_INPUTS, NUM_CLASSES = 20, 10
 LEARNING_RATE = 0.05
 """Of as many workers as begin."""
@@ -77,8 +56,7 @@ class SoakTraining:
         torch.manual_seed(self.seed)
         membership = worker.membership(min_workers=self.num_workers, min_deadline=self.min_deadline, timeout=60)
         net = nn.Sequential(nn.Linear(NUM_INPUTS, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
-        wrap = WRAPPERS.get(self.method, GossipDataParallel)
-        model = wrap(net, membership=membership, **METHODS[self.method]())
+        model = METHODS[self.method](net, membership=membership)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
         membership.track(optimizer=optimizer)
         end = Path(self.folder) / "last"

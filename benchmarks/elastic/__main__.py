@@ -31,7 +31,8 @@ from typing import Any, Literal
 import tyro
 
 from benchmarks.elastic import cost, joins, kills, network, scale, torchft_worker
-from benchmarks.elastic.worker import METHODS, ElasticJob, StoreProcess
+from benchmarks.elastic.methods import METHODS
+from benchmarks.elastic.worker import ElasticJob, StoreProcess
 from benchmarks.record import RESULTS, append_row
 
 

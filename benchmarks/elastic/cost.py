@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import statistics
@@ -14,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.elastic.worker import METHODS, WRAPPERS, make_model, say
-from gossip_modules import GossipDataParallel, Membership
+from benchmarks.elastic.methods import METHODS
+from benchmarks.elastic.worker import make_model, say
+from gossip_modules import Membership
 
 STEPS = 10  # of a turn
 
@@ -25,12 +25,9 @@ def run(rank: int, num_workers: int, address: str, method: str, width: int, step
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("plain", store), rank=rank, world_size=num_workers)
-    options = copy.deepcopy(METHODS[method])  # a gossiper serves one wrapper
-    ring = options.pop("graph", None)
-    wrap = WRAPPERS.get(method, GossipDataParallel)
-    plain = wrap(make_model(width, 0), **options, **({"graph": ring(num_workers)} if ring else {}))
+    plain = METHODS[method](make_model(width, 0))
     membership = Membership(address, min_workers=num_workers, min_deadline=10.0)
-    elastic = wrap(make_model(width, 0), membership=membership, **METHODS[method])
+    elastic = METHODS[method](make_model(width, 0), membership=membership)
     wrappers = {"plain": plain, "elastic": elastic}
     optimizers = {name: torch.optim.SGD(wrapper.parameters(), lr=1 / width) for name, wrapper in wrappers.items()}
     x = torch.randn(32, 64)

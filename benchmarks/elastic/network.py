@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.elastic.worker import METHODS, make_model
-from gossip_modules import GossipDataParallel
+from benchmarks.elastic.methods import METHODS
+from benchmarks.elastic.worker import make_model
 from gossip_modules.testing import Chaos, Delay, Event, Loss, Partition, Stop, Worker
 
 AT = 100
@@ -55,7 +55,7 @@ class FaultTraining:
         """Milliseconds of each step, by its number, and the deadline before the fault; how often it has joined."""
         torch.set_num_threads(1)
         membership = worker.membership(min_workers=self.num_workers, min_deadline=self.min_deadline)
-        model = GossipDataParallel(make_model(128, 1), membership=membership, **METHODS[self.method])
+        model = METHODS[self.method](make_model(128, 1), membership=membership)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         membership.track(optimizer=optimizer)
         x, deadline = torch.randn(16, 64), 0.0

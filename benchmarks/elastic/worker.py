@@ -20,40 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import nn
 
-from gossip_modules import (
-    BilatGossipDataParallel,
-    Choco,
-    GossipDataParallel,
-    GroupAverageDataParallel,
-    MatchaGraph,
-    Membership,
-    PowerGossip,
-    RingGraph,
-    SignNorm,
-)
-from gossip_modules.membership import transfer
-from gossip_modules.wrappers.base import GossipWrapper
+from benchmarks.elastic.methods import METHODS
+from gossip_modules import Membership
+from gossip_modules.membership.donor import transfer
 
-METHODS: dict[str, dict[str, Any]] = {
-    "SGP": {},
-    "Overlap SGP": {"overlap": True},
-    "D-PSGD, ring": {"push_sum": False, "graph": lambda n: RingGraph(n, peers_per_itr=min(2, n - 1))},
-    "MATCHA, ring": {"push_sum": False, "graph": lambda n: MatchaGraph(nx.cycle_graph(n), budget=0.5)},
-    "PowerGossip": {"gossiper": PowerGossip()},
-    "CHOCO": {"gossiper": Choco(SignNorm(), step_size=0.4)},
-    "WAGMA": {},
-    "AD-PSGD": {},
-}
-"""What the wrapper gets beside the model and the membership."""
-WRAPPERS: dict[str, Callable[..., GossipWrapper]] = {
-    "WAGMA": GroupAverageDataParallel,
-    "AD-PSGD": BilatGossipDataParallel,
-}
-"""Of methods that are none of GossipDataParallel's."""
 PRELOAD = ("benchmarks.elastic.worker", "torch._dynamo", "pandas", "tyro")
 """Of the server of processes; torch loads torch._dynamo in the first step of an optimizer."""
 
@@ -104,8 +77,7 @@ def train(job: ElasticJob) -> None:
 
     transfer.send = counted  # what a donor gives, in bytes and seconds
     membership = Membership(job.address, min_workers=job.num_workers, min_deadline=job.min_deadline)
-    wrap = WRAPPERS.get(job.method, GossipDataParallel)
-    model = wrap(make_model(job.width, job.seed), membership=membership, **METHODS[job.method])
+    model = METHODS[job.method](make_model(job.width, job.seed), membership=membership)
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / job.width, momentum=0.9)
     membership.track(optimizer=optimizer)
     membership.on_change(lambda change: say(event="change", members=change.members, step=change.step, at=time.time()))

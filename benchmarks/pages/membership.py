@@ -86,6 +86,27 @@ its slowest step at other times, which shows what sharing the cores does.""",
             "ratio": ("by the median", ".2f"),
         },
     ),
+    "elastic_scale": Page(
+        "How long 8, 16 and 32 workers take",
+        "elastic_scale.csv",
+        """\
+Workers with a [membership](../guides/elasticity.md), each a process of its own, which all share one machine with two
+cores; a step sleeps, the longer since so many share them. The first one is killed, and one is started again 100 steps
+later. Seconds: from the moment when all are ready to the last worker's first step; from the kill until the last one
+begins the next generation, which torchft's replicas do not name; and from the moment when the new worker is ready to
+its first step. torchft's replicas meet in a lighthouse, which takes one for dead after 5 s without a heartbeat.""",
+        {
+            "method": ("method", "s"),
+            "num_workers": ("workers", "d"),
+            "slept_ms": ("computation, ms", ".0f"),
+            "median_ms": ("median step, ms", ".1f"),
+            "seconds_to_begin": ("to begin, s", ".2f"),
+            "seconds_to_form": ("next generation, s", ".2f"),
+            "slowest_after_kill_ms": ("slowest after the kill, ms", ".0f"),
+            "seconds_to_join": ("to join, s", ".2f"),
+            "survivors_that_failed": ("survivors that failed", "d"),
+        },
+    ),
     "elastic_network": Page(
         "Stopped, cut off, slow and lossy",
         "elastic_network.csv",

@@ -63,6 +63,26 @@ of all processes of a run, which two idle cores share.
             "sent_megabytes": ("MB sent per rank", ".1f"),
         },
     ),
+    "outer_steps": Page(
+        "What outer steps add to a step",
+        "outer_steps.csv",
+        """\
+Four ranks on one machine with two cores, joined by Gloo over loopback, train a ResNet-18 each (11.2 M parameters),
+with an outer step every four steps. Methods take turns in the same processes. The ratio is that of the mean step to the
+step of a rank that trains alone, in the same cycle: the median over cycles, with its quartiles. "all_reduce" trains
+alone, and calls `torch.distributed.all_reduce` for a vector of as many floats every four steps: it is what an exact
+average costs before anything is computed with it, on cores that training needs as well.""",
+        {
+            "method": ("method", "s"),
+            "ranks": ("ranks", "d"),
+            "sync_every": ("H", "d"),
+            "cycles": ("cycles", "d"),
+            "step_seconds": ("step, s", ".3f"),
+            "ratio": ("ratio", ".3f"),
+            "ratio_low": ("from", ".3f"),
+            "ratio_high": ("to", ".3f"),
+        },
+    ),
     "restart": Page(
         "Killed and resumed",
         "restart.csv",

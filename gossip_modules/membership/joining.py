@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from ..transport.gloo import gloo_backend
 from ..transport.waits import Waits
-from . import limits, transfer
-from .giving import Giving
+from . import limits
+from .donor import transfer
+from .donor.giving import Giving
 from .heartbeats import Heartbeats
 from .links import alone
 from .participant import Change

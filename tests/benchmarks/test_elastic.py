@@ -12,7 +12,7 @@ import pytest
 from benchmarks.elastic import kills, scale, torchft_worker
 from benchmarks.elastic.__main__ import ElasticBenchmark, measured
 from benchmarks.elastic.kills import Killing
-from benchmarks.elastic.worker import METHODS
+from benchmarks.elastic.methods import METHODS
 
 
 @dataclass

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel, MatchaGraph
-from gossip_modules.membership import limits, transfer
+from gossip_modules.membership import limits
+from gossip_modules.membership.donor import transfer
 from tests.library.membership.test_membership import Job, _no_thread_stays, close, die, member_of, model_of
 
 __all__ = ["_no_thread_stays"]

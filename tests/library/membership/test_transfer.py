@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules.membership import transfer
+from gossip_modules.membership.donor import transfer
 from gossip_modules.transport.gloo import gloo_backend
 from gossip_modules.transport.state_tree import encode
 from tests.harness.ranks import TIMEOUT

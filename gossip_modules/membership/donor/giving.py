@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from ..transport.gloo import gloo_backend
-from ..transport.state_tree import copied, encode
-from . import limits, transfer
-from .liveness.door import Door
-from .view import Joiner
-from .worker_state import log
+from ...transport.gloo import gloo_backend
+from ...transport.state_tree import copied, encode
+from .. import limits
+from ..liveness.door import Door
+from ..view import Joiner
+from ..worker_state import log
+from . import transfer
 
 
 class Giving(Door):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..transport.state_tree import bytes_of, decode, pack, unpack
-from ..transport.waits import Waits
+from ...transport.state_tree import bytes_of, decode, pack, unpack
+from ...transport.waits import Waits
 
 CHUNK_BYTES = 4 << 20
 _MAX_HEADER = 64 << 20

@@ -1,0 +1,56 @@
+"""The methods that take a membership, as wrappers of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from gossip_modules import (
+    BilatGossipDataParallel,
+    Choco,
+    GossipDataParallel,
+    GroupAverageDataParallel,
+    MatchaGraph,
+    PowerGossip,
+    RingGraph,
+    SignNorm,
+)
+from gossip_modules.wrappers.base import GossipWrapper
+
+
+def ring(n: int) -> RingGraph:
+    """Of any number of workers; two of them are one pair."""
+    return RingGraph(n, peers_per_itr=min(2, n - 1))
+
+
+def matchings(n: int) -> MatchaGraph:
+    """Of that ring: in the mean, half of its links are in a round."""
+    return MatchaGraph(ring(n), budget=0.5, seed=1)
+
+
+def power_gossip(module: nn.Module, **options: Any) -> GossipDataParallel:
+    """With a gossiper of its own."""
+    return GossipDataParallel(module, gossiper=PowerGossip(), **options)
+
+
+def choco(module: nn.Module, **options: Any) -> GossipDataParallel:
+    """With a gossiper of its own."""
+    return GossipDataParallel(module, gossiper=Choco(SignNorm(), step_size=0.4), **options)
+
+
+METHODS: Mapping[str, Callable[..., GossipWrapper]] = {
+    "SGP": GossipDataParallel,
+    "Overlap SGP": partial(GossipDataParallel, overlap=True),
+    "D-PSGD, ring": partial(GossipDataParallel, push_sum=False, graph=ring),
+    "MATCHA, ring": partial(GossipDataParallel, push_sum=False, graph=matchings),
+    "PowerGossip": power_gossip,
+    "CHOCO": choco,
+    "WAGMA": GroupAverageDataParallel,
+    "AD-PSGD": BilatGossipDataParallel,
+}
+"""Each is called with a module and options, such as `membership`."""
+HAS_MESSAGES_IN_FLIGHT = ("Overlap SGP",)
+"""Those of them in which push-sum weights travel between steps."""

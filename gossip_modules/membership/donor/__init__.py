@@ -1,0 +1,1 @@
+"""What a donor does for a worker that joins."""
