@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
@@ -207,6 +209,17 @@ class LockstepEngine(Engine):
         Nothing may be in flight. x: the model, as rounds mix it.
         """
         return dict(copied({**self.state_dict(), "gossiper": {}}))
+
+    def progress(self) -> tuple[float, ...]:
+        """How far it has come: what `FollowingEngine.follow` takes."""
+        return float(self.t), float(self.step), float(self.is_in_flight), *map(float, astuple(self.stats))
+
+    def shared(self, x: FlatVector) -> Sequence[Tensor]:
+        """What a round has written beside x, the model, and all processes of a node must have."""
+        return ()
+
+    def take_shared(self, x: FlatVector) -> None:
+        """What `shared` gives was written by another process, whose round it was."""
 
     def advance(self, num_steps: int) -> None:
         """Count training steps as if they had been taken here."""

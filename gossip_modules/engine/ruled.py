@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.profiler import record_function
 
 from ..flat.buffer import FlatBuffer
@@ -112,6 +114,16 @@ class RuledEngine(SyncEngine):
             carried.load_state_dict(loaded)
         self._carried, self._loaded = carried, {}
         return carried
+
+    def shared(self, x: FlatVector) -> Sequence[Tensor]:
+        """See `LockstepEngine`: the momentum of the optimizer, where the rule writes it."""
+        return () if self._momentum is None else self._carried_for(x).vector("momentum")
+
+    def take_shared(self, x: FlatVector) -> None:
+        """See `LockstepEngine`."""
+        if self._momentum is not None:
+            self._momentum.take_step()
+            self._momentum.write(self.shared(x))
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `LockstepEngine` and [Note: Sums over workers]."""

@@ -173,13 +173,14 @@ class Algorithm:
         """The weights as a function of the number of ranks, whatever the graph of one rank would be; the gossiper.
 
         Args:
-            options: as those of `choose`, for its checks.
+            options: as those of `choose`, for its checks. The size of a node is none of them: one process gossips the
+                whole model.
 
         Raises:
             ValueError: arguments that do not fit each other; a gossiper whose rounds do not go on without peers that
                 fail.
         """
-        self._check_arguments(**options)
+        self._check_arguments(**options, nprocs_per_node=1)
         gossiper = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
         gossiper = gossiper.for_membership()
 
@@ -195,16 +196,6 @@ class Algorithm:
             check_mixing(mixing, self.outer)
         if self.rule is not None:
             self.rule.check(mixing)
-
-    def check_for_nodes(self, gossiper: Gossiper) -> None:
-        """Raise ValueError where a node with several processes cannot be a worker of a membership."""
-        keeps = [x for x in (self.outer, self.rule, None if gossiper.is_skippable else gossiper) if x is not None]
-        if keeps:
-            raise ValueError(
-                f"got {keeps[0]} with a membership and several processes per node, expected none that keeps anything "
-                "from round to round: only the first process of a node runs rounds with others, and the rest of the "
-                "node would not have it; pass nprocs_per_node=1"
-            )
 
     @property
     def _sends_weights(self) -> bool:

@@ -107,7 +107,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         rule: an `UpdateRule` such as `D2`, for ranks with different data: rounds carry vectors that make up for it.
         process_group: a group that carries nothing else; None = a new one over all ranks.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
-            membership: of processes that are one worker, all of torch.distributed or of `process_group`.
+            membership: of processes that are one worker, all of torch.distributed or of `process_group`; the first one
+            gossips for all, by any method that takes a membership, and only its `state_dict()` has all of the node's.
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
         init_sync: whether all ranks start from the parameters and buffers of rank 0.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged like parameters.
@@ -202,7 +203,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         group = links.process_group if g == 1 else None  # else it is that of the node
         check_elastic(graph=algorithm.graph, mixing=algorithm.mixing, group=group, comm_device=links.comm_device)
         policies = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
-        choose, gossiper = algorithm.choose_for_any_size(init_sync=init_sync, nprocs_per_node=g, **policies)
+        choose, gossiper = algorithm.choose_for_any_size(init_sync=init_sync, **policies)
 
         def check(mixing: MixingManager) -> None:
             gossiper.check(mixing)
@@ -212,12 +213,16 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._elastic = participant(self, membership, choose, check=check)
         self._describe(algorithm, choose(8), gossiper, **({} if g == 1 else {"nprocs_per_node": g}))
         if g > 1:
-            algorithm.check_for_nodes(gossiper)
             device, what = self._buffer.vector.raw.device, self._elastic.describe()
             siblings = meet_siblings(membership, links, g, description=what, device=device)
             self._node = MemberNode(self.module, siblings, find_unused_parameters=find_unused)
         self._transport: Any = alone(membership.timeout)
-        self._start(algorithm, choose(1), gossiper)
+        try:
+            self._start(algorithm, choose(1), gossiper)
+        except BaseException:
+            if self._node is not None:
+                self._node.close()
+            raise
         if isinstance(self._node, MemberNode):
             self._averager = self._node.averager(is_weighted=gossiper.is_weighted)
         membership.attach(self._elastic, self._elastic.describe())
@@ -239,14 +244,15 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
 
     def _start(self, algorithm: Algorithm, mixing: MixingManager, gossiper: Gossiper) -> None:
         gossiper.bind(mixing, self._transport)
-        self._engine: LockstepEngine = self._make_engine(gossiper, algorithm.schedule)
+        engine = self._make_engine(gossiper, algorithm.schedule)
+        self._engine: LockstepEngine = engine if self._node is None else self._node.engine_of(engine)
         self._averager = self._engine.averager
         self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
         hold(self)
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
-        policy, is_whole = self._on_nonfinite, self._node is None
+        policy, is_whole = self._on_nonfinite, self._node is None or self._node.is_whole
         if self._outer is not None:
             check_names(self._outer.fragments, self.module)
             places = self._buffer.places if is_whole else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..engine.engine import LockstepEngine
+from ..engine.following import FollowingEngine
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import GlobalAverage
 from ..membership.membership import Membership
@@ -39,6 +41,8 @@ class Node:
         find_unused_parameters: as for DistributedDataParallel.
     """
 
+    is_whole = False  # whether one process gossips the whole vector
+
     def __init__(self, module: nn.Module, links: Links, num_shards: int, *, find_unused_parameters: bool) -> None:
         first = dist.get_rank() // num_shards * num_shards
         self.local_rank = dist.get_rank() - first
@@ -60,6 +64,14 @@ class Node:
     def peers(num_shards: int) -> list[int] | None:
         """The global ranks with this process's local rank, one per node, whom its shard gossips with; None = all."""
         return None if num_shards == 1 else list(range(dist.get_rank() % num_shards, dist.get_world_size(), num_shards))
+
+    def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
+        """What this process has where a rank without a node has `engine`, whose decisions the node takes as one."""
+        return engine
+
+    def run(self, act: Callable[[], bool]) -> bool:
+        """`act`, which runs rounds on what `shard` gives; whether that was written."""
+        return act()
 
     def shard(self, vector: FlatVector) -> FlatVector:
         """The shard of the vector that this process gossips; shares memory."""
@@ -99,13 +111,25 @@ class MemberNode(Node):
         find_unused_parameters: as for DistributedDataParallel.
     """
 
+    is_whole = True
     is_weighted = False  # whether push-sum weights move
+    _engine: LockstepEngine
 
     def __init__(self, module: nn.Module, siblings: Siblings, *, find_unused_parameters: bool) -> None:
         self.siblings, self.transport = siblings, siblings.data
         self.local_rank, self.num_shards = siblings.data.rank, siblings.data.world_size
         self.find_unused_parameters = find_unused_parameters
         self.replica = self._replicate(module)
+
+    def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
+        """See `Node`: the first process runs the rounds of all."""
+        self._engine = engine if self.siblings.leads else FollowingEngine(engine)
+        return self._engine
+
+    def run(self, act: Callable[[], bool]) -> bool:
+        """See `Node` and `Siblings.run`."""
+        rounds: Any = self._engine
+        return self.siblings.run(act, rounds)
 
     def shard(self, vector: FlatVector) -> FlatVector:
         """See `Node`: the vector itself."""
@@ -118,6 +142,10 @@ class MemberNode(Node):
         self.transport.broadcast(vector.raw, source=0, what="sharing the model in the node")
         if self.is_weighted:
             self.transport.broadcast(vector.push_sum_weight, source=0, what="sharing its weight in the node")
+        for x in self._engine.shared(vector):
+            self.transport.broadcast(x, source=0, what="sharing what a round has written in the node")
+        if not self.siblings.leads:
+            self._engine.take_shared(vector)
 
     def averager(self, *, is_weighted: bool) -> GlobalAverage:
         """The average over all nodes, for every process of this one."""

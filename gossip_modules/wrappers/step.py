@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,15 @@ class TrainingStep(nn.Module):
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
             try:
                 self._to_numerator()
-                if self._engine.round(self._gossiped):
+                if self._run(self._engine.round):
                     self._written()
             finally:
                 self._to_estimate()
+
+    def _run(self, act: Callable[[FlatVector], bool]) -> bool:
+        """`act`, of the engine, on what this process mixes; in a node one process may do so for all."""
+        x = self._gossiped
+        return act(x) if self._node is None else self._node.run(lambda: act(x))
 
     # The parts of a step, which `flush` and `averaged` use as well.
 
@@ -214,7 +220,7 @@ class TrainingStep(nn.Module):
             if self._engine.is_in_flight and not self._is_held:
                 self._to_numerator()
                 with torch.no_grad():
-                    self._engine.flush(self._gossiped)
+                    self._run(self._engine.flush)
                 self._written()
         finally:  # who catches the error of a peer goes on with a model
             self._to_estimate()

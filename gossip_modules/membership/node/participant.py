@@ -30,7 +30,9 @@ class NodeParticipant(LockstepParticipant):
         self.wrapper._place = membership.rank * g + control.rank, membership.world_size * g
 
     def copy(self) -> Mapping[str, Any]:
-        """What `give` gives, with the whole weight, which stays here too."""
+        """What `give` gives, with the whole weight, which stays here too; of the engine its counters only."""
         state = self.give()
         self.take_back(state)
-        return {**state, "weight": self.wrapper._buffer.vector.push_sum_weight.clone()}
+        engine = self.wrapper._engine
+        counters = {"engine": engine.state_name, "t": engine.t, "step": engine.step}
+        return {**state, "engine": counters, "weight": self.wrapper._buffer.vector.push_sum_weight.clone()}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from ..membership import Membership
 
 PATIENCE = 5  # times the timeout of the membership: the first process waits for other workers while its siblings wait
-_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, TimeoutError, ConnectionError, JobFullError)}
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (ValueError, TypeError, FloatingPointError, TimeoutError, ConnectionError, JobFullError)
+}
 
 
 class _News(IntEnum):
@@ -31,6 +34,16 @@ class _News(IntEnum):
     NONE = 0
     MESSAGE = 1
     ERROR = 2
+
+
+class RoundProgress(Protocol):
+    """What `Siblings.run` needs of an engine: `progress` in the first process, `follow` in the others."""
+
+    def progress(self) -> tuple[float, ...]:
+        """How far it has come."""
+
+    def follow(self, progress: Sequence[float]) -> None:
+        """Be as far as this."""
 
 
 class Siblings:
@@ -45,9 +58,12 @@ class Siblings:
                         step as they are now, and what is tracked, if that has come from a donor
         the others:     wait for this, and take it
 
-    So they hold the same model, and give the same answers, at each training step. A round writes the first process's
-    model, which gives it to the others. These run the same rounds in a world of one, which change nothing: their
-    counters move along, and they come to the same exchanges inside the node.
+    So they hold the same model, and give the same answers, at each training step. Rounds are the first process's too.
+    When it has run one it tells the others whether its model was written, how far its engine is and whether something
+    is in flight, or that it has failed (`run`); then it gives them its model. What an algorithm keeps from round to
+    round, such as links, an anchor or corrections, is in the first process only, and dies with the node. After an error
+    in a round, which all processes raise, the others take its model at the next safe point: it may have been half
+    written.
 
     Args:
         membership: of this process.
@@ -68,6 +84,7 @@ class Siblings:
         self.stats: dict[str, float] = membership.own_stats()
         self.lost: tuple[int, ...] = ()
         self.must_leave = False
+        self._has_failed = False  # a round, since the last safe point; in the first process
         self._changes: list[Change] = []
         self.callbacks = membership._callbacks  # the user's, which may be collectives of the node
         membership._callbacks = [self._changes.append]
@@ -108,6 +125,33 @@ class Siblings:
         self._call(lambda: _nothing(act()))
         self.data.broadcast(x, source=0, what=what)
 
+    def run(self, act: Callable[[], bool], rounds: RoundProgress) -> bool:
+        """What `act`, which runs rounds, gives in the first process; on all.
+
+        Raises as `as_one`. At a safe point it acts in this process only.
+        """
+        if self.is_apart:
+            return act()
+        result, error = False, None
+        if self.leads:
+            try:
+                result = act()
+            except Exception as raised:  # noqa: BLE001 (told to the others, and raised below)
+                error, self._has_failed = raised, True
+        numbers = torch.tensor([error is not None, result, *rounds.progress()], dtype=torch.float64)
+        try:
+            self.control.broadcast(numbers, source=0, what="a round of the node")
+            failed, result, *progress = numbers.tolist()
+            if failed:
+                text = broadcast_state(self.control, _told(error), source=0, what="why a round has failed")
+        except (TimeoutError, ConnectionError) as failure:
+            raise (error or failure) from failure
+        if not self.leads:
+            rounds.follow(progress)
+        if failed:
+            raise error if error is not None else self._error_of(text)
+        return bool(result)
+
     @property
     def _participant(self) -> NodeParticipant:
         participant = self.membership._participant
@@ -122,7 +166,7 @@ class Siblings:
                 message = act()
                 encode(message)
             except Exception as raised:  # noqa: BLE001 (told to the others, and raised below)
-                error, message = raised, {"kind": type(raised).__name__, "text": str(raised)}
+                error, message = raised, _told(raised)
         news = _News.NONE if message is None else _News.MESSAGE if error is None else _News.ERROR
         try:
             news = self._tell(news)
@@ -157,13 +201,15 @@ class Siblings:
         if membership.generation > 0:
             self._participant.look_at_weight()
         after, lost = self._summary(), membership.own_lost
-        if after == before and lost == self.lost:
+        is_new = after != before or self._has_failed
+        if not is_new and lost == self.lost:
             return None
         message: dict[str, Any] = {"lost": list(lost), "changes": [asdict(change) for change in self._changes]}
         view = membership._active
         message |= {"id": membership.id, "has_joined": membership._has_joined, "view": None}
-        if view is not None and after != before:
+        if view is not None and is_new:
             message |= {"view": asdict(view), "model": self._participant.copy()}
+            self._has_failed = False
             if not was_in or membership.id != was:  # the state may have come from a donor
                 tracked = membership._tracked
                 message["tracked"] = {name: copied(value.state_dict()) for name, value in tracked.items()}
@@ -200,6 +246,11 @@ class Siblings:
             )
         for name, state in states.items():
             own[name].load_state_dict(state)
+
+
+def _told(error: Exception | None) -> dict[str, str]:
+    """What the others are told of an error."""
+    return {} if error is None else {"kind": type(error).__name__, "text": str(error)}
 
 
 def _nothing(_: object) -> None:

@@ -431,7 +431,6 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
         ({"gossiper": Choco(SignNorm(), step_size=0.4), "graph": BaseGraph}, "got .* a graph that never changes"),
         ({"outer": SlowMo(gossip_every=1)}, "got push_sum=True between the outer steps .*, expected push_sum=False"),
         ({"outer": DiLoCo(), "graph": RingGraph}, "got graph beside outer=DiLoCo.*, which averages over all ranks"),
-        ({"nprocs_per_node": 2, "outer": DiLoCo()}, "got DiLoCo.* with a membership and several processes per node"),
         ({"comm_device": "cuda"}, "got comm_device=cuda with a membership"),
     ],
 )

@@ -17,7 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import GossipDataParallel, GraphManager, Membership, NetworkXGraph, RingGraph
+from gossip_modules import (
+    D2,
+    Choco,
+    DiLoCo,
+    GossipDataParallel,
+    GraphManager,
+    Membership,
+    NetworkXGraph,
+    PowerGossip,
+    QGDSGDm,
+    RingGraph,
+    SignNorm,
+    StreamingDiLoCo,
+)
+from gossip_modules.engine.elastic_outer import HAS_OLD_TORCH
 from gossip_modules.membership import limits
 from gossip_modules.transport.shared_group import SharedGroup
 from tests.harness.problems import loss_of, mlp, sgd
@@ -42,6 +56,17 @@ def chorded(n: int) -> GraphManager:
     return NetworkXGraph(nx.DiGraph([*((i, (i + 1) % n) for i in range(n)), *([(0, 2)] if n > 2 else [])]))
 
 
+class Signs(Choco):
+    """CHOCO-SGD, of which each process makes one for itself."""
+
+    def __init__(self) -> None:
+        super().__init__(SignNorm(), step_size=0.4)
+
+
+SYNC_PERIOD = 3
+needs_averages = pytest.mark.skipif(HAS_OLD_TORCH, reason="methods with exact averages are refused with torch 2.6")
+
+
 class Process:
     """One process of a node: what its training loop has."""
 
@@ -55,10 +80,12 @@ class Process:
         self.model = GossipDataParallel(mlp(seed), membership=self.membership, **options)
         self.optimizer = sgd(self.model)
         self.membership.track(optimizer=self.optimizer)
+        self.mixed: dict[int, Tensor] = {}  # the model after the round of each step
 
     def step(self, step: int) -> Tensor:
         """A training step on a batch of this process; the model after it."""
         loss = loss_of(self.model, PER_NODE * self.membership.rank + self.local, step)
+        self.mixed[step] = flatten(self.model.module)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -121,16 +148,27 @@ def reference(num_nodes: int, **options: Any) -> list[list[Tensor]]:
     return run_ranks(num_nodes, body)
 
 
+def same(name: str, *, atol: float = 0.0, marks: Any = (), **options: Any) -> Any:
+    """A case whose options are the same with a membership and without."""
+    return pytest.param(options, options, atol, id=name, marks=marks)
+
+
 @pytest.mark.parametrize(
-    ("elastic", "fixed"),
+    ("elastic", "fixed", "atol"),
     [
-        pytest.param({"graph": chorded}, {"graph": chorded(3)}, id="SGP"),
-        pytest.param({"overlap": True}, {"overlap": True}, id="Overlap SGP"),
-        pytest.param({"push_sum": False, "graph": RingGraph}, {"push_sum": False, "graph": RingGraph(3)}, id="D-PSGD"),
+        pytest.param({"graph": chorded}, {"graph": chorded(3)}, 0.0, id="SGP"),
+        same("Overlap SGP", overlap=True),
+        same("D-PSGD", push_sum=False, graph=RingGraph),
+        same("CHOCO", gossiper=Signs, push_sum=False, atol=1e-6),  # with a membership its sums are in another order
+        same("PowerGossip overlapped", gossiper=PowerGossip, overlap=True, push_sum=False, atol=1e-6),
+        same("DiLoCo", outer=DiLoCo(SYNC_PERIOD), marks=needs_averages),
+        same("StreamingDiLoCo", outer=StreamingDiLoCo(4, fragments=2, delay=1), marks=needs_averages),
+        same("D2", rule=D2()),
+        same("QG-DSGDm", rule=QGDSGDm()),
     ],
 )
 def test_without_faults_models_are_those_of_a_run_without_a_membership(
-    elastic: dict[str, Any], fixed: dict[str, Any]
+    elastic: dict[str, Any], fixed: dict[str, Any], atol: float
 ) -> None:
     nodes = Nodes(3, min_workers=3)
 
@@ -156,7 +194,9 @@ def test_without_faults_models_are_those_of_a_run_without_a_membership(
     assert [result["place"] for result in results] == [(node, local) for node in range(3) for local in range(PER_NODE)]
     for result in results:
         for got, want in zip(result["models"], expected[result["place"][0]], strict=True):
-            assert torch.equal(got, want)
+            torch.testing.assert_close(got, want, rtol=0, atol=atol)
+        for got, want in zip(result["models"], results[PER_NODE * result["place"][0]]["models"], strict=True):
+            assert torch.equal(got, want), "a node holds one model"
         assert result["distance"] == results[0]["distance"] > 0
         assert torch.equal(result["average"], results[0]["average"])
         assert bool(result["state"]) == (result["place"] == (0, 0))
@@ -181,6 +221,11 @@ def die(process: Process) -> None:
     [
         pytest.param({"push_sum": False, "graph": RingGraph}, 0, id="D-PSGD"),
         pytest.param({"overlap": True}, 1, id="Overlap SGP", marks=pytest.mark.soak),
+        pytest.param({"gossiper": Signs}, 0, id="CHOCO"),
+        pytest.param({"gossiper": PowerGossip, "overlap": True}, 1, id="PowerGossip", marks=pytest.mark.soak),
+        pytest.param({"outer": DiLoCo(SYNC_PERIOD)}, 0, id="DiLoCo", marks=needs_averages),
+        pytest.param({"rule": D2()}, 0, id="D2", marks=pytest.mark.soak),
+        pytest.param({"rule": QGDSGDm()}, 0, id="QG-DSGDm"),
     ],
 )
 def test_a_node_falls_and_joins_as_one(options: dict[str, Any], dies: int) -> None:
@@ -223,7 +268,12 @@ def test_a_node_falls_and_joins_as_one(options: dict[str, Any], dies: int) -> No
             raise HangUp from None
         changes = [(c.generation, c.step, c.rank, c.members, c.joined, dict(c.left)) for c in process.changes]
         stats = {name: process.model.comm_stats()[name] for name in ("generation", "live", "joins", "deaths")}
-        results[node, local] = {"all": (first, seen, changes, stats), "momentum": momentum, "models": models}
+        results[node, local] = {
+            "all": (first, seen, changes, stats),
+            "momentum": momentum,
+            "models": models,
+            "mixed": process.mixed,
+        }
 
     nodes.run(body)
     assert [node for node, local in sorted(results) if local == 0] == [0, 2, 3]
@@ -240,8 +290,108 @@ def test_a_node_falls_and_joins_as_one(options: dict[str, Any], dies: int) -> No
     _, _, changes, _ = results[0, 0]["all"]
     assert [len(members) for _, _, _, members, _, _ in changes][:4] == [2, 3, 2, 3]
     assert list(changes[2][5].values()) == ["its connection closed"]
+    if "outer" in options:
+        check_anchor(results[3, 0], [results[0, 0], results[2, 0]])
     (error,) = errors
     assert re.search(rf"rank {dies} (is gone|did not take part)", str(error))
+
+
+def check_anchor(newcomer: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    """After its first outer step a node that has joined has the model of the others: they move one anchor."""
+    step = next(step for step in sorted(newcomer["mixed"]) if step % SYNC_PERIOD == 0)
+    for other in others:
+        assert torch.equal(newcomer["mixed"][step], other["mixed"][step])
+
+
+@pytest.mark.parametrize(
+    ("options", "num_raising"),
+    [
+        pytest.param({"push_sum": False, "graph": RingGraph}, 2, id="D-PSGD"),  # who is sick sends nothing
+        pytest.param({"gossiper": Signs}, 2, id="CHOCO"),
+        pytest.param({"overlap": True}, 4, id="Overlap SGP"),
+    ],
+)
+def test_infinities_are_raised_in_all_processes_of_a_node_which_may_go_on(
+    options: dict[str, Any], num_raising: int
+) -> None:
+    nodes = Nodes(2, min_workers=2)
+
+    def body(group: dist.ProcessGroup) -> tuple[int, int, bool, Tensor]:
+        process = Process(group, nodes, **options)
+        process.membership.join()
+        model, node = process.model, process.membership.rank
+        process.step(0)
+        model.flush()
+        saved = [parameter.detach().clone() for parameter in model.parameters()]
+        if node == 1:
+            next(model.parameters()).detach()[0, 0] = float("inf")
+        has_raised = False
+        try:
+            for step in (1, 2):
+                loss_of(model, group.rank(), step)
+        except FloatingPointError:
+            has_raised = True
+        if node == 1:
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), saved, strict=True):
+                    parameter.copy_(value)
+        for step in (3, 4, 5) if has_raised else (3,):  # who has not raised has waited for the rounds of who has
+            process.step(step)
+        model.flush()
+        result = node, process.local, has_raised, flatten(model.module)
+        model.close()
+        return result
+
+    results = sorted(nodes.run(body), key=lambda result: result[:2])
+    assert [node for node, _, has_raised, _ in results if has_raised] == [0, 0, 1, 1][4 - num_raising :]
+    for (*_, one), (*_, two) in (results[:2], results[2:]):
+        assert bool(one.isfinite().all())
+        assert torch.equal(one, two)
+
+
+def states_after(num_steps: int, **options: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The state dict, and that of the engine, in each process of a node that is alone."""
+    nodes = Nodes(1, min_workers=1)
+
+    def body(group: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+        process = Process(group, nodes, **options)
+        for step in range(num_steps):
+            process.step(step)
+        states = process.model.state_dict(), process.model.get_extra_state()["engine"]
+        process.model.close()
+        return states
+
+    return nodes.run(body)
+
+
+def test_what_a_method_keeps_is_in_the_state_of_the_first_process_of_a_node() -> None:
+    """The others have the model and the counters, from which no first process goes on."""
+    (_, plain), (_, other_plain) = states_after(3, push_sum=False)
+    assert plain == other_plain
+    (first, kept), (second, counters) = states_after(3, rule=QGDSGDm())
+    assert kept["carried"]["num_rounds"] == 3
+    assert "carried" not in counters
+    assert (kept["t"], kept["step"]) == (counters["t"], counters["step"]) == (3, 3)
+    nodes = Nodes(1, min_workers=1)
+
+    def body(group: dist.ProcessGroup) -> tuple[int, Tensor]:
+        process = Process(group, nodes, rule=QGDSGDm())
+        wrapper = process.model
+        if group.rank() == 0:
+            with pytest.raises(ValueError, match="got the state of a process that follows a QGDSGDm engine, expected"):
+                wrapper.load_state_dict(second)
+        else:
+            wrapper.load_state_dict(second)
+            assert wrapper.get_extra_state()["engine"] == counters
+        wrapper.load_state_dict(first)
+        x = process.step(3)
+        num_steps = wrapper.get_extra_state()["engine"]["step"]
+        wrapper.close()
+        return num_steps, x
+
+    (num_steps, one), (num_steps_of_other, two) = nodes.run(body)
+    assert num_steps == num_steps_of_other == 4
+    assert torch.equal(one, two)
 
 
 def test_errors_and_refusals() -> None:
