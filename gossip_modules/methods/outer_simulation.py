@@ -56,6 +56,8 @@ class OuterSimulation(LockstepMethod):
     def __init__(self, outer: OuterMethod, mixing: MixingManager | None, clock: Clock) -> None:
         super().__init__(Plain(), None if mixing is None else SimulatedMixing(mixing), Schedule(), clock)
         self.outer = outer
+        rates = {f"outer_{name}": getattr(outer, name) for name in ("lr", "momentum") if hasattr(outer, name)}
+        self.options = {"sync_period": outer.sync_every, **rates}
         self._anchors: list[Anchor] = []
         self._due: list[tuple[int, Anchor]] = []
 

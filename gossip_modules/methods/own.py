@@ -13,6 +13,7 @@ from ..simulate.gossip import LockstepMethod, SimulatedMethod
 from ..simulate.mixing import SimulatedMixing
 from ..simulate.setting import Setting
 from .built_in import ROUNDS
+from .controlled_simulation import schedule_of
 from .one_thread import GossiperRule, measured_message
 from .options import MethodOptions
 from .simulated import options_of, pairs, static, undirected
@@ -68,7 +69,7 @@ def simulate_gossiper(
         choice, setting: what is simulated.
         is_static: whether it needs a graph that never changes.
     """
-    options = options_of(choice, setting)
+    options, schedule = options_of(choice, setting), schedule_of(choice.method, setting)
     mixing = undirected(choice, setting, is_static=is_static)
 
     def make() -> Gossiper:
@@ -76,4 +77,4 @@ def simulate_gossiper(
 
     message = measured_message(make, setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(GossiperRule(make, mixing), SimulatedMixing(mixing), setting.schedule, clock)
+    return LockstepMethod(GossiperRule(make, mixing), SimulatedMixing(mixing), schedule, clock)

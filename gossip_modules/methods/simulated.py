@@ -28,6 +28,7 @@ from .compressors import (
     make_compressor,
     step_size_of,
 )
+from .controlled_simulation import gossip_of, schedule_of
 from .options import MethodOptions
 
 MAX_MATCHA_RANKS = 512
@@ -48,10 +49,10 @@ def static(world_size: int) -> str:
 
 
 def _lockstep(
-    rule: Rule, mixing: MixingManager | None, setting: Setting, message: MessageCost, *, num_phases: int = 1
+    rule: Rule, mixing: MixingManager, choice: Choice, setting: Setting, message: MessageCost
 ) -> LockstepMethod:
-    clock = SyncClock(setting.compute, setting.network, message, num_phases=num_phases, model_bytes=setting.model_bytes)
-    return LockstepMethod(rule, None if mixing is None else SimulatedMixing(mixing), setting.schedule, clock)
+    clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
+    return LockstepMethod(rule, SimulatedMixing(mixing), schedule_of(choice.method, setting), clock)
 
 
 def simulate_all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -64,7 +65,9 @@ def simulate_all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
 def simulate_local_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Local SGD."""
     clock = SyncClock(setting.compute, setting.network, MessageCost(setting.model_bytes))
-    return LockstepMethod(Plain(), None, Schedule(gossip_every=setting.local_steps, average_every=1), clock)
+    method = LockstepMethod(Plain(), None, Schedule(gossip_every=setting.local_steps, average_every=1), clock)
+    method.options = {"sync_period": setting.local_steps}
+    return method
 
 
 def _graph(choice: Choice, setting: Setting) -> GraphManager:
@@ -86,23 +89,27 @@ def undirected(choice: Choice, setting: Setting, *, is_static: bool = False) -> 
     return default_mixing(graph, push_sum=False)
 
 
+def _plain(mixing: MixingManager, setting: Setting) -> LockstepMethod:
+    """Gossip of the models themselves, which training waits for."""
+    clock = SyncClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
+    return gossip_of(SimulatedMixing(mixing), setting, clock)
+
+
 def simulate_d_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     """D-PSGD."""
-    message = setting.network.plain_message(setting.model_bytes)
-    return _lockstep(Plain(), default_mixing(_graph(choice, setting), push_sum=False), setting, message)
+    return _plain(default_mixing(_graph(choice, setting), push_sum=False), setting)
 
 
 def simulate_sgp(choice: Choice, setting: Setting) -> SimulatedMethod:
     """SGP."""
-    message = setting.network.plain_message(setting.model_bytes)
-    return _lockstep(Plain(), default_mixing(_graph(choice, setting), push_sum=True), setting, message)
+    return _plain(default_mixing(_graph(choice, setting), push_sum=True), setting)
 
 
 def simulate_osgp(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Overlap SGP."""
     mixing = SimulatedMixing(default_mixing(_graph(choice, setting), push_sum=True))
     clock = OverlapClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
-    return LockstepMethod(Plain(), mixing, setting.schedule, clock, overlap=True)
+    return gossip_of(mixing, setting, clock, overlap=True)
 
 
 def simulate_matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -115,7 +122,7 @@ def simulate_matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
     graph = undirected(choice, setting, is_static=True).graph
     base = networkx_graph(graph)
     mixing = default_mixing(MatchaGraph(base, budget=setting.budget, seed=setting.seed), push_sum=False)
-    return _lockstep(Plain(), mixing, setting, setting.network.plain_message(setting.model_bytes))
+    return _lockstep(Plain(), mixing, choice, setting, setting.network.plain_message(setting.model_bytes))
 
 
 def options_of(choice: Choice, setting: Setting) -> MethodOptions:
@@ -137,7 +144,7 @@ def simulate_choco(choice: Choice, setting: Setting) -> SimulatedMethod:
     compressor = make_compressor(options, setting.seed)
     rule = ChocoRule(compressor, step_size=compressor_step_size(options, "choco", CHOCO_STEP_SIZES))
     message = coded_message(compressor, setting.num_parameters, setting.links)
-    return _lockstep(rule, undirected(choice, setting, is_static=True), setting, message)
+    return _lockstep(rule, undirected(choice, setting, is_static=True), choice, setting, message)
 
 
 def simulate_deep_squeeze(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -146,7 +153,7 @@ def simulate_deep_squeeze(choice: Choice, setting: Setting) -> SimulatedMethod:
     compressor = make_compressor(options, setting.seed)
     rule = DeepSqueezeRule(compressor, step_size=compressor_step_size(options, "deepsqueeze", DEEP_SQUEEZE_STEP_SIZES))
     message = coded_message(compressor, setting.num_parameters, setting.links)
-    return _lockstep(rule, undirected(choice, setting), setting, message)
+    return _lockstep(rule, undirected(choice, setting), choice, setting, message)
 
 
 def simulate_moniqua(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -155,14 +162,14 @@ def simulate_moniqua(choice: Choice, setting: Setting) -> SimulatedMethod:
     message = MessageCost(setting.num_parameters, encode_seconds=4 * one_pass, decode_seconds=4 * one_pass)  # 8 bits
     step_size = step_size_of(options_of(choice, setting), "moniqua", MONIQUA_STEP_SIZES, "moniqua", "compression_bits")
     rule = MoniquaRule(setting.theta or MethodOptions.theta, step_size=step_size, seed=setting.seed)
-    return _lockstep(rule, undirected(choice, setting), setting, message)
+    return _lockstep(rule, undirected(choice, setting), choice, setting, message)
 
 
 def simulate_power_gossip(choice: Choice, setting: Setting) -> SimulatedMethod:
     """PowerGossip."""
     mixing = undirected(choice, setting)
     rule = PowerGossipRule(setting.shape, step_size=setting.step_size or power_step_size(mixing), seed=setting.seed)
-    return _lockstep(rule, mixing, setting, power_message(setting.num_parameters, setting.links))
+    return _lockstep(rule, mixing, choice, setting, power_message(setting.num_parameters, setting.links))
 
 
 def simulate_ad_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -181,7 +188,9 @@ def simulate_wagma(choice: Choice, setting: Setting) -> SimulatedMethod:
     """WAGMA-SGD."""
     message = setting.network.plain_message(setting.model_bytes)
     groups = ButterflyGroups(setting.world_size)
-    return GroupMethod(setting.compute, setting.network, message, groups, sync_period=setting.local_steps)
+    method = GroupMethod(setting.compute, setting.network, message, groups, sync_period=setting.local_steps)
+    method.options = {"sync_period": setting.local_steps}
+    return method
 
 
 def simulate_dpwa(choice: Choice, setting: Setting) -> SimulatedMethod:

@@ -6,18 +6,57 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ..gossiper.gossiper import Gossiper
 from ..registry import Method, Paper
+from ..simulate.choice import Choice
+from ..simulate.clocks import SyncClock
+from ..simulate.codes import code_rows
+from ..simulate.gossip import LockstepMethod, Rule, SimulatedMethod
+from ..simulate.mixing import Round, SimulatedMixing
+from ..simulate.setting import Setting
 from ..sparta.sparta import Sparta
+from .controlled_simulation import schedule_of
 from .graphs import make_undirected_graph
+from .one_thread import measured_message
 from .options import Context, MethodOptions
 from .own import gossiper_method
+from .simulated import options_of, undirected
 from .wrapping import code, wrap_gossip
 
 
 def sparta(options: MethodOptions, seed: int) -> Gossiper:
     """SPARTA."""
     return Sparta(options.compression_ratio, seed=seed)
+
+
+class SpartaRule(Rule):
+    """See `Sparta`: all ranks at once, as n ranks that talk to all others send n^2 messages.
+
+    Args:
+        gossiper: the settings.
+    """
+
+    def __init__(self, gossiper: Sparta) -> None:
+        self.compressor = gossiper.compressor
+
+    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+        """See `Rule`."""
+        result = code_rows(self.compressor, x, t)
+        columns = result.any(dim=0).nonzero().flatten()
+        said = result.index_select(1, columns)
+        return result.index_copy_(1, columns, round_.mix(said).sub_(said))
+
+
+def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """SPARTA."""
+    options, schedule = options_of(choice, setting), schedule_of(choice.method, setting)
+    mixing = undirected(choice, setting)
+    gossiper = Sparta(options.compression_ratio, seed=setting.seed)
+    message = measured_message(lambda: sparta(options, setting.seed), setting.num_parameters, setting.links)
+    clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
+    return LockstepMethod(SpartaRule(gossiper), SimulatedMixing(mixing), schedule, clock)
 
 
 def everyone_or_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
@@ -39,6 +78,7 @@ SPARTA_METHOD: Method = replace(
         ),
         options=frozenset({"compression_ratio"}),
     ),
+    simulate=simulate_sparta,
     make=partial(wrap_gossip, whom=everyone_or_neighbours, what=partial(code, gossiper=sparta)),
     example="GossipDataParallel(model, gossiper=Sparta())",
     simulated_graph=lambda n: "complete",

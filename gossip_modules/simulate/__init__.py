@@ -8,13 +8,14 @@ From the command line: `python -m gossip_modules.simulate`. From Python:
 (3.0, 0.55)
 """
 
+from ..consensus_control import ConsensusControl
 from ..schedule import Schedule
 from .advice import Advice, Prediction, advise, best
 from .choice import Choice
 from .delays import ComputeModel, LinkModel
 from .problems import Consensus, Digits, Problem
 from .run import simulate
-from .setting import Setting
+from .setting import ControlRates, Setting
 from .tuning import tune
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "Choice",
     "ComputeModel",
     "Consensus",
+    "ConsensusControl",
+    "ControlRates",
     "Digits",
     "LinkModel",
     "Prediction",

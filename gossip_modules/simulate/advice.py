@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ..consensus_control import ConsensusControl
 from ..graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, STATIC_GRAPHS, num_neighbours
 from ..registry import METHODS
+from ..schedule import Schedule
 from .choice import Choice
-from .setting import Setting
+from .setting import ControlRates, Setting
 
 _COLUMNS = ("method", "graph", "steps", "s per step", "s to target", "MB per rank", "waiting", "disagreement", "")
 _LITTLE_WAITING = 0.1  # of a worker's time
+_SHOWN = ("sync_period", "outer_lr", "outer_momentum")  # of the options, in the table
 _NUM_LEFT = 2  # columns that are aligned to the left, from the first on
 
 
@@ -32,8 +35,9 @@ class Prediction:
         waiting_share: of a worker's time, mean over workers; communication that nothing hides is waiting.
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and what counts as agreement.
         is_overlapped: whether messages travel while workers compute.
-        options: of the gossiper, by name, that it was simulated with.
+        options: of the method, by name, that it was simulated with: steps between averages, outer rates, step sizes.
         tuned: options that `tune` found faster than those of the setting, by name; the graph is in `choice`.
+        control_rates: how often workers communicated, where a `ConsensusControl` decides that.
     """
 
     choice: Choice
@@ -49,6 +53,7 @@ class Prediction:
     is_overlapped: bool = False
     options: Mapping[str, float] = field(default_factory=dict)
     tuned: Mapping[str, float] = field(default_factory=dict)
+    control_rates: ControlRates | None = None
 
     @property
     def has_reached(self) -> bool:
@@ -64,7 +69,11 @@ class Prediction:
     def name(self) -> str:
         """In words: 'choco with sign on torus'."""
         code = f" with {self.choice.compressor}" if self.choice.compressor else ""
-        return f"{self.choice.method}{code}" + (f" on {self.choice.graph}" if self.choice.graph else "")
+        graph = f" on {self.choice.graph}" if self.choice.graph else ""
+        if (rates := self.control_rates) is not None:
+            by_averages = rates.averages_per_step == rates.rounds_per_step
+            graph = " in averages under control" if by_averages else f"{graph} under control"
+        return f"{self.choice.method}{code}{graph}"
 
 
 @dataclass(frozen=True)
@@ -98,13 +107,44 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             f"Not weighed: {', '.join(others)}: the target was reached, but workers' models differ by more than "
             f"{chosen.max_disagreement:g} of their size, so they are not one model."
         )
+    sentences += _settings(chosen)
     if chosen.choice.method in METHODS:
-        launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
-        sentences.append(
-            f"To train like this: {launch} {recipe_options(chosen, setting)} "
-            "(in a clone, on one machine; for several see job_scripts/)"
-        )
+        sentences.append(_how_to_train(chosen, setting))
     return Advice(chosen, tuple(sentences))
+
+
+def _settings(chosen: Prediction) -> list[str]:
+    """What it was simulated with that is no graph, and how often it communicated under control."""
+    sentences, values = [], {**chosen.options, **chosen.tuned}
+    if values:
+        words = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in values.items())
+        sentences.append(f"It was simulated with {words}.")
+    if (rates := chosen.control_rates) is not None:
+        sentences.append(
+            f"Under control {rates.rounds_per_step:.0%} of the steps had a round, and {rates.averages_per_step:.0%} an "
+            "exact average. On your model it may be more or less often: give what comm_stats() of some hundred steps "
+            "says, as --rounds-per-step and --averages-per-step."
+        )
+    return sentences
+
+
+def _how_to_train(chosen: Prediction, setting: Setting) -> str:
+    """The command; or what to write where the scripts have no option for all of it."""
+    schedule = setting.schedule
+    if isinstance(schedule, ConsensusControl) and "consensus_target" in METHODS[chosen.choice.method].options:
+        every = max(ConsensusControl.max_interval, schedule.gossip_every)
+        known = ConsensusControl(schedule.target, max_interval=every)
+        fields = {name: getattr(schedule, name) for name in ("remedy", "gossip_every", "average_every")}
+        if replace(known, **fields) != schedule or not schedule.average_every:
+            return (
+                f"To train like this: schedule={schedule} in a loop of your own, as the scripts have no options for "
+                "all of it."
+            )
+    launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
+    return (
+        f"To train like this: {launch} {recipe_options(chosen, setting)} "
+        "(in a clone, on one machine; for several see job_scripts/)"
+    )
 
 
 def recipe_options(prediction: Prediction, setting: Setting) -> str:
@@ -126,14 +166,25 @@ def recipe_options(prediction: Prediction, setting: Setting) -> str:
         "budget": setting.budget,
         "sync_period": setting.local_steps,
         "gossip_every": schedule.gossip_every if schedule.gossip_every > 1 else None,
-        "average_every": schedule.average_every or None,
+        "average_every": _average_every(schedule),
         "outer_lr": setting.outer_lr,
         "outer_momentum": None if setting.outer_momentum is None else f"{setting.outer_momentum:g}",
         **{name: f"{value:g}" for name, value in {**prediction.options, **prediction.tuned}.items()},
     }
+    if isinstance(schedule, ConsensusControl):
+        values["consensus_target"] = f"{schedule.target:g}"
+        values["consensus_remedy"] = schedule.remedy if schedule.remedy != ConsensusControl.remedy else None
     used = METHODS[choice.method].options
+    if "consensus_target" in used:
+        used |= {"consensus_remedy"}
     options = {"recipe": choice.method, **{name: value for name, value in values.items() if value and name in used}}
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+
+
+def _average_every(schedule: Schedule | ConsensusControl) -> int | None:
+    """None where it is what a script takes without the option."""
+    is_default = isinstance(schedule, ConsensusControl) and schedule.average_every == ConsensusControl.average_every
+    return None if is_default else schedule.average_every or None
 
 
 def as_table(predictions: Sequence[Prediction]) -> str:
@@ -150,7 +201,10 @@ def as_table(predictions: Sequence[Prediction]) -> str:
 
 def _row(prediction: Prediction) -> tuple[str, ...]:
     code = f":{prediction.choice.compressor}" if prediction.choice.compressor else ""
-    notes = [f"{name.replace('_', '-')} {value:g}" for name, value in prediction.tuned.items()]
+    shown = {name: value for name, value in prediction.options.items() if name in _SHOWN} | dict(prediction.tuned)
+    notes = [f"{name.replace('_', '-')} {value:g}" for name, value in shown.items()]
+    if (rates := prediction.control_rates) is not None:
+        notes.append(f"{rates.rounds_per_step:.2f} rounds and {rates.averages_per_step:.2f} averages per step")
     if not prediction.has_reached:
         notes.append(f"not reached: {prediction.error:.3g}")
     elif not prediction.has_agreed:

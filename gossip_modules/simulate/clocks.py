@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,25 @@ FORWARD_SHARE = 1 / 3
 """Of the time of forward and backward."""
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """Of gradients, as DistributedDataParallel reduces them: the first bucket is small, so that the wire starts early."""
+ROUND_MEASURE_BYTES, AVERAGE_MEASURE_BYTES = 32, 16
+"""What each rank tells all others after a round under `ConsensusControl`, and after an average that follows a round."""
+_MEASURE_PASSES = 6  # over the model, in a round under control: two norms of differences of two vectors, and a copy
+
+
+class ControlledRound(NamedTuple):
+    """What ranks do in a step with a round under `ConsensusControl`; after each part of it they gather measurements.
+
+    rounds: of gossip, one after another; none where averages are exact alone.
+    has_average: whether an exact average follows.
+    """
+
+    rounds: tuple[Round, ...]
+    has_average: bool
+
+    def measure_bytes(self, num_ranks: int) -> int:
+        """What a rank sends to gather measurements."""
+        of_average = AVERAGE_MEASURE_BYTES if self.rounds else ROUND_MEASURE_BYTES
+        return (num_ranks - 1) * (len(self.rounds) * ROUND_MEASURE_BYTES + self.has_average * of_average)
 
 
 class Clock(ABC):
@@ -51,12 +71,12 @@ class Clock(ABC):
         self.waited_seconds = np.zeros(network.num_ranks)
         self.step = 0  # the next one
 
-    def advance(self, action: Action, round_: Round | None) -> None:
+    def advance(self, action: Action, round_: Round | ControlledRound | None) -> None:
         """`starts` becomes that of the next step.
 
         Args:
             action: what the step begins with.
-            round_: who hears whom then, where the action is to gossip.
+            round_: who hears whom then, where the action is to gossip; or all that happens, under control.
         """
         arrivals = self.arrivals() if self.step else self.starts
         starts = self._meet(arrivals, action, round_)
@@ -69,16 +89,35 @@ class Clock(ABC):
         return self.starts + self.compute.step_seconds(self.step - 1, num_ranks=len(self.starts))
 
     @abstractmethod
-    def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
+    def _meet(self, arrivals: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
         """When each rank may start, having come at `arrivals`."""
 
-    def _exchanged(self, since: Array, action: Action, round_: Round | None) -> Array:
+    def _exchanged(self, since: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
         """When each rank has the result of what the action starts, if it takes part since then."""
         if action is Action.SKIP or len(since) == 1:
             return since
         if action is Action.AVERAGE:
-            return np.full(len(since), since.max() + self._average_seconds())
+            return self._averaged(since)
         assert round_ is not None, "gossip is with somebody"
+        return self._controlled(since, round_) if isinstance(round_, ControlledRound) else self._mixed(since, round_)
+
+    def _controlled(self, since: Array, step: ControlledRound) -> Array:
+        """Whoever gathers measurements waits for all ranks, so all are done at one time."""
+        links, measure = self.network.links, self.network.gather_seconds
+        passes = _MEASURE_PASSES * links.memory_seconds(self.model_bytes)
+        for round_ in step.rounds:
+            since = np.full(len(since), self._mixed(since, round_).max() + passes + measure(ROUND_MEASURE_BYTES))
+        if step.has_average:
+            num_bytes = AVERAGE_MEASURE_BYTES if step.rounds else ROUND_MEASURE_BYTES
+            since = self._averaged(since) + passes + measure(num_bytes)
+        return since
+
+    def _averaged(self, since: Array) -> Array:
+        """When all have an exact average."""
+        return np.full(len(since), since.max() + self._average_seconds())
+
+    def _mixed(self, since: Array, round_: Round) -> Array:
+        """When each rank has mixed what its peers have sent in a round of gossip."""
         seconds_of = self.network.exchange_seconds(round_, self.message)
         for _ in range(self.num_phases):
             since = round_.latest(since + self.message.encode_seconds) + seconds_of
@@ -92,7 +131,7 @@ class Clock(ABC):
 class SyncClock(Clock):
     """Rounds that training waits for: start_i(k + 1) = max over i and its in-peers of their arrival, + exchange."""
 
-    def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
+    def _meet(self, arrivals: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
         return self._exchanged(arrivals, action, round_)
 
 
@@ -122,7 +161,7 @@ class OverlapClock(Clock):
 
     _round_ends: Array | None = None  # when the round that is under way is done
 
-    def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
+    def _meet(self, arrivals: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
         starts = arrivals if self._round_ends is None else np.maximum(arrivals, self._round_ends)
         self._round_ends = None
         if action is not Action.SKIP and len(starts) > 1:
@@ -140,7 +179,7 @@ class BucketClock(Clock):
 
     begins_with_round = False
 
-    def _meet(self, arrivals: Array, action: Action, round_: Round | None) -> Array:
+    def _meet(self, arrivals: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
         if self.step == 0 or len(arrivals) == 1:
             return arrivals
         compute = self.compute.compute_seconds(self.step - 1, num_ranks=len(arrivals))

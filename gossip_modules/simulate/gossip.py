@@ -17,6 +17,7 @@ from .clocks import Clock
 from .codes import code_rows
 from .delays import ComputeModel, MessageCost, Network
 from .mixing import Array, Round, SimulatedMixing
+from .setting import ControlRates
 
 
 class SimulatedMethod(ABC):
@@ -27,7 +28,7 @@ class SimulatedMethod(ABC):
         sent_bytes: what a rank has sent so far, mean over ranks.
         is_stepping: bool [n], which ranks compute a step after this forward; None = all.
         is_overlapped: whether messages travel while ranks compute.
-        options: of the gossiper, by name, that a user has to set to train like this.
+        options: of the method, by name, that a user has to set to train like this.
     """
 
     options: Mapping[str, float] = MappingProxyType({})
@@ -55,6 +56,11 @@ class SimulatedMethod(ABC):
     @abstractmethod
     def waited_seconds(self) -> Array:
         """What each rank has waited so far: float64 [n]."""
+
+    @property
+    def control_rates(self) -> ControlRates | None:
+        """How often ranks have communicated so far, where that is under control; None elsewhere."""
+        return None
 
 
 class TooFarApartError(RuntimeError):

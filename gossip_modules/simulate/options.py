@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..consensus_control import ConsensusControl
 from ..schedule import Schedule
 from .choice import simulated_methods
 from .delays import ComputeModel, LinkModel
 from .problems import PROBLEMS
-from .setting import Setting
+from .setting import ControlRates, Setting
 
 MAX_WORKERS = 4096
 MAX_STEPS = 320
@@ -123,6 +124,14 @@ def _add_methods(add: Callable[..., Any]) -> None:
     add("--outer-momentum", type=_Number(0, most=0.9999), help="likewise")
     help_ = "look for the graph, steps between rounds and outer rates with which each method is fastest"
     add("--tune", action="store_true", help=help_)
+    add("--consensus-target", type=_POSITIVE, help="hold this distance by ConsensusControl, in updates of a step, as 2")
+    help_ = "with --consensus-target, where ranks are further apart (default average)"
+    add("--consensus-remedy", choices=["average", "rounds"], default="average", help=help_)
+    rate = _Number(0, is_above=True, most=1)
+    help_ = "share of the steps with a round under control, as measured on your model (default: that of the problem)"
+    add("--rounds-per-step", type=rate, help=help_)
+    add("--averages-per-step", type=_SHARE, default=0.0, help="likewise of exact averages (default 0)")
+    add("--added-rounds-per-step", type=_FROM_ZERO, default=0.0, help="likewise of added rounds of gossip (default 0)")
     add("--problem", choices=list(PROBLEMS), default="digits", help="what workers solve (default digits)")
     add("--label-skew", type=_SHARE, default=0.0, help="share of a worker's digits that are its own (default 0)")
     add("--target", type=_POSITIVE, help="of the error (default: the problem's own)")
@@ -156,7 +165,8 @@ def setting_of(options: argparse.Namespace) -> Setting:
         compute,
         links,
         peers_per_itr=options.peers,
-        schedule=Schedule(options.gossip_every, options.average_every),
+        schedule=_schedule_of(options),
+        control_rates=_rates_of(options),
         local_steps=options.local_steps,
         step_size=options.step_size,
         theta=options.theta,
@@ -165,3 +175,28 @@ def setting_of(options: argparse.Namespace) -> Setting:
         outer_momentum=options.outer_momentum,
         seed=options.seed,
     )
+
+
+def _schedule_of(options: argparse.Namespace) -> Schedule | ConsensusControl:
+    """As the training scripts understand the same options."""
+    if options.consensus_target is None:
+        return Schedule(options.gossip_every, options.average_every)
+    return ConsensusControl(
+        options.consensus_target,
+        remedy=options.consensus_remedy,
+        gossip_every=options.gossip_every,
+        max_interval=max(ConsensusControl.max_interval, options.gossip_every),
+        average_every=options.average_every or ConsensusControl.average_every,
+    )
+
+
+def _rates_of(options: argparse.Namespace) -> ControlRates | None:
+    if options.rounds_per_step is None:
+        if options.averages_per_step or options.added_rounds_per_step:
+            raise ValueError(
+                f"got --averages-per-step {options.averages_per_step:g} and --added-rounds-per-step "
+                f"{options.added_rounds_per_step:g} without --rounds-per-step, expected it too; give what comm_stats() "
+                "says: num_rounds over the steps"
+            )
+        return None
+    return ControlRates(options.rounds_per_step, options.averages_per_step, options.added_rounds_per_step)

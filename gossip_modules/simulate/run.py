@@ -88,6 +88,7 @@ def _train(
         max_disagreement=problem.max_disagreement,
         is_overlapped=method.is_overlapped,
         options=method.options,
+        control_rates=method.control_rates,
     )
 
 

@@ -6,8 +6,69 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..consensus_control import ConsensusControl
 from ..schedule import Schedule
 from .delays import ComputeModel, LinkModel, Network
+
+
+@dataclass(frozen=True)
+class ControlRates:
+    """How often ranks communicate under a `ConsensusControl`, per step of training, as a run has measured it.
+
+    This depends on the model, the data and the learning rate, so nothing but a run can tell it: some hundred steps, on
+    few ranks if need be. Rounds are then spread evenly over the steps; in training the first averages come earlier.
+
+    Args:
+        rounds_per_step: steps with a round, of gossip or an exact average, per step; above 0, at most 1.
+        averages_per_step: exact averages per step; with average_every=1 every round is one, and nothing is to be said.
+        added_rounds_per_step: rounds of gossip beyond the first one of a step, per step, with remedy="rounds".
+
+    Raises:
+        ValueError: a number out of range.
+
+    >>> stats = {"num_rounds": 100, "num_skipped_steps": 300, "num_averages": 20, "num_added_rounds": 0}
+    >>> ControlRates.measured(stats)
+    ControlRates(rounds_per_step=0.25, averages_per_step=0.05, added_rounds_per_step=0.0)
+    """
+
+    rounds_per_step: float
+    averages_per_step: float = 0.0
+    added_rounds_per_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rounds_per_step <= 1:
+            raise ValueError(
+                f"got rounds_per_step={self.rounds_per_step}, expected above 0 and at most 1: the share of the steps "
+                "that have a round; take num_rounds of comm_stats() over the number of steps"
+            )
+        if not 0 <= self.averages_per_step <= self.rounds_per_step:
+            raise ValueError(
+                f"got averages_per_step={self.averages_per_step} with rounds_per_step={self.rounds_per_step}, expected "
+                "at least 0 and no more than that: an exact average ends a round"
+            )
+        if not 0 <= self.added_rounds_per_step < math.inf:
+            raise ValueError(
+                f"got added_rounds_per_step={self.added_rounds_per_step}, expected a number of at least 0; leave it out"
+            )
+
+    @classmethod
+    def measured(cls, stats: Mapping[str, float]) -> ControlRates:
+        """Of the run whose `comm_stats()` these are, after a `flush()`.
+
+        Raises:
+            ValueError: it had no `ConsensusControl`, or no round.
+        """
+        counters = ("num_rounds", "num_skipped_steps", "num_averages", "num_added_rounds")
+        if missing := [name for name in counters if name not in stats]:
+            raise ValueError(
+                f"got stats without {', '.join(missing)}, expected comm_stats() of a run with "
+                "schedule=ConsensusControl(...)"
+            )
+        num_rounds, num_skipped, num_averages, num_added = (stats[name] for name in counters)
+        if not num_rounds:
+            raise ValueError("got stats of a run without a round, expected some hundred steps; train first")
+        num_steps = num_rounds + num_skipped
+        return cls(num_rounds / num_steps, num_averages / num_steps, num_added / num_steps)
 
 
 @dataclass(frozen=True)
@@ -22,7 +83,10 @@ class Setting:
         has_gradients: whether there is something to learn, so that AllReduce averages gradients and not models;
             `simulate` sets it.
         peers_per_itr: peers per round, or a schedule of it; None: all neighbours on static graphs, one on others.
-        schedule: which step gossips and which averages over all.
+        schedule: which step gossips and which averages over all; or a `ConsensusControl`, of methods that take one.
+        control_rates: how often ranks communicate under the control, as measured on your model. None: as often as the
+            control, which is run itself on the models of the problem, finds necessary there. With a relative target
+            that tells how methods compare; on other models and data it may be more or less often.
         local_steps: of local SGD and outer optimizers, from one average or outer step to the next; also WAGMA's
             `sync_period`.
         step_size: of consensus, for coded gossip; None: the published one.
@@ -43,7 +107,8 @@ class Setting:
     shape: tuple[int, int] = (8, 8)
     has_gradients: bool = True
     peers_per_itr: int | Mapping[int, int] | None = None
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
+    control_rates: ControlRates | None = None
     local_steps: int = 10
     step_size: float | None = None
     theta: float | None = None
@@ -57,6 +122,11 @@ class Setting:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"got {name}={value}, expected a whole number of at least 1")
+        if self.control_rates is not None and not isinstance(self.schedule, ConsensusControl):
+            raise ValueError(
+                f"got control_rates={self.control_rates} with {self.schedule}, expected none: they say how often ranks "
+                "communicate under a ConsensusControl; give schedule=ConsensusControl(target=2.0)"
+            )
         if self.step_size is not None and not 0 < self.step_size <= 2:
             raise ValueError(f"got step_size={self.step_size}, expected above 0 and at most 2; leave it out")
         if self.theta is not None and not 0 < self.theta < math.inf:

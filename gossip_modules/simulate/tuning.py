@@ -1,4 +1,4 @@
-"""The graph, steps between rounds and outer rates with which a method is fastest, each looked for in turn."""
+"""The graph, code, steps between rounds and outer rates with which a method is fastest, each looked for in turn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..consensus_control import ConsensusControl
+from ..graph_manager.named_graphs import TREES
 from ..registry import METHODS
+from ..schedule import Schedule
 from .advice import Prediction
 from .choice import Choice
 from .options import MAX_STEPS
@@ -16,10 +19,12 @@ from .setting import Setting
 
 GRAPHS_TO_TRY = (
     *("npeer-exponential", "exponential", "bipartite-exponential", "base", "equi-dyn", "equi-dyn-undirected"),
-    *("static-exponential", "hypercube", "torus", "ring"),
+    *("bipartite-complete", "static-exponential", "hypercube", "torus", "ring"),
 )
 LOCAL_STEPS_TO_TRY = (3, 10, 30, 100)
 GOSSIP_EVERY_TO_TRY = (2, 4, 8)
+AVERAGE_EVERY_TO_TRY = (4, 16)
+CONSENSUS_TARGETS_TO_TRY = (2.0, 4.0, 8.0)
 OUTER_LRS_TO_TRY = (0.4, 0.7, 1.0)
 OUTER_MOMENTA_TO_TRY = (0.0, 0.5, 0.9)
 
@@ -29,10 +34,11 @@ def tune(
 ) -> Prediction:
     """`simulate` with the options with which the method is fastest.
 
-    First the graph, unless one is named; then the steps between rounds or averages (H); then, for an outer optimizer,
-    its learning rate and momentum, unless the setting has them. What is found first stays for the next, so it is the
-    best along that way and need not be the best of all combinations. Fastest is by `Prediction.seconds` among those
-    that reach the target with workers that agree; where none does, what comes nearest.
+    First the graph, unless one is named; then the code, likewise; then the steps between rounds or averages (H), exact
+    averages now and then, or a `ConsensusControl` that decides it, unless the setting says otherwise; then, for an
+    outer optimizer, its learning rate and momentum, unless the setting has them. What is found first stays for the
+    next, so it is the best along that way and need not be the best of all combinations. Fastest is by
+    `Prediction.seconds` among those that reach the target with workers that agree; where none does, what comes nearest.
 
     Args:
         choice, setting, problem, target, max_steps: see `simulate`.
@@ -44,8 +50,9 @@ def tune(
         ValueError: see `simulate`.
     """
     chosen = Choice.parse(choice) if isinstance(choice, str) else choice
+    setting = replace(setting, has_gradients=not problem.is_solved_by_rounds)
     found = simulate(chosen, setting, problem, target=target, max_steps=max_steps)
-    for knob in (_graphs, _local_steps, _gossip_every, _outer_rates):
+    for knob in (_graphs, _codes, _local_steps, _schedules, _outer_rates):
         tuned, start = found.tuned, (found.choice, setting)  # what was found before
         for options, tried, tried_setting in knob(chosen, *start):
             try:
@@ -69,9 +76,16 @@ _Tries = Iterator[tuple[dict[str, float], Choice, Setting]]
 
 def _graphs(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
     if chosen.graph is None and METHODS[now.method].simulated_graph is not None:
-        for graph in GRAPHS_TO_TRY:
+        for graph in TREES if METHODS[now.method].graph == "tree" else GRAPHS_TO_TRY:
             if graph != now.graph:
                 yield {}, now._replace(graph=graph), setting
+
+
+def _codes(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
+    if chosen.compressor is None:
+        for code in METHODS[now.method].codes:
+            if code != now.compressor:
+                yield {}, now._replace(compressor=code), setting
 
 
 def _local_steps(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
@@ -81,11 +95,22 @@ def _local_steps(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
                 yield {"sync_period": steps}, now, replace(setting, local_steps=steps)
 
 
-def _gossip_every(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
-    if "gossip_every" in METHODS[now.method].options and setting.schedule.gossip_every == 1:
-        for steps in GOSSIP_EVERY_TO_TRY:
-            schedule = replace(setting.schedule, gossip_every=steps)
-            yield {"gossip_every": steps}, now, replace(setting, schedule=schedule)
+def _schedules(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
+    known, schedule = METHODS[now.method].options, setting.schedule
+    if "gossip_every" not in known or not isinstance(schedule, Schedule) or schedule.gossip_every != 1:
+        return
+    for steps in GOSSIP_EVERY_TO_TRY:
+        yield {"gossip_every": steps}, now, replace(setting, schedule=replace(schedule, gossip_every=steps))
+    if schedule.average_every:
+        return
+    if "average_every" in known:
+        for rounds in AVERAGE_EVERY_TO_TRY:
+            yield {"average_every": rounds}, now, replace(setting, schedule=Schedule(average_every=rounds))
+    if "consensus_target" in known and setting.has_gradients:
+        for target in CONSENSUS_TARGETS_TO_TRY:
+            yield {"consensus_target": target}, now, replace(setting, schedule=ConsensusControl(target))
+            exact = ConsensusControl(target, average_every=1)
+            yield {"consensus_target": target, "average_every": 1}, now, replace(setting, schedule=exact)
 
 
 def _outer_rates(chosen: Choice, now: Choice, setting: Setting) -> _Tries:

@@ -44,7 +44,10 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "wagma": _WRAPPERS,
         "dpwa": _WRAPPERS,
         "registry": set(),
-        "simulate": {"graph_manager", "mixing_manager", "matcha", "compression", "schedule", "registry"},
+        "simulate": {
+            *("graph_manager", "mixing_manager", "matcha", "compression", "schedule", "consensus_control"),
+            "registry",
+        },
         "methods": {*_WRAPPERS, "relay", "sparta", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
         "testing": {"membership", "transport"},
     },

@@ -23,6 +23,7 @@ from gossip_modules.methods.__main__ import methods_table, step_sizes_table
 from gossip_modules.methods.compressors import COMPRESSORS
 from gossip_modules.methods.graphs import peers_by_round
 from gossip_modules.methods.one_thread import GossiperRule, make_transports, measured_message
+from gossip_modules.methods.sparta_method import SpartaRule
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
@@ -95,6 +96,7 @@ RULES: dict[str, tuple[Rule, Any]] = {
     "dpsgd": (Plain(), lambda: gm.PushPull()),
     "choco": (ChocoRule(gm.SignNorm(16), step_size=0.3), lambda: gm.Choco(gm.SignNorm(16), step_size=0.3)),
     "deepsqueeze": (DeepSqueezeRule(gm.QSGD(8), step_size=0.3), lambda: gm.DeepSqueeze(gm.QSGD(8), step_size=0.3)),
+    "sparta": (SpartaRule(gm.Sparta(0.1, seed=3)), lambda: gm.Sparta(0.1, seed=3)),
     "moniqua": (MoniquaRule(16.0, step_size=0.5), lambda: gm.Moniqua(16.0, step_size=0.5)),
 }
 

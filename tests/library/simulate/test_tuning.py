@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gossip_modules.simulate import Choice, Consensus, Digits, Prediction, Setting, simulate, tune
+from gossip_modules.simulate import Choice, Consensus, Digits, Prediction, Schedule, Setting, simulate, tune
 from gossip_modules.simulate.__main__ import main
 from gossip_modules.simulate.advice import recipe_options
 from tests.library.simulate.simulations import CLUSTER, prediction
@@ -66,6 +66,8 @@ def test_what_is_said_is_what_was_simulated() -> None:
     found = tune("dpsgd", setting, Consensus(), target=1e-6)
     assert found.has_reached
     assert found.seconds < simulate("dpsgd", setting, Consensus(), target=1e-6).seconds
+    assert found.tuned.keys() <= {"gossip_every", "average_every"}  # a target has no unit where models only agree
+    setting = replace(setting, schedule=Schedule(**{name: int(value) for name, value in found.tuned.items()}))
     assert replace(found, tuned={}) == simulate(found.choice, setting, Consensus(), target=1e-6)
 
 
