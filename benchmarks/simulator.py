@@ -4,23 +4,26 @@
     .venv/bin/python -m benchmarks.simulator --output benchmarks/results/simulator.csv
 
 The numbers are those of `python -m gossip_modules.simulate --world-size 1024 --rate-gbit 1 --parameters 25e6
---compute-ms 250`, which prints the advice as well.
+--compute-ms 250`, which prints the advice as well, and two rows of D-PSGD under `ConsensusControl`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from benchmarks.record import write_rows
-from gossip_modules.simulate import ComputeModel, Digits, LinkModel, Prediction, Setting, simulate
+from gossip_modules.simulate import ComputeModel, ConsensusControl, Digits, LinkModel, Prediction, Setting, simulate
 from gossip_modules.simulate.choice import simulated_methods
 
 SETTING = Setting(1024, 25_000_000, ComputeModel(seconds=0.25), LinkModel(rate_bit_s=1e9))
+CONTROLS = (ConsensusControl(2.0), ConsensusControl(2.0, average_every=1))
+"""Of rows that come besides, as `--consensus-target 2` gives, and with `--average-every 1`; of D-PSGD."""
 
 
 def rows_of(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
@@ -55,6 +58,8 @@ def main() -> None:
             if arguments.methods:
                 raise
             print(f"left out: {error}")
+    if not arguments.methods:
+        predictions += [simulate("dpsgd", replace(SETTING, schedule=control), Digits(seed=0)) for control in CONTROLS]
     rows = rows_of(predictions)
     print(pd.DataFrame(rows).to_string(index=False))
     if arguments.output:
