@@ -14,6 +14,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 DEFAULT_PORT = 29400
+_RESOLVER = "timeout:1 attempts:1"
+"""Of the C library, see resolv.conf(5). torch's server looks up the name of each client's host when it connects, and
+answers nobody meanwhile: 5 to 10 s, by default, where no name server answers."""
 
 
 def serve(port: int = DEFAULT_PORT) -> dist.TCPStore:
@@ -36,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--address-file", type=Path, help="write host:port there, for workers with store='file:...'")
     options = parser.parse_args(arguments)
     port: int = options.port
+    os.environ.setdefault("RES_OPTIONS", _RESOLVER)
     try:
         store = serve(port)
     except RuntimeError as error:
