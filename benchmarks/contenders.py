@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -58,6 +59,15 @@ class Contender(ABC):
     def progress(self, num_own_steps: int) -> int:
         """How far training is after so many steps of this rank; ranks that end together end at the same progress."""
         return num_own_steps
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[nn.Module]:
+        """Inside, the model as it is evaluated, in eval mode; collective where that averages."""
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.model.train()
 
     @abstractmethod
     def close(self) -> None:
@@ -206,6 +216,22 @@ class Wrapped(Contender):
         """Apply what is under way, end what the wrapper started."""
         if isinstance(self.model, GossipWrapper | AllReduceDataParallel):
             self.model.close()
+
+
+class PeriodicallyAveraged(Wrapped):
+    """A wrapper of ours whose ranks train alone from one average over all of them to the next.
+
+    That average comes before the next forward. So the model is evaluated as the wrapper's documentation says, by the
+    average of all ranks, where other libraries have just averaged.
+    """
+
+    model: GossipDataParallel
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[nn.Module]:
+        """See `Contender`; collective."""
+        with self.model.averaged(), super().evaluation() as model:
+            yield model
 
 
 def _ours(model: nn.Module, *, overlap: bool) -> Contender:

@@ -14,7 +14,14 @@ from torch import nn
 import gossip_modules as gm
 from benchmarks.cluster import peers
 from benchmarks.cluster.network.place import Place
-from benchmarks.contenders import Contender, HandWrittenBlocking, HandWrittenOverlapped, Local, Wrapped
+from benchmarks.contenders import (
+    Contender,
+    HandWrittenBlocking,
+    HandWrittenOverlapped,
+    Local,
+    PeriodicallyAveraged,
+    Wrapped,
+)
 
 SYNC_PERIOD = 10
 """Rounds from one global average of WAGMA to the next: its default."""
@@ -50,6 +57,17 @@ def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Mod
     def make(model: nn.Module, place: Place) -> Contender:
         chosen = {name: value(place.world_size) if callable(value) else value for name, value in options.items()}
         return Wrapped(model, place.optimizer, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
+
+    return make
+
+
+def _periodic(**options: Any) -> Callable[[nn.Module, Place], Contender]:
+    """`GossipDataParallel` whose ranks train alone between averages over all of them."""
+
+    def make(model: nn.Module, place: Place) -> Contender:
+        return PeriodicallyAveraged(
+            model, place.optimizer, wrap=lambda x: gm.GossipDataParallel(x, timeout=place.timeout, **options)
+        )
 
     return make
 
@@ -113,6 +131,22 @@ OURS: Mapping[str, ClusterMethod] = {
         f"local SGD, average every {peers.PERIOD}",
         _ours(gm.GroupAverageDataParallel, group_size=lambda n: 1, sync_period=peers.PERIOD),
         period=peers.PERIOD,
+    ),
+    "localsgd": ClusterMethod(
+        f"local SGD, period {peers.PERIOD}",
+        _periodic(schedule=gm.Schedule(gossip_every=peers.PERIOD, average_every=1)),
+        period=peers.PERIOD,
+    ),
+    "diloco": ClusterMethod(
+        f"DiLoCo, period {peers.PERIOD}", _periodic(outer=gm.DiLoCo(peers.PERIOD)), period=peers.PERIOD
+    ),
+    "streamingdiloco": ClusterMethod(
+        f"Streaming DiLoCo, period {peers.PERIOD}, 2 fragments, delay 2",
+        _periodic(outer=gm.StreamingDiLoCo(peers.PERIOD, fragments=2, delay=2)),
+        period=peers.PERIOD,
+    ),
+    "sparseloco": ClusterMethod(
+        f"SparseLoCo, period {peers.PERIOD}", _periodic(outer=gm.SparseLoCo(peers.PERIOD)), period=peers.PERIOD
     ),
 }
 OTHERS: Mapping[str, ClusterMethod] = {

@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.contenders import Contender, HandWritten, HandWrittenBlocking, HandWrittenOverlapped
+from benchmarks.contenders import (
+    Contender,
+    HandWritten,
+    HandWrittenBlocking,
+    HandWrittenOverlapped,
+    PeriodicallyAveraged,
+)
 from gossip_modules import GossipDataParallel, Gossiper, GossipWrapper, OverlapEngine
 from gossip_modules.transport.base import Pending
 
@@ -25,7 +31,8 @@ class Split:
         contender: whose objects' methods are replaced by timed ones.
 
     Attributes:
-        has_rounds: whether rounds are told apart into encode, wire and mix; None of a peer's are.
+        has_rounds: whether rounds are told apart into encode, wire and mix; none of a peer's are, and no averages over
+            all ranks.
         is_hidden: whether rounds run beside training, which only waits for what is left of them.
     """
 
@@ -38,12 +45,14 @@ class Split:
         if is_plain:  # and does not average models too
             optimizer.step = self._timed(OPTIMIZER, optimizer.step)
         model = contender.model
-        self.has_rounds = isinstance(model, GossipDataParallel) or isinstance(contender, HandWrittenBlocking)
+        gossips = isinstance(model, GossipDataParallel) and not isinstance(contender, PeriodicallyAveraged)
+        self.has_rounds = gossips or isinstance(contender, HandWrittenBlocking)
         self.is_hidden = isinstance(contender, HandWrittenOverlapped)
         if isinstance(contender, HandWritten):
             loop: Any = contender
             loop.wait = self._timed(ROUND, self._timed(WIRE, loop.wait))
-        elif isinstance(model, GossipDataParallel):
+        elif gossips:
+            assert isinstance(model, GossipDataParallel)
             self.is_hidden = isinstance(model._engine, OverlapEngine)
             gossiper = model._engine.gossiper
             assert isinstance(gossiper, Gossiper), "rounds of a graph are a gossiper's"
