@@ -71,24 +71,30 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, seed: int) -> N
 
 
 def append_row(path: Path, row: Mapping[str, Any], *, seed: int) -> None:
+    """Append figures to a CSV file: see `append_rows`."""
+    append_rows(path, [row], seed=seed)
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, seed: int) -> None:
     """Append figures to a CSV file, with the columns of PROVENANCE before them; makes the file where it is not there.
 
     Args:
         path: of the file.
-        row: figures by column.
+        rows: of one measurement, figures by column, all with the same columns.
         seed: of the measurement.
 
     Raises:
         ValueError: the file has other columns.
     """
-    values = {**provenance(seed), **row}
+    before = provenance(seed)
+    names = [*before, *rows[0]]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", newline="") as file:
         file.seek(0)
         columns = next(csv.reader(file), None)
-        if columns not in (None, list(values)):
-            raise ValueError(f"got a row with {list(values)} for {path}, expected {columns}; choose another file")
-        writer = csv.DictWriter(file, list(values), lineterminator="\n")
+        if columns not in (None, names):
+            raise ValueError(f"got a row with {names} for {path}, expected {columns}; choose another file")
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         if columns is None:
             writer.writeheader()
-        writer.writerow(values)
+        writer.writerows({**before, **row} for row in rows)

@@ -3,6 +3,7 @@
     sudo .venv/bin/python -m benchmarks.cluster                                      # 8 hosts, 1 Gbit/s, every method
     sudo .venv/bin/python -m benchmarks.cluster --hosts 2 4 8 16 32 --methods ddp sgp osgp
     sudo .venv/bin/python -m benchmarks.cluster --rates 0.1 1 10 --straggle-chance 0.02 --slow-factor 10
+    sudo .venv/bin/python -m benchmarks.cluster --rates 0.1 1 --output benchmarks/results/loss_cells.csv --minutes 30
 
 Hosts are network namespaces of this machine, joined by a switch; each link is shaped both ways by a token bucket. Each
 rank is a process in its own host. Compute time is waited, layer by layer, and everything else is real: what travels,
@@ -10,27 +11,34 @@ what is added, what is allocated. All methods see the same delays, in an order s
 
 --out gets cluster.csv (a row per cell, method, repeat and rank), cluster.md (medians) and pictures. A method that
 cannot run is a row that says why. Needs root and iproute2; leaves nothing behind, even when killed.
+
+--output gets the same rows with command, commit, machine and date, appended as they come, and a trial whose rows are
+there is not repeated: start again to go on. The exit code is 3 where --minutes were over before the work.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import sys
+import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import count, product
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import tyro
 
 from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
 from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.cluster.processes import Fleet, TrialError
-from benchmarks.cluster.table import failed_row, frame, markdown, rows_of
+from benchmarks.cluster.table import failed_row, frame, is_there, markdown, rows_of
 from benchmarks.cluster.trials import NUM_WARM_STEPS, Trial
 from benchmarks.cluster.workload.delays import Delays
+from benchmarks.record import append_rows
 from visualization.cluster import draw
 
 
@@ -65,7 +73,11 @@ class Cluster:
     seed: int = 0
     """Of delays and of the order of methods."""
     out: Path = Path("runs/cluster")
-    """Folder of everything this writes."""
+    """Folder of everything this writes, but for --output."""
+    output: Path | None = None
+    """CSV file of results to append to, see above."""
+    minutes: float = 0.0
+    """No trial begins after so many; 0: all are run."""
 
     def __post_init__(self) -> None:
         require_methods(self.methods)
@@ -107,34 +119,56 @@ class Cluster:
         step = compute * (1 + 3 * self.spread) + (4 * bits / slowest if slowest else 0.0) + num_hosts * bits / 4e9
         return 60 + 3 * step * (self.steps + NUM_WARM_STEPS + 20)
 
-    def main(self) -> None:
-        """Run all trials; write the files after each, print the table."""
+    def main(self) -> int:
+        """Run all trials; write the files after each, print the table; the exit code."""
         self.out.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        there = pd.read_csv(self.output) if self.output is not None and self.output.is_file() else pd.DataFrame()
         rows: list[dict[str, Any]] = []
         numbers = count()
         order = random.Random(self.seed)
         for num_hosts, rate in product(self.hosts, self.rates):
+            shared = self._key(num_hosts, rate)
+            keys: list[dict[str, Any]] = []
+            for repeat in range(self.repeats):
+                shuffled = order.sample(self.methods, len(self.methods))
+                keys += [{**shared, "method": method, "repeat": repeat} for method in shuffled]
+            keys = [key for key in keys if not is_there(there, key)]
+            if not keys:
+                continue
             print(f"== {num_hosts} hosts, {rate:g} Gbit/s", flush=True)
             links = LinkRates(rate * 1e9, self.slow_link_share)
             with EmulatedNetwork(num_hosts, links) as network, closing(Fleet(network, self.out / "logs")) as fleet:
                 if network.has_neighbours():
                     print("   another cluster runs on this machine: times are no measure", flush=True)
-                for repeat in range(self.repeats):
-                    for method in order.sample(self.methods, len(self.methods)):
-                        trial = self.trial(method, next(numbers), repeat, self.limit_seconds(num_hosts, rate * 1e9))
-                        key = {**self._key(num_hosts, rate), "method": method, "repeat": repeat}
-                        try:
-                            rows += rows_of(key, fleet.run(trial), rate=rate * 1e9)
-                            print(f"   {method}: {rows[-1]['step_ms']:.0f} ms per step", flush=True)
-                        except TrialError as error:
-                            rows.append(failed_row(key, str(error)))
-                            print(f"   {method}: {error}", flush=True)
-                        frame(rows).to_csv(self.out / "cluster.csv", index=False)
-        text = markdown(frame(rows))
-        (self.out / "cluster.md").write_text(text + "\n")
-        print(f"\n{text}\n")
-        for picture in draw(self.out / "cluster.csv", self.out):
-            print(picture)
+                for key in keys:
+                    if self.minutes and time.monotonic() - start > 60 * self.minutes:
+                        return 3
+                    rows += self._run(key, next(numbers), fleet)
+                    frame(rows).to_csv(self.out / "cluster.csv", index=False)
+        if rows:
+            text = markdown(frame(rows))
+            (self.out / "cluster.md").write_text(text + "\n")
+            print(f"\n{text}\n")
+            for picture in draw(self.out / "cluster.csv", self.out):
+                print(picture)
+        return 0
+
+    def _run(self, key: dict[str, Any], number: int, fleet: Fleet) -> list[dict[str, Any]]:
+        """The rows of one trial, which are appended to `output` too."""
+        bits_per_second = key["rate_gbit"] * 1e9
+        limit = self.limit_seconds(key["hosts"], bits_per_second)
+        trial = self.trial(key["method"], number, key["repeat"], limit)
+        try:
+            rows = rows_of(key, fleet.run(trial), rate=bits_per_second)
+            print(f"   {key['method']}: {rows[-1]['step_ms']:.0f} ms per step", flush=True)
+        except TrialError as error:
+            rows = [failed_row(key, str(error))]
+            print(f"   {key['method']}: {error}", flush=True)
+        if self.output is not None:
+            columns = frame(rows).drop(columns="seed")
+            append_rows(self.output, columns.to_dict("records"), seed=self.seed)
+        return rows
 
     def _key(self, num_hosts: int, rate: float) -> dict[str, Any]:
         delays = asdict(self.delays(0))
@@ -150,12 +184,12 @@ class Cluster:
         }
 
 
-def main() -> None:
+def main() -> int:
     """Run the command line; exit code 2 where this machine or user cannot have a cluster."""
     cluster = tyro.cli(Cluster, description=__doc__)
     with or_exit():
-        cluster.main()
+        return cluster.main()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

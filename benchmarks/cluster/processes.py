@@ -22,6 +22,7 @@ START_SECONDS = 300.0
 PRELOAD = (
     *("benchmarks.cluster.rank", "torch.nn.parallel", "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"),
     *("torch.distributed.algorithms.model_averaging.averagers", "torch.distributed.optim", "zmq"),
+    "transformers.models.gpt2.modeling_gpt2",
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -63,6 +63,19 @@ def rows_of(key: dict[str, Any], answers: Sequence[dict[str, Any]], *, rate: flo
 def failed_row(key: dict[str, Any], error: str) -> dict[str, Any]:
     """The row of a trial without a result."""
     return {**key, "title": CLUSTER_METHODS[key["method"]].title, "error": error}
+
+
+def is_there(rows: pd.DataFrame, key: Mapping[str, Any]) -> bool:
+    """Whether there are rows of a trial.
+
+    Args:
+        rows: of the CSV; without columns where there is none.
+        key: the columns that say which trial it is.
+    """
+    found = pd.Series(True, index=rows.index)
+    for name, value in key.items():
+        found &= rows[name] == value if name in rows else False
+    return bool(found.any())
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:

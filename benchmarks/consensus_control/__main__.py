@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.cluster.workload.image_task import SIZE, SPLITS
 from benchmarks.cluster.workload.images import decode
-from benchmarks.cluster.workload.training import SIZE, SPLITS
 from benchmarks.consensus_control.training import KEY, METHODS, ControlTraining, run
 from benchmarks.record import RESULTS, provenance
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from benchmarks.cluster.workload.training import SmallNetwork, SplitImages
+from benchmarks.cluster.workload.image_task import SmallNetwork, SplitImages
 from gossip_modules import ConsensusControl, GossipDataParallel, RingGraph, Schedule
 from gossip_modules.testing import run_ranks
 

@@ -30,6 +30,7 @@ from typing import Any, Literal
 import pandas as pd
 import tyro
 
+from benchmarks.cluster.tuning import next_rate, rounded
 from benchmarks.record import RESULTS, append_row
 from benchmarks.uneven.images import decoded, default_cache
 from benchmarks.uneven.methods import METHODS
@@ -98,7 +99,7 @@ class UnevenBenchmark:
 
     def rates_of(self, momentum: float) -> tuple[float, ...]:
         """Learning rates of SGD with this momentum."""
-        return tuple(_rounded(rate * (1 - momentum)) for rate in self.rates)
+        return tuple(rounded(rate * (1 - momentum)) for rate in self.rates)
 
 
 def accuracies(rows: Iterable[Mapping[str, Any]], setting: Mapping[str, Any]) -> dict[float, float]:
@@ -108,20 +109,6 @@ def accuracies(rows: Iterable[Mapping[str, Any]], setting: Mapping[str, Any]) ->
         for row in rows
         if all(row[name] == value for name, value in setting.items())
     }
-
-
-def next_rate(done: Mapping[float, float], rates: Sequence[float], most_extra: int = 3) -> float | None:
-    """The learning rate to try next, see above; None: enough were tried."""
-    if rest := [rate for rate in rates if rate not in done]:
-        return rest[0]
-    best = max(done, key=lambda rate: done[rate])
-    if len(done) >= len(rates) + most_extra or best not in (min(done), max(done)):
-        return None
-    return _rounded(best / 3 if best == min(done) else best * 3)
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.3g}")
 
 
 def missing(options: UnevenBenchmark, rows: Sequence[Mapping[str, Any]]) -> UnevenTrial | None:

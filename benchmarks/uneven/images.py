@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.cluster.workload.image_task import SPLITS, SplitImages
 from benchmarks.cluster.workload.images import decode
-from benchmarks.cluster.workload.training import SPLITS, SplitImages
 from train.tasks.images.shards import dirichlet_shards, iid_shards
 
 ARCHIVE = "cifar10-jpeg.tar.gz"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cluster.workload.training import NUM_CLASSES, SIZE, SplitImages
+from benchmarks.cluster.workload.image_task import NUM_CLASSES, SIZE, SplitImages
 from benchmarks.uneven.images import UnevenBatches, accuracy_percent
 from benchmarks.uneven.methods import METHODS
 from benchmarks.uneven.replicas import Replicas, StackedGossip

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.cluster.workload.training import SIZE, SPLITS
+from benchmarks.cluster.workload.image_task import SIZE, SPLITS
 from benchmarks.consensus_control.__main__ import append, digits, missing
 from benchmarks.consensus_control.training import METHODS, ControlTraining, arguments_of, run
 from benchmarks.pages.control import summary

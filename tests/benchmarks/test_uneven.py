@@ -17,10 +17,11 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.cluster.workload.training import SplitImages
+from benchmarks.cluster.tuning import next_rate
+from benchmarks.cluster.workload.image_task import SplitImages
 from benchmarks.pages import uneven as page
 from benchmarks.record import append_row
-from benchmarks.uneven.__main__ import UnevenBenchmark, main, next_rate
+from benchmarks.uneven.__main__ import UnevenBenchmark, main
 from benchmarks.uneven.images import UnevenBatches, decoded
 from benchmarks.uneven.methods import METHODS
 from benchmarks.uneven.replicas import Replicas, StackedGossip

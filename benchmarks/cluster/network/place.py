@@ -17,6 +17,11 @@ from torch import nn
 from benchmarks.cluster.network.links import DATA
 
 
+def momentum_sgd(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
+    """SGD with momentum, in one pass over memory."""
+    return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9, fused=True)
+
+
 @dataclass(frozen=True)
 class Place:
     """A rank among the others.
@@ -30,6 +35,7 @@ class Place:
         timeout: for every wait.
         num_warm_steps: in which a method may do without what it saves, where it asks for that.
         learning_rate: of the optimizer, which is the same for every method.
+        make_optimizer: of the parameters, with that rate.
     """
 
     rank: int
@@ -40,6 +46,7 @@ class Place:
     timeout: timedelta
     num_warm_steps: int
     learning_rate: float
+    make_optimizer: Callable[[list[nn.Parameter], float], torch.optim.Optimizer] = momentum_sgd
 
     @property
     def world_size(self) -> int:
@@ -52,8 +59,8 @@ class Place:
         return 10_000 + self.number % 15_000
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD with momentum, in one pass over memory."""
-        return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, fused=True)
+        """The optimizer of the method."""
+        return self.make_optimizer(parameters, self.learning_rate)
 
     def join(self) -> None:
         """Begin: a process group of all ranks; collective."""

@@ -9,7 +9,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from benchmarks.cluster.workload.training import NUM_CLASSES, SIZE, SPLITS
+from benchmarks.cluster.workload.image_task import NUM_CLASSES, SIZE, SPLITS
 
 
 def decode(source: Path, target: Path) -> None:

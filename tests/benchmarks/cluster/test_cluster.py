@@ -40,7 +40,7 @@ from benchmarks.contenders import Local
 from tests.harness.misbehaving_rank import misbehave
 from visualization.cluster import draw
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ANSWER = {
     "num_rounds": 3,
     "compute_ms": 20.0,

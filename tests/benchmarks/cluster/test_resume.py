@@ -1,0 +1,141 @@
+"""The benchmarks of the emulated cluster go on where they were broken off."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+import pytest
+
+from benchmarks.cluster import curves
+from benchmarks.cluster.__main__ import Cluster
+from benchmarks.cluster.curves import Curves
+from benchmarks.cluster.network.links import LinkRates
+from benchmarks.cluster.processes import TrialError
+from benchmarks.cluster.trials import Trial
+from benchmarks.cluster.workload.training import Training
+from tests.benchmarks.cluster.test_cluster import answer
+
+
+class Cells:
+    """Stands in for the network and for its processes: every trial takes as long, or fails."""
+
+    trials: ClassVar[list[tuple[str, float]]] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        self.links = next((x for x in arguments if isinstance(x, LinkRates)), None)
+        self.network = next((x for x in arguments if isinstance(x, Cells)), None)
+
+    def __enter__(self) -> Cells:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is there."""
+
+    def has_neighbours(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing is there."""
+
+    def run(self, trial: Trial) -> list[dict[str, Any]]:
+        assert self.network is not None
+        assert self.network.links is not None
+        self.trials.append((trial.method, self.network.links.rate))
+        if trial.method == "hivemind":
+            raise TrialError("rank 1: no luck")
+        return [answer(50.0), answer(60.0)]
+
+
+def test_trials_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.cluster.__main__.EmulatedNetwork", Cells)
+    monkeypatch.setattr("benchmarks.cluster.__main__.Fleet", Cells)
+    monkeypatch.setattr("benchmarks.cluster.__main__.draw", lambda *_: [])
+    monkeypatch.setattr(Cells, "trials", [])
+    output = tmp_path / "results" / "cells.csv"
+    shared: dict[str, Any] = {"hosts": (2,), "rates": (0.1, 1.0), "out": tmp_path / "out", "output": output}
+    assert Cluster(methods=("ddp", "sgp"), repeats=2, minutes=1e-9, **shared).main() == 3
+    assert Cells.trials == []
+    assert Cluster(methods=("ddp", "sgp"), repeats=2, **shared).main() == 0
+    assert len(Cells.trials) == 8
+    rows = pd.read_csv(output)
+    assert len(rows) == 16  # of two ranks
+    assert rows[["commit", "machine", "command", "date", "seed"]].notna().all(axis=None)
+    assert Cluster(methods=("ddp", "sgp"), repeats=2, **shared).main() == 0
+    assert len(Cells.trials) == 8, "all are there"
+    assert Cluster(methods=("ddp", "hivemind"), repeats=1, **shared).main() == 0
+    assert Cells.trials[8:] == [("hivemind", 1e8), ("hivemind", 1e9)]
+    assert pd.read_csv(output)["error"].dropna().tolist() == ["rank 1: no luck"] * 2
+    assert Cluster(methods=("ddp", "hivemind"), repeats=1, straggle_chance=0.1, **shared).main() == 0
+    assert len(Cells.trials) == 14, "with stragglers they are other trials"
+
+
+class Learners:
+    """Stands in for the network and for its processes; a training's score depends on its learning rate."""
+
+    def __init__(self, *_: Any) -> None:
+        self.jobs: list[Training] = []
+
+    def __enter__(self) -> Learners:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is there."""
+
+    def close(self) -> None:
+        """Nothing is there."""
+
+    def run(self, training: Training) -> list[dict[str, list[float]]]:
+        self.jobs.append(training)
+        if training.method == "sgp" and training.learning_rate > 0.2:
+            raise TrialError("diverged")
+        wrong = abs(math.log(training.learning_rate / 0.1))
+        points: dict[str, list[float]] = {"num_steps": [40, 80], "total": [9.0, 2.0 + wrong], "num_items": [1, 1]}
+        return [{**points, "mean_loss": [3.0, 2.0], "mean_seconds": [0.1, 0.1]}] * 2
+
+
+def test_trainings_are_resumed_and_other_seeds_take_the_best_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train.txt", "valid.txt"):
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / name).write_text("a line\n" * 100)
+    learners = Learners()
+    monkeypatch.setattr(curves, "EmulatedNetwork", Learners)
+    monkeypatch.setattr(curves, "Fleet", lambda *_: learners)
+    options = Curves(
+        tmp_path / "text",
+        task="language",
+        methods=("ddp", "sgp"),
+        learning_rates=(0.1, 0.3),
+        hosts=2,
+        steps=80,
+        batch_size=2,
+        seeds=(1, 2),
+        minutes=1e-9,
+        out=tmp_path / "out",
+        output=tmp_path / "results.csv",
+    )
+    assert options.main() == 3  # the time is over
+    assert options.main() == 3
+    assert learners.jobs == []
+    options = replace(options, minutes=0.0)
+    assert options.main() == 0
+    tried = [(job.seed, job.method, job.learning_rate) for job in learners.jobs]
+    # 0.1 is the lowest that was tried, so 0.0333 comes too; it is worse.
+    assert tried[:6] == [(1, method, rate) for method in ("ddp", "sgp") for rate in (0.1, 0.3, 0.0333)]
+    assert tried[6:] == [(2, "ddp", 0.1), (2, "sgp", 0.1)]
+    assert {job.num_steps for job in learners.jobs} == {80}
+    rows = pd.read_csv(options.csv)
+    assert rows["score"][rows["error"].isna()].tolist()[:4] == pytest.approx([9, 2, 9, 2 + math.log(3)])
+    assert rows["error"].dropna().tolist() == ["diverged"]
+    assert rows[["commit", "machine", "command", "date", "data"]].notna().all(axis=None)
+    assert options.main() == 0
+    assert len(learners.jobs) == 8
+    assert replace(options, seeds=(1, 2, 3)).main() == 0
+    assert [job.seed for job in learners.jobs[8:]] == [3, 3]
+    with pytest.raises(ValueError, match="test sequences of 64 bytes, expected at least 1998 and 2, for 2 hosts"):
+        replace(options, batch_size=999).main()
