@@ -20,12 +20,17 @@ from benchmarks.pages.algorithms import ALGORITHMS
 from benchmarks.pages.base import Page
 from benchmarks.pages.control import CONTROL
 from benchmarks.pages.membership import MEMBERSHIP
+from benchmarks.pages.time_to_loss import TIME_TO_LOSS
 from benchmarks.pages.training import TRAINING
 from benchmarks.pages.uneven import UNEVEN
 from benchmarks.record import RESULTS, ROOT
 
-PAGES: Mapping[str, Page] = {**ALGORITHMS, **MEMBERSHIP, **TRAINING, **CONTROL, **UNEVEN}
-"""By the name of the file, in the order of the index."""
+PAGES: Mapping[str, Page] = {
+    name: own
+    for name, own in {**ALGORITHMS, **MEMBERSHIP, **TRAINING, **CONTROL, **UNEVEN, **TIME_TO_LOSS}.items()
+    if all((RESULTS / csv).is_file() for csv in (own.csv, *own.also))
+}
+"""By the name of the file, in the order of the index; what has not been measured yet has none."""
 DOCS = ROOT / "docs" / "benchmarks"
 MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{csv}: change that, not this. -->"
 

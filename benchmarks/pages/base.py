@@ -19,6 +19,7 @@ class Page:
         columns: columns of the table: the name in the CSV file, the header here, and the format of a number.
         summary: makes what stands before the table.
         render: makes the figures of a page that is no plain table.
+        also: names of other files there that it reads.
     """
 
     title: str
@@ -27,3 +28,4 @@ class Page:
     columns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     summary: Callable[[pd.DataFrame], str] | None = None
     render: Callable[[pd.DataFrame], str] | None = None
+    also: tuple[str, ...] = ()

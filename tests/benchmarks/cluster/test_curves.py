@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from benchmarks import pages
 from benchmarks.cluster.curve_table import COLUMNS as CURVE_COLUMNS
 from benchmarks.cluster.curve_table import curve
 from benchmarks.cluster.curves import EVALUATE_EVERY, Curves
@@ -23,6 +24,8 @@ from benchmarks.cluster.workload.delays import Delays
 from benchmarks.cluster.workload.image_task import ImageTask
 from benchmarks.cluster.workload.language_task import LanguageTask
 from benchmarks.cluster.workload.training import Training
+from benchmarks.pages import time_to_loss as page
+from benchmarks.record import RESULTS
 from tests.benchmarks.cluster.test_cluster import answer
 
 # Jobs.
@@ -260,3 +263,28 @@ def test_a_table_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     frame([failed_row({**EVEN, "method": "ddp", "repeat": 0}, "no")]).to_csv(cells_csv, index=False)
     with pytest.raises(ValueError, match="got no trial with a time"):
         join.main()
+
+
+# The page.
+
+
+def test_the_page_has_the_times_to_each_target_and_what_failed() -> None:
+    made = {"command": "c", "commit": "abc", "date": "d", "torch": "2", "machine": "m", "cores": 2, "seed": 1}
+    steps = pd.concat(
+        [trained("ddp", 5, 3, 2, task="language"), trained("sgp", 5, 3, 2.5, task="language"), trained("slowmo")]
+    )
+    steps = steps.assign(task="language", **made)
+    cells = frame(cluster_rows("ddp", 500) + cluster_rows("sgp", 100) + cluster_rows("local", 50)).assign(**made)
+    text = page.figures(steps, cells)
+    # 2.6 nats are 0.4 of 1 below 3 of ddp, and 0.4 of 0.5 of sgp; sgp never has 2.4.
+    assert "| DDP | 2.00 | 0.1 | 1 | 96 | 96 | 48 |" in text
+    assert "| SGP, one-peer exponential | 2.50 | 0.1 | 1 | 112 | 112 | 11 |" in text
+    assert "| SGP, one-peer exponential | 2.50 | 0.1 | 1 | never | never | never |" in text
+    assert "| fastest of ours | | | | | | none |" in text
+    assert "Steps:\n\n    c\n\nd to d, commit abc, torch 2, m, 2 cores, seed 1." in text
+    assert "- slowmo: `no`" in text
+
+
+def test_a_page_is_made_when_both_of_its_files_are_there() -> None:
+    are_there = all((RESULTS / name).is_file() for name in ("loss_steps.csv", "loss_cells.csv"))
+    assert ("time_to_loss" in pages.PAGES) == are_there
