@@ -12,8 +12,8 @@ what is added, what is allocated. All methods see the same delays, in an order s
 --out gets cluster.csv (a row per cell, method, repeat and rank), cluster.md (medians) and pictures. A method that
 cannot run is a row that says why. Needs root and iproute2; leaves nothing behind, even when killed.
 
---output gets the same rows with command, commit, machine and date, appended as they come, and a trial whose rows are
-there is not repeated: start again to go on. The exit code is 3 where --minutes were over before the work.
+--output gets the same rows with command, commit, machine and date, appended as they come, and a trial that has a row,
+be it of an error, is not repeated: start again to go on. The exit code is 3 where --minutes were over before the work.
 """
 
 from __future__ import annotations

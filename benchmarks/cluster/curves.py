@@ -22,8 +22,9 @@ many parameters, most of them ballast; it must run alone on its machine. For cel
 link there is none yet.
 
 --data is a folder with train/ and test/, in each a folder per class (images), or one of text, UTF-8 (language; by
-default the sources of Python's own standard library). --output gets a row per evaluation. A training whose rows are
-there is not repeated: start again to go on; the exit code is 3 where --minutes were over before the work.
+default the sources of Python's own standard library). --output gets a row per evaluation, or one that says why there
+is none. A training that has a row is not repeated: start again to go on, after removing the rows of those that are to
+be tried again. The exit code is 3 where --minutes were over before the work.
 `python -m benchmarks.cluster.time_to_target` joins it with seconds per step.
 """
 
