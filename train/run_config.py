@@ -174,8 +174,9 @@ class RunConfig(MethodOptions, ABC):
     def _check_elastic(self) -> None:
         if why := why_fixed_ranks(METHODS[self.recipe], self):
             raise ValueError(
-                f"got --elastic with --recipe {self.recipe}, expected a method and options whose workers can come and "
-                f"go, such as sgp, or no --elastic: {why}"
+                f"got --elastic with --recipe {self.recipe}, expected a method and options that start with workers who "
+                "come and go; change what the cause names, take another recipe such as sgp, or leave --elastic out. "
+                f"Cause: {why}"
             )
         if self.max_workers and self.max_workers < self.min_workers:
             raise ValueError(

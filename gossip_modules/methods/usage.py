@@ -81,7 +81,8 @@ class _Trial(Membership):
 def why_fixed_ranks(method: Method, options: MethodOptions) -> str:
     """Why a membership does not carry a method with these options, as a clause or an error; "": it does.
 
-    The wrapper is asked: `method` wraps a model of two numbers, and what it refuses is the answer. A `make` that does
+    The wrapper is asked: `method` wraps a model of two numbers, and what it refuses is the answer. That may be the
+    membership, or something else that is wrong with the options, such as a file that is not there. A `make` that does
     not hand the membership on, and would train alone, is noticed too.
     """
     options = _resolved(method, _plain(options))
@@ -117,7 +118,10 @@ def wrap(name: str, module: nn.Module, options: MethodOptions, context: Context)
     """
     method = METHODS[name]
     if context.membership is not None and (why := why_fixed_ranks(method, options)):
-        raise ValueError(f"got a membership for {method.title}, expected None: {why}")
+        raise ValueError(
+            f"got a membership for {method.title}, expected None, or options with which its wrapper takes one. "
+            f"Cause: {why}"
+        )
     if (unused := unused_options(method, options)) and context.rank == 0:
         warnings.warn(f"{', '.join(unused)}: without effect with --recipe {name}", stacklevel=2)
     wrapper: Wrapper = method.make(module, _resolved(method, options), context)

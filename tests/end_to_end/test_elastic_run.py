@@ -107,14 +107,14 @@ def test_a_run_loses_a_worker_gets_another_and_ends_well(
     workers = [start("-c", PRELOADED, "train.gossip_sgd", *options) for _ in range(4)]
     for worker in workers[:3]:
         worker.go()
-    by_number = {int(w.until(r"worker \d of 3").split()[1]): w for w in workers[:3]}
+    by_number = {int(w.until(r"worker \d, one of 3").split()[1].rstrip(",")): w for w in workers[:3]}
     first, victim = by_number[0], by_number[1]
     first.until("epoch   2 ")
     victim.kill()
     first.until(r"with 2 workers .* worker 1 left \(its connection closed\)")
     newcomer = workers[3]
     newcomer.go()
-    from_batch = int(newcomer.until(r"worker 3 of 3, .*from batch \d+").split()[-1])
+    from_batch = int(newcomer.until(r"worker 3, one of 3, .*from batch \d+").split()[-1])
     alive = (first, by_number[2], newcomer)
     assert [worker.wait() for worker in alive] == [0, 0, 0]
     assert from_batch > 2 * 44
@@ -162,7 +162,7 @@ def test_a_worker_that_is_told_to_stop_leaves_and_all_of_them_can_go_on_later(
     options += ["--resume", "auto"]
     store = ["--store", store_of(start)]
     workers = [start("-m", "train.gossip_sgd", *options, *store, "--epochs", "2000") for _ in range(2)]
-    by_number = {int(w.until(r"worker \d of 2").split()[1]): w for w in workers}
+    by_number = {int(w.until(r"worker \d, one of 2").split()[1].rstrip(",")): w for w in workers}
     by_number[0].until("epoch   1 ")
     by_number[0]._process.terminate()
     assert by_number[0].wait() == 75

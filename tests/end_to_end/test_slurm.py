@@ -202,7 +202,7 @@ class ElasticArray:
 
     def workers(self, element: int) -> list[int]:
         """The numbers of the workers that an element has started, in their order."""
-        return [int(number) for number in re.findall(r"worker (\d+) of \d+, .*from batch", self.output(element))]
+        return [int(number) for number in re.findall(r"worker (\d+), one of \d+, .*from batch", self.output(element))]
 
     def has_trained(self, number: int) -> bool:
         """Whether a worker has come to the end of an epoch."""

@@ -183,8 +183,8 @@ class ElasticRun:
             print(f"worker {members.number}: the run has ended: nothing is left to do", flush=True)
             return 0
         print(
-            f"{METHODS[config.recipe].title}: {task.description}, worker {members.number} of {members.world_size}, "
-            f"{self.world.device.type}, {task.steps_per_epoch} batches per epoch, from batch "
+            f"{METHODS[config.recipe].title}: {task.description}, worker {members.number}, one of "
+            f"{members.world_size}, {self.world.device.type}, {task.steps_per_epoch} batches per epoch, from batch "
             f"{self.pace.position(members.join())}",
             flush=True,
         )
