@@ -12,22 +12,20 @@ MEMBERSHIP: Mapping[str, Page] = {
         "Killed while the others train on",
         "elastic.csv",
         """\
-Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two
-cores; a step computes little and sleeps 50 ms. The first one, two or three by rank are killed (SIGKILL) at once, rank 0
-among them. After 100 more steps one worker is started again. `--store killed` kills the store that they meet in with
-them, and starts it again, empty, with that worker; no rows of it are kept yet. Times are those of the workers that
-live, in ms: the median of all steps before, the slowest step before the kill, from the kill to the restart, and after
-it. What must hold is that none of them fails and that the slowest step after the kill takes no longer than twice the
-median and 50 ms. The last column but one counts the rounds that the others began between the moment when the new worker
-was ready to join and its first.
-
-The machine did other work at times, in particular in the rows of SGP, Overlap SGP and D-PSGD: a step of eight processes
-on two cores waits for that work too. Rows that do not hold were not measured again on a quiet machine, so load is
-likely to be the reason, and not shown to be.
+Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two cores; a
+step computes little and sleeps 50 ms. The first one, two or three by rank are killed (SIGKILL) at once, rank 0 among
+them. After 100 more steps one worker is started again. Where the store is killed, it dies with them and is started
+again, empty, with that worker. Times are those of the workers that live, in ms: the median of all steps before, the
+slowest step before the kill, from the kill to the restart, and after it. What must hold is that none of them fails
+and that the slowest step after the kill takes no longer than twice the median and 50 ms. The last column but one
+counts the rounds that the others began between the moment when the new worker was ready to join and its first. Where
+it is 85 or more, the new store stood still for 5 or 10 s in a look-up of names, as no name server answered on that
+machine; `membership.serve` has since set a limit of one second to it.
 
 torchft is another library, for comparison: its `DistributedDataParallel`, an all-reduce in each step. Its replicas meet
 in a lighthouse, in the place of the store; it takes a replica for dead after 5 s without a heartbeat, which is the
-default and the length of the pause. A replica joins within its first step.""",
+default and the length of the pause. A replica joins within its first step. Without the lighthouse all of them fail
+after 60 s, which is the time limit that they were given.""",
         {
             "method": ("method", "s"),
             "killed": ("killed", "d"),
@@ -139,16 +137,14 @@ which TCP sends again after 200 ms or more.""",
 Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two
 cores that does other work too. Every two seconds, drawn with a seed, one or two workers are killed (SIGKILL),
 one is stopped (SIGSTOP) for half a second to eight, one is started, or the process of the store is killed and
-another one, empty, is started. Who is silent for 2 s is left out. Then as many steps are trained without faults.
+another one, empty, is started. Who is silent for 2 s is left out. Then as many workers as are missing are started, and
+the learning rate falls to zero in 500 steps. The run beside it has the same number of steps, and no faults.
 [What each kind of fault costs](chaos_faults.md) is on a page of its own.
-**Not all of it holds.** Nobody failed or hung in 300 faults, but accuracy is 4.6 points below that without faults, one
-step took 55 s, and descriptors grew from 140 to 198. Three runs before this one ended early or worse, and what they
-showed has been mended, each with a test ([decisions](../decisions/membership.md)): joining while a store dies, what
-became of workers that die at the door, which kept all further generations from forming, and push-sum weights that fell
-so far that steps became too long. Since this one, the step of 55 s is mended: a wait for a message that was half sent,
-which Gloo does not end. The soak now starts the missing workers after the last fault and ends both runs with a learning
-rate that falls to zero, and it compares threads and descriptors between times with as many workers; it has not run for
-ten minutes since.
+**Not all of it holds.** Nobody failed or hung in 298 faults, in 302 generations, and no step took longer than 5.1 s,
+but accuracy is 7 points below that without faults. Threads and descriptors of the witness are up, too: waits that
+Gloo does not end are left behind until they time out, after 60 s, and the last figures are of 14 to 28 s after the
+last fault. An earlier run ended when the store died together with six of eight workers: those who remained took the
+dead for silent, and formed no generation any more, which is mended ([decisions](../decisions/membership.md)).
 
 ![How many workers there were in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)
 
