@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NoReturn
 
@@ -171,6 +171,9 @@ class LockstepEngine(Engine):
             self._scheduled_average = ElasticAverage(gossiper.transport, sums_weights=sums_weights)
         self._control = None if control is None else ControlledMixer(gossiper, self.averager, control)
         self.step = 0  # training steps seen so far
+        # Whether all processes of a node have found finite numbers, given what this one, with its shard, has found:
+        # they must all raise, or leave a round out. The same answer on all.
+        self.agree_finite: Callable[[bool], bool] = bool
 
     @property
     def state_name(self) -> str:
@@ -237,10 +240,10 @@ class LockstepEngine(Engine):
             return self.gossiper
         return self._scheduled_average if action is Action.AVERAGE else None
 
-    def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool) -> NoReturn:
+    def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool, is_here: bool = True) -> NoReturn:
         names, rank = self.gossiper.transport.names, self.gossiper.transport.rank
-        senders = () if is_own else [names[i] for i in mixer.sources if i != rank]
-        refuse(names[rank], f"round {t}", senders=senders)
+        senders = () if is_own or not is_here else [names[i] for i in mixer.sources if i != rank]
+        refuse(names[rank], f"round {t}", senders=senders, is_here=is_own or is_here)
 
 
 class SyncEngine(LockstepEngine):
@@ -264,7 +267,7 @@ class SyncEngine(LockstepEngine):
             if self.on_nonfinite == "skip":
                 self._mix_if_finite(mixer, x)
             else:
-                if self.on_nonfinite == "raise" and not self._is_finite(x):
+                if self.on_nonfinite == "raise" and not self.agree_finite(self._is_finite(x)):
                     self._refuse_nonfinite(mixer, self.t, is_own=True)
                 mixer.start(x, self.t)
                 self.t += 1
@@ -279,7 +282,7 @@ class SyncEngine(LockstepEngine):
         mixer.start(correction, self.t)
         self.t += 1
         alpha = mixer.difference(correction)
-        if is_finite(correction):
+        if self.agree_finite(is_finite(correction)):
             x.add_(correction, alpha=alpha)
         else:
             self.stats.num_skipped += 1

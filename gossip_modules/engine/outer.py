@@ -140,7 +140,7 @@ class OuterEngine(SyncEngine):
         """What is sent <- that of x, if x is finite; returns whether x was written."""
         has_changed = False
         parameters, buffers = anchor.read(x)
-        if self.on_nonfinite != "spread" and not are_finite((*parameters, *buffers)):
+        if self.on_nonfinite != "spread" and not self.agree_finite(are_finite((*parameters, *buffers))):
             if self.on_nonfinite == "raise":
                 self._refuse_nonfinite(self._mixer, self.t, is_own=True)
             for own in self._anchors:  # one that is not finite makes the gradients of all so

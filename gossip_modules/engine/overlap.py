@@ -160,7 +160,7 @@ class OverlapEngine(LockstepEngine):
         self.stats.wait_seconds += time.perf_counter() - start
         if self._stream is not None:
             torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
-        if not flight.is_finite:
+        if self.on_nonfinite != "spread" and not self.agree_finite(flight.is_finite):
             self._leave_out(flight, x)
         if not flight.is_converted:
             self._convert_buffers(flight, x, alpha)
@@ -170,7 +170,7 @@ class OverlapEngine(LockstepEngine):
         """Raise, or make the correction nothing."""
         if self.on_nonfinite == "raise":
             self._flight = None
-            self._refuse_nonfinite(flight.mixer, flight.t, is_own=not is_finite(x))
+            self._refuse_nonfinite(flight.mixer, flight.t, is_own=not is_finite(x), is_here=not flight.is_finite)
         assert self._snapshot is not None
         self._snapshot.raw.zero_()
         self._snapshot.push_sum_weight.zero_()

@@ -77,7 +77,7 @@ class RuledEngine(SyncEngine):
         start = time.perf_counter()
         self.step += 1
         with record_function("gossip.round", f"t={self.t}"):
-            if self.on_nonfinite == "raise" and not self._is_finite(x):
+            if self.on_nonfinite == "raise" and not self.agree_finite(self._is_finite(x)):
                 self._refuse_nonfinite(self.gossiper, self.t, is_own=True)
             carried = self._carried_for(x)
             carried.take(x)

@@ -22,15 +22,17 @@ def check_policy(on_nonfinite: str) -> str:
     return on_nonfinite
 
 
-def refuse(rank: int, what: str, *, senders: Sequence[int] = ()) -> NoReturn:
+def refuse(rank: int, what: str, *, senders: Sequence[int] = (), is_here: bool = True) -> NoReturn:
     """Raise FloatingPointError.
 
     Args:
         rank: this one, of all ranks.
         what: "round 3" or the like.
         senders: whose model it is; none: this rank's own.
+        is_here: whether this process has seen it, and not another one of its node.
     """
     whose = f"what ranks {list(senders)} have sent holds" if senders else "its own model holds"
+    whose = whose if is_here else "another process of its node has found"
     raise FloatingPointError(
         f"rank {rank}: in {what} {whose} infinities or NaN, expected finite parameters and buffers, since gossip hands "
         "them to all ranks; this model was not changed by it. Go on from a checkpoint with a smaller learning rate, "

@@ -49,13 +49,15 @@ class Node:
         self.num_shards = num_shards
         self.find_unused_parameters = find_unused_parameters
         members = range(first, first + num_shards)
-        self.transport = links.connect(next(module.parameters()).device, ranks=members)
+        self.transport = self.control = links.connect(next(module.parameters()).device, ranks=members)
+        if self.transport.backend == "nccl":  # messages that no process waits a GPU for
+            self.control = replace(links, comm_device="cpu", backend="gloo").connect(CPU, ranks=members)
         self.replica = self._replicate(module)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Node:
         node = copy.copy(self)
         memo[id(self)] = node
-        node.transport = copy.deepcopy(self.transport, memo)
+        node.transport, node.control = copy.deepcopy((self.transport, self.control), memo)
         if not self.transport.is_closed:  # else nobody calls the replica any more
             node.replica = node._replicate(copy.deepcopy(self.replica.module, memo))
         return node
@@ -67,6 +69,7 @@ class Node:
 
     def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
         """What this process has where a rank without a node has `engine`, whose decisions the node takes as one."""
+        engine.agree_finite = self._agree
         return engine
 
     def run(self, act: Callable[[], bool]) -> bool:
@@ -88,8 +91,15 @@ class Node:
                 self.transport.broadcast(x, source=0, what="sharing buffers in the node")
 
     def close(self) -> None:
-        """Give back the group inside the node."""
+        """Give back the groups inside the node."""
         self.transport.close()
+        self.control.close()
+
+    def _agree(self, is_finite: bool) -> bool:
+        """Whether it is so in all processes of the node."""
+        num_infinite = torch.tensor([0.0 if is_finite else 1.0], device=self.control.device)
+        self.control.all_reduce(num_infinite, what="whether the model of the node is finite")
+        return num_infinite.item() == 0.0
 
     def _replicate(self, module: nn.Module) -> NamedReplica:
         return NamedReplica(

@@ -47,6 +47,47 @@ def node_loss(model: nn.Module, node: int, step: int) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
+def raise_and_go_on(rank: int, *, is_sick: bool, **options: Any) -> None:
+    """Where the shard of one process has infinities all processes of the node raise, and their next step works."""
+    wrapper = GossipDataParallel(mlp(), nprocs_per_node=PER_NODE, timeout=timedelta(seconds=20), **options)
+    loss_of(wrapper, rank, 0)
+    wrapper.flush()
+    last = list(wrapper.parameters())[-1].detach()
+    saved = last.clone()
+    if is_sick:
+        last[-1] = float("inf")  # of the last shard
+    has_raised = False
+    try:
+        for step in (1, 2):
+            loss_of(wrapper, rank, step)
+    except FloatingPointError as error:
+        has_raised = True
+        is_told = "another process of its node has found infinities or NaN" in str(error)
+        assert is_told is (rank % PER_NODE == 0 and wrapper.overlap)  # else it has seen them in the whole or its shard
+    if is_sick:
+        last.copy_(saved)
+    assert has_raised or not is_sick
+    for step in (3, 4, 5) if has_raised else (3,):  # who has not raised has waited for the rounds of who has
+        loss_of(wrapper, rank, step)
+    wrapper.flush()
+    assert bool(flatten(wrapper.module).isfinite().all())
+    wrapper.average_()
+    wrapper.close()
+
+
+def num_skipped(rank: int, *, is_sick: bool, **options: Any) -> float:
+    """The rounds that this process has left out, while the last shard of a node has infinities."""
+    wrapper = GossipDataParallel(mlp(), nprocs_per_node=PER_NODE, on_nonfinite="skip", **options)
+    if is_sick:
+        list(wrapper.parameters())[-1].detach()[-1] = float("inf")
+    for step in range(3):
+        loss_of(wrapper, rank, step)
+    wrapper.flush()
+    wrapper.close()
+    assert bool(flatten(wrapper.module).isfinite().all()) is not is_sick
+    return wrapper.comm_stats()["num_skipped"]
+
+
 def body(rank: int, num_nodes: int) -> dict[str, Any]:
     """All cases in one start: after every step of each the parameters; then what is left."""
     cases = []
@@ -67,6 +108,11 @@ def body(rank: int, num_nodes: int) -> dict[str, Any]:
         stats = wrapper.comm_stats()
         wrapper.close()
         cases.append({"x": torch.stack(steps), "z": flushed, "average": average, "distance": distance, **stats})
+    skipped = []
+    if num_nodes == 2:  # each hears the other one in every round
+        for options in ({"push_sum": False}, {"overlap": True}):
+            raise_and_go_on(rank, is_sick=rank >= PER_NODE, **options)
+        skipped = [num_skipped(rank, is_sick=rank >= PER_NODE, overlap=overlap) for overlap in (False, True)]
     # Accumulation reduces inside the node once; Join is refused.
     wrapper = GossipDataParallel(mlp(), graph=graph_of(num_nodes), nprocs_per_node=PER_NODE)
     with wrapper.no_sync():
@@ -76,7 +122,7 @@ def body(rank: int, num_nodes: int) -> dict[str, Any]:
     with pytest.raises(ValueError, match=r"got nprocs_per_node=2 inside Join, expected 1; give"):
         wrapper.join_hook()
     wrapper.close()
-    return {"cases": cases, "gradient": gradient}
+    return {"cases": cases, "gradient": gradient, "skipped": skipped}
 
 
 @pytest.mark.e2e
@@ -110,6 +156,7 @@ def test_nodes_equal_ranks_with_a_larger_batch(num_nodes: int) -> None:
             assert got["bytes_sent"] > 0
     for result in results:  # all nodes started from rank 0, but have batches of their own
         assert bool(result["gradient"].isfinite().all())
+        assert result["skipped"] == ([3, 3] if num_nodes == 2 else [])
     for rank in range(0, len(results), PER_NODE):
         assert torch.equal(results[rank]["gradient"], results[rank + 1]["gradient"])
 
