@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from gossip_modules import Membership
-from gossip_modules.membership import event_log, limits
+from gossip_modules.membership import event_log
 from gossip_modules.membership.view import View
-from tests.library.membership.test_membership import Job, close
+from tests.library.membership.test_membership import Job, Worker, close
 
 
 def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back() -> None:
@@ -155,9 +155,22 @@ def test_a_generation_that_formed_as_the_store_died_begins_for_a_newcomer_too(
     del server
 
 
+def leave_out(job: Job, newcomer: Worker, by: Worker) -> None:
+    """As if it had not come to form the generation that it is to begin."""
+
+    def is_to_begin() -> bool:
+        assert by.membership is not None
+        forming = by.membership._roster.forming
+        return newcomer.membership is not None and forming is not None and forming.has(newcomer.membership.id)
+
+    job.until(is_to_begin, "a generation with it is being formed")
+    assert by.membership is not None
+    assert newcomer.membership is not None
+    by.membership._accuse(newcomer.membership.id, "it did not come to form a generation", may_have_ended=False)
+
+
 def test_who_was_left_out_at_the_door_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the state of training, and does not come to form its first generation in time, as if it were stopped."""
-    monkeypatch.setattr(limits, "FORMING", 0.2)
     form, num_missed = Membership._form, [0]
 
     def form_by(self: Membership, view: View) -> None:
@@ -171,6 +184,7 @@ def test_who_was_left_out_at_the_door_comes_again(monkeypatch: pytest.MonkeyPatc
     workers = job.start(2)
     job.until_live(workers)
     (newcomer,) = job.start(1, seed=1)
+    leave_out(job, newcomer, workers[0])
     job.until_live([*workers, newcomer])
     assert num_missed == [1]
     assert newcomer.first > 0
@@ -178,7 +192,6 @@ def test_who_was_left_out_at_the_door_comes_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_is_left_out_at_the_door_for_ever_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "FORMING", 0.1)
     form, come = Membership._form, Membership._come_once_more
 
     def form_by(self: Membership, view: View) -> None:
@@ -191,6 +204,7 @@ def test_who_is_left_out_at_the_door_for_ever_says_so(monkeypatch: pytest.Monkey
     workers = job.start(2)
     job.until_live(workers)
     (newcomer,) = job.start(1, seed=1)
+    leave_out(job, newcomer, workers[0])
     newcomer.is_killed.set()  # its error is expected
     job.until(lambda: newcomer.error is not None, "it gives up")
     assert isinstance(newcomer.error, TimeoutError)
