@@ -188,9 +188,11 @@ class ControlLaw:
         self.num_skipped_steps = self.num_added_rounds = self.num_averages = 0
 
     def starts_round(self, step: int) -> bool:
-        """Whether ranks communicate at this step; asked once for each, in their order."""
+        """Whether ranks communicate at this step; asked once for each, in their order, or again if that failed."""
         is_first = self.last_step < 0
         since = step - self.last_step
+        if since == 0:  # the round has not begun
+            return True
         # Until a round may start, the last one may be under way: its thread writes `interval`, which is not read then.
         if not is_first and (since < self.control.gossip_every or since < self.interval):
             self.num_skipped_steps += 1

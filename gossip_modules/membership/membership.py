@@ -154,7 +154,7 @@ class Membership(Joining):
             step = self._participant.step
             if step < num_steps:
                 yield step
-                if self._participant.step == step:
+                if self._participant.step == step and not self.is_again:
                     raise RuntimeError(
                         f"got no training forward in step {step}, expected one: each step is one round with the others"
                     )
@@ -245,6 +245,9 @@ class Membership(Joining):
         if self._is_ahead:
             self._is_ahead = False
             return None
+        if self.is_again:
+            self.is_again = False
+            return self._as_one(lambda: None)  # a node has the model of its first process again
         return self._as_one(self._at_step)
 
     def _at_step(self) -> Change | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from ..engine.engine import Engine, IdleEngine
+from ..engine.engine import Engine, IdleEngine, LockstepEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..membership.participant import ModelParticipant
@@ -38,6 +38,10 @@ class TrainingStep(nn.Module):
 
     `GossipWrapper` explains when rounds run and what travels. A wrapper sets the attributes below in its constructor;
     `_debias`, `_node` and `_elastic` stay None where there are none.
+
+    [Note: after infinities] A script may catch the FloatingPointError of `on_nonfinite="raise"`, mend the model and go
+    on. In lockstep its next forward is of the same step, so that it does what the others do in the round in which they
+    wait for it; had the step been counted, they might average where it gossips.
     """
 
     module: nn.Module
@@ -111,11 +115,19 @@ class TrainingStep(nn.Module):
             if not self._buffer.is_attached():
                 self._reattach()
         self._share_buffers()
+        engine = self._engine if isinstance(self._engine, LockstepEngine) else None
+        step = 0 if engine is None else engine.step
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
             try:
                 self._to_numerator()
                 if self._run(self._engine.round):
                     self._written()
+            except FloatingPointError:
+                if engine is not None:  # [Note: after infinities]
+                    engine.step = step
+                    if self._elastic is not None:
+                        self._elastic.membership.is_again = True
+                raise
             finally:
                 self._to_estimate()
 

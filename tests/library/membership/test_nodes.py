@@ -20,6 +20,7 @@ from torch import Tensor
 from gossip_modules import (
     D2,
     Choco,
+    ConsensusControl,
     DiLoCo,
     GossipDataParallel,
     GraphManager,
@@ -32,6 +33,7 @@ from gossip_modules import (
     StreamingDiLoCo,
 )
 from gossip_modules.engine.elastic_outer import HAS_OLD_TORCH
+from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import limits
 from gossip_modules.transport.shared_group import SharedGroup
 from tests.harness.problems import loss_of, mlp, sgd
@@ -162,7 +164,7 @@ def same(name: str, *, atol: float = 0.0, marks: Any = (), **options: Any) -> An
         same("CHOCO", gossiper=Signs, push_sum=False, atol=1e-6),  # with a membership its sums are in another order
         same("PowerGossip overlapped", gossiper=PowerGossip, overlap=True, push_sum=False, atol=1e-6),
         same("DiLoCo", outer=DiLoCo(SYNC_PERIOD), marks=needs_averages),
-        same("StreamingDiLoCo", outer=StreamingDiLoCo(4, fragments=2, delay=1), marks=needs_averages),
+        same("StreamingDiLoCo", outer=StreamingDiLoCo(4, fragments=[["0"], ["2"]], delay=1), marks=needs_averages),
         same("D2", rule=D2()),
         same("QG-DSGDm", rule=QGDSGDm()),
     ],
@@ -316,37 +318,70 @@ def test_infinities_are_raised_in_all_processes_of_a_node_which_may_go_on(
 ) -> None:
     nodes = Nodes(2, min_workers=2)
 
-    def body(group: dist.ProcessGroup) -> tuple[int, int, bool, Tensor]:
+    def body(group: dist.ProcessGroup) -> dict[str, Any]:
         process = Process(group, nodes, **options)
-        process.membership.join()
-        model, node = process.model, process.membership.rank
-        process.step(0)
+        model, member, is_sick = process.model, process.membership, False
+        seen: list[int] = []
+        raised: list[int] = []
+        for step in member.steps(NUM_STEPS):
+            seen.append(step)
+            if step == 1:
+                model.flush()
+                saved = [parameter.detach().clone() for parameter in model.parameters()]
+            if member.rank == 1 and step == 2 and not is_sick:
+                is_sick = True
+                next(model.parameters()).detach()[0, 0] = float("inf")
+            try:
+                if is_sick and not raised:
+                    loss_of(model, group.rank(), step)
+                else:
+                    process.step(step)
+            except FloatingPointError:
+                raised.append(step)
+                if is_sick:
+                    with torch.no_grad():
+                        for parameter, value in zip(model.parameters(), saved, strict=True):
+                            parameter.copy_(value)
         model.flush()
-        saved = [parameter.detach().clone() for parameter in model.parameters()]
-        if node == 1:
-            next(model.parameters()).detach()[0, 0] = float("inf")
-        has_raised = False
-        try:
-            for step in (1, 2):
-                loss_of(model, group.rank(), step)
-        except FloatingPointError:
-            has_raised = True
-        if node == 1:
-            with torch.no_grad():
-                for parameter, value in zip(model.parameters(), saved, strict=True):
-                    parameter.copy_(value)
-        for step in (3, 4, 5) if has_raised else (3,):  # who has not raised has waited for the rounds of who has
-            process.step(step)
-        model.flush()
-        result = node, process.local, has_raised, flatten(model.module)
+        counts = model._engine.t, model._engine.step, member._clock if process.local == 0 else 0
+        place = member.rank, process.local
+        result = {"place": place, "seen": seen, "raised": raised, "counts": counts, "model": flatten(model.module)}
         model.close()
         return result
 
-    results = sorted(nodes.run(body), key=lambda result: result[:2])
-    assert [node for node, _, has_raised, _ in results if has_raised] == [0, 0, 1, 1][4 - num_raising :]
-    for (*_, one), (*_, two) in (results[:2], results[2:]):
-        assert bool(one.isfinite().all())
-        assert torch.equal(one, two)
+    results = sorted(nodes.run(body), key=lambda result: result["place"])
+    failing = 3 if options.get("overlap") else 2
+    assert [result["raised"] for result in results] == [[]] * (4 - num_raising) + [[failing]] * num_raising
+    for result in results:
+        assert sorted(result["seen"]) == sorted([*range(NUM_STEPS), *result["raised"]])  # that step comes again
+        assert result["counts"] == results[result["place"][1]]["counts"]
+        assert result["counts"][:2] == (NUM_STEPS, NUM_STEPS)
+        assert bool(result["model"].isfinite().all())
+        assert torch.equal(result["model"], results[PER_NODE * result["place"][0]]["model"])
+
+
+def test_after_an_error_in_a_round_all_processes_have_the_model_of_the_first_one() -> None:
+    nodes = Nodes(1, min_workers=1)
+
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        process, leads = Process(group, nodes, push_sum=False, schedule=2), group.rank() == 0
+        models, engine = [process.step(0)], process.model._engine
+
+        def half(x: FlatVector) -> bool:
+            x.segments[0].mul_(0.5)
+            raise KeyError("half written")
+
+        if leads:
+            engine.round = half  # type: ignore[method-assign]
+        with pytest.raises(KeyError if leads else RuntimeError, match="half written"):
+            process.step(1)
+        vars(engine).pop("round", None)
+        models += [process.step(1), process.step(2)]  # step 1 has no round, after which they would be equal anyway
+        process.model.close()
+        return models
+
+    one, two = nodes.run(body)
+    assert all(map(torch.equal, one, two))
 
 
 def states_after(num_steps: int, **options: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -425,6 +460,9 @@ def test_errors_and_refusals() -> None:
             ValueError, match=r"ranks do not agree with rank 0: rank 1: overlap: got True, expected Fal"
         ):
             Process(group, nodes, overlap=not leads, process_group=inside)
+        control = ConsensusControl(1.0)
+        with pytest.raises(ValueError, match="with a membership, expected a Schedule: ranks that may lose messages"):
+            Process(group, nodes, schedule=control, push_sum=False, process_group=inside)
         assert not SharedGroup.of(inside)._taken, "who is refused gives its channels back"
         process.model.close()
 

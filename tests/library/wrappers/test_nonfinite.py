@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     Choco,
+    ConsensusControl,
     DeepSqueeze,
     DynamicBipartiteExponentialGraph,
     GossipDataParallel,
@@ -84,6 +85,41 @@ def test_the_sick_rank_is_named_and_no_model_is_touched(options: dict[str, Any],
         return message
 
     assert len(run_ranks(4, body)) == 3  # the sick rank has no result
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(gossip_every=2, average_every=2),
+        *(ConsensusControl(0.3, is_relative=False, gossip_every=k) for k in (1, 2)),
+    ],
+)
+def test_who_mends_its_model_takes_the_step_again(schedule: Schedule | ConsensusControl) -> None:
+    """What it does then is what the others do in the round in which they wait for it."""
+
+    def body(group: dist.ProcessGroup, *, falls_ill: bool) -> tuple[Tensor, int]:
+        wrapper = wrap(mlp(group.rank()), group, push_sum=False, schedule=schedule)
+        bias, num_raised = wrapper.module.get_parameter("2.bias").detach(), 0
+        for step in range(8):
+            healthy = bias.clone()
+            if falls_ill and group.rank() == SICK:
+                fall_ill(wrapper, float("nan"))
+            try:
+                loss_of(wrapper, 0, step)
+            except FloatingPointError:
+                num_raised += 1
+                bias.copy_(healthy)
+                loss_of(wrapper, 0, step)
+            if not bool(bias.isfinite().all()):  # there was no round
+                bias.copy_(healthy)
+        wrapper.close()
+        return flatten(wrapper.module), num_raised
+
+    undisturbed = run_ranks(4, lambda group: body(group, falls_ill=False))
+    results = run_ranks(4, lambda group: body(group, falls_ill=True))
+    assert [num_raised > 0 for _, num_raised in results] == [rank == SICK for rank in range(4)]
+    for (got, _), (want, _) in zip(results, undisturbed, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("options", MODES)
