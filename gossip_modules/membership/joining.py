@@ -16,11 +16,11 @@ from ..transport.gloo import gloo_backend
 from ..transport.waits import Waits
 from . import limits
 from .donor import transfer
-from .donor.giving import Giving
+from .donor.giving import Giving, name_of
 from .heartbeats import Heartbeats
 from .links import alone
 from .participant import Change
-from .view import Member, View
+from .view import Joiner, Member, View
 from .worker_state import log
 
 _MAX_STATES = 64  # times the model: what a donor may send
@@ -113,7 +113,9 @@ class Joining(Giving):
                     f"job {self.name!r}: no generation with this worker began within "
                     f"{self.timeout.total_seconds():g} s; start it again"
                 )
-            if self._is_left_out():
+            with self._lock:
+                is_left_out = self._is_left_out()
+            if is_left_out:
                 left_out_since = min(left_out_since, time.monotonic())
                 self._come_once_more(left_out_since)
         with self._lock:
@@ -156,6 +158,8 @@ class Joining(Giving):
         deadline = time.monotonic() + self.timeout.total_seconds()
         reason = "none has answered"
         while True:
+            if self._closed.is_set():
+                raise RuntimeError(f"job {self.name!r}: the membership was closed while this worker was joining")
             with self._lock:
                 is_old = self._is_coming_again  # what is known is of a life of the store that is over
                 joiner, roster = self._roster.joiners.get(self.id), self._roster
@@ -167,14 +171,8 @@ class Joining(Giving):
                 return None
             if joiner is None:
                 raise ConnectionError(f"job {self.name!r} ended while this worker was joining it; start another one")
-            if joiner.donor < 0:
-                self._raise_if_refused()
-            if joiner.refusal:
-                raise ConnectionError(
-                    f"job {self.name!r}: this worker cannot join, since its donor cannot give the state of what it "
-                    f"tracks: {joiner.refusal}"
-                )
-            name = f"give/{self.id}/{joiner.attempt}"
+            self._raise_if_it_cannot_join(joiner)
+            name = name_of(joiner)
             try:
                 if self._is_offered(name, joiner.attempt, deadline):
                     with self._log.lent_store(name) as store:
@@ -190,6 +188,15 @@ class Joining(Giving):
             if self._attempt() == joiner.attempt:
                 self._say({"event": "gave up", "id": self.id, "attempt": joiner.attempt, "by": self.id})
                 self._await(lambda a=joiner.attempt, of=life: (self._attempt(), self._store_life) != (a, of))  # type: ignore[misc]
+
+    def _raise_if_it_cannot_join(self, joiner: Joiner) -> None:
+        if joiner.donor < 0:
+            self._raise_if_refused()
+        if joiner.refusal:
+            raise ConnectionError(
+                f"job {self.name!r}: this worker cannot join, since its donor cannot give the state of what it "
+                f"tracks: {joiner.refusal}"
+            )
 
     def _receive(self, group: dist.ProcessGroup, attempt: int) -> Mapping[str, Any]:
         """What the donor sends; a RuntimeError where another one is to, as it has died in the middle."""

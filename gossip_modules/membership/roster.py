@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from .liveness.majority import add, left_out
+from .liveness.majority import add_accusation, left_out
 from .roster_state import RosterState
 from .view import Accusation, Joiner, Member, View, differences, member_of
 
 # What the events of a stranger, or of another version, may raise.
-GARBAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
+GARBAGE = (AttributeError, KeyError, TypeError, ValueError, ArithmeticError)
 _MAX_REFUSED = 64
 _SQRT_HALF = 0.7071067811865476
 MARGIN = 2  # training steps between the last rank that is ready for a generation and its first step
@@ -31,8 +31,8 @@ class Roster(RosterState):
     starts at the largest of these steps.
 
     [Note: majority] Members that cannot reach each other accuse each other. A generation needs more than half of the
-    members of the one before, or half with the first of them; those whose connection was closed, as by the end of a
-    process, do not count. Where the accusations in their order leave no majority, those that are in most of them go.
+    members of the one before, or half with the first of them; those whose process has ended do not
+    count. Where the accusations in their order leave no majority, those that are in most of them go.
 
     [Note: weights] A worker that joins has half of its donor's push-sum weight, so that all then multiply theirs by the
     number of members over that of those who were there, and the mean of the weights is as before. It is not kept where
@@ -176,7 +176,7 @@ class Roster(RosterState):
     def _accuse(self, event: Mapping[str, Any]) -> None:
         accusation = Accusation(int(event["by"]), int(event["of"]), str(event["why"]), bool(event["is_sure"]))
         present = {worker for view in (self.view, self.forming) if view is not None for worker in view.ids}
-        if {accusation.by, accusation.of} <= present and add(self.accusations, accusation):
+        if {accusation.by, accusation.of} <= present and add_accusation(self.accusations, accusation):
             self._change()
 
     def _leave(self, event: Mapping[str, Any]) -> None:

@@ -83,6 +83,11 @@ class Joiner:
     refusal: str = ""
     is_full: bool = False
 
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Of what the donor gives: another one where the same worker comes again, which gets another number."""
+        return self.member.id, self.member.number, self.attempt
+
 
 @dataclass(frozen=True)
 class Accusation:
@@ -91,7 +96,7 @@ class Accusation:
     by: int
     of: int
     why: str
-    is_sure: bool  # its connection was closed, as by the end of a process
+    is_sure: bool  # its process has ended: its machine refused a connection
 
 
 def member_of(state: Mapping[str, Any]) -> Member:

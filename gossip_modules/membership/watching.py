@@ -55,7 +55,7 @@ class Watching(Generations):
         """Delete from the store what nobody needs any more."""
         with self._lock:
             garbage, self._garbage = self._garbage, []
-            self._serving &= {(joiner.member.id, joiner.attempt) for joiner in self._roster.joiners.values()}
+            self._serving &= {joiner.key for joiner in self._roster.joiners.values()}
             state = self._roster.dumps(is_whole=True) if self._log.is_long() else ""  # a rewind comes with the lock
         self._log.forget(*garbage)
         if state:
@@ -82,7 +82,7 @@ class Watching(Generations):
 
     def _form_anew(self) -> None:
         """What was being formed over a store that has gone is closed."""
-        self._limit = None
+        self._limit, self._asked_again = None, 0
         self._retired += [(time.monotonic(), transport) for transport in self._formed.values()]
         self._formed, self._forming_since = {}, {}
 
@@ -94,13 +94,13 @@ class Watching(Generations):
         another donor, brings nothing: then the donor takes it back, and no weight is lost.
         """
         roster = self._roster
-        for (worker, attempt), (until, state) in list(self._given.items()):
-            has_come = roster.view is not None and roster.view.has(worker)
-            joiner = roster.joiners.get(worker)
-            may_come = joiner is not None and joiner.attempt == attempt and not joiner.refusal
+        for key, (until, state) in list(self._given.items()):
+            has_come = roster.view is not None and roster.view.has(key[0])
+            joiner = roster.joiners.get(key[0])
+            may_come = joiner is not None and joiner.key == key and not joiner.refusal
             may_come = may_come and (joiner.is_loaded or time.monotonic() < until)  # type: ignore[union-attr]
             if has_come or not may_come:
-                del self._given[worker, attempt]
+                del self._given[key]
                 self._unclaimed += [] if has_come else [state]
 
     def _restart(self, state: str, num_events: int) -> None:
@@ -153,9 +153,8 @@ class Watching(Generations):
             if view is not None and view.generation > self.generation:
                 self._adopt(view)
             for joiner in roster.joiners.values():
-                key = joiner.member.id, joiner.attempt
-                if joiner.donor == self.id and not joiner.is_loaded and key not in self._serving:
-                    self._serving.add(key)
+                if joiner.donor == self.id and not joiner.is_loaded and joiner.key not in self._serving:
+                    self._serving.add(joiner.key)
                     self._snapshots.append(joiner)
             if roster.num_knocks != self._num_heard and any(self.id == member.id for member in roster.present()):
                 self._unsent.append({"event": "here", "id": self.id})
@@ -173,9 +172,9 @@ class Watching(Generations):
         self._ascertain(now)
 
     def _ascertain(self, now: float) -> None:
-        """Look whether those have ended whom nobody has seen end, where too few remain to go on without them.
+        """Once a second, ask whether those have ended who are accused, and of whom that is not known.
 
-        Who was stopped or cut off counts as long as it may live, and may be killed then.
+        Where too few remain to go on without them, who was stopped or cut off counts as long as it may live.
         """
         with self._lock:
             accusations = self._roster.accusations

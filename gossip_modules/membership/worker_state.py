@@ -24,6 +24,7 @@ from .view import Joiner, Member, View
 
 log = logging.getLogger("gossip_modules.membership")
 _connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_starting = threading.Lock()  # no thread is there that has not started
 
 
 class OneWorker(Protocol):
@@ -96,10 +97,10 @@ class WorkerState:
         self._retired: list[tuple[float, LinkTransport]] = []
         self._unsent: list[Mapping[str, Any]] = []
         self._garbage: list[str] = []  # keys in the store
-        self._serving: set[tuple[int, int]] = set()
+        self._serving: set[tuple[int, int, int]] = set()  # `Joiner.key`, like those of `_given`
         self._snapshots: list[Joiner] = []  # that the training thread is to take
         self._receiving: tuple[int, Waits] | None = None  # the attempt of the donor that gives, and the waits for it
-        self._given: dict[tuple[int, int], tuple[float, Mapping[str, Any]]] = {}  # see [Note: what was given]
+        self._given: dict[tuple[int, int, int], tuple[float, Mapping[str, Any]]] = {}  # see [Note: what was given]
         self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that will not bring it
         self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
         self.is_again = False  # whether that is of a step which `at_step` has counted, as its round has failed
@@ -229,8 +230,9 @@ class WorkerState:
     def _start_thread(self, body: Callable[..., None], *arguments: Any, name: str) -> None:
         """A thread that connects with others, for which the exit of the interpreter waits; see `_close_all`."""
         thread = threading.Thread(target=body, args=arguments, name=name, daemon=True)
-        _connecting.add(thread)
-        thread.start()
+        with _starting:
+            _connecting.add(thread)
+            thread.start()
 
     def _say(self, event: Mapping[str, Any]) -> None:
         """Have the watcher append an event."""
@@ -275,5 +277,7 @@ class WorkerState:
 
 def wait_for_connecting() -> None:
     """At the exit of the interpreter: a thread inside Gloo that came back later would abort the process."""
-    for thread in list(_connecting):
+    with _starting:
+        threads = list(_connecting)
+    for thread in threads:
         thread.join(limits.CONNECT)

@@ -53,7 +53,7 @@ class ControlRates:
 
     @classmethod
     def measured(cls, stats: Mapping[str, float]) -> ControlRates:
-        """Of the run whose `comm_stats()` these are, after a `flush()`.
+        """Of the run whose `comm_stats()` these are, after a `flush()`; of one that was not resumed from a checkpoint.
 
         Raises:
             ValueError: it had no `ConsensusControl`, or no round.

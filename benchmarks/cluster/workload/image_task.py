@@ -87,7 +87,7 @@ class SplitImages:
             epoch += 1
 
 
-class ImageTask(LearningTask):
+class ClusterImages(LearningTask):
     """Images of ten classes; accuracy on the test images.
 
     Args:

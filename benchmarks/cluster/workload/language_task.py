@@ -25,7 +25,7 @@ NUM_EVALUATED = 512
 _EVALUATED_AT_ONCE = 32
 
 
-class LanguageTask(LearningTask):
+class ClusterText(LearningTask):
     """The next byte of text, by a decoder of two layers; the loss on the validation text.
 
     Args:

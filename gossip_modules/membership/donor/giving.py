@@ -16,6 +16,11 @@ from ..worker_state import log
 from . import transfer
 
 
+def name_of(joiner: Joiner) -> str:
+    """Of the meeting of a donor and a worker in the store."""
+    return "/".join(["give", *map(str, joiner.key)])
+
+
 class Giving(Door):
     """The part of `Membership` for donors; see [Note: what was given]."""
 
@@ -24,8 +29,13 @@ class Giving(Door):
         with self._lock:
             joiners = [joiner for joiner in self._snapshots if self._roster.joiners.get(joiner.member.id) == joiner]
             self._snapshots = []
-        for joiner in joiners:
-            model = self._participant.give()
+        for i, joiner in enumerate(joiners):
+            try:
+                model = self._participant.give()
+            except Exception:  # of what was in flight: it is raised where the loop trains, and other donors give
+                for waiting in joiners[i:]:
+                    self._give_up(waiting)
+                raise
             try:
                 tracked = {name: copied(value.state_dict()) for name, value in self._tracked.items()}
                 encode(tracked)
@@ -37,7 +47,7 @@ class Giving(Door):
             state: dict[str, Any] = {"model": model, "tracked": tracked, "clock": self._clock}
             until = time.monotonic() + self.timeout.total_seconds()
             with self._lock:
-                self._given[joiner.member.id, joiner.attempt] = until, state["model"]
+                self._given[joiner.key] = until, state["model"]
             self._start_thread(self._serve, joiner, state, name="gossip-donor")
 
     def _give_up(self, joiner: Joiner, *, why: str = "") -> None:
@@ -46,7 +56,7 @@ class Giving(Door):
 
     def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
         """A thread of its own: give the state to a worker that joins."""
-        name = f"give/{joiner.member.id}/{joiner.attempt}"
+        name = name_of(joiner)
         try:
             self._log.arrive(name)
             with self._log.lent_store(name) as store:

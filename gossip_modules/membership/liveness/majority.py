@@ -61,7 +61,7 @@ def has_majority(
     return 2 * len(remaining) > len(counted) or (2 * len(remaining) == len(counted) and remaining[0] == counted[0])
 
 
-def add(accusations: list[Accusation], new: Accusation) -> bool:
+def add_accusation(accusations: list[Accusation], new: Accusation) -> bool:
     """Append an accusation, or put it in the place of what was less sure; whether that says anything new.
 
     Args:

@@ -166,7 +166,7 @@ class Siblings:
                 message = act()
                 encode(message)
             except Exception as raised:  # noqa: BLE001 (told to the others, and raised below)
-                error, message = raised, _told(raised)
+                error, message, self._has_failed = raised, _told(raised), True
         news = _News.NONE if message is None else _News.MESSAGE if error is None else _News.ERROR
         try:
             news = self._tell(news)

@@ -21,8 +21,8 @@ from benchmarks.cluster.table import failed_row, frame, rows_of
 from benchmarks.cluster.time_to_target import TimeToTarget, markdown, paces, seconds_per_step, steps_to, times
 from benchmarks.cluster.trials import Trial
 from benchmarks.cluster.workload.delays import Delays
-from benchmarks.cluster.workload.image_task import ImageTask
-from benchmarks.cluster.workload.language_task import LanguageTask
+from benchmarks.cluster.workload.image_task import ClusterImages
+from benchmarks.cluster.workload.language_task import ClusterText
 from benchmarks.cluster.workload.training import Training
 from benchmarks.pages import time_to_loss as page
 from benchmarks.record import RESULTS
@@ -107,11 +107,11 @@ def test_the_curve_counts_all_ranks() -> None:
         },
     ]
     shared = [{"mean_loss": 3.0, "mean_step_ms": 200.0}, {"mean_loss": 2.0, "mean_step_ms": 200.0}]
-    assert curve(ranks, ImageTask.score) == [
+    assert curve(ranks, ClusterImages.score) == [
         {"num_steps": 42.0, "score": 20.0, "worst_score": 20.0, **shared[0]},
         {"num_steps": 85.0, "score": 42.0, "worst_score": 30.0, **shared[1]},
     ]
-    losses = curve(ranks, LanguageTask.score)
+    losses = curve(ranks, ClusterText.score)
     assert [point["score"] for point in losses] == pytest.approx([0.2, 0.42])
     assert [point["worst_score"] for point in losses] == pytest.approx([0.2, 0.48]), "the highest is the worst"
 
@@ -167,7 +167,7 @@ def test_steps_to_a_target() -> None:
             trained("choco"),
         ]
     )
-    found = steps_to(rows, 60.0, ImageTask.score).set_index(["method", "rate_gbit"])
+    found = steps_to(rows, 60.0, ClusterImages.score).set_index(["method", "rate_gbit"])
     assert found.loc[("ddp", 0.0), ["num_steps", "fewest", "most", "learning_rate", "final", "num_seeds"]].tolist() == [
         *(100, 80, float("inf"), 0.1, 70, 3)
     ]
@@ -184,7 +184,7 @@ def test_steps_to_a_loss() -> None:
             trained("sgp", 4, 3, 2.6, task="language"),
         ]
     )
-    found = steps_to(rows, 2.5, LanguageTask.score).set_index("method")
+    found = steps_to(rows, 2.5, ClusterText.score).set_index("method")
     assert found.loc["ddp", ["num_steps", "learning_rate", "final"]].tolist() == [100, 0.1, 2]
     assert found.loc["sgp", "num_steps"] == float("inf")
 
@@ -208,7 +208,7 @@ def test_time_is_steps_times_seconds() -> None:
             ]
         ),
         60.0,
-        ImageTask.score,
+        ClusterImages.score,
     )
     rows = cluster_rows("ddp", 500, 500) + cluster_rows("adpsgd", 100, 100) + cluster_rows("choco", 50, 50)
     rows += cluster_rows("ddp", 900, 900, cell=slow) + cluster_rows("adpsgd", 100, 300, cell=slow)
@@ -226,7 +226,7 @@ def test_time_is_steps_times_seconds() -> None:
     assert np.isnan(table.loc["choco", straggling])
     assert np.isnan(table.loc["adpsgd", f"{even}, 5 % stragglers 20 times slower"]), "not trained there"
     assert table[even.replace("2 hosts", "4 hosts")].isna().all(), "trained by 2"
-    text = markdown(table, 60.0, ImageTask.score)
+    text = markdown(table, 60.0, ClusterImages.score)
     assert "| DDP | 60.00 | 0.1 | 1 | 40 | 40 | 20 | 36 |" in text
     assert "| AD-PSGD |  |  |  |  |  | 8 | 18 |" in text
     assert "| fastest of ours | | | | | | AD-PSGD 8 | AD-PSGD 18 |" in text

@@ -29,9 +29,9 @@ from benchmarks.cluster.peers import PERIOD
 from benchmarks.cluster.processes import Fleet, TrialError, TrialProcesses
 from benchmarks.cluster.trials import Trial
 from benchmarks.cluster.workload.delays import Delays
-from benchmarks.cluster.workload.image_task import SIZE, ImageTask, SmallNetwork, SplitImages
+from benchmarks.cluster.workload.image_task import SIZE, ClusterImages, SmallNetwork, SplitImages
 from benchmarks.cluster.workload.images import decode
-from benchmarks.cluster.workload.language_task import LENGTH, LanguageTask
+from benchmarks.cluster.workload.language_task import LENGTH, ClusterText
 from benchmarks.cluster.workload.split import Split
 from benchmarks.cluster.workload.text import encode
 from benchmarks.cluster.workload.training import Training, train
@@ -104,7 +104,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_ranks_share_the_sequences_of_a_pass(text: Path) -> None:
-    task, tokens = LanguageTask(text), np.load(text / "train.npy")
+    task, tokens = ClusterText(text), np.load(text / "train.npy")
     assert len(tokens) == 400 * len("line 000 of a text\n") + 2  # with the end of the file, and one before it
     num_train, _ = task.sizes
     streams = [task.batches(rank, 2, size=num_train // 2, seed=3) for rank in range(2)]
@@ -123,7 +123,7 @@ def test_ranks_share_the_sequences_of_a_pass(text: Path) -> None:
 
 
 def test_the_loss_of_a_guess_is_that_of_all_tokens(text: Path) -> None:
-    task = LanguageTask(text)
+    task = ClusterText(text)
 
     class Guess(nn.Module):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -133,17 +133,17 @@ def test_the_loss_of_a_guess_is_that_of_all_tokens(text: Path) -> None:
     num_tokens = LENGTH * task.sizes[1]  # that are all bytes: the file ends after them
     assert sum(num_bytes for _, num_bytes in totals) == num_tokens
     assert sum(nats for nats, _ in totals) == pytest.approx(num_tokens * math.log(259))
-    score = LanguageTask.score
+    score = ClusterText.score
     with pytest.raises(ValueError, match=r"got target=6, expected validation loss between 5\.545 and 0 nats per byte"):
         score.check_target(6.0)
     score.check_target(2.0)
     with pytest.raises(ValueError, match="got target=0, expected accuracy between 0 and 100 %"):
-        ImageTask.score.check_target(0.0)
+        ClusterImages.score.check_target(0.0)
 
 
 def test_the_small_decoder_has_as_many_parameters_as_it_says(text: Path) -> None:
-    network = LanguageTask(text).network(1)
-    assert sum(p.numel() for p in network.parameters()) == LanguageTask.num_parameters
+    network = ClusterText(text).network(1)
+    assert sum(p.numel() for p in network.parameters()) == ClusterText.num_parameters
     assert network(torch.zeros(2, LENGTH, dtype=torch.int64)).shape == (2, LENGTH, 259)
 
 

@@ -155,8 +155,15 @@ def test_a_generation_that_formed_as_the_store_died_begins_for_a_newcomer_too(
     del server
 
 
-def leave_out(job: Job, newcomer: Worker, by: Worker) -> None:
-    """As if it had not come to form the generation that it is to begin."""
+def leave_out(job: Job, newcomer: Worker, by: Worker, may_read: threading.Event | None = None) -> None:
+    """As if it had not come to form the generation that it is to begin.
+
+    Args:
+        job: of both.
+        newcomer: at the door, where it does not come.
+        by: who says so.
+        may_read: is cleared until the newcomer has come again.
+    """
 
     def is_to_begin() -> bool:
         assert by.membership is not None
@@ -166,11 +173,29 @@ def leave_out(job: Job, newcomer: Worker, by: Worker) -> None:
     job.until(is_to_begin, "a generation with it is being formed")
     assert by.membership is not None
     assert newcomer.membership is not None
-    by.membership._accuse(newcomer.membership.id, "it did not come to form a generation", may_have_ended=False)
+    roster, me = newcomer.membership._roster, newcomer.membership.id
+    number = roster.next_number
+    if may_read is not None:
+        may_read.clear()
+    by.membership._accuse(me, "it did not come to form a generation", may_have_ended=False)
+    if may_read is not None:
+        job.until(lambda: me in roster.joiners and roster.joiners[me].member.number >= number, "it has come again")
+        may_read.set()
 
 
-def test_who_was_left_out_at_the_door_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the state of training, and does not come to form its first generation in time, as if it were stopped."""
+@pytest.mark.parametrize("is_read_at_once", [False, True])
+def test_who_was_left_out_at_the_door_comes_again(is_read_at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the state of training, and does not come to form its first generation in time, as if it were stopped.
+
+    The same donor may give to it again, also where that reads in one turn that it has gone and that it comes.
+    """
+    may_read, read = threading.Event(), event_log.EventLog.read
+    may_read.set()
+
+    def read_by(self: event_log.EventLog, restart: Any, apply: Any) -> bool:
+        return (not may_read.is_set() and restart.__self__._active is not None) or read(self, restart, apply)
+
+    monkeypatch.setattr(event_log.EventLog, "read", read_by)
     form, num_missed = Membership._form, [0]
 
     def form_by(self: Membership, view: View) -> None:
@@ -184,7 +209,7 @@ def test_who_was_left_out_at_the_door_comes_again(monkeypatch: pytest.MonkeyPatc
     workers = job.start(2)
     job.until_live(workers)
     (newcomer,) = job.start(1, seed=1)
-    leave_out(job, newcomer, workers[0])
+    leave_out(job, newcomer, workers[0], may_read if is_read_at_once else None)
     job.until_live([*workers, newcomer])
     assert num_missed == [1]
     assert newcomer.first > 0
