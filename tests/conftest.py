@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,10 @@ from tests.harness.ranks import forget_threads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# torch's store looks up the name of each client's host. Where the name server of a machine leaves out answers when many
+# ask at once, each of these is 5 s in which the store answers nobody.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ class Page:
         summary: makes what stands before the table.
         render: makes the figures of a page that is no plain table.
         also: names of other files there that it reads.
+        may_be_missing: whether it is made only when all of these are there.
     """
 
     title: str
@@ -29,3 +30,4 @@ class Page:
     summary: Callable[[pd.DataFrame], str] | None = None
     render: Callable[[pd.DataFrame], str] | None = None
     also: tuple[str, ...] = ()
+    may_be_missing: bool = False

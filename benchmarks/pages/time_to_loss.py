@@ -76,5 +76,6 @@ four steps. What lockstep methods compute does not depend on links and delays, s
 cell. A method without a figure was not timed there, or not trained.""",
         render=time_to_loss,
         also=(CELLS,),
+        may_be_missing=True,
     ),
 }

@@ -201,8 +201,8 @@ class Membership(Joining):
         self.check_free()
         self._participant = participant
         limit = {"max_workers": str(self.max_workers)} if self.max_workers else {}
-        limit |= {"on_partition": self._on_partition} if self._on_partition != "majority" else {}
-        self._description = {**self._own_description, **limit, **description}
+        policy = {"on_partition": self._on_partition}  # by which all find out alike who goes on
+        self._description = {**self._own_description, **limit, **policy, **description}
         try:
             self._as_one(self._come_to_the_job)
         except BaseException:

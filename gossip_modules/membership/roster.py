@@ -31,8 +31,8 @@ class Roster(RosterState):
     starts at the largest of these steps.
 
     [Note: majority] Members that cannot reach each other accuse each other. A generation needs more than half of the
-    members of the one before, or half with the first of them; those whose process has ended do not
-    count. Where the accusations in their order leave no majority, those that are in most of them go.
+    members of the one before, or half with the first of them; those whose process has ended do not count. Where the
+    accusations in their order leave no majority, those that are in most of them go.
 
     [Note: weights] A worker that joins has half of its donor's push-sum weight, so that all then multiply theirs by the
     number of members over that of those who were there, and the mean of the weights is as before. It is not kept where

@@ -16,7 +16,7 @@ import torch.distributed as dist
 DEFAULT_PORT = 29400
 _RESOLVER = "timeout:1 attempts:1"
 """Of the C library, see resolv.conf(5). torch's server looks up the name of each client's host when it connects, and
-answers nobody meanwhile: 5 to 10 s, by default, where no name server answers."""
+answers nobody meanwhile: 5 to 10 s by default where a name server does not answer, and 1 s for each with this."""
 
 
 def serve(port: int = DEFAULT_PORT) -> dist.TCPStore:

@@ -25,7 +25,6 @@ from benchmarks.cluster.workload.image_task import ClusterImages
 from benchmarks.cluster.workload.language_task import ClusterText
 from benchmarks.cluster.workload.training import Training
 from benchmarks.pages import time_to_loss as page
-from benchmarks.record import RESULTS
 from tests.benchmarks.cluster.test_cluster import answer
 
 # Jobs.
@@ -285,6 +284,8 @@ def test_the_page_has_the_times_to_each_target_and_what_failed() -> None:
     assert "- slowmo: `no`" in text
 
 
-def test_a_page_is_made_when_both_of_its_files_are_there() -> None:
-    are_there = all((RESULTS / name).is_file() for name in ("loss_steps.csv", "loss_cells.csv"))
-    assert ("time_to_loss" in pages.PAGES) == are_there
+def test_a_page_is_made_when_both_of_its_files_are_there(tmp_path: Path) -> None:
+    for name in ("loss_steps.csv", "loss_cells.csv"):
+        assert "time_to_loss" not in pages.measured(pages.LISTED, tmp_path)
+        (tmp_path / name).touch()
+    assert "time_to_loss" in pages.measured(pages.LISTED, tmp_path)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import GossipDataParallel, MatchaGraph
+from gossip_modules import GossipDataParallel, MatchaGraph, Membership
 from gossip_modules.membership import limits
 from gossip_modules.membership.donor import transfer
 from tests.library.membership.test_membership import Job, _no_thread_stays, close, die, member_of, model_of
@@ -200,3 +200,28 @@ def test_who_is_alone_has_weight_one() -> None:
     assert wrapper._buffer.vector.push_sum_weight.item() == 1.0
     assert torch.equal(wrapper._buffer.vector.raw, before), "its estimate stays"
     wrapper.close()
+
+
+def test_workers_agree_on_what_to_do_in_a_partition() -> None:
+    job = Job(dist.HashStore(), min_workers=1)
+    (worker,) = job.start(1)
+    job.until_live([worker])
+    other = member_of(job.store, min_workers=1, on_partition="both")
+    with pytest.raises(ValueError, match="on_partition: got 'both', expected 'majority'"):
+        GossipDataParallel(model_of(), membership=other)
+    close(job.end())
+
+
+def test_who_is_closed_while_it_joins_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(dist.HashStore(), min_workers=1)
+    (worker,) = job.start(1)
+    job.until_live([worker])
+    monkeypatch.setattr(Membership, "_take_snapshots", lambda _: None)
+    (newcomer,) = job.start(1)
+    job.until(lambda: newcomer.membership is not None and newcomer.membership._is_newcomer, "it is at the door")
+    newcomer.is_killed.set()  # its error is expected
+    assert newcomer.membership is not None
+    newcomer.membership.close()
+    job.until(lambda: newcomer.error is not None, "it ends")
+    assert "the membership was closed" in str(newcomer.error)
+    close(job.end())
