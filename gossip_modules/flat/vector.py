@@ -223,15 +223,17 @@ class FlatVector:
         """As `difference_`, the weight alone."""
         _difference_(self.push_sum_weight, scale, list(map(_weight, others)), weights, alpha)
 
-    def multiply_by_weight_(self) -> None:
-        """x = z * w: every segment times the push-sum weight; the weight stays."""
+    def multiply_by_weight_(self, weight: Tensor | None = None) -> None:
+        """x = z * w: every segment times the push-sum weight, or another one, float [1]; the weight stays."""
+        w = (self.push_sum_weight if weight is None else weight)[0]
         for x in self.segments:
-            _in_float32(x, lambda chunk: chunk.mul_(self.push_sum_weight[0]))
+            _in_float32(x, lambda chunk: chunk.mul_(w))
 
-    def divide_by_weight_(self) -> None:
-        """z = x / w: every segment over the push-sum weight; the weight stays."""
+    def divide_by_weight_(self, weight: Tensor | None = None) -> None:
+        """z = x / w: every segment over the push-sum weight, or another one, float [1]; the weight stays."""
+        w = (self.push_sum_weight if weight is None else weight)[0]
         for x in self.segments:
-            _in_float32(x, lambda chunk: chunk.div_(self.push_sum_weight[0]))
+            _in_float32(x, lambda chunk: chunk.div_(w))
 
 
 def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:

@@ -248,3 +248,38 @@ def test_steps_and_wrappers_of_many_threads() -> None:
     assert not errors, errors[0]
     weighted()[1].stop()
     assert num_hooks() == 0
+
+
+@pytest.mark.parametrize(
+    ("weight", "limits_steps", "length"), [(0.25, False, 4.0), (0.25, True, 1.0), (1.0, True, 1.0), (4.0, True, 0.25)]
+)
+def test_steps_of_the_estimate_are_no_longer_than_the_rate_where_that_is_limited(
+    weight: float, limits_steps: bool, length: float
+) -> None:
+    module = mlp()
+    buffer = FlatBuffer(module)
+    buffer.vector.push_sum_weight.fill_(weight)
+    before = flatten(module)
+    debias = Debias(buffer, is_needed=True, limits_steps=limits_steps)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    assert debias.form is Form.ESTIMATE
+    torch.testing.assert_close(flatten(module), before - length)
+    debias.to_numerator()
+    torch.testing.assert_close(flatten(module), weight * (before - length))
+
+
+def test_a_limited_step_that_raises_leaves_the_estimate_to_who_asks_for_it() -> None:
+    module = mlp()
+    buffer = FlatBuffer(module)
+    buffer.vector.push_sum_weight.fill_(2.0)
+    before = flatten(module)
+    debias = Debias(buffer, is_needed=True, limits_steps=True)
+    with pytest.raises(StepError):
+        Failing(module.parameters(), lr=1.0).step()
+    assert debias.form is Form.LIMITED
+    debias.to_numerator()
+    torch.testing.assert_close(flatten(module), 2.0 * (before + 0.5))
+    debias.to_estimate()
+    torch.testing.assert_close(flatten(module), before + 0.5)
