@@ -33,24 +33,26 @@ class Debias:
     estimate: the next forward of the wrapper, of whatever kind, its `state_dict`, `eval`, `flush`, `averaged` or
     `close`, or the next step that ends well. Until then the parameters themselves, and the inner module, hold x.
 
-    [Note: small weights] A step of x is 1 / w times as long for z. Where workers come and go the graph has holes for
-    some rounds, in which weights fall to a small fraction and z runs away: in a soak the norm of a model grew by a
-    sixth in 40 steps. With `limits_steps` the optimizer steps on z * max(w, 1), so that no step of z is longer than
-    without push-sum, and what a worker of small weight adds to the sum of all x is as small as its weight. Where w is
-    one, which it is without faults on a graph with doubly stochastic W(t), that is the same, bit for bit.
+    [Note: small weights] A step of x is 1 / w times as long for z. Where a peer is lost, the graph has holes until
+    the next generation, in which weights fall to a small fraction and z runs away: in a soak the norm of a model grew
+    by a sixth in 40 steps. So while `limits_steps` is true the optimizer steps on z * max(w, 1): no step of z is
+    longer than without push-sum, and what a worker of small weight adds to the sum of all x is as small as its
+    weight.
 
     Assran et al., arXiv 1811.10792, Algorithm 1, lines 2 to 4; the limit is ours.
 
     Args:
         buffer: mutated by the transitions.
         is_needed: whether weights leave one.
-        limits_steps: see [Note: small weights].
+
+    Attributes:
+        limits_steps: whether a peer is lost; see [Note: small weights].
     """
 
-    def __init__(self, buffer: FlatBuffer, *, is_needed: bool, limits_steps: bool = False) -> None:
+    def __init__(self, buffer: FlatBuffer, *, is_needed: bool) -> None:
         self.buffer = buffer
         self.is_needed = is_needed
-        self.limits_steps = limits_steps
+        self.limits_steps = False
         self._scale: Tensor | None = None
         self.form = Form.ESTIMATE
         self._is_stopped = False

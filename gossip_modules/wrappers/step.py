@@ -110,6 +110,8 @@ class TrainingStep(nn.Module):
         """The round of a step."""
         if self._elastic is not None:
             self._elastic.at_step()
+            if self._debias is not None:
+                self._debias.limits_steps = bool(self._elastic.membership.lost)
         if not self._buffer.is_current():
             self._choose()
             if not self._buffer.is_attached():

@@ -260,7 +260,8 @@ def test_steps_of_the_estimate_are_no_longer_than_the_rate_where_that_is_limited
     buffer = FlatBuffer(module)
     buffer.vector.push_sum_weight.fill_(weight)
     before = flatten(module)
-    debias = Debias(buffer, is_needed=True, limits_steps=limits_steps)
+    debias = Debias(buffer, is_needed=True)
+    debias.limits_steps = limits_steps
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     torch.optim.SGD(module.parameters(), lr=1.0).step()
@@ -275,7 +276,8 @@ def test_a_limited_step_that_raises_leaves_the_estimate_to_who_asks_for_it() -> 
     buffer = FlatBuffer(module)
     buffer.vector.push_sum_weight.fill_(2.0)
     before = flatten(module)
-    debias = Debias(buffer, is_needed=True, limits_steps=True)
+    debias = Debias(buffer, is_needed=True)
+    debias.limits_steps = True
     with pytest.raises(StepError):
         Failing(module.parameters(), lr=1.0).step()
     assert debias.form is Form.LIMITED
