@@ -146,6 +146,14 @@ class Joining(Giving):
             self._is_coming_again = True
             self._say(self._coming)
 
+    def _come_back(self, deadline: float) -> None:
+        """Come once more, if the job goes on without this worker; see [Note: left out at the door]."""
+        with self._lock:
+            is_over = self._roster.view is None and self._roster.forming is None
+        if is_over:
+            raise ConnectionError(f"job {self.name!r} ended while this worker was joining it; start another one")
+        self._come_once_more(deadline - self.timeout.total_seconds())
+
     def _say_loaded(self, attempt: int) -> None:
         """But not of a life of the store that is over; see [Note: coming again]."""
         with self._lock:
@@ -170,7 +178,8 @@ class Joining(Giving):
             if joiner is None and (self.id in roster.founders or is_founder):
                 return None
             if joiner is None:
-                raise ConnectionError(f"job {self.name!r} ended while this worker was joining it; start another one")
+                self._come_back(deadline)
+                continue
             self._raise_if_it_cannot_join(joiner)
             name = name_of(joiner)
             try:
