@@ -43,8 +43,9 @@ class ChaosBenchmark:
     """Of computation, which is slept: eight workers share the cores of one machine."""
     undisturbed_step_ms: float = 1.0
     """The same in the run without faults, whose time is not measured."""
-    end_steps: int = 500
-    """After the last fault, with all workers and a learning rate that falls to zero; as many in the run without."""
+    end_steps: int = 1500
+    """After the last fault, with all workers and a learning rate that falls to zero; as many in the run without. Longer
+    than the timeout, 60 s, which is how long waits for a peer that died in the middle of a message last."""
     min_deadline: float = 2.0
     """Of the membership: seconds of silence after which a worker is left out."""
     seed: int = 1

@@ -90,17 +90,18 @@ def slowest_after(lines: Sequence[Mapping[str, Any]], faults: Sequence[HappenedF
 
 
 def growth(own: Sequence[Mapping[str, Any]], name: str, *, end_steps: int) -> tuple[float, float]:
-    """The median of a resource in a worker's first generation, and in the second half of the last `end_steps`.
+    """The median of a resource in a worker's first generation, and in the last sixth of the last `end_steps`.
 
     Both with the same number of workers, and when the links of other generations are closed: what a generation takes
-    depends on that number, and those before are closed some seconds after a change.
+    depends on that number, those before are closed some seconds after a change, and waits for a peer that died in the
+    middle of a message last for the timeout.
     """
     if not own:
         return float("nan"), float("nan")
     first, last, size = own[0]["generation"], own[-1]["step"], len(own[0]["members"])
     calm = [line for line in own if name in line and len(line["members"]) == size]
     early = [line[name] for line in calm if line["generation"] == first]
-    late = [line[name] for line in calm if line["step"] > last - end_steps // 2]
+    late = [line[name] for line in calm if line["step"] > last - end_steps // 6]
     first_median, last_median = (statistics.median(values) if values else float("nan") for values in (early, late))
     return first_median, last_median
 

@@ -47,7 +47,7 @@ class SoakTraining:
     step_ms: float
     seed: int
     min_deadline: float
-    end_steps: int = 500
+    end_steps: int = 1500
 
     def __call__(self, worker: Worker) -> dict[str, float]:
         """The life of one worker; its accuracy, and the number of steps of the job."""

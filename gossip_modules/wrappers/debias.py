@@ -33,11 +33,10 @@ class Debias:
     estimate: the next forward of the wrapper, of whatever kind, its `state_dict`, `eval`, `flush`, `averaged` or
     `close`, or the next step that ends well. Until then the parameters themselves, and the inner module, hold x.
 
-    [Note: small weights] A step of x is 1 / w times as long for z. Where a peer is lost, the graph has holes until
-    the next generation, in which weights fall to a small fraction and z runs away: in a soak the norm of a model grew
-    by a sixth in 40 steps. So while `limits_steps` is true the optimizer steps on z * max(w, 1): no step of z is
-    longer than without push-sum, and what a worker of small weight adds to the sum of all x is as small as its
-    weight.
+    [Note: small weights] A step of x is 1 / w times as long for z. Where a peer is lost, the graph has holes until the
+    next generation, in which weights fall to a small fraction and z runs away. So while `limits_steps` is true the
+    optimizer steps on z * max(w, 1): no step of z is longer than without push-sum, and what a worker of small weight
+    adds to the sum of all x is as small as its weight.
 
     Assran et al., arXiv 1811.10792, Algorithm 1, lines 2 to 4; the limit is ours.
 

@@ -58,8 +58,8 @@ def test_growth_is_from_the_first_generation_to_the_last_steps_with_as_many_work
     then = [line(step, generation=2, threads=50) for step in range(10, 50)]
     end = [line(50, generation=3, threads=12), line(51, generation=4, members=(0,), threads=3)]
     end += [line(52, generation=4, threads=12)]
-    assert checks.growth([*first, *then, *end], "threads", end_steps=12) == (10, 50)
-    assert checks.growth([*first, *then, *end], "threads", end_steps=4) == (10, 12)
+    assert checks.growth([*first, *then, *end], "threads", end_steps=36) == (10, 50)
+    assert checks.growth([*first, *then, *end], "threads", end_steps=12) == (10, 12)
     assert str(checks.growth([], "threads", end_steps=4)) == "(nan, nan)"
 
 
