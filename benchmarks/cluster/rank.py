@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import traceback
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.job import Job
+from benchmarks.cluster.network import namespaces
 from benchmarks.cluster.network.links import DATA
 from benchmarks.cluster.network.place import Place
 from benchmarks.cluster.trials import Trial, measure
@@ -24,13 +24,10 @@ from benchmarks.cluster.workload.training import Training, train
 STORE_PORT = 29_500
 START_TIMEOUT = timedelta(minutes=5)
 """For all ranks to be there."""
-NAMESPACES = Path("/run/netns")
-"""Where iproute2 keeps them by name."""
 JOBS: dict[str, tuple[type[Job], Callable[[Any, Place], dict[str, Any]]]] = {
     kind.__name__: (kind, body) for kind, body in ((Trial, measure), (Training, train))
 }
 """By kind: what a message tells, and who does it."""
-_CLONE_NEWNET = 0x4000_0000  # of <sched.h>
 
 
 def serve(connection: Connection, namespace: str, rank: int, addresses: Sequence[str], controls: Sequence[str]) -> None:
@@ -41,7 +38,7 @@ def serve(connection: Connection, namespace: str, rank: int, addresses: Sequence
         namespace: to live in, of `ip netns`.
         rank, addresses, controls: see `Place`.
     """
-    enter(namespace)
+    namespaces.enter(namespace)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = DATA
     store = dist.TCPStore(controls[0], STORE_PORT, is_master=rank == 0, wait_for_workers=False, timeout=START_TIMEOUT)
@@ -77,18 +74,6 @@ def last_line(error: BaseException) -> str:
         return f"{error.name} is not installed: make cluster-venv"
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
-
-
-def enter(namespace: str) -> None:
-    """Move this process, which must have one thread only, to a network namespace.
-
-    Raises:
-        OSError: there is none of this name, or no right to enter it.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    with (NAMESPACES / namespace).open() as file:
-        if libc.setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"entering {namespace}: {os.strerror(ctypes.get_errno())}")
 
 
 def print_to(log: Path) -> None:

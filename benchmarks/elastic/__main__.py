@@ -12,8 +12,9 @@ kills: when all of eight have taken 100 steps some are killed (SIGKILL) at once,
 store; 100 steps later one is started again, with the store. torchft's all-reduce is beside the methods of the library
 if it is installed: `make cluster-venv`, and run with .venv-cluster/bin/python. cost: steps with and without a
 membership take turns in four processes. joins: workers come one after the other to a job of four with a larger network.
-scale: one of 8, 16 and 32 workers is killed, and started again. network: each worker is a host of its own, a network
-namespace behind a router; one of them is stopped or cut off, or packets to and from it are late or lost. It needs root.
+scale: one of 8, 16 and 32 workers is killed, and started again; each is a host of the emulated cluster, with 1 Gbit/s.
+network: each worker is a host of its own, a network namespace behind a router; one of them is stopped or cut off, or
+packets to and from it are late or lost. scale and network need root.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, Literal
 
 import tyro
 
+from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.elastic import cost, joins, kills, network, scale, torchft_worker
 from benchmarks.elastic.methods import METHODS
 from benchmarks.elastic.worker import ElasticJob, StoreProcess
@@ -72,9 +74,7 @@ def rows(options: ElasticBenchmark, method: str, folder: Path) -> Iterator[dict[
                     yield kills.measure(job, count, own, folder, with_store=state == "killed")
     elif options.figure == "scale":
         for size in options.sizes:
-            with contextlib.closing(kills.start_store(method)) as own:
-                job = ElasticJob(method, own.address, size, options.step_ms, options.seed)
-                yield scale.measure(job, own, folder)
+            yield scale.measure(method, size, folder, step_ms=options.step_ms, seed=options.seed)
     elif options.figure == "joins":
         with contextlib.closing(StoreProcess()) as own:
             large = ElasticJob(method, own.address, 4, options.step_ms, options.seed, width=1 << 14)
@@ -110,7 +110,7 @@ def main() -> None:
     options = tyro.cli(ElasticBenchmark)
     output = options.folder / ("elastic.csv" if options.figure == "kills" else f"elastic_{options.figure}.csv")
     for method in measured(options):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, or_exit():
             for figures in rows(options, method, Path(folder)):
                 print(figures, flush=True)
                 append_row(output, figures, seed=options.seed)

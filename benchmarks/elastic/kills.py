@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.elastic import torchft_worker
 from benchmarks.elastic.worker import (
     ElasticJob,
+    Host,
     StoreProcess,
     WorkerProcess,
     killed_at_the_end,
@@ -23,9 +24,9 @@ from benchmarks.elastic.worker import (
 )
 
 
-def start_store(method: str) -> StoreProcess:
-    """What the workers of a method meet in."""
-    return StoreProcess(torchft_worker.LIGHTHOUSE) if method == torchft_worker.NAME else StoreProcess()
+def start_store(method: str, host: Host | None = None) -> StoreProcess:
+    """What the workers of a method meet in; see `StoreProcess`."""
+    return StoreProcess(torchft_worker.LIGHTHOUSE, host) if method == torchft_worker.NAME else StoreProcess(host=host)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,14 @@ class Killing:
 
 @contextlib.contextmanager
 def killing(
-    job: ElasticJob, kills: int, store: StoreProcess, folder: Path, *, with_store: bool = False
+    job: ElasticJob,
+    kills: int,
+    store: StoreProcess,
+    folder: Path,
+    *,
+    with_store: bool = False,
+    hosts: Sequence[Host] = (),
+    num_steps: int = 100,
 ) -> Iterator[Killing]:
     """Train, kill and start again; workers end with the block.
 
@@ -59,13 +67,16 @@ def killing(
         store: of the job.
         folder: for what workers print.
         with_store: whether it is killed with them. It comes back, empty, when a worker is started again.
+        hosts: one for each worker; none: all live on this machine. Who is started again has that of who died.
+        num_steps: before the kill, and from it to the start of the newcomer.
     """
     body: Callable[[ElasticJob], None] = torchft_worker.train if job.method == torchft_worker.NAME else train
     name = f"{job.num_workers}_{kills}_{with_store}"
     with killed_at_the_end() as workers:
-        workers += [WorkerProcess(job, folder, f"{name}_{i}", body) for i in range(job.num_workers)]
+        places: Sequence[Host | None] = hosts or [None] * job.num_workers
+        workers += [WorkerProcess(job, folder, f"{name}_{i}", body, host) for i, host in enumerate(places)]
         first = list(workers)
-        until(workers, 100)
+        until(workers, num_steps)
         by_rank = sorted(workers, key=lambda worker: worker.events("step")[-1]["rank"])
         killed_at = time.time()
         if with_store:
@@ -74,14 +85,14 @@ def killing(
             worker.process.kill()
         alive = by_rank[kills:]
         last = max(worker.last_step() for worker in alive)
-        until_or_failed(alive, last + 100)
+        until_or_failed(alive, last + num_steps)
         started_at = time.time()
         if with_store:
             store.start()
-        newcomer = WorkerProcess(job, folder, f"{name}_again", body)
+        newcomer = WorkerProcess(job, folder, f"{name}_again", body, places[first.index(by_rank[0])])
         workers.append(newcomer)
         if not all(worker.has_failed for worker in alive):
-            until([newcomer], last + 101)
+            until([newcomer], last + num_steps + 1)
             until_or_failed([newcomer, *alive], newcomer.last_step() + 50)
         yield Killing(first, alive, newcomer, killed_at, started_at)
 

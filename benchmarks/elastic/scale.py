@@ -1,19 +1,33 @@
-"""How long 8, 16 and 32 workers take to begin, to go on without one that was killed, and to take one in."""
+"""How long 8, 16 and 32 hosts take to begin, to go on without one that was killed, and to take one in.
+
+Each worker is a host of the emulated cluster, a network namespace behind a switch; see `EmulatedNetwork`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic.kills import Killing, killing
-from benchmarks.elastic.worker import ElasticJob, StoreProcess
+from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates
+from benchmarks.elastic.kills import Killing, killing, start_store
+from benchmarks.elastic.worker import ElasticJob, Host
+
+RATE = 1e9
+"""Of each link, in bit/s."""
+_NUM_STEPS = 40
 
 
-def measure(job: ElasticJob, store: StoreProcess, folder: Path) -> dict[str, Any]:
+def measure(method: str, num_workers: int, folder: Path, *, step_ms: float, seed: int) -> dict[str, Any]:
     """One row: the first rank is killed, and started again."""
-    with killing(job, 1, store, folder) as run:
-        return {"method": job.method, "num_workers": job.num_workers, "slept_ms": job.step_ms, **figures(run)}
+    with EmulatedNetwork(num_workers, LinkRates(RATE)) as network:
+        hosts = [Host(name, network.address(rank)) for rank, name in enumerate(network.hosts)]
+        with contextlib.closing(start_store(method, hosts[0])) as store:
+            job = ElasticJob(method, store.address, num_workers, step_ms, seed)
+            with killing(job, 1, store, folder, hosts=hosts, num_steps=_NUM_STEPS) as run:
+                row = {"method": method, "num_workers": num_workers, "rate_gbit": RATE / 1e9, "slept_ms": step_ms}
+                return {**row, **figures(run)}
 
 
 def figures(run: Killing) -> dict[str, Any]:
@@ -22,12 +36,13 @@ def figures(run: Killing) -> dict[str, Any]:
     after = [event["ms"] for event in steps if run.killed_at < event["at"] < run.started_at]
     ready = max(event["at"] for worker in run.workers for event in worker.events("ready"))
     first = max(worker.events("step")[0]["at"] for worker in run.workers)
+    joined = run.newcomer.events("step")
     return {
         "seconds_to_begin": round(first - ready, 2),
         "median_ms": round(statistics.median(event["ms"] for event in steps if event["at"] < run.killed_at), 1),
         "seconds_to_form": _seconds_to_form(run),
         "slowest_after_kill_ms": round(max(after, default=float("nan")), 1),
-        "seconds_to_join": round(run.newcomer.events("step")[0]["at"] - run.newcomer.events("ready")[0]["at"], 2),
+        "seconds_to_join": round(joined[0]["at"] - run.newcomer.events("ready")[0]["at"], 2) if joined else None,
         "survivors_that_failed": sum(worker.has_failed for worker in run.alive),
     }
 

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.cluster.torchft_replica import Replica
 from benchmarks.elastic.worker import ElasticJob, make_model, say, take_steps
+from gossip_modules.membership.liveness.address import own_address
 
 NAME = "torchft, all-reduce"
 """Of the method."""
@@ -41,7 +42,7 @@ def train(job: ElasticJob) -> None:
         load,
         lambda: {"model": own.state_dict(), "optimizer": inner.state_dict()},
         lighthouse=job.address,
-        host="127.0.0.1",
+        host=own_address(job.address),
         name=f"worker{os.getpid()}",
         min_replicas=job.num_workers // 2 + 1,
         timeout=timedelta(seconds=60),
@@ -64,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0, help="of the lighthouse; 0: a free one")
     # As in torchft's README: a shorter time to join gives quorums of another majority in each step.
-    server = LighthouseServer(f"127.0.0.1:{parser.parse_args().port}", MAX_WORKERS // 2 + 1, join_timeout_ms=10_000)
+    server = LighthouseServer(f"0.0.0.0:{parser.parse_args().port}", MAX_WORKERS // 2 + 1, join_timeout_ms=10_000)
     print(f"lighthouse on port {server.address().rsplit(':', 1)[1]}", flush=True)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 2)  # it logs some lines for each step

@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from benchmarks.cluster.network import namespaces
 from benchmarks.elastic.methods import METHODS
 from gossip_modules import Membership
 from gossip_modules.membership.donor import transfer
@@ -112,6 +113,13 @@ def take_steps(
         say(event="step", step=step, rank=rank, at=time.time(), ms=1000 * seconds, is_serving=is_serving)
 
 
+class Host(NamedTuple):
+    """Where a process lives: a network namespace, of `ip netns`, and its address in it."""
+
+    namespace: str
+    address: str
+
+
 class WorkerProcess:
     """A process that trains, and what it has printed.
 
@@ -120,14 +128,22 @@ class WorkerProcess:
         folder: for what it prints.
         name: of the worker, another one for each.
         body: the function that it calls.
+        host: that it lives in; None: this machine.
     """
 
-    def __init__(self, job: ElasticJob, folder: Path, name: str, body: Callable[[ElasticJob], None] = train) -> None:
+    def __init__(
+        self,
+        job: ElasticJob,
+        folder: Path,
+        name: str,
+        body: Callable[[ElasticJob], None] = train,
+        host: Host | None = None,
+    ) -> None:
         self.path = folder / name
         self.path.touch()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
-        self.process = context.Process(target=_run, args=(body, job, str(self.path)), name=name, daemon=True)
+        self.process = context.Process(target=_run, args=(body, job, str(self.path), host), name=name, daemon=True)
         self.process.start()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -152,10 +168,12 @@ class WorkerProcess:
         return not self.process.is_alive()
 
 
-def _run(body: Callable[[ElasticJob], None], job: ElasticJob, path: str) -> None:
+def _run(body: Callable[[ElasticJob], None], job: ElasticJob, path: str, host: Host | None) -> None:
     with open(path, "w") as output, open(f"{path}.error", "w") as error:
         os.dup2(output.fileno(), 1)
         os.dup2(error.fileno(), 2)
+    if host is not None:
+        namespaces.enter(host.namespace, name=host.address)  # torchft tells others the name
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
@@ -177,17 +195,22 @@ class StoreProcess:
 
     Args:
         command: what python runs. It takes `--port`, and prints a line of which the last word is the port.
+        host: that it lives in; None: this machine.
     """
 
-    def __init__(self, command: Sequence[str] = ("-m", "gossip_modules.membership.serve")) -> None:
-        self._command = [sys.executable, *command]
+    def __init__(
+        self, command: Sequence[str] = ("-m", "gossip_modules.membership.serve"), host: Host | None = None
+    ) -> None:
+        place = () if host is None else ("ip", "netns", "exec", host.namespace)
+        self._command = [*place, sys.executable, *command]
+        self._host = "127.0.0.1" if host is None else host.address
         self.port = 0
         self.start()
 
     @property
     def address(self) -> str:
         """host:port"""
-        return f"127.0.0.1:{self.port}"
+        return f"{self._host}:{self.port}"
 
     def start(self) -> None:
         """Begin, empty; at the same port as before."""

@@ -88,11 +88,12 @@ its slowest step at other times, which shows what sharing the cores does.""",
         "How long 8, 16 and 32 workers take",
         "elastic_scale.csv",
         """\
-Workers with a [membership](../guides/elasticity.md), each a process of its own, which all share one machine with two
-cores; a step sleeps, the longer since so many share them. The first one is killed, and one is started again 100 steps
-later. Seconds: from the moment when all are ready to the last worker's first step; from the kill until the last one
-begins the next generation, which torchft's replicas do not name; and from the moment when the new worker is ready to
-its first step. torchft's replicas meet in a lighthouse, which takes one for dead after 5 s without a heartbeat.""",
+Workers with a [membership](../guides/elasticity.md), each a process of its own on a host of the emulated cluster: a
+network namespace behind a switch, with links of 1 Gbit/s. All share one machine with two cores; a step sleeps, the
+longer since so many share them. The first one is killed, and one is started again 40 steps later. Seconds: from the
+moment when all are ready to the last worker's first step; from the kill until the last one begins the next
+generation, which torchft's replicas do not name; and from the moment when the new worker is ready to its first step.
+torchft's replicas meet in a lighthouse, which takes one for dead after 5 s without a heartbeat.""",
         {
             "method": ("method", "s"),
             "num_workers": ("workers", "d"),

@@ -78,6 +78,8 @@ def test_the_last_worker_counts_in_the_figures_of_scale() -> None:
         "seconds_to_join": 0.1,
         "survivors_that_failed": 0,
     }
+    newcomer.times = []
+    assert scale.figures(Killing(alive, alive, newcomer, killed_at=2.0, started_at=4.0))["seconds_to_join"] is None
     alive[1].changes = ()
     assert scale.figures(Killing(alive, alive, newcomer, killed_at=2.0, started_at=4.0))["seconds_to_form"] is None
 

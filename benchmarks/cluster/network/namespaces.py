@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,9 @@ from pathlib import Path
 
 COMMAND_SECONDS = 20.0
 """For every `ip` and `tc` call; they take milliseconds."""
+NAMESPACES = Path("/run/netns")
+"""Where iproute2 keeps them by name."""
+_NEW_NAMES, _NEW_NETWORK = 0x0400_0000, 0x4000_0000  # CLONE_NEWUTS and CLONE_NEWNET of <sched.h>
 _OWNED = re.compile(r"gossip-(\d+)-(\d+)-\d+-\w+")
 """Process id and start time of the owner, a number within it, the host."""
 
@@ -102,6 +107,25 @@ def abandoned(existing: Sequence[str]) -> list[str]:
     """Those of a process that is not alive any more."""
     owned = [(name, match) for name in existing if (match := _OWNED.fullmatch(name))]
     return [name for name, match in owned if _start_time(int(match[1])) != int(match[2])]
+
+
+def enter(namespace: str, *, name: str = "") -> None:
+    """Move this process, which must have one thread only, to a network namespace.
+
+    Args:
+        namespace: of `ip netns`.
+        name: what this process then takes for that of its machine; empty: it keeps it.
+
+    Raises:
+        OSError: there is none, or no right to enter it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (NAMESPACES / namespace).open() as file:
+        failed = libc.setns(file.fileno(), _NEW_NETWORK) or (name and libc.unshare(_NEW_NAMES))
+    if failed:
+        raise OSError(ctypes.get_errno(), f"entering {namespace}: {os.strerror(ctypes.get_errno())}")
+    if name:
+        socket.sethostname(name)
 
 
 def remove(existing: Sequence[str]) -> None:
