@@ -101,6 +101,7 @@ def measure(method: str, options: ChaosBenchmark) -> tuple[dict[str, Any], SoakR
     row = {
         "method": method,
         "num_workers": options.num_workers,
+        "step_ms": options.step_ms,
         **summary(run, witness=options.num_workers - 1, end_steps=options.end_steps),
     }
     if method in HAS_MESSAGES_IN_FLIGHT:
