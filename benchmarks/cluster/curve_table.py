@@ -65,8 +65,34 @@ def goodness_by_rate(rows: pd.DataFrame, score: Score) -> dict[float, float]:
 
 
 def best_rate(goodness: Mapping[float, float]) -> float:
-    """The best of the learning rates of `goodness_by_rate`."""
-    return max(goodness, key=lambda rate: goodness[rate])
+    """The best of the learning rates of `goodness_by_rate`; of equal ones the lowest."""
+    return max(goodness, key=lambda rate: (goodness[rate], -rate))
+
+
+def tuned_rate(rows: pd.DataFrame, score: Score) -> float:
+    """The learning rate of all seeds of a setting: the best at the end with the lowest seed, which `curves` tunes with.
+
+    Args:
+        rows: of one setting.
+        score: of the task.
+
+    Raises:
+        ValueError: another seed was not trained at it, or at more learning rates than the lowest seed, so that the
+            rows do not say with which seed the learning rate was tuned.
+    """
+    lowest = rows["seed"].min()
+    tuned = goodness_by_rate(rows[rows["seed"] == lowest], score)
+    best = best_rate(tuned)
+    for seed, own in rows.groupby("seed"):
+        rates = sorted(set(own["learning_rate"]))
+        if best not in rates or len(rates) > len(tuned):
+            named = ", ".join(f"{rate:g}" for rate in rates)
+            raise ValueError(
+                f"got {rows['method'].iloc[0]} with seed {seed} at learning rates {named}, expected the best of seed "
+                f"{lowest}, {best:g}, and no more of them than its {len(tuned)}, as they are tuned with the lowest "
+                "seed; train with both seeds by one command, or remove the rows of one"
+            )
+    return best
 
 
 def curve(answers: Sequence[dict[str, list[float]]], score: Score) -> list[dict[str, float]]:

@@ -11,9 +11,9 @@ the accuracy. language: a decoder of two layers on bytes of text, by AdamW; the 
 that of each rank's own model on its share of what is evaluated on, so disagreement costs.
 
 The learning rate rises in the first tenth of the steps (language), and falls linearly to zero over --steps. It is tuned
-for each method alike with the first of --seeds, by the score at the end: the rates of --learning-rates, and, while the
-best is the lowest or the highest that was tried, a third or three times of it (--extra-rates). Other seeds use the best
-rate of the first.
+for each method alike with the first of --seeds, which is the lowest, by the score at the end: the rates of
+--learning-rates, and, while the best is the lowest or the highest that was tried, a third or three times of it
+(--extra-rates). Other seeds use the best rate of the first.
 
 What lockstep methods compute does not depend on links and pace: they train as fast as they can over links that are not
 shaped, and that counts for every cell. What asynchronous methods compute does: on slow links they skip exchanges. So
@@ -91,7 +91,7 @@ class Curves:
     batch_size: int = 32
     """Of each rank: images, or sequences of 64 bytes."""
     seeds: tuple[int, ...] = (1,)
-    """Of the first parameters, of the order of the data, and of stragglers; learning rates are tuned with the first."""
+    """From the lowest, with which learning rates are tuned: of the first parameters, of the data's order, of delays."""
     rate: float = 0.0
     """Of each link, both ways, in Gbit/s; 0: not shaped."""
     parameters: float = 0.0
@@ -115,8 +115,8 @@ class Curves:
             raise ValueError(f"got hosts={self.hosts}, expected {MIN_HOSTS} to {MAX_HOSTS}; see --help")
         if min(self.steps, self.batch_size) < 1 or not 0 <= self.compute < math.inf:
             raise ValueError(f"got {self}, expected steps and batch_size >= 1, compute >= 0; see --help")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"got seeds={self.seeds}, expected some of at least 0, each once; see --help")
+        if not self.seeds or list(self.seeds) != sorted(set(self.seeds)) or min(self.seeds) < 0:
+            raise ValueError(f"got seeds={self.seeds}, expected some of at least 0, each once, the lowest first")
         rates = self.rates
         if list(rates) != sorted(set(rates)) or not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"got learning_rates={rates}, expected some above 0, each once, the lowest first")
@@ -178,6 +178,17 @@ class Curves:
                 return {**setting, "learning_rate": rate}
         return None
 
+    def _check_seeds(self, rows: pd.DataFrame, data: str) -> None:
+        """Raise where there are rows of a lower seed: learning rates were tuned with that one."""
+        for setting in self.settings(data):
+            del setting["seed"]
+            lowest = rows_of_setting(rows, setting)["seed"].min()
+            if lowest < self.seeds[0]:
+                raise ValueError(
+                    f"got seeds={self.seeds} where {self.csv} has {setting['method']} with seed {lowest}, expected "
+                    "that too, as learning rates are tuned with the lowest seed; add it, or choose another --output"
+                )
+
     def training(self, setting: Mapping[str, Any], number: int, arrays: Path) -> Training:
         """One of the trainings."""
         return Training(
@@ -205,13 +216,14 @@ class Curves:
         """Run the trainings that have no rows yet, and append theirs; the exit code.
 
         Raises:
-            ValueError: there is too little data, or the CSV file has other columns.
+            ValueError: there is too little data, or the CSV file has other columns or rows of a lower seed.
         """
         start, arrays = time.monotonic(), self.out / self.task
         self._prepare(arrays)
         TASKS[self.task](arrays).check_sizes(self.hosts, self.batch_size)
         data = digest(arrays)
         rows, numbers = rows_in(self.csv), count()
+        self._check_seeds(rows, data)
         if self.missing(rows, data) is None:
             return 0
         with (

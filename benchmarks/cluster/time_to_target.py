@@ -10,7 +10,7 @@ many steps would take on those links. What a lockstep method computes depends on
 count in every cell with as many hosts; an asynchronous one's only in the cell that it was trained in.
 
 Steps are the first at which the score, between evaluations along a line, reaches the target: the median over seeds, at
-the learning rate that is best at the end with the first seed. A training that failed never reaches it. Every step
+the learning rate that is best at the end with the lowest seed. A training that failed never reaches it. Every step
 counts for what timed steps take, though PowerSGD's first tenth sends whole gradients.
 """
 
@@ -24,7 +24,7 @@ import pandas as pd
 import tyro
 
 from benchmarks.cluster import curve_table
-from benchmarks.cluster.curve_table import best_rate, goodness_by_rate
+from benchmarks.cluster.curve_table import tuned_rate
 from benchmarks.cluster.methods import CLUSTER_METHODS, OTHERS, OURS
 from benchmarks.cluster.table import COLUMNS, medians
 from benchmarks.cluster.workload.task import Score
@@ -67,7 +67,8 @@ def tables(trained: pd.DataFrame, timed: pd.DataFrame, target: float) -> str:
         target: of the score of the task.
 
     Raises:
-        ValueError: rows of several tasks or twice the same, none with a time, or a target that is none.
+        ValueError: rows of several tasks or twice the same, learning rates of which none is the tuned one, none with a
+            time, or a target that is none.
     """
     for column in ("task", "data", "hosts", "batch_size", "planned_steps"):
         if trained[column].nunique() > 1:
@@ -123,13 +124,16 @@ def steps_to(trained: pd.DataFrame, target: float, score: Score) -> pd.DataFrame
         score: of the task.
 
     Returns:
-        A row per method and cell, at the learning rate that is best at the end with the first seed: num_steps (inf: not
-        reached) and final (the score at the end), medians over seeds; fewest and most (of the steps of a seed);
+        A row per method and cell, at the learning rate that is best at the end with the lowest seed: num_steps (inf:
+        not reached) and final (the score at the end), medians over seeds; fewest and most (of the steps of a seed);
         learning_rate; num_seeds.
+
+    Raises:
+        ValueError: the rows do not say which learning rate was tuned; see `tuned_rate`.
     """
     found = []
     for names, rows in trained.groupby(RUN, sort=False):
-        rate = best_rate(goodness_by_rate(rows[rows["seed"] == rows["seed"].iloc[0]], score))
+        rate = tuned_rate(rows, score)
         seeds = [own for _, own in rows[rows["learning_rate"] == rate].groupby("seed", sort=False)]
         steps = pd.Series([_crossing(own, target, score) for own in seeds])
         finals = pd.Series([own.sort_values("num_steps")["score"].iloc[-1] for own in seeds])

@@ -68,7 +68,7 @@ says how they are made.
 Steps are those of a decoder of two layers, width 64, on the sources of Python's standard library, by
 AdamW with a warm-up of a tenth of the steps and a rate that falls linearly to zero. The loss is that of
 each rank's own model on its share of 512 sequences of 64 bytes; of our methods that average now and then
-it is that of the average. The learning rate is tuned alike for every method, with the first seed: a factor
+it is that of the average. The learning rate is tuned alike for every method, with the lowest seed: a factor
 of three or so between rates, and on while the best is at an end. Steps are medians over seeds.
 Seconds per step (`benchmarks/results/{CELLS}`) are those of a model with the parameters of a small
 ResNet-18, whose compute is waited; what travels is real. Methods that average now and then do so every

@@ -64,6 +64,7 @@ def test_methods_are_there_and_named_once(names: tuple[str, ...]) -> None:
         ({"hosts": 1}, "expected 2 to"),
         ({"steps": 0}, "expected steps and batch_size >= 1"),
         ({"seeds": (1, 1)}, "expected some of at least 0, each once"),
+        ({"seeds": (2, 1)}, "each once, the lowest first"),
         ({"learning_rates": (0.1, -1.0)}, "expected some above 0, each once"),
         ({"learning_rates": (0.1, 0.1)}, "expected some above 0, each once"),
         ({"learning_rates": (0.3, 0.1)}, "the lowest first"),
@@ -173,6 +174,23 @@ def test_steps_to_a_target() -> None:
     assert found.loc[("sgp", 0.0), "num_steps"] == float("inf")
     assert found.loc[("sgp", 1.0), "num_steps"] == 30
     assert found.loc[("choco", 0.0), "num_steps"] == float("inf")
+
+
+def test_the_learning_rate_is_that_of_the_lowest_seed() -> None:
+    low, high = trained("ddp", 60), trained("ddp", 50, rate=0.3)
+    other_low, other_high = trained("ddp", 70, seed=2), trained("ddp", 80, rate=0.3, seed=2)
+
+    def rate(*rows: pd.DataFrame) -> float:
+        found = steps_to(pd.concat(rows), 60.0, ClusterImages.score)
+        return found["learning_rate"].item()
+
+    assert rate(other_low, low, high) == 0.1
+    assert rate(other_high, other_low, high, low) == 0.1, "whichever comes first"
+    assert rate(trained("ddp", 60, rate=0.3), low) == 0.1, "the lower of equal ones"
+    with pytest.raises(ValueError, match=r"got ddp with seed 2 at learning rates 0.3, expected .* of seed 1, 0.1,"):
+        rate(other_high, low, high)
+    with pytest.raises(ValueError, match=r"seed 2 at learning rates 0.1, 0.3, expected .* no more of them than its 1"):
+        rate(low, other_low, other_high)
 
 
 def test_steps_to_a_loss() -> None:

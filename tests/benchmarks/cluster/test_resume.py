@@ -137,5 +137,7 @@ def test_trainings_are_resumed_and_other_seeds_take_the_best_rate(
     assert len(learners.jobs) == 8
     assert replace(options, seeds=(1, 2, 3)).main() == 0
     assert [job.seed for job in learners.jobs[8:]] == [3, 3]
+    with pytest.raises(ValueError, match=r"results.csv has ddp with seed 1, expected that too, as learning rates"):
+        replace(options, seeds=(2, 3)).main()
     with pytest.raises(ValueError, match="test sequences of 64 bytes, expected at least 1998 and 2, for 2 hosts"):
         replace(options, batch_size=999).main()
