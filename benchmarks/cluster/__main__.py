@@ -13,7 +13,9 @@ what is added, what is allocated. All methods see the same delays, in an order s
 cannot run is a row that says why. Needs root and iproute2; leaves nothing behind, even when killed.
 
 --output gets the same rows with command, commit, machine and date, appended as they come, and a trial that has a row,
-be it of an error, is not repeated: start again to go on. The exit code is 3 where --minutes were over before the work.
+be it of an error, is not repeated: start again to go on. A trial with other --steps is another one. The files in --out
+have the rows of all trials that are asked for, also of those that ran before. The exit code is 3 where --minutes were
+over before the work.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import count, product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
 from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.cluster.processes import Fleet, TrialError
-from benchmarks.cluster.table import failed_row, frame, is_there, markdown, rows_of
+from benchmarks.cluster.table import failed_row, frame, markdown, rows_in, rows_of, rows_of_trial
 from benchmarks.cluster.trials import NUM_WARM_STEPS, Trial
 from benchmarks.cluster.workload.delays import Delays
 from benchmarks.record import append_rows
@@ -120,39 +123,46 @@ class Cluster:
         return 60 + 3 * step * (self.steps + NUM_WARM_STEPS + 20)
 
     def main(self) -> int:
-        """Run all trials; write the files after each, print the table; the exit code."""
+        """Run the trials that have no rows yet, print the table of all; the exit code.
+
+        Raises:
+            ValueError: --output has other columns.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
-        there = pd.read_csv(self.output) if self.output is not None and self.output.is_file() else pd.DataFrame()
-        rows: list[dict[str, Any]] = []
-        numbers = count()
-        order = random.Random(self.seed)
+        start, keys = time.monotonic(), self._keys()
+        earlier = frame([]) if self.output is None else rows_in(self.output)
+        rows = [rows_of_trial(earlier, key) for key in keys]
         for num_hosts, rate in product(self.hosts, self.rates):
-            shared = self._key(num_hosts, rate)
-            keys: list[dict[str, Any]] = []
-            for repeat in range(self.repeats):
-                shuffled = order.sample(self.methods, len(self.methods))
-                keys += [{**shared, "method": method, "repeat": repeat} for method in shuffled]
-            keys = [key for key in keys if not is_there(there, key)]
-            if not keys:
+            cell = [number for number, key in enumerate(keys) if (key["hosts"], key["rate_gbit"]) == (num_hosts, rate)]
+            missing = [number for number in cell if not rows[number]]
+            if not missing:
                 continue
             print(f"== {num_hosts} hosts, {rate:g} Gbit/s", flush=True)
             links = LinkRates(rate * 1e9, self.slow_link_share)
             with EmulatedNetwork(num_hosts, links) as network, closing(Fleet(network, self.out / "logs")) as fleet:
                 if network.has_neighbours():
                     print("   another cluster runs on this machine: times are no measure", flush=True)
-                for key in keys:
+                for number in missing:
                     if self.minutes and time.monotonic() - start > 60 * self.minutes:
                         return 3
-                    rows += self._run(key, next(numbers), fleet)
-                    frame(rows).to_csv(self.out / "cluster.csv", index=False)
-        if rows:
-            text = markdown(frame(rows))
-            (self.out / "cluster.md").write_text(text + "\n")
-            print(f"\n{text}\n")
-            for picture in draw(self.out / "cluster.csv", self.out):
-                print(picture)
+                    rows[number] = self._run(keys[number], number, fleet)
+                    self._write_csv(rows)
+        text = markdown(self._write_csv(rows))
+        (self.out / "cluster.md").write_text(text + "\n")
+        print(f"\n{text}\n")
+        for picture in draw(self.out / "cluster.csv", self.out):
+            print(picture)
         return 0
+
+    def _write_csv(self, rows: Sequence[list[dict[str, Any]]]) -> pd.DataFrame:
+        """Write cluster.csv, and give what is in it.
+
+        Args:
+            rows: of each trial.
+        """
+        table = frame(chain.from_iterable(rows))
+        table.to_csv(self.out / "cluster.csv", index=False)
+        return table
 
     def _run(self, key: dict[str, Any], number: int, fleet: Fleet) -> list[dict[str, Any]]:
         """The rows of one trial, which are appended to `output` too."""
@@ -170,6 +180,15 @@ class Cluster:
             append_rows(self.output, columns.to_dict("records"), seed=self.seed)
         return rows
 
+    def _keys(self) -> list[dict[str, Any]]:
+        """The columns that say which trial it is, of all trials in their order, cell by cell."""
+        order = random.Random(self.seed)
+        keys: list[dict[str, Any]] = []
+        for num_hosts, rate, repeat in product(self.hosts, self.rates, range(self.repeats)):
+            shared = {**self._key(num_hosts, rate), "repeat": repeat}
+            keys += [{**shared, "method": method} for method in order.sample(self.methods, len(self.methods))]
+        return keys
+
     def _key(self, num_hosts: int, rate: float) -> dict[str, Any]:
         delays = asdict(self.delays(0))
         del delays["seed"]
@@ -178,6 +197,7 @@ class Cluster:
             "rate_gbit": rate,
             "num_parameters": self.parameters,
             "planned_ms": self.compute,
+            "planned_steps": self.steps,
             **delays,
             "slow_link_share": self.slow_link_share,
             "seed": self.seed,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from benchmarks.cluster.methods import BOUND, CLUSTER_METHODS
 from benchmarks.cluster.network.links import LINE_SHARE
+from benchmarks.record import PROVENANCE
 
 MAX_ERROR = 160
 """Letters of an error in the table."""
@@ -21,6 +23,7 @@ COLUMNS = (
         "first_round_s",
         "num_parameters",
         "planned_ms",
+        "planned_steps",
         "spread",
         "straggle_chance",
         "slow_factor",
@@ -32,8 +35,9 @@ COLUMNS = (
 """Of the CSV.
 
 step_ms: of the slowest rank, its median over steps; mean_step_ms: a rank's mean; fleet_step_ms: ranks over the sum of
-their steps per second. rss_mb: peak resident memory; memory_mb: what the trial added to it. link_share: of the shaped
-rate, over all of the step; line_share: while a round is on the wire."""
+their steps per second. planned_steps: timed ones that were asked for, before they are rounded up to a method's period.
+rss_mb: peak resident memory; memory_mb: what the trial added to it. link_share: of the shaped rate, over all of the
+step; line_share: while a round is on the wire."""
 
 
 def rows_of(key: dict[str, Any], answers: Sequence[dict[str, Any]], *, rate: float) -> list[dict[str, Any]]:
@@ -65,17 +69,36 @@ def failed_row(key: dict[str, Any], error: str) -> dict[str, Any]:
     return {**key, "title": CLUSTER_METHODS[key["method"]].title, "error": error}
 
 
-def is_there(rows: pd.DataFrame, key: Mapping[str, Any]) -> bool:
-    """Whether there are rows of a trial.
+def rows_in(path: Path) -> pd.DataFrame:
+    """The rows of a CSV file that `append_rows` writes; none where there is no file.
+
+    Raises:
+        ValueError: it has other columns.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return frame([])
+    rows = pd.read_csv(path)
+    expected = [*PROVENANCE, *(name for name in COLUMNS if name != "seed")]
+    if list(rows) != expected:
+        missing, unknown = [x for x in expected if x not in rows], [x for x in rows if x not in expected]
+        raise ValueError(
+            f"got {path} with missing columns {missing} and unknown columns {unknown}, expected those that "
+            "benchmarks.cluster writes today, in its order; choose another file"
+        )
+    return rows[list(COLUMNS)]
+
+
+def rows_of_trial(rows: pd.DataFrame, key: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of one trial, with the title that its method has now.
 
     Args:
-        rows: of the CSV; without columns where there is none.
+        rows: of the CSV.
         key: the columns that say which trial it is.
     """
     found = pd.Series(True, index=rows.index)
     for name, value in key.items():
-        found &= rows[name] == value if name in rows else False
-    return bool(found.any())
+        found &= rows[name] == value
+    return rows[found].assign(title=CLUSTER_METHODS[key["method"]].title).to_dict("records")
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:

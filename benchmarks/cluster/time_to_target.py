@@ -67,8 +67,8 @@ def tables(trained: pd.DataFrame, timed: pd.DataFrame, target: float) -> str:
         target: of the score of the task.
 
     Raises:
-        ValueError: rows of several tasks or twice the same, learning rates of which none is the tuned one, none with a
-            time, or a target that is none.
+        ValueError: rows of several tasks, of several numbers of timed steps in a cell, or twice the same; learning
+            rates of which none is the tuned one; no row with a time; or a target that is none.
     """
     for column in ("task", "data", "hosts", "batch_size", "planned_steps"):
         if trained[column].nunique() > 1:
@@ -77,6 +77,10 @@ def tables(trained: pd.DataFrame, timed: pd.DataFrame, target: float) -> str:
     score = TASKS[trained["task"].iloc[0]].score
     score.check_target(target)
     trained, timed = _known(trained), _known(timed)
+    for names, rows in timed[timed["error"].isna()].groupby(["method", *CELL]):
+        if rows["planned_steps"].nunique() > 1:
+            values = ", ".join(f"{value}" for value in sorted(rows["planned_steps"].unique()))
+            raise ValueError(f"got trials of {names[0]} with {values} timed steps in a cell, expected one: see --cells")
     for rows, key, option in (
         (trained, [*RUN, "learning_rate", "seed", "num_steps"], "--curves"),
         (timed[timed["error"].isna()], ["method", *CELL, "repeat", "rank"], "--cells"),

@@ -264,6 +264,13 @@ def test_a_table_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         TimeToTarget(60.0, (curves_csv,), (curves_csv,)).main()
     with pytest.raises(ValueError, match="got target=101, expected accuracy between 0 and 100 %"):
         replace(join, target=101).main()
+    frame(cluster_rows("ddp", 500)).drop(columns="planned_steps").to_csv(cells_csv, index=False)
+    with pytest.raises(ValueError, match=r"cluster.csv without planned_steps, expected a CSV of benchmarks.cluster"):
+        join.main()
+    lengths = [cluster_rows("ddp", 500, cell={**EVEN, "planned_steps": num}) for num in (12, 24)]
+    frame(lengths[0] + lengths[1]).to_csv(cells_csv, index=False)
+    with pytest.raises(ValueError, match="got trials of ddp with 12, 24 timed steps in a cell, expected one: see"):
+        join.main()
     frame(cluster_rows("ddp", 500)).assign(method="gone").to_csv(cells_csv, index=False)
     with pytest.raises(ValueError, match="with the methods gone, expected some of CLUSTER_METHODS"):
         join.main()

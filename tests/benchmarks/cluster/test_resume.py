@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -50,27 +52,81 @@ class Cells:
         return [answer(50.0), answer(60.0)]
 
 
-def test_trials_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """Those that ran, instead of on a network."""
     monkeypatch.setattr("benchmarks.cluster.__main__.EmulatedNetwork", Cells)
     monkeypatch.setattr("benchmarks.cluster.__main__.Fleet", Cells)
     monkeypatch.setattr("benchmarks.cluster.__main__.draw", lambda *_: [])
     monkeypatch.setattr(Cells, "trials", [])
+    return Cells.trials
+
+
+def test_trials_are_resumed(tmp_path: Path, trials: list[tuple[str, float]]) -> None:
     output = tmp_path / "results" / "cells.csv"
     shared: dict[str, Any] = {"hosts": (2,), "rates": (0.1, 1.0), "out": tmp_path / "out", "output": output}
     assert Cluster(methods=("ddp", "sgp"), repeats=2, minutes=1e-9, **shared).main() == 3
-    assert Cells.trials == []
+    assert trials == []
     assert Cluster(methods=("ddp", "sgp"), repeats=2, **shared).main() == 0
-    assert len(Cells.trials) == 8
+    assert len(trials) == 8
     rows = pd.read_csv(output)
     assert len(rows) == 16  # of two ranks
     assert rows[["commit", "machine", "command", "date", "seed"]].notna().all(axis=None)
     assert Cluster(methods=("ddp", "sgp"), repeats=2, **shared).main() == 0
-    assert len(Cells.trials) == 8, "all are there"
+    assert len(trials) == 8, "all are there"
     assert Cluster(methods=("ddp", "hivemind"), repeats=1, **shared).main() == 0
-    assert Cells.trials[8:] == [("hivemind", 1e8), ("hivemind", 1e9)]
+    assert trials[8:] == [("hivemind", 1e8), ("hivemind", 1e9)]
     assert pd.read_csv(output)["error"].dropna().tolist() == ["rank 1: no luck"] * 2
     assert Cluster(methods=("ddp", "hivemind"), repeats=1, straggle_chance=0.1, **shared).main() == 0
-    assert len(Cells.trials) == 14, "with stragglers they are other trials"
+    assert len(trials) == 14, "with stragglers they are other trials"
+    assert Cluster(methods=("ddp", "hivemind"), repeats=1, steps=24, **shared).main() == 0
+    assert len(trials) == 18, "with other steps too"
+    assert set(pd.read_csv(tmp_path / "out" / "cluster.csv")["planned_steps"]) == {24}
+    assert set(pd.read_csv(output)["planned_steps"]) == {12, 24}
+
+
+def test_the_table_is_of_all_pieces(
+    tmp_path: Path,
+    trials: list[tuple[str, float]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = count(step=60)  # a minute from one look at it to the next
+    monkeypatch.setattr("benchmarks.cluster.__main__.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    methods = ("ddp", "sgp", "hivemind")
+    whole = Cluster(methods=methods, hosts=(2,), rates=(1.0, 0.1), repeats=1, out=tmp_path / "whole")
+    assert whole.main() == 0
+    table = (tmp_path / "whole" / "cluster.md").read_text()
+    assert len(trials) == 6
+
+    output = tmp_path / "cells.csv"
+    output.touch()
+    last = replace(whole, rates=(0.1,), methods=("sgp", "osgp"), out=tmp_path / "last", output=output)
+    assert last.main() == 0, "of another matrix in part"
+    pieces = replace(whole, out=tmp_path / "pieces", output=output)
+    for num_done in (3, 5):
+        assert replace(pieces, minutes=2.5).main() == 3
+        rows = pd.read_csv(tmp_path / "pieces" / "cluster.csv")
+        assert len(rows.groupby(["method", "rate_gbit"])) == num_done
+        assert not (tmp_path / "pieces" / "cluster.md").exists()
+    capsys.readouterr()
+    assert pieces.main() == 0
+    assert (tmp_path / "pieces" / "cluster.md").read_text() == table
+    assert table in capsys.readouterr().out
+    assert len(trials) == 13
+    again = replace(pieces, out=tmp_path / "again")
+    assert again.main() == 0
+    assert (tmp_path / "again" / "cluster.md").read_text() == table
+    assert len(trials) == 13
+
+
+def test_a_file_with_other_columns_is_refused_before_any_trial(tmp_path: Path, trials: list[tuple[str, float]]) -> None:
+    cluster = Cluster(methods=("ddp",), hosts=(2,), repeats=1, out=tmp_path / "out", output=tmp_path / "cells.csv")
+    assert cluster.main() == 0
+    pd.read_csv(tmp_path / "cells.csv").drop(columns="planned_steps").to_csv(tmp_path / "cells.csv", index=False)
+    with pytest.raises(ValueError, match=r"cells.csv with missing columns \['planned_steps'\] and unknown"):
+        replace(cluster, repeats=2).main()
+    assert len(trials) == 1
 
 
 class Learners:
