@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import networkx as nx
 from torch import nn
 
 from gossip_modules import (
@@ -27,8 +28,8 @@ def ring(n: int) -> RingGraph:
 
 
 def matchings(n: int) -> MatchaGraph:
-    """Of that ring: in the mean, half of its links are in a round."""
-    return MatchaGraph(ring(n), budget=0.5, seed=1)
+    """Of a ring: in the mean, half of its links are in a round."""
+    return MatchaGraph(nx.cycle_graph(n), budget=0.5, seed=1)
 
 
 def power_gossip(module: nn.Module, **options: Any) -> GossipDataParallel:

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from benchmarks.elastic import kills, scale, torchft_worker
 from benchmarks.elastic.__main__ import ElasticBenchmark, measured
 from benchmarks.elastic.kills import Killing
 from benchmarks.elastic.methods import METHODS
+from gossip_modules import Membership
 
 
 @dataclass
@@ -82,6 +86,14 @@ def test_the_last_worker_counts_in_the_figures_of_scale() -> None:
     assert scale.figures(Killing(alive, alive, newcomer, killed_at=2.0, started_at=4.0))["seconds_to_join"] is None
     alive[1].changes = ()
     assert scale.figures(Killing(alive, alive, newcomer, killed_at=2.0, started_at=4.0))["seconds_to_form"] is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_takes_a_membership_of_any_number_of_workers(method: str) -> None:
+    membership = Membership(dist.HashStore(), min_workers=1)
+    model = METHODS[method](nn.Linear(64, 8), membership=membership)
+    assert model(torch.zeros(2, 64)).shape == (2, 8)
+    model.close()
 
 
 def test_torchft_is_left_out_with_a_remedy_where_it_is_not_installed(
