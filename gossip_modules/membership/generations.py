@@ -168,9 +168,7 @@ class Generations(WorkerState):
             self._hurried.add(forming.generation)
             for worker in forming.ids:
                 if worker not in self._roster.ready and worker != self.id:
-                    self._accuse(
-                        worker, f"it did not come to form generation {forming.generation}", may_have_ended=False
-                    )
+                    self._accuse_absent(worker, forming)
 
     def _form(self, view: View) -> None:
         """A thread of its own: connect with the members of a generation, and say so."""
@@ -236,9 +234,12 @@ class Generations(WorkerState):
             if not are_accused and time.monotonic() - start > limits.FORMING:
                 are_accused = True
                 for worker in sorted(missing):
-                    why = f"it did not come to form generation {view.generation}"
-                    self._accuse(worker, why, may_have_ended=False)
+                    self._accuse_absent(worker, view)
         return True
+
+    def _accuse_absent(self, worker: int, view: View) -> None:
+        """Say that a member has not come to form a generation."""
+        self._accuse(worker, f"it did not come to form generation {view.generation}", may_have_ended=False)
 
     def _silent(self, worker: int, seconds: float) -> None:
         """From the thread of heartbeats."""

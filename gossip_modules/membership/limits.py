@@ -6,6 +6,8 @@ CONNECT = 10.0  # for those that have come
 RETIRE = 5.0  # that links of the generation before stay open, for ranks that are behind
 PROBE = 0.5  # for an answer to the question whether a worker lives
 KNOCK = 5.0  # between two such questions
-RETRY = 1.0  # between two attempts to reach a job that goes on without this worker
+# Between two attempts to reach a job that goes on without this worker, and between two looks whether the process of
+# an accused worker has ended.
+RETRY = 1.0
 ENDED = 2.0  # for an answer in the log, where the processes of all members seem to have ended
 LOG_EVENTS = 256  # entries of the log, not seconds: after so many it is cut

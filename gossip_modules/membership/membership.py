@@ -154,7 +154,7 @@ class Membership(Joining):
             step = self._participant.step
             if step < num_steps:
                 yield step
-                if self._participant.step == step and not self.is_again:
+                if self._participant.step == step and not self._is_again:
                     raise RuntimeError(
                         f"got no training forward in step {step}, expected one: each step is one round with the others"
                     )
@@ -246,8 +246,8 @@ class Membership(Joining):
         if self._is_ahead:
             self._is_ahead = False
             return None
-        if self.is_again:
-            self.is_again = False
+        if self._is_again:
+            self._is_again = False
             return self._as_one(lambda: None)  # a node has the model of its first process again
         return self._as_one(self._at_step)
 

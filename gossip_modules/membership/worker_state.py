@@ -103,7 +103,7 @@ class WorkerState:
         self._given: dict[tuple[int, int, int], tuple[float, Mapping[str, Any]]] = {}  # see [Note: what was given]
         self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that will not bring it
         self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
-        self.is_again = False  # whether that is of a step which `at_step` has counted, as its round has failed
+        self._is_again = False  # whether that is of a step which `at_step` has counted, as its round has failed
         self._hurried: set[int] = set()
         self._asked_again = 0  # the last generation without links that the others were asked to form again
         self._limit: int | None = None  # the step that is not begun before the next generation is known

@@ -128,7 +128,7 @@ class TrainingStep(nn.Module):
                 if engine is not None:  # [Note: after infinities]
                     engine.step = step
                     if self._elastic is not None:
-                        self._elastic.membership.is_again = True
+                        self._elastic.membership._is_again = True
                 raise
             finally:
                 self._to_estimate()
