@@ -238,8 +238,9 @@ class Generations(WorkerState):
         return True
 
     def _accuse_absent(self, worker: int, view: View) -> None:
-        """Say that a member has not come to form a generation."""
-        self._accuse(worker, f"it did not come to form generation {view.generation}", may_have_ended=False)
+        """Say that a member has not come to form a generation; see [Note: late accusations]."""
+        why = f"it did not come to form generation {view.generation}"
+        self._accuse(worker, why, may_have_ended=False, generation=view.generation)
 
     def _silent(self, worker: int, seconds: float) -> None:
         """From the thread of heartbeats."""

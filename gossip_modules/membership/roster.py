@@ -10,7 +10,7 @@ from typing import Any
 
 from .liveness.majority import add_accusation, left_out
 from .roster_state import RosterState
-from .view import Accusation, Joiner, Member, View, differences, member_of
+from .view import Joiner, Member, View, accusation_of, differences, member_of
 
 # What the events of a stranger, or of another version, may raise.
 GARBAGE = (AttributeError, KeyError, TypeError, ValueError, ArithmeticError)
@@ -33,6 +33,9 @@ class Roster(RosterState):
     [Note: majority] Members that cannot reach each other accuse each other. A generation needs more than half of the
     members of the one before, or half with the first of them; those whose process has ended do not count. Where the
     accusations in their order leave no majority, those that are in most of them go.
+
+    [Note: late accusations] That a member did not come to form a generation is void when that one, or a later one, has
+    formed: whoever is in it has come.
 
     [Note: weights] A worker that joins has half of its donor's push-sum weight, so that all then multiply theirs by the
     number of members over that of those who were there, and the mean of the weights is as before. It is not kept where
@@ -174,7 +177,9 @@ class Roster(RosterState):
     # Who goes.
 
     def _accuse(self, event: Mapping[str, Any]) -> None:
-        accusation = Accusation(int(event["by"]), int(event["of"]), str(event["why"]), bool(event["is_sure"]))
+        accusation = accusation_of(event)
+        if self.view is not None and 0 < accusation.generation <= self.view.generation:
+            return  # [Note: late accusations]
         present = {worker for view in (self.view, self.forming) if view is not None for worker in view.ids}
         if {accusation.by, accusation.of} <= present and add_accusation(self.accusations, accusation):
             self._change()
@@ -259,7 +264,8 @@ class Roster(RosterState):
         self.forming = None
         self.ready = {}
         self.founders = {}
-        self.accusations = [a for a in self.accusations if self.view.has(a.by) and self.view.has(a.of)]
+        pairs = [a for a in self.accusations if self.view.has(a.by) and self.view.has(a.of)]
+        self.accusations = [a for a in pairs if not a.generation]  # [Note: late accusations]
         self.left = {}
         self.joiners = {worker: joiner for worker, joiner in self.joiners.items() if not self.view.has(worker)}
         for joiner in list(self.joiners.values()):

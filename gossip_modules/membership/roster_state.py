@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from .view import Accusation, Joiner, Member, View, member_of, view_of
+from .view import Accusation, Joiner, Member, View, accusation_of, member_of, view_of
 
 
 class RosterState:
@@ -78,6 +78,6 @@ class RosterState:
         self.joiners = {j["member"]["id"]: Joiner(**{**j, "member": member_of(j["member"])}) for j in state["joiners"]}
         self.founders = {member.id: member for member in map(member_of, state["founders"])}
         self.num_founders = int(state["num_founders"])
-        self.accusations = [Accusation(**accusation) for accusation in state["accusations"]]
+        self.accusations = [accusation_of(accusation) for accusation in state["accusations"]]
         self.num_knocks, self.num_answers = map(int, state["calls"])
         self.loaded = int(state["loaded"])

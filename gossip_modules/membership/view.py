@@ -97,11 +97,17 @@ class Accusation:
     of: int
     why: str
     is_sure: bool  # its process has ended: its machine refused a connection
+    generation: int = 0  # that it did not come to form; 0: it is about no generation, and holds in all
 
 
 def member_of(state: Mapping[str, Any]) -> Member:
     host, port = state["address"]
     return Member(int(state["id"]), int(state["number"]), str(state["host"]), int(state["pid"]), (str(host), int(port)))
+
+
+def accusation_of(state: Mapping[str, Any]) -> Accusation:
+    by, of, generation = int(state["by"]), int(state["of"]), int(state.get("generation", 0))
+    return Accusation(by, of, str(state["why"]), bool(state["is_sure"]), generation)
 
 
 def view_of(state: Mapping[str, Any]) -> View:

@@ -240,15 +240,17 @@ class WorkerState:
             self._unsent.append(event)
         self._wake.set()
 
-    def _accuse(self, worker: int, why: str, *, may_have_ended: bool) -> None:
+    def _accuse(self, worker: int, why: str, *, may_have_ended: bool, generation: int = 0) -> None:
+        """Say that a worker has failed; generation: see `Accusation`."""
         log.warning("job %s: rounds go on without worker %s: %s", self.name, self._number_of(worker), why)
         if may_have_ended:
             self._start_thread(self._accuse_if_ended, worker, why, name="gossip-accuse")
         else:
-            self._say_accusation(worker, why, is_sure=False)
+            self._say_accusation(worker, why, is_sure=False, generation=generation)
 
-    def _say_accusation(self, worker: int, why: str, *, is_sure: bool) -> None:
-        self._say({"event": "accuse", "by": self.id, "of": worker, "why": why, "is_sure": is_sure})
+    def _say_accusation(self, worker: int, why: str, *, is_sure: bool, generation: int = 0) -> None:
+        about = {"of": worker, "why": why, "is_sure": is_sure, "generation": generation}
+        self._say({"event": "accuse", "by": self.id, **about})
 
     def _accuse_if_ended(self, worker: int, why: str, is_accused: bool = False) -> None:
         """A thread of its own: say whether the process of a worker has ended.

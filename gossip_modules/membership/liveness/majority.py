@@ -62,7 +62,7 @@ def has_majority(
 
 
 def add_accusation(accusations: list[Accusation], new: Accusation) -> bool:
-    """Append an accusation, or put it in the place of what was less sure; whether that says anything new.
+    """Append an accusation, or put it in the place of what was less sure or holds less long; whether that is new.
 
     Args:
         accusations: in their order; changed.
@@ -70,9 +70,10 @@ def add_accusation(accusations: list[Accusation], new: Accusation) -> bool:
     """
     for i, old in enumerate(accusations):
         if (old.by, old.of) == (new.by, new.of):
-            if new.is_sure and not old.is_sure:
+            is_surer = new.is_sure and not old.is_sure
+            holds_longer = old.generation > 0 == new.generation and not old.is_sure
+            if is_surer or holds_longer:
                 accusations[i] = new
-                return True
-            return False
+            return is_surer
     accusations.append(new)
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from gossip_modules import GossipDataParallel, MatchaGraph, Membership
 from gossip_modules.membership import limits
 from gossip_modules.membership.donor import transfer
-from tests.library.membership.test_membership import Job, _no_thread_stays, close, die, member_of, model_of
+from gossip_modules.membership.view import View
+from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, die, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
 
@@ -187,6 +189,42 @@ def test_a_donor_that_dies_in_the_middle_is_replaced_at_once(monkeypatch: pytest
     survivor = workers[1 - workers.index(donor)]
     job.until_live([survivor, newcomer])
     may_end.set()
+    close(job.end())
+
+
+def test_who_came_late_to_its_first_generation_stays_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it did not come to form the first one is read when that has begun."""
+    monkeypatch.setattr(limits, "FORMING", 0.1)
+    say, form = Membership._say, Membership._form
+    said: list[tuple[Membership, Mapping[str, Any]]] = []
+    is_accused = threading.Event()
+
+    def say_by(self: Membership, event: Mapping[str, Any]) -> None:
+        if event["event"] == "accuse":
+            said.append((self, event))
+            is_accused.set()
+        else:
+            say(self, event)
+
+    def form_by(self: Membership, view: View) -> None:
+        if self._is_newcomer and self._active is None:
+            is_accused.wait(SECONDS)
+        form(self, view)
+
+    monkeypatch.setattr(Membership, "_say", say_by)
+    monkeypatch.setattr(Membership, "_form", form_by)
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    (newcomer,) = job.start(1, seed=1)
+    job.until_live([*workers, newcomer])
+    assert said
+    for member, event in said:
+        member._log.append(event)
+    (another,) = job.start(1, seed=2)
+    job.until_live([*workers, newcomer, another])
+    for worker in (*workers, newcomer):
+        assert not any(change.left for change in worker.changes)
     close(job.end())
 
 

@@ -20,8 +20,9 @@ def come(worker: int, *, min_workers: int = 4, description: Mapping[str, str] = 
     return {"event": "come", "member": member, "description": dict(description), "min_workers": min_workers}
 
 
-def accuse(by: int, of: int, *, is_sure: bool = False) -> dict[str, Any]:
-    return {"event": "accuse", "by": by, "of": of, "why": "it was silent", "is_sure": is_sure}
+def accuse(by: int, of: int, *, is_sure: bool = False, generation: int = 0) -> dict[str, Any]:
+    why = f"it did not come to form generation {generation}" if generation else "it was silent"
+    return {"event": "accuse", "by": by, "of": of, "why": why, "is_sure": is_sure, "generation": generation}
 
 
 class StrictRoster(Roster):
@@ -173,6 +174,54 @@ def test_who_fails_while_a_generation_is_formed_is_left_out_of_the_next() -> Non
     assert ids(formed(roster)) == (0, 2, 4)
 
 
+def test_who_has_come_after_all_is_not_left_out_of_a_later_generation() -> None:
+    """That it did not come is read when the generation has formed, or a later one."""
+    roster = job(4)
+    roster.apply(come(9))
+    roster.apply({"event": "loaded", "id": 9, "attempt": 0})
+    late = [accuse(by, 9, generation=roster.last_generation) for by in (0, 1)]
+    formed(roster)
+    roster.apply(late[0])
+    assert roster.forming is None
+    roster.apply(accuse(0, 3))
+    assert forming(roster) == (0, 1, 2, 9)
+    formed(roster)
+    roster.apply(late[1])
+    assert roster.forming is None
+    roster.apply(accuse(1, 9, generation=roster.last_generation + 1))  # of one that nobody has formed
+    assert forming(roster) == (0, 1, 2)
+
+
+def test_who_has_come_after_all_is_accused_of_it_no_more() -> None:
+    """The accusation that would leave half of the four members, without the first, waits in the roster."""
+    roster = job(4)
+    roster.apply(accuse(0, 1))
+    for by, of in ((2, 0), (3, 1), (3, 0)):
+        roster.apply(accuse(by, of, generation=roster.last_generation))
+    assert roster.forming is not None
+    assert {0, 3} <= set(forming(roster)), "nobody is left out by this"
+    members = ids(formed(roster))
+    assert roster.forming is None
+    assert roster.accusations == []
+    assert {0, 3} <= set(members)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_is_also_accused_of_silence_stays_accused(is_first: bool) -> None:
+    """What holds longer counts of two accusations by the same worker."""
+    roster = job(4)
+    for by, of in ((0, 1), (2, 0), (3, 1)):
+        roster.apply(accuse(by, of))
+    of_both = [accuse(3, 0, generation=roster.last_generation), accuse(3, 0)]
+    for event in of_both if is_first else reversed(of_both):
+        roster.apply(event)
+    assert roster.forming is not None
+    assert {0, 3} <= set(forming(roster))
+    formed(roster)
+    assert roster.forming is not None
+    assert not {0, 3} <= set(forming(roster))
+
+
 def test_a_worker_joins_with_what_a_donor_gives() -> None:
     roster = job(3)
     roster.apply(come(9))
@@ -311,6 +360,7 @@ WORKERS = st.integers(0, 6)
 EVENTS = st.one_of(
     st.builds(come, WORKERS, min_workers=st.integers(1, 4)),
     st.builds(accuse, WORKERS, WORKERS, is_sure=st.booleans()),
+    st.builds(accuse, WORKERS, WORKERS, generation=st.integers(0, 6)),
     st.builds(lambda worker: {"event": "leave", "id": worker, "why": "it left"}, WORKERS),
     st.builds(
         lambda worker, attempt: {"event": "loaded", "id": worker, "attempt": attempt}, WORKERS, st.integers(0, 2)
