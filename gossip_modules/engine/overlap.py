@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..consensus_control import ConsensusControl
-from ..flat.nonfinite import is_finite
+from ..flat.nonfinite import FiniteCheck, is_finite
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import Mixer
 from ..schedule import Schedule
@@ -71,7 +71,8 @@ class OverlapEngine(LockstepEngine):
         max_staleness: forwards that a round may be late before training waits for it.
         is_eager: apply a round that is complete before its last forward. False applies all rounds at a fixed step,
             so that the processes of a node agree.
-        on_nonfinite: see `LockstepEngine`; the gossip thread looks at the correction before it is applied.
+        on_nonfinite: see `LockstepEngine`; the gossip thread looks at the correction before it is applied. Where a
+            message changes what peers keep, "raise" looks at x before it is sent, as `SyncEngine` does.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class OverlapEngine(LockstepEngine):
         self._flight: _Flight | None = None
         self._thread: GossipThread | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._is_finite = FiniteCheck()
 
     @property
     def is_in_flight(self) -> bool:
@@ -111,6 +113,10 @@ class OverlapEngine(LockstepEngine):
             if is_last or (self.is_eager and flight.future.done()):
                 alpha, staleness = self._arrive(flight, x), self._staleness_of(flight)
         mixer = self._next_mixer()
+        if mixer is not None:
+            self._check_finite(mixer, x)
+        if alpha is not None:
+            self._convert_buffers(x, alpha)
         if mixer is not None and not x.raw.is_cuda and len(mixer.chunks(x)) > 1:
             self._fill_and_depart(mixer, x, alpha)
         else:
@@ -128,6 +134,7 @@ class OverlapEngine(LockstepEngine):
         if flight is None:
             return False
         alpha = self._arrive(flight, x)
+        self._convert_buffers(x, alpha)
         self._apply(x, alpha)
         self.stats.record(self._staleness_of(flight))
         return True
@@ -162,8 +169,6 @@ class OverlapEngine(LockstepEngine):
             torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
         if self.on_nonfinite != "spread" and not self.agree_finite(flight.is_finite):
             self._leave_out(flight, x)
-        if not flight.is_converted:
-            self._convert_buffers(flight, x, alpha)
         return alpha
 
     def _leave_out(self, flight: _Flight, x: FlatVector) -> None:
@@ -177,9 +182,24 @@ class OverlapEngine(LockstepEngine):
         flight.is_finite = flight.is_converted = True
         self.stats.num_skipped += 1
 
-    def _convert_buffers(self, flight: _Flight, x: FlatVector, alpha: float) -> None:
-        """[Note: late buffers] x <- W_ii x, c <- r / alpha for the buffers of both: x + alpha c is their average."""
+    def _check_finite(self, mixer: Mixer, x: FlatVector) -> None:
+        """Raise FloatingPointError where a message that peers cannot leave out would not be finite.
+
+        What has arrived is still in flight then, and nothing of it in x: who mends x takes this step again.
+        """
+        if self.on_nonfinite == "raise" and not mixer.is_skippable and not self.agree_finite(self._is_finite(x)):
+            self._refuse_nonfinite(mixer, self.t, is_own=True)
+
+    def _convert_buffers(self, x: FlatVector, alpha: float) -> None:
+        """[Note: late buffers] x <- W_ii x, c <- r / alpha for the buffers of both: x + alpha c is their average.
+
+        Of the round that has arrived; once.
+        """
+        flight = self._flight
+        assert flight is not None
         assert self._snapshot is not None
+        if flight.is_converted:
+            return
         flight.is_converted = True
         own = flight.mixer.own_buffer_weight
         if own == 1.0:

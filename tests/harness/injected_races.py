@@ -202,7 +202,12 @@ def overwrite_what_is_sent(patch: pytest.MonkeyPatch) -> None:
 
 def correct_too_soon(patch: pytest.MonkeyPatch) -> None:
     """A round is applied before it is complete."""
-    patch.setattr(OverlapEngine, "_arrive", lambda engine, flight, x: 1.0)
+
+    def arrive_at_once(engine: OverlapEngine, flight: _Flight, x: FlatVector) -> float:
+        flight.is_converted = True
+        return 1.0
+
+    patch.setattr(OverlapEngine, "_arrive", arrive_at_once)
 
 
 def correct_twice(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from datetime import timedelta
 from typing import Any
@@ -20,12 +21,13 @@ from gossip_modules import (
     GossipDataParallel,
     NetworkXGraph,
     PowerGossip,
+    RingGraph,
     Schedule,
     SignNorm,
 )
 from gossip_modules.flat.nonfinite import is_finite
 from gossip_modules.flat.vector import FlatVector
-from tests.harness.problems import loss_of, mlp
+from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import HangUp, run_ranks, solo_group
 from tests.harness.reference import flatten
 
@@ -118,6 +120,45 @@ def test_who_mends_its_model_takes_the_step_again(schedule: Schedule | Consensus
     undisturbed = run_ranks(4, lambda group: body(group, falls_ill=False))
     results = run_ranks(4, lambda group: body(group, falls_ill=True))
     assert [num_raised > 0 for _, num_raised in results] == [rank == SICK for rank in range(4)]
+    for (got, _), (want, _) in zip(results, undisturbed, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("gossiper", "options"),
+    [
+        (lambda: Choco(SignNorm(), step_size=0.3), {}),
+        (lambda: Choco(SignNorm(), step_size=0.3), {"schedule": Schedule(gossip_every=2, average_every=3)}),
+        (PowerGossip, {}),
+    ],
+)
+def test_overlapped_messages_that_change_the_state_are_looked_at_before_they_are_sent(
+    gossiper: Any, options: dict[str, Any]
+) -> None:
+    """So who takes its whole model back, buffers included, goes on as if nothing had happened."""
+
+    def body(group: dist.ProcessGroup, *, falls_ill: bool) -> tuple[Tensor, int]:
+        model = net(group.rank())
+        graph = RingGraph(4, peers_per_itr=2)
+        wrapper = wrap(model, group, push_sum=False, overlap=True, gossiper=gossiper(), graph=graph, **options)
+        optimizer, num_raised = sgd(model), 0
+        for step in range(10):
+            if falls_ill and group.rank() == SICK and step in (2, 6):  # of gossip, in each of these schedules
+                healthy = copy.deepcopy(model.state_dict())
+                with torch.no_grad():
+                    model.get_parameter("second.bias")[0] = float("nan")
+                with pytest.raises(FloatingPointError, match=r"rank 2: in round .* its own model holds infinities"):
+                    loss_of(wrapper, SICK, step)
+                num_raised += 1
+                model.load_state_dict(healthy)
+            train_step(wrapper, optimizer, group.rank(), step)
+        wrapper.flush()
+        wrapper.close()
+        return torch.cat([flatten(model), *(x.flatten().float() for x in model.buffers())]), num_raised
+
+    undisturbed = run_ranks(4, lambda group: body(group, falls_ill=False))
+    results = run_ranks(4, lambda group: body(group, falls_ill=True))
+    assert [num_raised for _, num_raised in results] == [0, 0, 2, 0]
     for (got, _), (want, _) in zip(results, undisturbed, strict=True):
         assert torch.equal(got, want)
 
