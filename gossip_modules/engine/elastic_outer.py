@@ -103,6 +103,7 @@ class ElasticOuterEngine(OuterEngine):
         self._set_out(x)
         has_changed = False
         if not (self._is_agreed or self._has_tried):
+            self._check_finite(range(self.outer.num_fragments), x)  # of which any may take its outer step now
             has_changed = self._agree(x)
             last = {p: self.outer.last_start(p, step) for p in range(self.outer.num_fragments)}
             for p in sorted(last, key=lambda p: last[p]):

@@ -18,7 +18,7 @@ from ..flat.nonfinite import are_finite
 from ..flat.slots import TensorPlace
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import Mixer
-from ..outer.anchor import Anchor
+from ..outer.anchor import Anchor, load_anchors
 from ..outer.fragment import cut
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
@@ -56,8 +56,9 @@ class OuterEngine(SyncEngine):
     Where other tensors are trained than before (layers frozen or added), the anchor is the exact average of all models
     at the next outer step, and the outer optimizer starts anew.
 
-    A rank whose model is not finite raises before it sends anything; with on_nonfinite="skip" it goes back to its
-    anchor and brings a drift of zero, so that its steps since then are lost and nothing else is.
+    A rank whose model is not finite raises before it sends anything and before it applies what has come, so that who
+    mends the model takes the same step again; with on_nonfinite="skip" it goes back to its anchor and brings a drift of
+    zero, so that its steps since then are lost and nothing else is.
 
     Args:
         gossiper: bound to its peers. Outer steps use it where the method mixes on a graph, and rounds of gossip between
@@ -108,17 +109,28 @@ class OuterEngine(SyncEngine):
         """See `Engine`."""
         self._set_out(x)
         step = self.step
+        starting = self.outer.starting_at(step)
+        self._check_finite(starting, x)
         has_changed = False
         while self._flights and self._flights[0].due <= step:
             self._arrive(x)
             has_changed = True
-        starting = self.outer.starting_at(step)
         if not starting and self.outer.gossip_every:
             return super().round(x)
         self.step += 1
         for p in starting:
             has_changed |= self._outer_step(p, x, step)
         return has_changed
+
+    def _check_finite(self, starting: Sequence[int], x: FlatVector) -> None:
+        """Raise FloatingPointError where these fragments of x, or all of x if it has other tensors, are not finite."""
+        if not starting or self.on_nonfinite != "raise":
+            return
+        own = [self._anchors[p] for p in starting if self._anchors]
+        fits = bool(own) and all(anchor.has_tensors_of(x) for anchor in own)  # else whole models are averaged
+        tensors = [segment for anchor in own for segment in anchor.fragment.segments_of(x)] if fits else x.segments
+        if not self.agree_finite(are_finite(tensors)):
+            self._refuse_nonfinite(self._mixer, self.t, is_own=True)
 
     def _outer_step(self, p: int, x: FlatVector, step: int) -> bool:
         """[Note: Outer steps] of fragment p; returns whether x was written."""
@@ -137,12 +149,10 @@ class OuterEngine(SyncEngine):
         return has_changed
 
     def _bring(self, anchor: Anchor, x: FlatVector) -> bool:
-        """What is sent <- that of x, if x is finite; returns whether x was written."""
+        """What is sent <- that of x; returns whether x was written."""
         has_changed = False
         parameters, buffers = anchor.read(x)
-        if self.on_nonfinite != "spread" and not self.agree_finite(are_finite((*parameters, *buffers))):
-            if self.on_nonfinite == "raise":
-                self._refuse_nonfinite(self._mixer, self.t, is_own=True)
+        if self.on_nonfinite == "skip" and not self.agree_finite(are_finite((*parameters, *buffers))):
             for own in self._anchors:  # one that is not finite makes the gradients of all so
                 own.write_to(x)
             parameters, buffers = anchor.read(x)
@@ -252,7 +262,7 @@ class OuterEngine(SyncEngine):
             self.averager.mix(x, self.t)
         anchors = self._anchors_at(x)
         if loaded:
-            _load(anchors, loaded)
+            load_anchors(anchors, loaded)
         self._anchors, self._loaded = anchors, []
         return anchors[p]
 
@@ -285,14 +295,3 @@ class OuterEngine(SyncEngine):
     def __getstate__(self) -> dict[str, Any]:
         assert not self._flights, "flush() before copying: an outer step travels"
         return {**self.__dict__, "_thread": None, "_stream": None}
-
-
-def _load(anchors: Sequence[Anchor], states: Sequence[dict[str, Any]]) -> None:
-    """Each anchor <- its state; raises ValueError where they are of other fragments."""
-    if len(states) != len(anchors):
-        raise ValueError(
-            f"got the state of {len(states)} fragments, expected {len(anchors)}; wrap with the fragments= of when it "
-            "was saved, or load the model alone: module.load_state_dict"
-        )
-    for anchor, state in zip(anchors, states, strict=True):
-        anchor.load_state_dict(state)

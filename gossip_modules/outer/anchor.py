@@ -178,6 +178,17 @@ class Anchor:
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 
 
+def load_anchors(anchors: Sequence[Anchor], states: Sequence[dict[str, Any]]) -> None:
+    """Each anchor <- its state; raises ValueError where they are of other fragments."""
+    if len(states) != len(anchors):
+        raise ValueError(
+            f"got the state of {len(states)} fragments, expected {len(anchors)}; wrap with the fragments= of when it "
+            "was saved, or load the model alone: module.load_state_dict"
+        )
+    for anchor, state in zip(anchors, states, strict=True):
+        anchor.load_state_dict(state)
+
+
 def parameters_of(x: FlatVector) -> Sequence[Tensor]:
     """The parameters of each segment of x, without buffers; share memory."""
     return x.where(is_buffer=False).segments

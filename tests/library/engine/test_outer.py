@@ -296,6 +296,45 @@ def test_a_rank_that_is_not_finite_raises_or_goes_back_to_its_anchor(outer: Oute
     run_ranks(2, lambda group: body(group, "raise"))
 
 
+@pytest.mark.parametrize(
+    "outer",
+    [
+        StreamingDiLoCo(4, fragments=[["first"], NAMES_BUT_FIRST], delay=2),
+        StreamingDiLoCo(2, fragments=[["first"], ["norm"], ["second"]], delay=1),  # the first two start in one step
+        EagerDiLoCo(3, fragments=[["first"], NAMES_BUT_FIRST]),
+    ],
+    ids=["streaming", "two-in-one-step", "eager"],
+)
+def test_who_takes_its_model_back_takes_the_step_again(outer: OuterMethod) -> None:
+    """Where what a fragment would send is not finite, nothing that has come was applied and nothing was sent."""
+
+    def body(group: dist.ProcessGroup, *, falls_ill: bool) -> tuple[Tensor, int]:
+        assert not isinstance(outer.fragments, int)
+        model = net()
+        wrapper, num_raised = wrap(model, group, outer, timeout=TIMEOUT), 0
+        optimizer = sgd(model)
+        for step in range(10):
+            starting = outer.starting_at(step)
+            if falls_ill and group.rank() == 1 and starting:
+                healthy = copy.deepcopy(model.state_dict())
+                with torch.no_grad():
+                    model.get_parameter(f"{outer.fragments[starting[-1]][0]}.weight")[0] = float("nan")
+                with pytest.raises(FloatingPointError, match=r"rank 1: in round .* its own model holds infinities"):
+                    loss_of(wrapper, 1, step)
+                num_raised += 1
+                model.load_state_dict(healthy)
+            train_step(wrapper, optimizer, group.rank(), step)
+        wrapper.flush()
+        wrapper.close()
+        return flatten(model), num_raised
+
+    undisturbed = run_ranks(2, lambda group: body(group, falls_ill=False))
+    results = run_ranks(2, lambda group: body(group, falls_ill=True))
+    assert results[1][1] >= 4
+    for (got, _), (want, _) in zip(results, undisturbed, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("outer", [DiLoCo(2), SparseLoCo(2, compressor=TopK(1.0))], ids=["diloco", "sparse"])
 @pytest.mark.parametrize("num_shards", [2, 7])
 def test_outer_steps_on_the_shards_of_a_node_are_those_of_the_whole(num_shards: int, outer: OuterMethod) -> None:
