@@ -130,7 +130,7 @@ class OuterEngine(SyncEngine):
         fits = bool(own) and all(anchor.has_tensors_of(x) for anchor in own)  # else whole models are averaged
         tensors = [segment for anchor in own for segment in anchor.fragment.segments_of(x)] if fits else x.segments
         if not self.agree_finite(are_finite(tensors)):
-            self._refuse_nonfinite(self._mixer, self.t, is_own=True)
+            self._refuse_nonfinite(self._mixer, self.t // self.outer.num_fragments, is_own=True)
 
     def _outer_step(self, p: int, x: FlatVector, step: int) -> bool:
         """[Note: Outer steps] of fragment p; returns whether x was written."""
@@ -138,7 +138,7 @@ class OuterEngine(SyncEngine):
         with record_function("gossip.outer_step", f"t={self.t}"):
             anchor = self._anchor_for(p, x)
             has_changed = self._bring(anchor, x)
-            t = self.t
+            t = self.t // self.outer.num_fragments  # so that each fragment meets every matrix of a graph that changes
             self.t += 1
             if self.outer.delay:
                 self._depart(p, anchor, t, step)

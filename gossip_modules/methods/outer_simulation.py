@@ -21,7 +21,7 @@ from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, GatherClock, SyncClock
 from ..simulate.codes import code_rows, coded_message
 from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
-from ..simulate.mixing import SimulatedMixing
+from ..simulate.mixing import Round, SimulatedMixing
 from ..simulate.setting import Setting
 from .options import MethodOptions
 from .simulated import options_of, undirected
@@ -69,7 +69,7 @@ class OuterSimulation(LockstepMethod):
             self._anchors = [self._anchor(models, columns) for columns in self._cuts(x.shape[1])]
         self._arrive(models, step)
         starting = self.outer.starting_at(step)
-        round_ = self.mixing.round(self._t) if self.mixing is not None and starting else None
+        round_ = self._round() if starting else None
         action = Action.SKIP if not starting else Action.AVERAGE if round_ is None else Action.GOSSIP
         self.clock.advance(action, round_)
         for p in starting:
@@ -90,7 +90,7 @@ class OuterSimulation(LockstepMethod):
 
     def _start(self, anchor: Anchor, models: FlatVector) -> None:
         """An outer step up to where it would be applied."""
-        round_ = None if self.mixing is None else self.mixing.round(self._t)
+        round_ = self._round()
         self._t += 1
         if self.num_ranks > 1:
             self._count_bytes(round_)
@@ -101,6 +101,10 @@ class OuterSimulation(LockstepMethod):
             sent = segment.view(self.num_ranks, -1)
             sent.copy_(sent.mean(0) if round_ is None else round_.mix(sent))
         self._due.append((self.clock.step - 1 + self.outer.delay, anchor))
+
+    def _round(self) -> Round | None:
+        """The next one of the graph; each fragment meets every matrix of one that changes."""
+        return None if self.mixing is None else self.mixing.round(self._t // self.outer.num_fragments)
 
     def _arrive(self, models: FlatVector, step: int) -> None:
         """Apply the outer steps that are due."""

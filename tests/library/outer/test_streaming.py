@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     DiLoCo,
+    DynamicBipartiteExponentialGraph,
     EagerDiLoCo,
     FlatBuffer,
     GASLoC,
@@ -25,8 +26,9 @@ from gossip_modules import (
     StreamingDiLoCo,
 )
 from gossip_modules.outer.fragment import cut
-from tests.harness.problems import mlp, net
+from tests.harness.problems import fill_, mlp, net
 from tests.harness.ranks import run_ranks, solo_group
+from tests.harness.reference import flatten
 from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, descended, solve
 
 NUM_STEPS, NUM_RANKS = 13, 3
@@ -142,6 +144,26 @@ def test_gossip_travels_late_too() -> None:
     at_once = solve(lambda: {"outer": GASLoC(5), "graph": RingGraph(5, peers_per_itr=2)})
     assert found.isfinite().all()
     assert 1e-3 < float((found - at_once).abs().max()) < 1
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_each_fragment_meets_every_matrix_of_a_graph(fragments: int) -> None:
+    """The default graph of four ranks has two matrices, whose product is the exact average."""
+    graph = DynamicBipartiteExponentialGraph(4)
+    assert graph.period == 2
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        model = nn.Linear(20, 20)
+        outer = GASLoC(2, lr=1.0, momentum=0.0, step_size=1.0, fragments=fragments)
+        wrapper = GossipDataParallel(model, process_group=group, outer=outer, graph=graph, push_sum=False)
+        fill_(model, group.rank())
+        for _ in range(5):  # two outer steps of each
+            wrapper(torch.zeros(1, 20))
+        wrapper.close()
+        return flatten(model)
+
+    models = torch.stack(run_ranks(4, body))
+    torch.testing.assert_close(models, models.mean(0).expand_as(models))
 
 
 @pytest.mark.parametrize(
