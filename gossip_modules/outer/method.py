@@ -36,7 +36,8 @@ class OuterMethod(ABC):
         sync_every: H, the number of optimizer steps from one outer step to the next, at least 1.
         fragments: the parts of the model that take outer steps at different times, evenly spread over the H steps, each
             with an anchor and an optimizer of its own: their number, for equal runs in the order of the module; or for
-            each a list of names of modules or parameters, which have each trained tensor once.
+            each a list of names of modules or parameters, which have each trained tensor once. Where there are more
+            than H, several take theirs in one step, one after the other.
         delay: tau, the number of optimizer steps for which an outer step travels in a thread, less than H; 0: training
             waits for it.
         own_weight: alpha, what a rank keeps of its model where an outer step arrives: x <- alpha x + (1 - alpha) phi;

@@ -20,9 +20,10 @@ class StreamingDiLoCo(DiLoCo):
         phi   <- phi - c (D + b m)
         x_i   <- alpha x_i + (1 - alpha) phi         # x_i of step k + tau: it has gone on
 
-    So a step sends 1 / P of the model at most, H / P steps apart, and training does not wait where that takes less than
-    tau steps. All ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds what
-    travels to 4 bits; here it travels as it is.
+    So where P <= H a step sends 1 / P of the model at most, H / P steps apart, and training does not wait where that
+    takes less than tau steps. Where P > H several fragments have the same steps, and travel one after the other. All
+    ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds what travels to 4
+    bits; here it travels as it is.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, arXiv
     2501.18512, Algorithm 2.

@@ -99,9 +99,10 @@ def runs_of(*stops: int) -> list[Tensor]:
         (DiLoCo(4), runs_of()),
         (StreamingDiLoCo(4, fragments=1, delay=3), runs_of()),
         (StreamingDiLoCo(5, fragments=3, delay=2, own_weight=0.25), runs_of(128, 256)),
+        (StreamingDiLoCo(2, fragments=5, delay=1), runs_of(64, 128, 192, 256)),  # several in one step
         (StreamingDiLoCo(4, fragments=[["two"], ["one.bias", "one.weight"]], delay=0), [*runs_of(150)[::-1]]),
     ],
-    ids=["diloco", "late", "equal-runs", "by-name"],
+    ids=["diloco", "late", "equal-runs", "more-than-steps", "by-name"],
 )
 def test_streaming_is_its_law(outer: OuterMethod, pieces: list[Tensor]) -> None:
     expected = streamed(pieces, outer.sync_every, outer.delay, outer.kept)
