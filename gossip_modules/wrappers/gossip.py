@@ -292,5 +292,5 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
 
     @property
     def _bytes_sent(self) -> int:
-        local_bytes = 0 if self._node is None else self._node.transport.num_bytes_sent
+        local_bytes = 0 if self._node is None else self._node.num_bytes_sent
         return self._transport.num_bytes_sent + local_bytes

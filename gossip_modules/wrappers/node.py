@@ -67,6 +67,11 @@ class Node:
         """The global ranks with this process's local rank, one per node, whom its shard gossips with; None = all."""
         return None if num_shards == 1 else list(range(dist.get_rank() % num_shards, dist.get_world_size(), num_shards))
 
+    @property
+    def num_bytes_sent(self) -> int:
+        """The payload that this process has sent inside the node, but for gradients."""
+        return sum(connection.num_bytes_sent for connection in {self.transport, self.control})
+
     def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
         """What this process has where a rank without a node has `engine`, whose decisions the node takes as one."""
         engine.agree_finite = self._agree
@@ -126,7 +131,7 @@ class MemberNode(Node):
     _engine: LockstepEngine
 
     def __init__(self, module: nn.Module, siblings: Siblings, *, find_unused_parameters: bool) -> None:
-        self.siblings, self.transport = siblings, siblings.data
+        self.siblings, self.transport, self.control = siblings, siblings.data, siblings.control
         self.local_rank, self.num_shards = siblings.data.rank, siblings.data.world_size
         self.find_unused_parameters = find_unused_parameters
         self.replica = self._replicate(module)

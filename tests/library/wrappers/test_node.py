@@ -9,6 +9,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import (
@@ -16,10 +17,13 @@ from gossip_modules import (
     GraphManager,
     NetworkXGraph,
     NPeerDynamicDirectedExponentialGraph,
+    ProcessGroupTransport,
     Schedule,
 )
+from gossip_modules.wrappers.node import Node
 from tests.harness.problems import adamw, batch, loss_of, mlp, numerator, sgd, train_step
 from tests.harness.processes import run_processes
+from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.harness.reference import Oracle, flatten, uniform
 
 NUM_STEPS = 6
@@ -123,6 +127,22 @@ def body(rank: int, num_nodes: int) -> dict[str, Any]:
         wrapper.join_hook()
     wrapper.close()
     return {"cases": cases, "gradient": gradient, "skipped": skipped}
+
+
+def test_what_the_processes_of_a_node_tell_each_other_is_counted() -> None:
+    """Over NCCL they have a second connection for it, in CPU memory."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        node = object.__new__(Node)
+        node.transport, other = (ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT) for _ in range(2))
+        for control in (node.transport, other):
+            node.control = control
+            before = node.num_bytes_sent
+            assert not node._agree(group.rank() == 0)
+            assert node.num_bytes_sent == before + 4  # 2 (g - 1) / g of a float32
+        node.close()
+
+    run_ranks(PER_NODE, body)
 
 
 @pytest.mark.e2e
