@@ -250,7 +250,7 @@ class Joining(Giving):
         """This worker was declared dead, and lives: it drops what it has and joins as a new one."""
         log.warning("job %s: this worker was left out of the job while it was silent, and joins again", self.name)
         assert self._participant is not None
-        self._participant.settle()
+        self._settle(self._participant.settle)
         before, number, clock = self._require_view().generation, self.number, self._clock
         self._has_met = self._has_met or (self._heartbeats is not None and self._heartbeats.has_met)
         callbacks, joins, deaths = self._callbacks, self.num_joins, self.num_deaths

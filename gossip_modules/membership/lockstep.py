@@ -6,11 +6,13 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from .links import LinkTransport
 from .membership import Membership
-from .participant import ElasticWrapper, ModelParticipant, check_links
+from .participant import ElasticWrapper, ModelParticipant
 
 
 def check_elastic(
@@ -29,6 +31,14 @@ def check_elastic(
                 f"for each number of workers, e.g. {example}"
             )
     check_links(group, comm_device)
+
+
+def check_links(group: object, comm_device: object) -> None:
+    """Raise ValueError for a process group or a device of messages, which are those of the membership."""
+    if group is not None:
+        raise ValueError("got process_group with a membership, expected None: a membership connects its workers itself")
+    if comm_device not in (None, "cpu", torch.device("cpu")):
+        raise ValueError(f"got comm_device={comm_device} with a membership, expected 'cpu' or None: its links are Gloo")
 
 
 def _is_function(value: object) -> bool:
@@ -116,7 +126,11 @@ class LockstepParticipant(GraphParticipant):
         """Of who is alone; it changes no estimate."""
         weight = self.wrapper._buffer.vector.push_sum_weight
         if weight.item() != 1.0:
-            self.wrapper._apply_in_flight()
+            try:
+                self.wrapper._apply_in_flight()
+            except FloatingPointError:  # [Note: after infinities]
+                self.membership._is_again = True
+                raise
             self.wrapper._to_estimate()
             weight.fill_(1.0)
 

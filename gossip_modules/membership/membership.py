@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from .event_log import EventLog
 from .joining import Joining
-from .links import LinkTransport
 from .liveness.address import own_address
 from .participant import Change, Participant
 
@@ -147,14 +146,17 @@ class Membership(Joining):
         self.join()
         assert self._participant is not None
         while (step := self._participant.step) < num_steps:
-            self.at_step()
+            failure = self._failure = self._step_ahead()
             if self.must_leave:
+                if failure is not None:
+                    raise failure
                 return
             self._is_ahead = True
             step = self._participant.step
             if step < num_steps:
                 yield step
-                if self._participant.step == step and not self._is_again:
+                is_again = self._is_again or (failure is not None and not self._is_ahead)
+                if self._participant.step == step and not is_again:
                     raise RuntimeError(
                         f"got no training forward in step {step}, expected one: each step is one round with the others"
                     )
@@ -225,17 +227,6 @@ class Membership(Joining):
                 "Membership with another name"
             )
 
-    @property
-    def transport(self) -> LinkTransport:
-        """Of the generation that trains."""
-        assert self._transport is not None, "attach() or join() comes first"
-        return self._transport
-
-    @property
-    def is_waiting_at_the_door(self) -> bool:
-        """Whether this worker has no generation yet."""
-        return self._active is None
-
     def at_step(self) -> Change | None:
         """At the safe point of a training step, before its round: what has changed, or None.
 
@@ -244,16 +235,27 @@ class Membership(Joining):
         unless `steps` has called it.
         """
         if self._is_ahead:
-            self._is_ahead = False
+            self._is_ahead, failure, self._failure = False, self._failure, None
+            if failure is not None:
+                raise failure
             return None
         if self._is_again:
             self._is_again = False
             return self._as_one(lambda: None)  # a node has the model of its first process again
         return self._as_one(self._at_step)
 
+    def _step_ahead(self) -> FloatingPointError | None:
+        """`at_step`, or its error for the forward of this step to raise: a script that goes on catches it there."""
+        try:
+            self.at_step()
+        except FloatingPointError as failure:
+            return failure
+        return None
+
     def _at_step(self) -> Change | None:
+        assert self._participant is not None
         with self._lock:
-            clock = self._clock = self._clock + 1 + (self._participant.skipped() if self._participant else 0)
+            clock = self._clock = self._clock + 1 + self._participant.skipped()
             must_wait = self._limit is not None and clock >= self._limit
         if must_wait:
             self._wait_for_first_step(clock)
@@ -261,15 +263,18 @@ class Membership(Joining):
             return self._rejoin()
         if self._due and self._first_step(self._due[0][0]) < clock:
             self._drop_late(clock)
-        if self._unclaimed:
+        begins = bool(self._due) and (self._participant.is_cut_off or self._first_step(self._due[0][0]) == clock)
+        gives = bool(self._unclaimed or self._snapshots)
+        if begins or gives:
+            self._settle(self._participant.flush)
+        if gives:
             self._take_back()
-        if self._snapshots:
             self._take_snapshots()
-        if self._due and self._participant is not None and self._participant.is_cut_off:
+        if not begins:
+            return None
+        if self._participant.is_cut_off:
             clock = self._skip_to(self._due[0][0].start)
-        if self._due and self._first_step(self._due[0][0]) == clock:
-            return self._switch(clock)
-        return None
+        return self._switch(clock)
 
     def _check_attached(self) -> None:
         if self._participant is None:

@@ -41,8 +41,11 @@ class Participant(Protocol):
     def weight(self) -> float:
         """The push-sum weight, as it was at the last safe point; 1.0 where there is none. From any thread."""
 
+    def flush(self) -> None:
+        """Apply what is in flight; raises what that raises, after which nothing is in flight."""
+
     def settle(self) -> None:
-        """Apply what is in flight."""
+        """Apply what is in flight, before the links that it came over are given up."""
 
     def give(self) -> Mapping[str, Any]:
         """Copies of everything that a worker needs to join; called at a safe point, by the training thread."""
@@ -91,14 +94,6 @@ class Change:
     members: tuple[int, ...]
     joined: tuple[int, ...]
     left: Mapping[int, str]
-
-
-def check_links(group: object, comm_device: object) -> None:
-    """Raise ValueError for a process group or a device of messages, which are those of the membership."""
-    if group is not None:
-        raise ValueError("got process_group with a membership, expected None: a membership connects its workers itself")
-    if comm_device not in (None, "cpu", torch.device("cpu")):
-        raise ValueError(f"got comm_device={comm_device} with a membership, expected 'cpu' or None: its links are Gloo")
 
 
 class ElasticWrapper(Protocol):
@@ -213,9 +208,13 @@ class ModelParticipant(ABC):
         vector.push_sum_weight.fill_(1.0)
         self._go_to(*counts.tolist())
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """See `Participant`."""
         self.wrapper._apply_in_flight()
+
+    def settle(self) -> None:
+        """See `Participant`."""
+        self.flush()
 
     @torch.no_grad()
     def give(self) -> Mapping[str, Any]:

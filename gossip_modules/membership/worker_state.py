@@ -103,6 +103,7 @@ class WorkerState:
         self._given: dict[tuple[int, int, int], tuple[float, Mapping[str, Any]]] = {}  # see [Note: what was given]
         self._unclaimed: list[Mapping[str, Any]] = []  # what was given to workers that will not bring it
         self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
+        self._failure: FloatingPointError | None = None  # of that call, which the forward is to raise
         self._is_again = False  # whether that is of a step which `at_step` has counted, as its round has failed
         self._hurried: set[int] = set()
         self._asked_again = 0  # the last generation without links that the others were asked to form again
@@ -152,6 +153,17 @@ class WorkerState:
     def number(self) -> int:
         """The number of this worker in logs and errors; it keeps it for as long as it lives."""
         return self._require_view().members[self.rank].number
+
+    @property
+    def transport(self) -> LinkTransport:
+        """Of the generation that trains."""
+        assert self._transport is not None, "attach() or join() comes first"
+        return self._transport
+
+    @property
+    def is_waiting_at_the_door(self) -> bool:
+        """Whether this worker has no generation yet."""
+        return self._active is None
 
     @property
     def lost(self) -> tuple[int, ...]:

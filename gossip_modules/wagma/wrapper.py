@@ -17,8 +17,8 @@ from ..flat.nonfinite import check_policy
 from ..gossiper.mixer import GlobalAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..membership.links import alone
+from ..membership.lockstep import check_links
 from ..membership.membership import Membership
-from ..membership.participant import check_links
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import as_timeout, as_whole, check_flags, refuse_device_ids

@@ -41,7 +41,8 @@ class TrainingStep(nn.Module):
 
     [Note: after infinities] A script may catch the FloatingPointError of `on_nonfinite="raise"`, mend the model and go
     on. In lockstep its next forward is of the same step, so that it does what the others do in the round in which they
-    wait for it; had the step been counted, they might average where it gossips.
+    wait for it; had the step been counted, they might average where it gossips. With a membership, what is in flight is
+    applied before a generation begins or a worker gets a copy of the model, so that neither is left half done.
     """
 
     module: nn.Module
@@ -107,29 +108,34 @@ class TrainingStep(nn.Module):
             self._step_start()
 
     def _step_start(self) -> None:
-        """The round of a step."""
+        """What has changed in the membership, and the round of a step."""
         if self._elastic is not None:
             self._elastic.at_step()
             if self._debias is not None:
                 self._debias.limits_steps = bool(self._elastic.membership.lost)
+        engine = self._engine if isinstance(self._engine, LockstepEngine) else None
+        step = 0 if engine is None else engine.step
+        try:
+            self._round()
+        except FloatingPointError:
+            if engine is not None:  # [Note: after infinities]
+                engine.step = step
+                if self._elastic is not None:
+                    self._elastic.membership._is_again = True
+            raise
+
+    def _round(self) -> None:
+        """The round of a step, of what is trained now."""
         if not self._buffer.is_current():
             self._choose()
             if not self._buffer.is_attached():
                 self._reattach()
         self._share_buffers()
-        engine = self._engine if isinstance(self._engine, LockstepEngine) else None
-        step = 0 if engine is None else engine.step
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
             try:
                 self._to_numerator()
                 if self._run(self._engine.round):
                     self._written()
-            except FloatingPointError:
-                if engine is not None:  # [Note: after infinities]
-                    engine.step = step
-                    if self._elastic is not None:
-                        self._elastic.membership._is_again = True
-                raise
             finally:
                 self._to_estimate()
 

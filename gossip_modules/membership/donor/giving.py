@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,22 @@ def name_of(joiner: Joiner) -> str:
 
 class Giving(Door):
     """The part of `Membership` for donors; see [Note: what was given]."""
+
+    def _settle(self, apply_in_flight: Callable[[], None]) -> None:
+        """Apply what is in flight, before anything else changes at this training step; raises what that raises.
+
+        Then the step is not counted, so that who goes on takes the same one again: see [Note: after infinities]. Other
+        donors give meanwhile.
+        """
+        try:
+            apply_in_flight()
+        except BaseException:
+            with self._lock:
+                self._clock -= 1
+                waiting, self._snapshots = self._snapshots, []
+            for joiner in waiting:
+                self._give_up(joiner)
+            raise
 
     def _take_snapshots(self) -> None:
         assert self._participant is not None
