@@ -203,8 +203,8 @@ class Joining(Giving):
             self._raise_if_refused()
         if joiner.refusal:
             raise ConnectionError(
-                f"job {self.name!r}: this worker cannot join, since its donor cannot give the state of what it "
-                f"tracks: {joiner.refusal}"
+                f"job {self.name!r}: this worker cannot join, since its donor cannot give the state of "
+                f"training: {joiner.refusal}"
             )
 
     def _receive(self, group: dist.ProcessGroup, attempt: int) -> Mapping[str, Any]:

@@ -225,17 +225,18 @@ class ModelParticipant(ABC):
         if not wrapper._buffer.is_attached():
             wrapper._reattach()
         vector = wrapper._buffer.vector
-        if self.is_weighted:
-            wrapper._to_estimate()
-            vector.push_sum_weight.mul_(0.5)
-        return {
+        wrapper._to_estimate()
+        weight = vector.push_sum_weight * (0.5 if self.is_weighted else 1.0)
+        state = {
             "vector": vector.raw.clone(),
-            "weight": vector.push_sum_weight.clone(),
+            "weight": weight,
             "others": [tensor.detach().clone() for tensor in self._others()],
             "engine": self._engine_state(),
             "travels": wrapper._buffer.signature(),
             "trained": [name for name, tensor in wrapper.module.named_parameters() if tensor.requires_grad],
         }
+        vector.push_sum_weight.copy_(weight)  # at last, as a copy may fail
+        return state
 
     def take_back(self, state: Mapping[str, Any]) -> None:
         """See `Participant`."""

@@ -41,30 +41,37 @@ class Giving(Door):
             raise
 
     def _take_snapshots(self) -> None:
+        """For workers that join. One that cannot be taken is no error of training, which goes on."""
         assert self._participant is not None
         with self._lock:
             joiners = [joiner for joiner in self._snapshots if self._roster.joiners.get(joiner.member.id) == joiner]
             self._snapshots = []
-        for i, joiner in enumerate(joiners):
+        for joiner in joiners:
+            model: Mapping[str, Any] | None = None
             try:
                 model = self._participant.give()
-            except Exception:  # of what was in flight: it is raised where the loop trains, and other donors give
-                for waiting in joiners[i:]:
-                    self._give_up(waiting)
-                raise
-            try:
                 tracked = {name: copied(value.state_dict()) for name, value in self._tracked.items()}
                 encode(tracked)
                 encode(model)
-            except Exception as error:  # noqa: BLE001 (of the user's objects: the joiner is told, training goes on)
-                self._participant.take_back(model)
-                self._give_up(joiner, why=f"{type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 (of memory, or of the user's objects: others give, or it is told)
+                if model is not None:
+                    self._participant.take_back(model)
+                self._decline(joiner, error)
                 continue
             state: dict[str, Any] = {"model": model, "tracked": tracked, "clock": self._clock}
             until = time.monotonic() + self.timeout.total_seconds()
             with self._lock:
                 self._given[joiner.key] = until, state["model"]
             self._start_thread(self._serve, joiner, state, name="gossip-donor")
+
+    def _decline(self, joiner: Joiner, error: Exception) -> None:
+        """Leave a worker to another donor; or say why it cannot join, where as many have tried as there are members.
+
+        A value of a type that cannot travel is the same on all.
+        """
+        log.warning("job %s: %s did not get the state of training: %r", self.name, joiner.member, error)
+        is_same_on_all = isinstance(error, TypeError) or joiner.attempt + 1 >= len(self._require_view().members)
+        self._give_up(joiner, why=f"{type(error).__name__}: {error}" if is_same_on_all else "")
 
     def _give_up(self, joiner: Joiner, *, why: str = "") -> None:
         event = {"event": "gave up", "id": joiner.member.id, "attempt": joiner.attempt, "by": self.id}

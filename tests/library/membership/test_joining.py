@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel, MatchaGraph, Membership
+from gossip_modules.engine.engine import LockstepEngine
+from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import limits
 from gossip_modules.membership.donor import transfer
 from gossip_modules.membership.view import View
@@ -190,6 +193,57 @@ def test_a_donor_that_dies_in_the_middle_is_replaced_at_once(monkeypatch: pytest
     job.until_live([survivor, newcomer])
     may_end.set()
     close(job.end())
+
+
+class Failing:
+    """What is tracked, and fails as its state is asked for, in as many calls as are left."""
+
+    def __init__(self, calls_left: list[int]) -> None:
+        self.calls_left = calls_left  # of all workers
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls_left[0] -= 1
+        if self.calls_left[0] >= 0:
+            raise MemoryError("no room for a copy")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+@pytest.mark.parametrize("is_of_engine", [True, False])
+def test_a_donor_whose_state_cannot_be_copied_trains_on(
+    monkeypatch: pytest.MonkeyPatch, is_of_engine: bool, num_failing: int
+) -> None:
+    """Another one gives; where both have failed, the newcomer is told why. No weight is lost."""
+    failing = Failing([num_failing])
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    if is_of_engine:
+        state_of = LockstepEngine.state_for_newcomer
+
+        def state_for_newcomer(self: LockstepEngine, x: FlatVector) -> dict[str, Any]:
+            return {**state_of(self, x), **failing.state_dict()}
+
+        monkeypatch.setattr(LockstepEngine, "state_for_newcomer", state_for_newcomer)
+    else:
+        for worker in workers:
+            assert worker.membership is not None
+            worker.membership.track(failing=failing)
+    (newcomer,) = job.start(1, seed=1)
+    if num_failing == 1:
+        workers = [*workers, newcomer]
+        job.until_live(workers)
+    else:
+        newcomer.is_killed.set()  # its error is expected
+        newcomer.thread.join(SECONDS)
+        assert re.search("donor cannot give the state of training: MemoryError: no room", str(newcomer.error))
+    assert failing.calls_left[0] <= 0
+    alive = job.end()
+    assert len(alive) == len(workers)
+    assert sum(worker.weight for worker in alive) == pytest.approx(len(alive), rel=1e-5)
+    close(workers)
 
 
 def test_who_came_late_to_its_first_generation_stays_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
