@@ -48,9 +48,7 @@ class EventLog:
     """
 
     def __init__(self, store: dist.Store | str, *, name: str, timeout: timedelta) -> None:
-        self.name = name
-        self.timeout = timeout
-        self._given = store
+        self.name, self.timeout, self._given = name, timeout, store
         self._next = 0
         self._hole_since: float | None = None
         self._last_attempt = time.monotonic()
@@ -61,7 +59,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._clients: list[dist.Store] = []  # see [Note: lent clients]
         self._must_rewind = False
-        self._connect()
+        self._connect_first()
 
     @property
     def is_connected(self) -> bool:
@@ -239,6 +237,17 @@ class EventLog:
             raise ConnectionError(f"the store of the job at {self.address} cannot be reached")
         return self._store
 
+    def _connect_first(self) -> None:
+        """Once more, where the store ended meanwhile: another one may begin in time."""
+        until = time.monotonic() + self.timeout.total_seconds() if isinstance(self._given, str) else 0.0
+        while True:
+            try:
+                return self._connect()
+            except ConnectionError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(0.05)
+
     def _reconnect(self) -> bool:
         now = time.monotonic()
         if now - self._last_attempt < _RECONNECT_SECONDS:
@@ -285,8 +294,7 @@ def _base_of(text: bytes | None) -> _Base:
 
 def _parsed(text: bytes | None) -> Mapping[str, Any] | None:
     """The event of an entry; None where it is none."""
-    try:
+    with contextlib.suppress(ValueError):
         event = json.loads(text or b"{}")
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
+        return event if isinstance(event, dict) else None
+    return None

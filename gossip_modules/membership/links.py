@@ -7,8 +7,8 @@ import statistics
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..transport.base import Pending
 from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
-from ..transport.gloo import CPU, gloo_backend, gloo_group
+from ..transport.gloo import CPU, at_once, gloo_backend, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
 from ..transport.shared_group import in_a_thread
 from ..transport.staging import Staging
@@ -277,13 +277,12 @@ def connect_links(
             return build(store, *place, patience, host=host)
 
     peers = sorted(set(peers) - {rank})
-    with ThreadPoolExecutor(len(peers) + 1, thread_name_prefix="connecting") as pool:
-        whole = pool.submit(make, gloo_group, "all", rank, world_size)
-        pairs = {peer: f"{min(rank, peer)}-{max(rank, peer)}" for peer in peers}
-        links = {peer: pool.submit(make, gloo_backend, name, int(rank > peer), 2) for peer, name in pairs.items()}
-    transport = ProcessGroupTransport(whole.result(), device=CPU, timeout=timeout, names=names)
+    pairs = [(f"{min(rank, peer)}-{max(rank, peer)}", int(rank > peer), 2) for peer in peers]
+    links = [partial(make, gloo_backend, *pair) for pair in pairs]
+    whole, *groups = at_once([partial(make, gloo_group, "all", rank, world_size), *links], name="connecting")
+    transport = ProcessGroupTransport(whole, device=CPU, timeout=timeout, names=names)
     transport.own_group()
-    return LinkTransport(transport, {peer: link.result() for peer, link in links.items()}, on_lost=on_lost)
+    return LinkTransport(transport, dict(zip(peers, groups, strict=True)), on_lost=on_lost)
 
 
 def alone(timeout: timedelta) -> LinkTransport:

@@ -129,8 +129,12 @@ class _Client:
         if not request.is_done.acquire(timeout=max(start + seconds - time.monotonic(), 0.0)):
             self._abandoned = self._abandoned or (request, start)
             raise _NoAnswer(f"no answer within {seconds:g} s")
-        if request.error is not None:
-            raise request.error
+        error, request.error = request.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame, and so the store
         return request.result
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -56,3 +58,24 @@ def gloo_group(
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     weakref.finalize(group, holder.clear).atexit = False  # [Note: groups and the interpreter's lock]
     return group
+
+
+def at_once(makes: Sequence[Callable[[], Any]], *, name: str) -> list[Any]:
+    """What each of these returns, called in a thread of its own; raises what the first of them has raised.
+
+    An error holds the frames that it came through. A future in one of them, which holds the error, would be a cycle,
+    and keep all groups that were made, with their threads and descriptors, until somebody collects garbage.
+
+    Args:
+        makes: at least one.
+        name: of the threads.
+    """
+    with ThreadPoolExecutor(len(makes), thread_name_prefix=name) as pool:
+        futures = [pool.submit(make) for make in makes]
+    results = []
+    try:
+        while futures:
+            results.append(futures.pop(0).result())
+    finally:
+        futures.clear()
+    return results

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gossip_modules.membership import event_log, limits
 from gossip_modules.membership.event_log import EventLog
+from gossip_modules.transport.bounded_store import BoundedStore
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -149,3 +150,23 @@ def test_garbage_for_a_base_is_none() -> None:
     store.set("gossip/job/base", "[3]")
     assert log.append({"i": 0})
     assert read(log) == [{"i": 0}]
+
+
+def test_who_comes_while_the_store_is_started_again_meets_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends between the connection and the answer to the first request."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ask, failures = BoundedStore.compare_set, [ConnectionError("Connection reset by peer")] * 2
+
+    def compare_set(self: BoundedStore, *arguments: Any, **options: Any) -> bytes:
+        if failures:
+            raise failures.pop()
+        return ask(self, *arguments, **options)
+
+    monkeypatch.setattr(BoundedStore, "compare_set", compare_set)
+    log = EventLog(f"127.0.0.1:{server.port}", name="job", timeout=TIMEOUT)
+    assert not failures
+    assert log.num_lives == 1
+    assert log.append({"i": 1})
+    failures.append(ConnectionError("Connection reset by peer"))
+    with pytest.raises(ConnectionError, match="reset by peer"):
+        EventLog(f"127.0.0.1:{server.port}", name="job", timeout=timedelta(0))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -28,6 +30,7 @@ from gossip_modules import (
     UniformMixing,
 )
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.membership import links
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.transport.exchange import Exchange
 from gossip_modules.transport.waits import Waits
@@ -300,3 +303,47 @@ def test_waits_for_a_peer_are_those_of_its_last_rounds() -> None:
         transport.waited({0: seconds})
     assert transport.waits_for() == {0: (2.5, 1.0)}  # 64 rounds; distances from the median: 1.5, 0.5, 0.5, 3.5
     transport.close()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_groups_that_were_made_go_with_the_error_of_another_one(
+    is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: nobody collects garbage while rounds go on, and each group has threads and descriptors."""
+    made: list[weakref.ref[Any]] = []
+
+    class Group:
+        pass
+
+    def make(*arguments: Any, **options: Any) -> Group:
+        group = Group()
+        made.append(weakref.ref(group))
+        return group
+
+    def fail(store: dist.Store, rank: int, *arguments: Any, **options: Any) -> Group:
+        device = make()
+        if is_whole or rank:
+            raise RuntimeError(f"nobody came to {device}")
+        return device
+
+    monkeypatch.setattr(links, "gloo_backend", make if is_whole else fail)
+    monkeypatch.setattr(links, "gloo_group", fail if is_whole else make)
+    store = nullcontext(dist.HashStore())
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="nobody came"):
+            connect_links(
+                lambda name: store,
+                1,
+                3,
+                (0, 2),
+                names=[0, 1, 2],
+                timeout=TIMEOUT,
+                patience=TIMEOUT,
+                on_lost=lambda peer, error, is_closed: None,
+            )
+        assert len(made) == 3
+        assert all(group() is None for group in made)
+    finally:
+        gc.enable()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -117,3 +119,25 @@ def test_an_error_of_the_store_is_one_of_the_request() -> None:
         ConnectionError, match=r"counting: its key-value store did not answer \(Broken: no\); the process"
     ):
         BoundedStore(Broken(), timeout=timedelta(seconds=9)).add("a", 1, what="counting")
+
+
+def ask_for_ever(store: BoundedStore) -> None:
+    while True:
+        store.add("a", 1, what="asking")
+
+
+def test_a_store_goes_with_the_error_of_a_request(server: tuple[int, dist.TCPStore]) -> None:
+    """At once: its client has a connection, and nobody collects garbage for long."""
+    pid, store = server
+    bounded = BoundedStore(store, timeout=timedelta(seconds=SECONDS))
+    os.kill(pid, signal.SIGKILL)
+    released = weakref.ref(bounded)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ConnectionError, match="asking"):
+            ask_for_ever(bounded)  # until the end of the process has come to the client
+        del bounded
+        assert released() is None
+    finally:
+        gc.enable()
