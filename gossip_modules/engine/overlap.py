@@ -71,8 +71,9 @@ class OverlapEngine(LockstepEngine):
         max_staleness: forwards that a round may be late before training waits for it.
         is_eager: apply a round that is complete before its last forward. False applies all rounds at a fixed step,
             so that the processes of a node agree.
-        on_nonfinite: see `LockstepEngine`; the gossip thread looks at the correction before it is applied. Where a
-            message changes what peers keep, "raise" looks at x before it is sent, as `SyncEngine` does.
+        on_nonfinite: see `LockstepEngine`; the gossip thread looks at the correction before it is applied. With a
+            gossiper whose messages change what peers keep, "raise" looks at x before each round, exact averages
+            included, as `SyncEngine` does.
     """
 
     def __init__(
@@ -183,11 +184,12 @@ class OverlapEngine(LockstepEngine):
         self.stats.num_skipped += 1
 
     def _check_finite(self, mixer: Mixer, x: FlatVector) -> None:
-        """Raise FloatingPointError where a message that peers cannot leave out would not be finite.
+        """Raise FloatingPointError where peers cannot leave messages out, and this one would not be finite.
 
         What has arrived is still in flight then, and nothing of it in x: who mends x takes this step again.
         """
-        if self.on_nonfinite == "raise" and not mixer.is_skippable and not self.agree_finite(self._is_finite(x)):
+        looks = self.on_nonfinite == "raise" and not self.gossiper.is_skippable  # before exact averages too
+        if looks and not self.agree_finite(self._is_finite(x)):
             self._refuse_nonfinite(mixer, self.t, is_own=True)
 
     def _convert_buffers(self, x: FlatVector, alpha: float) -> None:
