@@ -345,6 +345,7 @@ def test_a_store_that_comes_back_gets_the_state() -> None:
         {"event": "explode"},
         {"event": "come"},
         {"event": "accuse", "by": "x", "of": 1, "why": 2, "is_sure": 3},
+        *({**accuse(0, 1), "generation": generation} for generation in (None, "soon", float("inf"))),
         {"event": "ready", "id": None},
     ],
 )
