@@ -104,7 +104,6 @@ torchft's replicas meet in a lighthouse, which takes one for dead after 5 s with
             "seconds_to_join": ("to join, s", ".2f"),
             "survivors_that_failed": ("survivors that failed", "d"),
         },
-        may_be_missing=True,
     ),
     "elastic_network": Page(
         "Stopped, cut off, slow and lossy",

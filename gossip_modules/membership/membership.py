@@ -200,10 +200,12 @@ class Membership(Joining):
             JobFullError: it has as many workers as it takes.
             TimeoutError: too few workers have come.
         """
+        from .. import __version__  # which has what this module imports
+
         self.check_free()
         self._participant = participant
         limit = {"max_workers": str(self.max_workers)} if self.max_workers else {}
-        policy = {"on_partition": self._on_partition}  # by which all find out alike who goes on
+        policy = {"version of gossip_modules": __version__, "on_partition": self._on_partition}
         self._description = {**self._own_description, **limit, **policy, **description}
         try:
             self._as_one(self._come_to_the_job)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import gossip_modules
 from gossip_modules import GossipDataParallel, MatchaGraph, Membership
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.flat.vector import FlatVector
@@ -301,6 +302,17 @@ def test_workers_agree_on_what_to_do_in_a_partition() -> None:
     other = member_of(job.store, min_workers=1, on_partition="both")
     with pytest.raises(ValueError, match="on_partition: got 'both', expected 'majority'"):
         GossipDataParallel(model_of(), membership=other)
+    close(job.end())
+
+
+def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(dist.HashStore(), min_workers=1)
+    (worker,) = job.start(1)
+    job.until_live([worker])
+    mine = gossip_modules.__version__
+    monkeypatch.setattr(gossip_modules, "__version__", "9.9.9")
+    with pytest.raises(ValueError, match=f"version of gossip_modules: got '9.9.9', expected '{mine}'"):
+        GossipDataParallel(model_of(), membership=member_of(job.store, min_workers=1))
     close(job.end())
 
 
