@@ -145,7 +145,7 @@ the machine ran tests in its first 200 s.
 What earlier runs showed, and what was changed: models ran away in graphs with holes, since weights are small there
 (steps are limited while a peer is lost); no generation formed any more where the store died together with most workers;
 and threads and descriptors doubled, as errors kept what failed generations had made.
-[Decisions](../decisions/membership.md) has the reasons. The other methods have not had their ten minutes with this code.
+[Decisions](../decisions/membership.md) has the reasons. Other methods have not had their ten minutes with this code.
 
 ![How many workers there were in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)
 
