@@ -28,7 +28,7 @@ BENCH = ["decent-dp>=0.2.3", "loguru>=0.7"]
 
 # Read, not imported: torch may not be there yet.
 VERSION = re.findall(
-    r'^__version__ = "(.+)"$', Path(__file__).with_name("gossip_modules").joinpath("__init__.py").read_text(), re.M
+    r'^__version__ = "(.+)"$', Path(__file__).with_name("gossip_modules").joinpath("version.py").read_text(), re.M
 )[0]
 
 setup(

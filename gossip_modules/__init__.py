@@ -95,13 +95,12 @@ from .update_rules.exact_diffusion import ExactDiffusion
 from .update_rules.gradient_tracking import GradientTracking
 from .update_rules.qg_dsgdm import QGDSGDm
 from .update_rules.rule import UpdateRule
+from .version import __version__ as __version__
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
 from .wrappers.base import GossipWrapper
 from .wrappers.composable import GossipModule, SimpleGossipDataParallel, gossip
 from .wrappers.gossip import GossipDataParallel
-
-__version__ = "0.1.0"
 
 __all__ = [
     "D2",

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.elastic import torchft_worker
 from benchmarks.elastic.worker import (
     ElasticJob,
-    Host,
+    NetworkHost,
     StoreProcess,
     WorkerProcess,
     killed_at_the_end,
@@ -24,7 +24,7 @@ from benchmarks.elastic.worker import (
 )
 
 
-def start_store(method: str, host: Host | None = None) -> StoreProcess:
+def start_store(method: str, host: NetworkHost | None = None) -> StoreProcess:
     """What the workers of a method meet in; see `StoreProcess`."""
     return StoreProcess(torchft_worker.LIGHTHOUSE, host) if method == torchft_worker.NAME else StoreProcess(host=host)
 
@@ -56,7 +56,7 @@ def killing(
     folder: Path,
     *,
     with_store: bool = False,
-    hosts: Sequence[Host] = (),
+    hosts: Sequence[NetworkHost] = (),
     num_steps: int = 100,
 ) -> Iterator[Killing]:
     """Train, kill and start again; workers end with the block.
@@ -73,7 +73,7 @@ def killing(
     body: Callable[[ElasticJob], None] = torchft_worker.train if job.method == torchft_worker.NAME else train
     name = f"{job.num_workers}_{kills}_{with_store}"
     with killed_at_the_end() as workers:
-        places: Sequence[Host | None] = hosts or [None] * job.num_workers
+        places: Sequence[NetworkHost | None] = hosts or [None] * job.num_workers
         workers += [WorkerProcess(job, folder, f"{name}_{i}", body, host) for i, host in enumerate(places)]
         first = list(workers)
         until(workers, num_steps)

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates
 from benchmarks.elastic.kills import Killing, killing, start_store
-from benchmarks.elastic.worker import ElasticJob, Host
+from benchmarks.elastic.worker import ElasticJob, NetworkHost
 
 RATE = 1e9
 """Of each link, in bit/s."""
@@ -22,7 +22,7 @@ _NUM_STEPS = 40
 def measure(method: str, num_workers: int, folder: Path, *, step_ms: float, seed: int) -> dict[str, Any]:
     """One row: the first rank is killed, and started again."""
     with EmulatedNetwork(num_workers, LinkRates(RATE)) as network:
-        hosts = [Host(name, network.address(rank)) for rank, name in enumerate(network.hosts)]
+        hosts = [NetworkHost(name, network.address(rank)) for rank, name in enumerate(network.hosts)]
         with contextlib.closing(start_store(method, hosts[0])) as store:
             job = ElasticJob(method, store.address, num_workers, step_ms, seed)
             with killing(job, 1, store, folder, hosts=hosts, num_steps=_NUM_STEPS) as run:

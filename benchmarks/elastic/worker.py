@@ -113,7 +113,7 @@ def take_steps(
         say(event="step", step=step, rank=rank, at=time.time(), ms=1000 * seconds, is_serving=is_serving)
 
 
-class Host(NamedTuple):
+class NetworkHost(NamedTuple):
     """Where a process lives: a network namespace, of `ip netns`, and its address in it."""
 
     namespace: str
@@ -137,7 +137,7 @@ class WorkerProcess:
         folder: Path,
         name: str,
         body: Callable[[ElasticJob], None] = train,
-        host: Host | None = None,
+        host: NetworkHost | None = None,
     ) -> None:
         self.path = folder / name
         self.path.touch()
@@ -168,7 +168,7 @@ class WorkerProcess:
         return not self.process.is_alive()
 
 
-def _run(body: Callable[[ElasticJob], None], job: ElasticJob, path: str, host: Host | None) -> None:
+def _run(body: Callable[[ElasticJob], None], job: ElasticJob, path: str, host: NetworkHost | None) -> None:
     with open(path, "w") as output, open(f"{path}.error", "w") as error:
         os.dup2(output.fileno(), 1)
         os.dup2(error.fileno(), 2)
@@ -199,7 +199,7 @@ class StoreProcess:
     """
 
     def __init__(
-        self, command: Sequence[str] = ("-m", "gossip_modules.membership.serve"), host: Host | None = None
+        self, command: Sequence[str] = ("-m", "gossip_modules.membership.serve"), host: NetworkHost | None = None
     ) -> None:
         place = () if host is None else ("ip", "netns", "exec", host.namespace)
         self._command = [*place, sys.executable, *command]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..version import __version__
 from .event_log import EventLog
 from .joining import Joining
 from .liveness.address import own_address
@@ -200,8 +201,6 @@ class Membership(Joining):
             JobFullError: it has as many workers as it takes.
             TimeoutError: too few workers have come.
         """
-        from .. import __version__  # which has what this module imports
-
         self.check_free()
         self._participant = participant
         limit = {"max_workers": str(self.max_workers)} if self.max_workers else {}

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import gossip_modules
 from gossip_modules import GossipDataParallel, MatchaGraph, Membership
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import limits
+from gossip_modules.membership import membership as membership_module
 from gossip_modules.membership.donor import transfer
 from gossip_modules.membership.view import View
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, die, member_of, model_of
@@ -309,8 +309,8 @@ def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPat
     job = Job(dist.HashStore(), min_workers=1)
     (worker,) = job.start(1)
     job.until_live([worker])
-    mine = gossip_modules.__version__
-    monkeypatch.setattr(gossip_modules, "__version__", "9.9.9")
+    mine = membership_module.__version__
+    monkeypatch.setattr(membership_module, "__version__", "9.9.9")
     with pytest.raises(ValueError, match=f"version of gossip_modules: got '9.9.9', expected '{mine}'"):
         GossipDataParallel(model_of(), membership=member_of(job.store, min_workers=1))
     close(job.end())
