@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.harness.ranks import forget_threads
+from tests.harness.ranks import end_threads, forget_threads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,9 +20,11 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(autouse=True)
-def _only_its_own_threads() -> None:
+def _only_its_own_threads() -> Iterator[None]:
     """A test answers for the threads that it starts."""
     forget_threads()
+    yield
+    end_threads()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -15,6 +16,8 @@ __all__ = [
     "TIMEOUT",
     "HangUp",
     "assert_no_gossip_threads",
+    "at_the_end",
+    "end_threads",
     "forget_threads",
     "gossip_threads",
     "run_ranks",
@@ -34,6 +37,20 @@ def assert_no_gossip_threads() -> None:
     for thread in gossip_threads():
         thread.join(max(deadline - time.monotonic(), 0.0))
     assert gossip_threads() == []
+
+
+_endings: list[Callable[[], None]] = []
+
+
+def at_the_end(end: Callable[[], None]) -> None:
+    """Call `end` after this test, also where it fails: threads that trained on would disturb the tests that follow."""
+    _endings.append(end)
+
+
+def end_threads() -> None:
+    """See `at_the_end`."""
+    while _endings:
+        _endings.pop()()
 
 
 _threads_of_others: WeakSet[threading.Thread] = WeakSet()

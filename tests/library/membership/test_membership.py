@@ -30,7 +30,7 @@ from gossip_modules import (
 from gossip_modules.compression.quantizer import SignNorm
 from gossip_modules.membership import limits
 from gossip_modules.membership.participant import Change
-from tests.harness.ranks import assert_no_gossip_threads
+from tests.harness.ranks import assert_no_gossip_threads, at_the_end
 
 SECONDS = 60.0  # of any wait: nothing here should take as long
 PATIENT = 20.0  # of silence, so that a loaded machine declares nobody dead
@@ -72,6 +72,7 @@ class Job:
         self.workers: list[Worker] = []
         self.last = 1 << 30
         self.lock = threading.Lock()
+        at_the_end(self.abandon)
 
     def start(self, count: int, **options: Any) -> list[Worker]:
         workers = [Worker(self, **options) for _ in range(count)]
@@ -110,6 +111,17 @@ class Job:
             if worker.error is not None and not worker.is_killed.is_set():
                 raise worker.error
         return alive
+
+    def abandon(self) -> None:
+        """Where the test has failed: nobody trains on."""
+        alive = [worker for worker in self.workers if worker.thread.is_alive()]
+        for worker in alive:
+            worker.is_killed.set()
+            worker.may_go_on.set()
+            if worker.membership is not None:
+                die(worker.membership)
+        for worker in alive:
+            worker.thread.join(5.0)
 
 
 class Worker:

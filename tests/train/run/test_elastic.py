@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from gossip_modules.membership.serve import serve
 from gossip_modules.methods import METHODS, MethodOptions, why_fixed_ranks
+from tests.harness.ranks import at_the_end
 from tests.library.membership.test_membership import die
 from train.job.errors import UsageError
 from train.job.world import World
@@ -82,6 +83,7 @@ class Worker:
         self.exit_code: int | None = None
         self.stop = SimpleNamespace(is_made=False)
         self.thread = threading.Thread(target=self.run, daemon=True)
+        at_the_end(self.abandon)
 
     def run(self) -> None:
         try:
@@ -92,6 +94,14 @@ class Worker:
                 self.training.close()
         except BaseException as error:  # noqa: BLE001 (raised in the thread of the test)
             self.error = error
+
+    def abandon(self) -> None:
+        """Where the test has failed: it does not train on."""
+        if self.thread.is_alive():
+            self.stop.is_made = True
+            if self.training is not None:
+                die(self.training.membership)
+            self.thread.join(5.0)
 
     def die(self, number: int) -> None:
         """As kill -9: connections close, and nobody is told."""
