@@ -105,7 +105,7 @@ class BilateralAverage:
         self._is_occupied = False
         self._num_served = 0
         self._is_closing = False
-        self.presence.failed.add_done_callback(lambda _: self._wake())
+        self.presence.wake_at_failure(self._serving)
 
     def over(self, transport: PointToPoint, shared: SharedModel) -> BilateralAverage:
         """One over other links that counts on from this one, which has nothing under way any more."""
@@ -266,10 +266,6 @@ class BilateralAverage:
     def _fail_late(self, under_way: _UnderWay) -> BaseException:
         error = self.presence.fail_late(under_way.peer, under_way.what, time.monotonic() - under_way.start)
         return self.presence.failed.exception() or error
-
-    def _wake(self) -> None:
-        with self._serving:
-            self._serving.notify_all()
 
     def _exchange(self, peer: int, weight: float, what: str) -> None:
         """y_i <- y_i + w (y_j - y_i), and training does the same to x. In the thread that exchanges, without a lock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,6 +53,10 @@ class Presence:
         self._posted: list[Pending] = []  # not waited for, but not to be freed before they are sent
         self._failing = threading.Lock()
         self._listener: Listener | None = None
+
+    def wake_at_failure(self, waiting: threading.Condition) -> None:
+        """Wake who waits on this condition as soon as `failed` is done."""
+        self.failed.add_done_callback(partial(_wake, waiting))  # holds nothing else: this object is freed without a GC
 
     def requests(self, peers: Collection[int]) -> Iterator[tuple[int, int, int]]:
         """Yield (sender, first, second) of each request, until all peers have shut down or died.
@@ -152,3 +157,8 @@ class Presence:
     @property
     def _me(self) -> str:
         return f"rank {self.transport.names[self.transport.rank]}"
+
+
+def _wake(waiting: threading.Condition, _: Future[None]) -> None:
+    with waiting:
+        waiting.notify_all()

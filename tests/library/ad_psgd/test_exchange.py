@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -15,11 +16,21 @@ from gossip_modules.ad_psgd.exchange import BilateralAverage
 from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.transport.connect import connect
-from tests.harness.ranks import CPU, TIMEOUT, HangUp, run_ranks
+from tests.harness.ranks import CPU, TIMEOUT, HangUp, run_ranks, solo_group
 
 PATIENCE = 10.0
 SOON = timedelta(seconds=0.4)
 STEP = 7
+
+
+_ranks: list[Rank] = []
+
+
+@pytest.fixture(autouse=True)
+def _ranks_outlive_their_messages() -> Iterator[None]:
+    """Who shuts down does not wait; an engine keeps what has posted the message as long as it lives."""
+    yield
+    _ranks.clear()
 
 
 class Rank:
@@ -39,6 +50,11 @@ class Rank:
         transport = connect(group, module_device=CPU, timeout=timeout)
         self.bilateral = BilateralAverage(self.shared, transport, clock=lambda: STEP)
 
+    def shut_down(self) -> None:
+        """What an active rank does at last."""
+        _ranks.append(self)
+        self.bilateral.shut_down([0])
+
     def value(self) -> float:
         """x with its pending correction."""
         self.shared.collect(self.x)
@@ -55,7 +71,7 @@ def test_both_ends_move_by_opposite_corrections(weight: float, dtype: torch.dtyp
             me.bilateral.answer([1])
         else:
             assert me.bilateral.ask(0, 3, weight)
-            me.bilateral.shut_down([0])
+            me.shut_down()
         assert list(me.bilateral.delivered) == [STEP]
         assert not me.bilateral.is_serving
         return me.value()
@@ -70,7 +86,7 @@ def test_the_weight_of_the_active_rank_travels_exactly() -> None:
             me.bilateral.answer([1])
         else:
             me.bilateral.ask(0, 0, 1 / 3)
-            me.bilateral.shut_down([0])
+            me.shut_down()
         return me.value()
 
     assert run_ranks(2, body) == [1 / 3, 1 - 1 / 3]
@@ -93,7 +109,7 @@ def test_corrections_are_added_to_what_the_model_has_become() -> None:
             me.bilateral.answer([1])
         else:
             me.bilateral.ask(0, 0, 0.5)
-            me.bilateral.shut_down([0])
+            me.shut_down()
         return me.value()
 
     assert run_ranks(2, body) == [104.0, 104.0]
@@ -108,7 +124,7 @@ def test_a_listener_answers_several_ranks_until_all_have_shut_down() -> None:
             me.bilateral.answer([1, 2, 3])
         else:
             assert all(me.bilateral.ask(0, t, 0.5) for t in range(num_exchanges * group.rank()))
-            me.bilateral.shut_down([0])
+            me.shut_down()
         return me.value(), len(me.bilateral.delivered)
 
     results = run_ranks(4, body)
@@ -125,7 +141,7 @@ def test_a_rank_that_closes_says_so_and_keeps_its_model() -> None:
         else:
             for _ in range(2):
                 assert not me.bilateral.ask(0, 0, 0.5)
-            me.bilateral.shut_down([0])
+            me.shut_down()
             assert not me.bilateral.ask(0, 0, 0.5)  # nor is anything sent
         assert not me.shared.has_pending
         return me.value()
@@ -157,10 +173,18 @@ def test_a_rank_that_has_withdrawn_its_model_is_still_there() -> None:
             asked.set()
             assert withdrawn.wait(PATIENCE)
             assert me.bilateral.ask(0, 1, 0.5)
-            me.bilateral.shut_down([0])
+            me.shut_down()
         return me.value()
 
     assert run_ranks(2, body) == [4.0, 4.0]
+
+
+def test_it_is_freed_with_its_holder() -> None:
+    """At once: it has the links of its generation and two copies of the model."""
+    me = Rank(solo_group(), start=0.0)
+    bilateral = weakref.ref(me.bilateral)
+    del me
+    assert bilateral() is None
 
 
 # Who is missing.
@@ -184,7 +208,7 @@ def test_a_passive_rank_that_died_is_named() -> None:
             raise HangUp
         with pytest.raises(ConnectionError, match=r"^rank 1: asking in round 7: (receive from|send to) rank 0 failed"):
             me.bilateral.ask(0, 7, 0.5)
-        me.bilateral.shut_down([0])  # for nobody
+        me.shut_down()  # for nobody
 
     run_ranks(2, body)
 
@@ -213,7 +237,7 @@ def test_an_answer_that_does_not_end_is_named() -> None:
         me = Rank(group, start=0.0, timeout=SOON if group.rank() == 0 else TIMEOUT)
         if group.rank() == 1:
             me.bilateral.ask(0, 0, 0.5)
-            me.bilateral.shut_down([0])
+            me.shut_down()
             return
         snapshot = me.shared.snapshot
 
@@ -250,7 +274,7 @@ def test_training_waits_for_the_answer_under_way() -> None:
         me = Rank(group, start=8.0 * group.rank())
         if group.rank() == 1:
             me.bilateral.ask(0, 0, 0.5)
-            me.bilateral.shut_down([0])
+            me.shut_down()
             return me.value()
         deliver = me.shared.deliver
 
