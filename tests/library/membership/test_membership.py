@@ -121,7 +121,7 @@ class Job:
             if worker.membership is not None:
                 die(worker.membership)
         for worker in alive:
-            worker.thread.join(5.0)
+            worker.thread.join(1.0)
 
 
 class Worker:
