@@ -14,9 +14,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 DEFAULT_PORT = 29400
-_RESOLVER = "timeout:1 attempts:1"
-"""Of the C library, see resolv.conf(5). torch's server looks up the name of each client's host when it connects, and
-answers nobody meanwhile: 5 to 10 s by default where a name server does not answer, and 1 s for each with this."""
+
+
+def shorten_lookups() -> None:
+    """Let this process wait 1 s for a name server, unless RES_OPTIONS says otherwise; before it makes a connection.
+
+    torch looks up the names of hosts when a client of a store connects, in both processes. The server answers nobody
+    meanwhile. Where a name server does not answer, that is 5 to 10 s for each by default; see resolv.conf(5).
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def serve(port: int = DEFAULT_PORT) -> dist.TCPStore:
@@ -39,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--address-file", type=Path, help="write host:port there, for workers with store='file:...'")
     options = parser.parse_args(arguments)
     port: int = options.port
-    os.environ.setdefault("RES_OPTIONS", _RESOLVER)
+    shorten_lookups()
     try:
         store = serve(port)
     except RuntimeError as error:

@@ -18,7 +18,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from ..membership.membership import Membership
-from ..membership.serve import serve
+from ..membership.serve import serve, shorten_lookups
 from .backend import Backend, Body
 from .worker import Worker, break_off
 
@@ -200,6 +200,7 @@ def _end_with_parent() -> None:
 def _serve(host: Host, port: int, connection: Connection) -> None:
     """The process of the store."""
     _end_with_parent()
+    shorten_lookups()
     host.enter(connection)
     deadline = time.monotonic() + _START_SECONDS
     while True:
@@ -217,6 +218,7 @@ def _serve(host: Host, port: int, connection: Connection) -> None:
 def _work(body: Body, rank: int, host: Host, store: str, steps: Sequence[int], connection: Connection) -> None:
     """The process of a worker."""
     _end_with_parent()
+    shorten_lookups()
     host.enter(connection)
 
     def at_event(membership: Membership, step: int) -> None:
