@@ -10,7 +10,9 @@ from typing import Any
 from ...transport.gloo import gloo_backend
 from ...transport.state_tree import copied, encode
 from .. import limits
+from ..heartbeats import digest
 from ..liveness.door import Door
+from ..liveness.probe import LifeSign, probe
 from ..view import Joiner
 from ..worker_state import log
 from . import transfer
@@ -22,7 +24,13 @@ def name_of(joiner: Joiner) -> str:
 
 
 class Giving(Door):
-    """The part of `Membership` for donors; see [Note: what was given]."""
+    """The part of `Membership` for donors; see [Note: what was given].
+
+    [Note: who does not come for the state] A worker may die while it waits for a donor. It has no connection yet that
+    would close. So its machine is asked before a donor waits for it, and where it has not come; one whose process has
+    ended, or for which all members have waited in vain, is forgotten: it would take one of `max_workers` places, and
+    copies of the state, for ever. If it lives, it comes again: [Note: left out at the door].
+    """
 
     def _settle(self, apply_in_flight: Callable[[], None]) -> None:
         """Apply what is in flight, before anything else changes at this training step; raises what that raises.
@@ -78,8 +86,11 @@ class Giving(Door):
         self._say({**event, "why": why} if why else event)
 
     def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
-        """A thread of its own: give the state to a worker that joins."""
+        """A thread of its own: give the state to a worker that joins; see [Note: who does not come for the state]."""
         name = name_of(joiner)
+        if self._has_ended(joiner):
+            self._forget(joiner, "its process ended at the door")
+            return
         try:
             self._log.arrive(name)
             with self._log.lent_store(name) as store:
@@ -88,7 +99,22 @@ class Giving(Door):
             self._log.forget(f"arrived/{name}", f"{name}/0/0", f"{name}/0/1")
         except (RuntimeError, OSError) as error:
             log.warning("job %s: %s did not get the state of training: %s", self.name, joiner.member, error)
-            self._give_up(joiner)
+            with self._lock:
+                view = self._roster.view
+            if self._has_ended(joiner):
+                self._forget(joiner, "its process ended at the door")
+            elif view is not None and joiner.attempt >= len(view.members):
+                self._forget(joiner, "it does not come for the state of training")
+            else:
+                self._give_up(joiner)
+
+    def _has_ended(self, joiner: Joiner) -> bool:
+        signs = probe({joiner.member.id: joiner.member.address}, job=digest(self.name), seconds=limits.PROBE)
+        return signs[joiner.member.id] is LifeSign.ENDED
+
+    def _forget(self, joiner: Joiner, why: str) -> None:
+        log.warning("job %s: %s does not join: %s", self.name, joiner.member, why)
+        self._say({"event": "leave", "id": joiner.member.id, "why": why})
 
     def _take_back(self) -> None:
         assert self._participant is not None

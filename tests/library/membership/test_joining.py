@@ -20,8 +20,9 @@ from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import limits
 from gossip_modules.membership import membership as membership_module
-from gossip_modules.membership.donor import transfer
-from gossip_modules.membership.view import View
+from gossip_modules.membership.donor import giving, transfer
+from gossip_modules.membership.liveness.probe import LifeSign
+from gossip_modules.membership.view import Joiner, View
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, die, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
@@ -166,6 +167,34 @@ def test_what_a_worker_got_that_dies_before_it_joins_goes_back_to_its_donor(
     alive = job.end()
     assert sum(worker.weight for worker in alive) == pytest.approx(2.0, rel=1e-5)
     close(alive)
+
+
+@pytest.mark.parametrize("sign", [LifeSign.ENDED, LifeSign.SILENT])
+def test_who_vanishes_before_it_gets_the_state_is_forgotten(sign: LifeSign, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would keep one of `max_workers` places, and be given the state again and again."""
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    members = [worker.membership for worker in workers if worker.membership is not None]
+    monkeypatch.setattr(limits, "CONNECT", 60.0 if sign is LifeSign.ENDED else 0.2)
+    if sign is LifeSign.SILENT:  # its machine has no power
+        monkeypatch.setattr(giving, "probe", lambda addresses, **_: dict.fromkeys(addresses, sign))
+    forgotten: list[str] = []
+    forget = Membership._forget
+
+    def record(donor: Membership, joiner: Joiner, why: str) -> None:
+        forgotten.append(why)
+        forget(donor, joiner, why)
+
+    monkeypatch.setattr(Membership, "_forget", record)
+    member = member_of(job.store, min_workers=2)
+    wrapper = GossipDataParallel(model_of(), membership=member)
+    die(member)
+    wrapper.close()
+    job.until(lambda: all(m._roster.next_number == 3 and not m._roster.joiners for m in members), "it is forgotten")
+    why = "its process ended at the door" if sign is LifeSign.ENDED else "it does not come for the state of training"
+    assert set(forgotten) == {why}
+    close(job.end())
 
 
 def test_a_donor_that_dies_in_the_middle_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
