@@ -91,6 +91,20 @@ def test_another_set_of_layers_is_refused_and_the_job_goes_on() -> None:
     close([worker])
 
 
+def test_a_founder_that_dies_before_the_beginning_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FORMING", 0.5)
+    store = dist.HashStore()
+    job = Job(store, min_workers=3)
+    (first,) = job.start(1)
+    job.until(lambda: first.membership is not None and len(first.membership._roster.founders) == 1, "the first came")
+    first.is_killed.set()
+    assert first.membership is not None
+    die(first.membership)
+    workers = job.start(3)
+    job.until_live(workers)
+    close(job.end())
+
+
 def test_matcha_goes_on_with_those_who_live_and_come() -> None:
     planned: list[int] = []
 

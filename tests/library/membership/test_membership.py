@@ -244,20 +244,6 @@ def test_weights_and_the_store_stay_as_they_are_whoever_comes_and_goes(monkeypat
     assert job.store.num_keys() < 60  # type: ignore[union-attr] # 198 if none were deleted
 
 
-def test_a_founder_that_dies_before_the_beginning_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "FORMING", 0.5)
-    store = dist.HashStore()
-    job = Job(store, min_workers=3)
-    (first,) = job.start(1)
-    job.until(lambda: first.membership is not None and len(first.membership._roster.founders) == 1, "the first came")
-    first.is_killed.set()
-    assert first.membership is not None
-    die(first.membership)
-    workers = job.start(3)
-    job.until_live(workers)
-    close(job.end())
-
-
 def test_a_worker_that_dies_at_the_door_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the state, and does not come to form the generation."""
     monkeypatch.setattr(limits, "FORMING", 0.5)
