@@ -139,20 +139,21 @@ CASES = [
 ]
 
 
+# A run is a wrapper, push_sum and an optimizer, here by their indices; two runs that differ in all three are a pair.
+# The four pairs are all eight runs: every graph has them over the sizes 2, 4 and 8, and each size, having at least one
+# pair, has both wrappers, optimizers and algorithms.
+PAIRS = [((0, i, j), (1, 1 - i, 1 - j)) for i in (0, 1) for j in (0, 1)]
+PAIRS_OF = {2: PAIRS[:2], 4: PAIRS[2:3], 8: PAIRS[3:]}
+WRAPPERS: list[type[GossipWrapper]] = [GossipDataParallel, SimpleGossipDataParallel]
+OPTIMIZERS = [sgd, adamw]
+
+
 @pytest.mark.parametrize(("name", "n"), CASES)
 def test_synchronous_wrappers_equal_the_oracle(name: str, n: int) -> None:
     graph = GRAPHS[name](n)
     num_steps = min(max(graph.period + 1, 4), 7)
     push_sums = (True, False) if is_symmetric(graph) or is_regular(graph) else (True, True)
-    # Both wrappers, optimizers and algorithms for every graph and n; all eight combinations for every graph. Many ranks
-    # take turns on few cores: from six on, one optimizer for each algorithm.
-    pair: list[type[GossipWrapper]] = [GossipDataParallel, SimpleGossipDataParallel]
-    cases = [
-        (pair[(i + j + n) % 2], push_sum, optimizer)
-        for i, push_sum in enumerate(push_sums)
-        for j, optimizer in enumerate((sgd, adamw))
-        if n < 6 or (i + j + n // 2) % 2 == 0
-    ]
+    cases = [(WRAPPERS[k], push_sums[i], OPTIMIZERS[j]) for pair in PAIRS_OF.get(n, [PAIRS[n % 4]]) for k, i, j in pair]
 
     def body(group: dist.ProcessGroup) -> list[Snapshot]:
         return [
@@ -160,15 +161,11 @@ def test_synchronous_wrappers_equal_the_oracle(name: str, n: int) -> None:
         ]
 
     ranks = run_ranks(n, body)
-    expected = {
-        (push_sum, optimizer): oracle(graph, optimizer, num_steps, push_sum=push_sum)
-        for _, push_sum, optimizer in cases
-    }
     for i, (_, push_sum, optimizer) in enumerate(cases):
-        assert_equal([rank[i] for rank in ranks], expected[push_sum, optimizer])
+        assert_equal([rank[i] for rank in ranks], oracle(graph, optimizer, num_steps, push_sum=push_sum))
 
 
-SCHEDULES = [
+SCHEDULES: list[tuple[dict[str, Any], GraphManager]] = [
     ({"gossip_every": 2}, NPeerDynamicDirectedExponentialGraph(4)),
     ({"gossip_every": 3, "average_every": 2}, irregular_digraph(5)),
     ({"average_every": 3}, RingGraph(5)),
@@ -180,15 +177,18 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("schedule", "graph"), SCHEDULES, ids=str)
-def test_schedules_equal_the_oracle(schedule: dict[str, Any], graph: GraphManager, overlap: bool) -> None:
-    def body(group: dist.ProcessGroup) -> list[Snapshot]:
+@pytest.mark.parametrize("case", range(len(SCHEDULES)), ids=[f"{schedule}-{graph}" for schedule, graph in SCHEDULES])
+def test_schedules_equal_the_oracle(case: int, overlap: bool) -> None:
+    """Both optimizers for every schedule, one of them with overlap; and both with overlap and without."""
+    schedule, graph = SCHEDULES[case]
+    optimizer = OPTIMIZERS[(case + overlap) % 2]
+
+    def body(group: dist.ProcessGroup) -> Snapshot:
         options: dict[str, Any] = {"graph": graph, "schedule": Schedule(**schedule), "overlap": overlap}
-        return [run(group, GossipDataParallel, optimizer, 9, **options) for optimizer in (sgd, adamw)]
+        return run(group, GossipDataParallel, optimizer, 9, **options)
 
     ranks = run_ranks(graph.world_size, body)
-    for i, optimizer in enumerate((sgd, adamw)):
-        assert_equal([rank[i] for rank in ranks], oracle(graph, optimizer, 9, overlap=overlap, **schedule))
+    assert_equal(ranks, oracle(graph, optimizer, 9, overlap=overlap, **schedule))
 
 
 @pytest.mark.parametrize("graph", [NPeerDynamicDirectedExponentialGraph(4), irregular_digraph(5)], ids=str)
@@ -203,15 +203,12 @@ def test_both_wrappers_are_the_same_arithmetic(graph: GraphManager) -> None:
 @pytest.mark.parametrize("max_staleness", range(5))
 @pytest.mark.parametrize("name", ["NPeerDynamicDirectedExponentialGraph", "irregular digraph"])
 def test_overlap_at_a_fixed_staleness_equals_the_oracle(name: str, max_staleness: int) -> None:
+    """Both optimizers for every staleness, one on each graph; and both on each graph."""
     graph = GRAPHS[name](5)
+    optimizer = OPTIMIZERS[(max_staleness + (name == "irregular digraph")) % 2]
     options: dict[str, Any] = {"overlap": True, "max_staleness": max_staleness}
-
-    def body(group: dist.ProcessGroup) -> list[Snapshot]:
-        return [run(group, FixedStaleness, optimizer, 11, graph=graph, **options) for optimizer in (sgd, adamw)]
-
-    ranks = run_ranks(5, body)
-    for i, optimizer in enumerate((sgd, adamw)):
-        assert_equal([rank[i] for rank in ranks], oracle(graph, optimizer, 11, **options))
+    ranks = run_ranks(5, lambda group: run(group, FixedStaleness, optimizer, 11, graph=graph, **options))
+    assert_equal(ranks, oracle(graph, optimizer, 11, **options))
 
 
 @pytest.mark.parametrize("name", ["RingGraph", "DynamicBipartiteExponentialGraph", "irregular graph"])
