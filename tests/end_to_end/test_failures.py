@@ -54,7 +54,7 @@ def outcomes_of(overlap: bool, how: signal.Signals, average_every: int = 0) -> l
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_killed_peer_is_named_by_its_neighbours(overlap: bool) -> None:
     outcomes = outcomes_of(overlap, signal.SIGKILL)
     for rank in NEIGHBOURS:

@@ -48,9 +48,14 @@ def go_on(rank: Rank, *, settles: bool = False) -> NoReturn:
             rank.round()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 6])
-@pytest.mark.parametrize("action", ["train", "settle"])
-@pytest.mark.parametrize("victim", [0, 1])
+# Every two of the size, what ranks do and who dies occur together.
+@pytest.mark.parametrize(
+    ("n", "action", "victim"),
+    [
+        *((n, action, victim) for n in (2, 4) for action, victim in (("train", 0), ("settle", 1))),
+        *((n, action, victim) for n in (3, 6) for action, victim in (("train", 1), ("settle", 0))),
+    ],
+)
 def test_a_dead_rank_is_named_by_all_at_once(n: int, action: str, victim: int) -> None:
     together = threading.Barrier(n)
     errors: dict[int, tuple[str, float]] = {}
