@@ -40,7 +40,7 @@ EPISODES = sorted({(race.engine, race.seed, race.length) for race in RACES})
 @pytest.mark.parametrize(("engine", "seed", "length"), EPISODES)
 def test_nothing_is_found_without_a_race(engine: str, seed: int, length: int) -> None:
     """In the same episodes."""
-    board = run_episode(WORKLOADS[engine], seed, seconds=0.7, length=length, where=WHERE)
+    board = run_episode(WORKLOADS[engine], seed, seconds=0.3, length=length, where=WHERE)
     assert board.counts["closing"] == board.world_size
 
 

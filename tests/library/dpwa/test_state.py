@@ -331,7 +331,8 @@ def test_add_peer_refuses_mistakes(workers: contextlib.ExitStack) -> None:
 @pytest.mark.parametrize("address", ["tcp://a;b:1", "tcp://[::1:1"])
 def test_an_address_that_zeromq_does_not_take_is_a_peer_that_fails(workers: contextlib.ExitStack, address: str) -> None:
     a = filled(0.0)
-    worker, good = averager(workers, "a", a), averager(workers, "b", filled(8.0))
+    seconds = timedelta(seconds=6)  # a quarter of it is waited for the bad one
+    worker, good = averager(workers, "a", a, timeout=seconds), averager(workers, "b", filled(8.0))
     introduce(("a", worker), ("b", good))
     worker.add_peer("bad", address)
     worker._engine.network.scores.answered("bad")  # it is asked first
