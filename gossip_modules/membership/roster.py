@@ -34,8 +34,7 @@ class Roster(RosterState):
     members of the one before, or half with the first of them; those whose process has ended do not count. Where the
     accusations in their order leave no majority, those that are in most of them go.
 
-    [Note: late accusations] That a member did not come to form a generation is void when that one, or a later one, has
-    formed: whoever is in it has come.
+    [Note: late accusations] That a member did not come to form a generation is void when that or a later one begins.
 
     [Note: weights] A worker that joins has half of its donor's push-sum weight, so that all then multiply theirs by the
     number of members over that of those who were there, and the mean of the weights is as before. It is not kept where
@@ -162,7 +161,9 @@ class Roster(RosterState):
         joiner = self.joiners[event["id"]]
         if self.view is None or joiner.refusal or joiner.attempt != event["attempt"] or joiner.is_loaded:
             return
-        if event.get("why"):
+        if event.get("is_gone") and event["number"] == joiner.member.number:  # it has not come again
+            del self.joiners[joiner.member.id]
+        elif event.get("why"):
             self.joiners[joiner.member.id] = replace(joiner, refusal=str(event["why"]))
         elif event["by"] in (joiner.member.id, joiner.donor):
             self._give_another_donor(joiner)
@@ -281,9 +282,8 @@ class Roster(RosterState):
         if later.view is None or later.loaded <= self.loaded:
             return
         joiners = {worker: joiner for worker, joiner in self.joiners.items() if not later.view.has(worker)}
-        generation, number = (
-            max(getattr(r, name) for r in (self, later)) for name in ("last_generation", "next_number")
-        )
+        generation = max(self.last_generation, later.last_generation)
+        number = max(self.next_number, later.next_number)
         self.loads(json.dumps(event["state"]))
         self.last_generation, self.next_number, self.joiners = generation, number, joiners
         for joiner in list(joiners.values()):

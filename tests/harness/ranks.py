@@ -49,8 +49,10 @@ def at_the_end(end: Callable[[], None]) -> None:
 
 def end_threads() -> None:
     """See `at_the_end`."""
-    while _endings:
-        _endings.pop()()
+    endings = _endings[:]
+    _endings.clear()
+    for end in endings:
+        end()
 
 
 _threads_of_others: WeakSet[threading.Thread] = WeakSet()

@@ -17,6 +17,8 @@ from ..view import Joiner
 from ..worker_state import log
 from . import transfer
 
+_LOOK_SECONDS = 1.0
+
 
 def name_of(joiner: Joiner) -> str:
     """Of the meeting of a donor and a worker in the store."""
@@ -26,10 +28,11 @@ def name_of(joiner: Joiner) -> str:
 class Giving(Door):
     """The part of `Membership` for donors; see [Note: what was given].
 
-    [Note: who does not come for the state] A worker may die while it waits for a donor. It has no connection yet that
-    would close. So its machine is asked before a donor waits for it, and where it has not come; one whose process has
-    ended, or for which all members have waited in vain, is forgotten: it would take one of `max_workers` places, and
-    copies of the state, for ever. If it lives, it comes again: [Note: left out at the door].
+    [Note: who does not come for the state] A worker that waits for a donor, or loads what it got, has no connection
+    that closes when it dies. It would take one of `max_workers` places for ever, and copies of the state. So where it
+    has not come, or not loaded in `timeout`, its donor asks its machine. It is forgotten where that refuses, and where
+    it is silent after more attempts than there are members. A refusal alone is not believed, as firewalls refuse too;
+    and who lives comes again: [Note: left out at the door].
     """
 
     def _settle(self, apply_in_flight: Callable[[], None]) -> None:
@@ -81,16 +84,16 @@ class Giving(Door):
         is_same_on_all = isinstance(error, TypeError) or joiner.attempt + 1 >= len(self._require_view().members)
         self._give_up(joiner, why=f"{type(error).__name__}: {error}" if is_same_on_all else "")
 
-    def _give_up(self, joiner: Joiner, *, why: str = "") -> None:
+    def _give_up(self, joiner: Joiner, *, why: str = "", is_gone: bool = False) -> None:
         event = {"event": "gave up", "id": joiner.member.id, "attempt": joiner.attempt, "by": self.id}
+        if is_gone:
+            log.warning("job %s: %s does not come for the state of training: forgotten", self.name, joiner.member)
+            event |= {"is_gone": True, "number": joiner.member.number}
         self._say({**event, "why": why} if why else event)
 
     def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
         """A thread of its own: give the state to a worker that joins; see [Note: who does not come for the state]."""
         name = name_of(joiner)
-        if self._has_ended(joiner):
-            self._forget(joiner, "its process ended at the door")
-            return
         try:
             self._log.arrive(name)
             with self._log.lent_store(name) as store:
@@ -101,20 +104,30 @@ class Giving(Door):
             log.warning("job %s: %s did not get the state of training: %s", self.name, joiner.member, error)
             with self._lock:
                 view = self._roster.view
-            if self._has_ended(joiner):
-                self._forget(joiner, "its process ended at the door")
-            elif view is not None and joiner.attempt >= len(view.members):
-                self._forget(joiner, "it does not come for the state of training")
-            else:
-                self._give_up(joiner)
+            sign = self._sign_of(joiner)
+            is_gone = sign is LifeSign.SILENT and view is not None and joiner.attempt >= len(view.members)
+            self._give_up(joiner, is_gone=is_gone or sign is LifeSign.ENDED)
+            return
+        until = time.monotonic() + self.timeout.total_seconds()
+        while self._is_loading(joiner):
+            if time.monotonic() > until and self._sign_of(joiner) is not LifeSign.LIVES:
+                self._give_up(joiner, is_gone=True)
+                return
 
-    def _has_ended(self, joiner: Joiner) -> bool:
-        signs = probe({joiner.member.id: joiner.member.address}, job=digest(self.name), seconds=limits.PROBE)
-        return signs[joiner.member.id] is LifeSign.ENDED
+    def _is_loading(self, joiner: Joiner) -> bool:
+        """Whether a worker has got the state, and does not say within a second that it has loaded it."""
+        with self._moved:
+            is_over = self._moved.wait_for(
+                lambda: self._closed.is_set() or self._roster.joiners.get(joiner.member.id) != joiner, _LOOK_SECONDS
+            )
+        return not is_over
 
-    def _forget(self, joiner: Joiner, why: str) -> None:
-        log.warning("job %s: %s does not join: %s", self.name, joiner.member, why)
-        self._say({"event": "leave", "id": joiner.member.id, "why": why})
+    def _sign_of(self, joiner: Joiner) -> LifeSign:
+        try:
+            signs = probe({joiner.member.id: joiner.member.address}, job=digest(self.name), seconds=limits.PROBE)
+        except OSError:  # no descriptor is left here: nothing says that it has ended
+            return LifeSign.LIVES
+        return signs[joiner.member.id]
 
     def _take_back(self) -> None:
         assert self._participant is not None

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from gossip_modules import GossipDataParallel, MatchaGraph, Membership
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.flat.vector import FlatVector
-from gossip_modules.membership import limits
+from gossip_modules.membership import joining, limits
 from gossip_modules.membership import membership as membership_module
 from gossip_modules.membership.donor import giving, transfer
+from gossip_modules.membership.heartbeats import Heartbeats
 from gossip_modules.membership.liveness.probe import LifeSign
 from gossip_modules.membership.view import Joiner, View
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, die, member_of, model_of
@@ -190,24 +191,91 @@ def test_who_vanishes_before_it_gets_the_state_is_forgotten(sign: LifeSign, monk
     workers = job.start(2)
     job.until_live(workers)
     members = [worker.membership for worker in workers if worker.membership is not None]
-    monkeypatch.setattr(limits, "CONNECT", 60.0 if sign is LifeSign.ENDED else 0.2)
+    monkeypatch.setattr(limits, "CONNECT", 1.0 if sign is LifeSign.ENDED else 0.2)
     if sign is LifeSign.SILENT:  # its machine has no power
         monkeypatch.setattr(giving, "probe", lambda addresses, **_: dict.fromkeys(addresses, sign))
-    forgotten: list[str] = []
-    forget = Membership._forget
+    attempts: list[tuple[int, bool]] = []
+    give_up = Membership._give_up
 
-    def record(donor: Membership, joiner: Joiner, why: str) -> None:
-        forgotten.append(why)
-        forget(donor, joiner, why)
+    def record(donor: Membership, joiner: Joiner, *, is_gone: bool = False, **options: Any) -> None:
+        attempts.append((joiner.attempt, is_gone))
+        give_up(donor, joiner, is_gone=is_gone, **options)
 
-    monkeypatch.setattr(Membership, "_forget", record)
+    monkeypatch.setattr(Membership, "_give_up", record)
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
     die(member)
     wrapper.close()
     job.until(lambda: all(m._roster.next_number == 3 and not m._roster.joiners for m in members), "it is forgotten")
-    why = "its process ended at the door" if sign is LifeSign.ENDED else "it does not come for the state of training"
-    assert set(forgotten) == {why}
+    assert attempts == ([(0, True)] if sign is LifeSign.ENDED else [(0, False), (1, False), (2, True)])
+    close(job.end())
+
+
+def test_who_dies_while_it_loads_the_state_is_forgotten() -> None:
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    donors = [worker.membership for worker in workers if worker.membership is not None]
+    for donor in donors:
+        donor.timeout = timedelta(seconds=1)
+    member = member_of(job.store, min_workers=2)
+    wrapper = GossipDataParallel(model_of(), membership=member)
+    assert member._receive_state() is not None
+    die(member)
+    wrapper.close()
+    job.until(lambda: not any(donor._roster.joiners for donor in donors), "it is forgotten")
+    close(job.end())
+
+
+def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the donors of earlier attempts say comes when it is a member."""
+    monkeypatch.setattr(limits, "CONNECT", 1.0)
+    job = Job(dist.HashStore(), min_workers=1)
+    workers = job.start(1)
+    job.until_live(workers)
+    late = [threading.Event() for _ in range(3)]
+    meet, give_up = joining.gloo_backend, Membership._give_up
+
+    def fail_at_first(*args: Any, **options: Any) -> dist.ProcessGroup:
+        if num_failures[0] < len(late):
+            num_failures[0] += 1
+            raise RuntimeError("as told")
+        return meet(*args, **options)
+
+    def note(donor: Membership, joiner: Joiner, **options: Any) -> None:
+        give_up(donor, joiner, **options)
+        if joiner.attempt < len(late):
+            late[joiner.attempt].set()
+
+    num_failures = [0]
+    monkeypatch.setattr(joining, "gloo_backend", fail_at_first)
+    monkeypatch.setattr(Membership, "_give_up", note)
+    (newcomer,) = job.start(1)
+    job.until_live([*workers, newcomer])
+    assert newcomer.membership is not None
+    number = newcomer.membership.number
+    assert all(has_come.wait(SECONDS) for has_come in late)
+    step = newcomer.step
+    job.until(lambda: newcomer.step > step + 20, "it trains on")
+    assert newcomer.membership.number == number
+    assert [len(change.members) for change in newcomer.changes] == [2]
+    close(job.end())
+
+
+def test_who_cannot_be_asked_whether_it_lives_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall refuses its listener, and lets the links of gossip pass."""
+    job = Job(dist.HashStore(), min_workers=1)
+    workers = job.start(1)
+    job.until_live(workers)
+    begin = Heartbeats.__init__
+
+    def elsewhere(self: Heartbeats, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self.address = ("127.0.0.1", 1)
+
+    monkeypatch.setattr(Heartbeats, "__init__", elsewhere)
+    (newcomer,) = job.start(1)
+    job.until_live([*workers, newcomer])
     close(job.end())
 
 
