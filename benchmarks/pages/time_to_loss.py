@@ -11,8 +11,9 @@ from benchmarks.pages.base import Page
 from benchmarks.record import RESULTS
 
 CELLS = "loss_cells.csv"
-TARGETS = (2.6, 2.4)
-"""Nats per byte: DDP reaches them after about a third and three fifths of 320 steps, at a rate of 0.003."""
+TARGETS = (2.6, 2.5)
+"""Nats per byte: DDP reaches them after about a third and two fifths of 320 steps, at a rate of 0.003; 2.4, which was
+meant at first, after three fifths, and nobody else at all."""
 
 
 def time_to_loss(rows: pd.DataFrame) -> str:
