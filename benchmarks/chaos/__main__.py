@@ -106,7 +106,8 @@ def measure(method: str, options: ChaosBenchmark) -> tuple[dict[str, Any], SoakR
     }
     if method in HAS_MESSAGES_IN_FLIGHT:
         row["weight_drift"] = ""
-    print(f"with faults: {row}", file=sys.stderr, flush=True)
+    accuracies = {rank: round(result["accuracy"], 2) for rank, result in sorted(run.results.items())}
+    print(f"with faults: {row}; accuracy of each worker: {accuracies}", file=sys.stderr, flush=True)
     calm = SoakTraining(**{**training.__dict__, "step_ms": options.undisturbed_step_ms})
     beside = Soak(calm, every=0.0, seed=options.seed).run(steps=int(row["steps"]))
     if beside.errors or beside.hung or not beside.results:
