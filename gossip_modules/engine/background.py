@@ -18,7 +18,7 @@ class Background:
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._has_failed = threading.Event()
-        self._is_seen = False
+        self._is_seen = self._is_forgotten = False
 
     def start(self, name: str, body: Callable[[], None]) -> None:
         """Run `body` in a daemon thread of that name."""
@@ -34,8 +34,8 @@ class Background:
         thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Keep `error` for the training thread, unless there is an earlier one."""
-        if self._error is None:
+        """Keep `error` for the training thread, unless there is an earlier one, or nobody asks any more."""
+        if self._error is None and not self._is_forgotten:
             self._error = error
         self._has_failed.set()
 
@@ -53,6 +53,18 @@ class Background:
         """Raise what ended a thread if it has not been raised yet: the last chance, on close."""
         if not self._is_seen:
             self.raise_if_failed()
+
+    def forget(self) -> None:
+        """Drop the error, which nobody asks for any more, and the frames in which it was raised; keep no later one.
+
+        An error whose frames hold it is in a circle: all that these frames hold, connections among it, would stay until
+        garbage is collected.
+        """
+        self._is_forgotten = True
+        error, self._error = self._error, None
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
 
     def close(self, timeout: float = 2.0) -> bool:
         """Wait `timeout` seconds at most for all threads to end; returns whether they have. They must know by now."""

@@ -218,5 +218,10 @@ class GenerationWorker(WaitAvoidingWorker):
             self.close()
 
     def leave_in_a_thread(self) -> None:
-        """See `leave`."""
-        threading.Thread(target=self.leave, name="gossip-closing", daemon=True).start()
+        """Leave, and let go of what has ended the generation; training has turned to another one."""
+
+        def run() -> None:
+            self.leave()
+            self._background.forget()
+
+        threading.Thread(target=run, name="gossip-closing", daemon=True).start()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -72,3 +74,36 @@ def test_close_leaves_a_thread_that_does_not_end() -> None:
     is_over.set()
     assert ended(background)
     assert background.close()
+
+
+class Connection:
+    """What the frames of an error hold."""
+
+    def explain(self, error: ConnectionError) -> None:
+        """Raise an error in a frame that holds it."""
+        raise error
+
+    def fail(self) -> None:
+        """Raise an error that has another one as its cause."""
+        try:
+            self.explain(ConnectionError("rank 3 is gone"))
+        except ConnectionError as error:
+            self.explain(ConnectionError(str(error)))
+
+
+def test_what_the_frames_of_an_error_hold_is_freed_when_it_is_forgotten() -> None:
+    background, connection = Background(), Connection()
+    held = weakref.ref(connection)
+    background.start("gossip-test", connection.fail)
+    del connection
+    assert ended(background)
+    gc.disable()
+    try:
+        assert held() is not None
+        background.forget()
+        assert held() is None
+    finally:
+        gc.enable()
+    background.raise_if_failed()
+    background.fail(ConnectionError("later"))
+    background.raise_if_failed()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,7 +21,7 @@ from gossip_modules.membership.links import LinkTransport
 from gossip_modules.membership.participant import Change
 from gossip_modules.testing import Chaos, Join, Kill, Stop, StoreKill, Worker
 from gossip_modules.wagma import elastic
-from gossip_modules.wagma.elastic import ElasticGroupEngine
+from gossip_modules.wagma.elastic import ElasticGroupEngine, GenerationWorker
 from gossip_modules.wagma.failure_reason import FailureReason
 from gossip_modules.wagma.participant import choose_groups
 from tests.harness.ranks import assert_no_gossip_threads
@@ -116,6 +118,26 @@ def test_survivors_go_on_and_a_newcomer_gets_the_state_of_training(overlap: bool
     assert newcomer["counter"] > len(newcomer["values"])
     assert all(result["stats"]["deaths"] >= 1 for rank, result in results.items() if rank < 3)
     assert newcomer["stats"]["generation"] >= 3
+
+
+def test_former_generations_are_let_go_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their connections stay until garbage is collected."""
+    former: list[weakref.ref[GenerationWorker]] = []
+    rebind = ElasticGroupEngine.rebind
+
+    def noting(engine: ElasticGroupEngine, links: LinkTransport, x: FlatVector) -> None:
+        former.append(weakref.ref(engine.worker))
+        rebind(engine, links, x)
+
+    monkeypatch.setattr(ElasticGroupEngine, "rebind", noting)
+    gc.disable()
+    try:
+        Chaos([Kill(step=10, rank=0), Join(step=12)]).run(Train(3, has_joined), 3)
+        assert_no_gossip_threads()
+        assert len(former) >= 3 + 2 + 3  # of the worlds of one, and of both generations that have ended
+        assert [worker for worker in former if worker() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_all_are_equal_after_an_average_of_the_new_generation() -> None:
