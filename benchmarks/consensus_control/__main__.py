@@ -13,8 +13,10 @@ gradients; `exponential` gossips with one peer in every step, and its bytes are 
 gossips with both neighbours in every step; `ring-control-T` does so under `ConsensusControl(target=T)`, and
 `ring-every-H` in every H-th step. `average-every-H` averages the models exactly in every H-th step and does nothing
 else, `average-control-T` as often as `ConsensusControl(target=T, average_every=1)` says, and `average-within-T` as
-often as that with is_relative=False does, where T is a distance. Bytes are those that `comm_stats()` counts in
-training, collectives included; the accuracy is that of the averaged model on all test images after the last step.
+often as that with is_relative=False does, where T is a distance. `slowmo-B` averages the models exactly in every fourth
+step and makes a slow momentum of B of that: no control, but another way to save bytes. Bytes are those that
+`comm_stats()` counts in training, collectives included; the accuracy is that of the averaged model on all test images
+after the last step.
 
 Each row is written when its run has ended, and a run that has a row is not made again, so the same command goes on
 where it was stopped.

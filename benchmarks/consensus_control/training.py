@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from benchmarks.cluster.workload.image_task import SmallNetwork, SplitImages
-from gossip_modules import ConsensusControl, GossipDataParallel, RingGraph, Schedule
+from gossip_modules import ConsensusControl, GossipDataParallel, RingGraph, Schedule, SlowMo
 from gossip_modules.testing import run_ranks
 
 METHODS = (
@@ -27,8 +27,11 @@ METHODS = (
     "average-control-1",
     "average-within-1",
     "average-every-4",
+    "slowmo-0.4",
 )
 TIMEOUT = timedelta(minutes=10)  # 16 ranks share a core with other work
+SLOW_PERIOD = 4
+"""Steps between the exact averages of SlowMo."""
 KEY = ("data", "method", "seed", "ranks", "epochs", "lr", "momentum", "batch_size")
 """Columns that name a run."""
 
@@ -91,6 +94,8 @@ def arguments_of(method: str, ranks: int) -> dict[str, Any]:
         return {**ring, "schedule": ConsensusControl(float(number), is_relative=False, average_every=1)}
     if name == "average-every":
         return {**ring, "schedule": Schedule(gossip_every=int(number), average_every=1)}
+    if name == "slowmo":
+        return {"outer": SlowMo(SLOW_PERIOD, momentum=float(number))}
     raise ValueError(f"got method {method!r}, expected one like {', '.join(METHODS)}")
 
 
