@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import selectors
 import statistics
 import threading
@@ -29,8 +30,14 @@ class _Peer:
 
     address: tuple[str, int]
     last: float
+    deadline: float  # seconds of silence, as of the last beat
     was_heard: bool = False
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
+
+    @property
+    def due(self) -> float:
+        """When it is silent for too long, if it says nothing until then."""
+        return self.last + self.deadline if self.was_heard else math.inf
 
 
 class Heartbeats:
@@ -85,8 +92,10 @@ class Heartbeats:
         """Watch these workers, by worker, with their addresses, and no others; what is known of them is kept."""
         now = time.monotonic()
         with self._lock:
-            kept = {worker: self._peers.get(worker) or _Peer(address, now) for worker, address in peers.items()}
-            self._peers = kept
+            self._peers = {
+                worker: self._peers.get(worker) or _Peer(address, now, self._first_deadline)
+                for worker, address in peers.items()
+            }
 
     def forget(self, peer: int) -> None:
         """Watch it no more."""
@@ -111,9 +120,13 @@ class Heartbeats:
             if self._thread is not threading.current_thread():
                 self._thread.join(1.0)
 
+    @property
+    def _first_deadline(self) -> float:
+        return max(self._floor, 10 * self._interval)
+
     def _deadline(self, peer: _Peer) -> float:
         if len(peer.gaps) < 8:
-            return max(self._floor, 10 * self._interval)
+            return self._first_deadline
         median = statistics.median(peer.gaps)
         mad = statistics.median(abs(gap - median) for gap in peer.gaps)
         return max(self._floor, median + 6 * mad)
@@ -122,14 +135,20 @@ class Heartbeats:
         self._selector.register(self._socket, selectors.EVENT_READ, self._receive)
         with self._selector:
             while not self._is_closed.is_set():
-                for key, _ in self._selector.select(max(self._last_beat + self._interval - time.monotonic(), 0.0)):
+                for key, _ in self._selector.select(max(self._next_turn() - time.monotonic(), 0.0)):
                     key.data(key.fileobj)
                 now = time.monotonic()
                 if now - self._last_beat >= self._interval:
                     self._beat(now, late_by=now - self._last_beat - self._interval)
                     self._last_beat = now
+                self._tell_who_is_silent(now)
             self._lifelines.close(with_farewell=self.has_said_farewell)
         self._socket.close()
+
+    def _next_turn(self) -> float:
+        """When the next beat is due, or somebody's time is over."""
+        with self._lock:
+            return min([self._last_beat + self._interval, *(peer.due for peer in self._peers.values())])
 
     def _receive(self, _: object) -> None:
         now = time.monotonic()
@@ -157,21 +176,26 @@ class Heartbeats:
             if late_by > _LATE_SELF * self._interval:  # this process stood still: others may have spoken meanwhile
                 for peer in peers.values():
                     peer.last = now
+            for peer in peers.values():
+                peer.deadline = self._deadline(peer)
         for peer in peers.values():
             with contextlib.suppress(OSError):  # no route, or a full buffer: as if it were lost on its way
                 self._socket.sendto(self._packet, peer.address)
-        for worker, peer in peers.items():
-            if peer.was_heard and now - peer.last > self._deadline(peer):
-                self.forget(worker)
-                on_silent = self._on_silent()
-                if on_silent is not None:
-                    on_silent(worker, now - peer.last)
         self._lifelines.watch({worker: peer.address for worker, peer in peers.items()})
         for worker in self._lifelines.ended():
             self.forget(worker)
             on_ended = self._on_ended()
             if on_ended is not None:
                 on_ended(worker)
+
+    def _tell_who_is_silent(self, now: float) -> None:
+        with self._lock:
+            silent = {worker: now - peer.last for worker, peer in self._peers.items() if peer.due < now}
+        for worker, seconds in silent.items():
+            self.forget(worker)
+            on_silent = self._on_silent()
+            if on_silent is not None:
+                on_silent(worker, seconds)
 
 
 def _weak(function: Callable[P, None]) -> Callable[[], Callable[P, None] | None]:

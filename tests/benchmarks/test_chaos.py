@@ -90,18 +90,17 @@ def test_the_time_line_has_the_members_at_each_fault() -> None:
     ]
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(240)
-def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four processes for 14 s. So short a run learns too little for its accuracy to be compared."""
-    options = ["--num-workers", "4", "--seconds", "14", "--output", str(tmp_path / "a.csv")]
+def test_a_soak_of_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processes, with faults for half of it. So short a run learns too little for its accuracy to be compared."""
+    options = ["--num-workers", "4", "--seconds", "30", "--output", str(tmp_path / "a.csv")]
     options += ["--faults", str(tmp_path / "faults.csv"), "--min-deadline", "3", "--end-steps", "150"]
     monkeypatch.setattr(sys, "argv", ["chaos", *options])
     monkeypatch.setattr(command, "MAX_LOSS", 100.0)
     assert command.main() == 0
     with (tmp_path / "a.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
-    assert int(row["faults"]) >= 4
+    assert int(row["faults"]) >= 10
     assert int(row["steps"]) > 50
     with (tmp_path / "faults.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == int(row["faults"])

@@ -55,6 +55,22 @@ def test_who_ends_is_silent_and_who_goes_on_is_not() -> None:
     assert [listener.ended for listener in listeners] == [[], [], []]
 
 
+def test_the_next_turn_is_that_of_who_would_be_silent_first() -> None:
+    """So silence is noticed when it is too long, and not at the next beat."""
+    mine = Heartbeats(0, job="job", host="127.0.0.1", **Listener().told(), interval=60.0)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        mine.watch({1: nobody.getsockname(), 2: nobody.getsockname()})
+        next_beat = mine._last_beat + 60.0
+        assert mine._next_turn() == next_beat, "nobody was heard"
+        first, second = mine._peers.values()
+        first.was_heard = second.was_heard = True
+        assert mine._next_turn() == next_beat
+        second.deadline = 30.0
+        assert mine._next_turn() == second.last + 30.0
+    mine.close()
+
+
 def test_who_was_never_heard_is_not_silent() -> None:
     """As where a network carries no datagrams."""
     listener = Listener()
