@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def measure(job: ElasticJob, num_joins: int, folder: Path) -> list[dict[str, Any
             (donor,) = (worker for worker in workers if any(e["at"] > _ready(newcomer) for e in worker.events("gave")))
             gave = donor.events("gave")[-1]
             steps = [event for event in donor.events("step") if event["step"] > 20]
-            served = [e["ms"] for e in steps if e["is_serving"] and gave["start"] < e["at"] < gave["at"] + 1.0]
-            others = [e["ms"] for e in steps if not e["is_serving"]]
+            served = [e["ms"] for e in steps if _overlap(e, gave)]
+            others = [e["ms"] for e in steps if not any(_overlap(e, each) for each in donor.events("gave"))]
             median = statistics.median(others)
             first = newcomer.events("step")[0]
             begins = first["at"] - first["ms"] / 1000
@@ -49,6 +50,11 @@ def measure(job: ElasticJob, num_joins: int, folder: Path) -> list[dict[str, Any
             )
             workers.append(newcomer)
     return rows
+
+
+def _overlap(step: Mapping[str, Any], gave: Mapping[str, Any]) -> bool:
+    """Whether a part of the state was given during a part of the step."""
+    return bool(step["at"] - step["ms"] / 1000 < gave["at"] and gave["start"] < step["at"])
 
 
 def _ready(worker: WorkerProcess) -> float:
