@@ -111,13 +111,16 @@ torchft's replicas meet in a lighthouse, which takes one for dead after 5 s with
         "elastic_network.csv",
         """\
 Eight workers with a [membership](../guides/elasticity.md), each on a host of its own: a network namespace, behind a
-router that delays, loses or drops packets; all on one machine with two cores, which did other work at the same time:
-the slowest step before the event shows how much. A step computes little and sleeps 50 ms. At step 100 something happens
-to one worker. The deadline is the silence after which it is left out. Times are
+router that delays, loses or drops packets; all on one machine with two cores. A step computes little and sleeps 50 ms.
+At step 100 something happens to one worker. The deadline is the silence after which it is left out. Times are
 those of the other workers: the median step before, the slowest step before and after, how many steps after took longer
 than twice the median and 50 ms, and the median of the last hundred steps of 400, when the faults that end have ended.
-A worker that is slow but not silent is waited for, step by step: a delay of 200 ms in each direction, or a lost packet,
-which TCP sends again after 200 ms or more.""",
+
+Where a worker was stopped or cut off, the others wait once: the slowest step is an ordinary one and the deadline, and
+at most 38 ms more; in each of the first steps a few of them wait, so that three count as slow. Who wakes, or is reached
+again, joins by itself. A worker that is slow but not silent is waited for, step by step: a delay of 200 ms in each
+direction, of which a message of 37 kB takes several, or a lost packet, which TCP sends again after 200 ms or more. That
+is more than the deadline and 50 ms for a step of 5 s of delay, since nobody is left out for it.""",
         {
             "method": ("method", "s"),
             "fault": ("what happens", "s"),
