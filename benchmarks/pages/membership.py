@@ -70,10 +70,10 @@ The last column is what the threads of the membership use of one core while noth
 Workers that come one after the other to a job with a [membership](../guides/elasticity.md), on one machine with two
 cores, which they all share; a step computes and sleeps 50 ms. The state is the parameters and their
 momentum; beside it go the names and shapes. The slowest step of the donor while it gives its state stands beside
-its slowest step at other times, which shows what sharing the cores does. The target is 1.25 times the median, at most ten
-rounds and the bytes of one state. All join within five rounds. **20 of 28 joins are within 1.25**; the median is 1.18. In
-no row is the slowest step while giving as slow as the slowest at other times: workers and those that start share the
-cores, and the copy itself takes a few milliseconds.""",
+its slowest step at other times, which shows what sharing the cores does. The target is 1.25 times the median, at most
+ten rounds and the bytes of one state. All join within five rounds. **20 of 28 joins are within 1.25**; the median is
+1.18. In no row is the slowest step while giving as slow as the slowest at other times: workers and those that start
+share the cores, and the copy itself takes a few milliseconds.""",
         {
             "method": ("method", "s"),
             "num_workers": ("workers", "d"),
