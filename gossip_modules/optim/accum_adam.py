@@ -1,4 +1,4 @@
-"""AccumAdam: Adam whose second moments are those of gradients accumulated over several steps."""
+"""AccumAdam: Adam whose moments are those of gradients accumulated over several steps."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "accumulated")
+"""Of complete windows the first and the second, and the mean gradient of the current one as far as it has come."""
+
 
 class AccumAdam(Optimizer):
-    """AccumAdam: the second moment of Adam follows the mean gradient of `accum_steps` steps, not that of each step.
+    """AccumAdam: the moments of Adam follow the mean gradient of each `accum_steps` steps, not that of every step.
 
-    Step t = 1, 2, ... with the gradient g, and k the number of windows of s = `accum_steps` steps that are complete:
+    Step t = 1, 2, ... with the gradient g, in the window k = ceil(t / s) of s = `accum_steps` steps:
 
-        m = b1 m + (1 - b1) g
+        m' = b1 m + (1 - b1) g;   v' = b2 v + (1 - b2) g^2                     # for this step only
+        x = (1 - lr weight_decay) x - lr (m' / (1 - b1^k)) / (sqrt(v' / (1 - b2^k)) + eps)
         a = a + g / s
-        where t is a multiple of s:   v = b2 v + (1 - b2) a^2;  a = 0
-        x = (1 - lr weight_decay) x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^k)) + eps)
+        where t is a multiple of s:   m = b1 m + (1 - b1) a;   v = b2 v + (1 - b2) a^2;   a = 0
 
-    In the steps before the first window is complete, v / (1 - b2^k) is the square of the mean of the gradients so far.
     A rank that gossips sees the small batches of its own only; the noise in their squares makes the second moments of
-    Adam too large, and those of the ranks different. The mean of s batches has 1/s of that noise. With s = 1 it is
+    Adam too large, and those of the ranks different. The mean of s batches has 1/s of that noise. Both m' and v' have
+    the gradient of the step, which is what bounds it: no step is longer than one of Adam can be. With s = 1 it is
     AdamW, and without weight decay Adam.
 
-    Second moments from accumulated gradients are those of Decent-DP: Wang et al., "From Promise to Practice: Realizing
-    High-performance Decentralized Training", ICLR 2025, arXiv 2410.11998. The treatment of the first window and the
-    decoupled weight decay are ours.
+    From Decent-DP: Wang et al., "From Promise to Practice: Realizing High-performance Decentralized Training", ICLR
+    2025, arXiv 2410.11998, Appendix C.
 
     Args:
         params: parameters, or groups of them.
@@ -38,7 +40,8 @@ class AccumAdam(Optimizer):
         accum_steps: s, at least 1.
 
     Raises:
-        ValueError: a setting out of range; (steps) sparse gradients.
+        ValueError: a setting out of range; (steps) sparse gradients; (load_state_dict) the state of another optimizer,
+            or of the AccumAdam of before, which had another law.
 
     Example:
         >>> optimizer = AccumAdam(model.parameters(), lr=1e-3, accum_steps=4)
@@ -81,6 +84,17 @@ class AccumAdam(Optimizer):
                     self._step(x, x.grad, group)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer`."""
+        for state in state_dict["state"].values():
+            if not {"step", *_MOMENTS} <= state.keys():
+                raise ValueError(
+                    f"AccumAdam: got a state of {', '.join(map(str, state))}, expected step, {', '.join(_MOMENTS)}: it "
+                    "is that of another optimizer, or of an AccumAdam whose first moments followed every step, not "
+                    "windows of them; leave it out, and the moments begin anew"
+                )
+        super().load_state_dict(state_dict)
+
     def _step(self, x: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> None:
         """The law, for one parameter."""
         if g.is_sparse:
@@ -90,15 +104,15 @@ class AccumAdam(Optimizer):
         state, (b1, b2), s = self.state[x], group["betas"], group["accum_steps"]
         if not state:
             state["step"] = 0
-            state.update({name: torch.zeros_like(x) for name in ("m", "accumulated", "v")})
+            state.update({name: torch.zeros_like(x) for name in _MOMENTS})
         state["step"] += 1
-        t, m, a, v = state["step"], state["m"], state["accumulated"], state["v"]
-        m.lerp_(g, 1 - b1)
+        t, m, v, a = state["step"], *(state[name] for name in _MOMENTS)
+        k = -(-t // s)
+        root = v.mul(b2).addcmul_(g, g, value=1 - b2).div_(1 - b2**k).sqrt_().add_(group["eps"])
+        x.mul_(1 - group["lr"] * group["weight_decay"])
+        x.addcdiv_(m.lerp(g, 1 - b1), root, value=-group["lr"] / (1 - b1**k))
         a.add_(g, alpha=1 / s)
         if t % s == 0:
+            m.lerp_(a, 1 - b1)
             v.mul_(b2).addcmul_(a, a, value=1 - b2)
             a.zero_()
-        windows = t // s
-        root = (v / (1 - b2**windows)).sqrt_() if windows else (a * (s / t)).abs_()
-        x.mul_(1 - group["lr"] * group["weight_decay"])
-        x.addcdiv_(m, root.add_(group["eps"]), value=-group["lr"] / (1 - b1**t))
