@@ -36,7 +36,8 @@ class RunConfig(MethodOptions, ABC):
     recipe: str = "sgp"
     """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd,
     diloco, streamingdiloco, eagerdiloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2, exactdiffusion,
-    gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is."""
+    gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is. qgdsgdm and
+    decentlam work where SGD steps the model, as in train.gossip_sgd."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
@@ -97,6 +98,8 @@ class RunConfig(MethodOptions, ABC):
     log_every: int = 10
     """Optimizer steps from one point of TensorBoard and of the progress bar to the next."""
 
+    OPTIMIZER: ClassVar[str] = "SGD"
+    """What steps the model, a class of torch.optim; with another one than SGD, recipes that need that are refused."""
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
         "recipe": METHODS,
         "graph": [*GRAPHS, *PREDEFINED_GRAPHS, *TREES],
@@ -168,6 +171,12 @@ class RunConfig(MethodOptions, ABC):
                 "1 takes the peer's model"
             )
 
+        if METHODS[self.recipe].needs_sgd and self.OPTIMIZER != "SGD":
+            raise ValueError(
+                f"got recipe={self.recipe!r} where {self.OPTIMIZER} steps the model, expected one that takes this "
+                f"optimizer: the momentum of SGD is part of {METHODS[self.recipe].title}; take --recipe d2 or "
+                "gradienttracking, which take any, or a task that trains by SGD, such as train.gossip_sgd"
+            )
         if self.elastic:
             self._check_elastic()
 

@@ -3,7 +3,7 @@ AD-PSGD, WAGMA-SGD, ...
 
     # Number words, in under two minutes
     torchrun --standalone --nproc-per-node 4 -m train.translate
-    torchrun --standalone --nproc-per-node 4 -m train.translate --recipe ar    # or any other recipe
+    torchrun --standalone --nproc-per-node 4 -m train.translate --recipe ar    # or another recipe
     python -m train.translate --source fr --target de  # a world of one, another language
     python -m train.translate --help
 

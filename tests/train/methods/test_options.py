@@ -163,6 +163,15 @@ def test_senseless_numbers_are_refused() -> None:
         Config(accumulation_steps=5)
 
 
+def test_recipes_that_are_laws_of_sgd_with_momentum_need_it() -> None:
+    assert Config(recipe="decentlam", nesterov=False).recipe == "decentlam"
+    assert Config(recipe="qgdsgdm").nesterov
+    with pytest.raises(ValueError, match=r"got nesterov=True with recipe='decentlam', expected False.*--no-nesterov"):
+        Config(recipe="decentlam")
+    with pytest.raises(ValueError, match=r"got momentum=0.0 with recipe='qgdsgdm', expected more.*--momentum 0.9"):
+        Config(recipe="qgdsgdm", momentum=0.0)
+
+
 @pytest.mark.parametrize("config_type", [MethodOptions, RunConfig, Config])
 def test_every_option_has_a_help_text(config_type: type[MethodOptions]) -> None:
     (source,) = ast.parse(inspect.getsource(config_type)).body

@@ -72,6 +72,7 @@ class LanguageModelConfig(RunConfig):
     clip_norm: float = 1.0
     """Gradients of a larger norm are scaled down to this one, in each rank by itself; 0: they stay as they are."""
 
+    OPTIMIZER: ClassVar[str] = "AdamW"
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {**RunConfig.CHOICES, "model": SIZES}
     POSITIVE: ClassVar[tuple[str, ...]] = (
         *RunConfig.POSITIVE,

@@ -89,6 +89,7 @@ class TranslationConfig(RunConfig):
     """sacrebleu's: 13a, none (text that is cut into words already), intl, char, ...; empty: 13a for files, char for
     number words."""
 
+    OPTIMIZER: ClassVar[str] = "Adam"
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {**RunConfig.CHOICES, "model": SIZES}
     POSITIVE: ClassVar[tuple[str, ...]] = (
         *RunConfig.POSITIVE,

@@ -83,7 +83,9 @@ def test_the_embeddings_are_one_matrix_and_positions_are_fixed(translator: Trans
     positions = network.model.encoder.embed_positions.weight
     assert not positions.requires_grad
     assert torch.allclose(positions[3, 0], torch.tensor(math.sin(3.0)))
-    trained = {id(p) for group in adam(translator).param_groups for p in group["params"]}
+    optimizer = adam(translator)
+    assert type(optimizer).__name__ == TranslationConfig.OPTIMIZER
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert id(shared) in trained
     assert id(positions) not in trained
     assert sum(p.numel() for p in translator.parameters() if p.requires_grad) == pytest.approx(0.7e6, rel=0.02)
@@ -314,6 +316,8 @@ def test_options_that_do_not_fit_are_refused() -> None:
         TranslationConfig(out_dir="runs/a", tokenizer="runs/a/../a/tokenizer.json")
     with pytest.raises(ValueError, match=r"got beam_size=0, expected more than 0"):
         TranslationConfig(beam_size=0)
+    with pytest.raises(ValueError, match=r"got recipe='decentlam' where Adam steps the model, expected one that takes"):
+        TranslationConfig(recipe="decentlam")
 
 
 def test_presets_are_the_recipe_of_the_paper() -> None:
