@@ -116,6 +116,13 @@ class RunConfig(MethodOptions, ABC):
         *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
         *("sync_period", "divergence_threshold", "clip_norm", "outer_lr", "max_workers", "consensus_target"),
     )
+    ZERO: ClassVar[Mapping[str, str]] = {
+        "step_size": "is the published one",
+        "group_size": "is about the square root of all ranks",
+        "outer_lr": "is the published one",
+        "max_workers": "takes all",
+    }
+    """What 0 does with those of them that it does not switch off."""
     SHARES: ClassVar[tuple[str, ...]] = ("budget", "compression_ratio", "fetch_probability")
     """More than 0, at most 1."""
     BELOW_ONE: ClassVar[tuple[str, ...]] = ("label_smoothing",)
@@ -156,7 +163,8 @@ class RunConfig(MethodOptions, ABC):
                 raise ValueError(f"got {name}={getattr(self, name)}, expected more than 0; see --help")
         for name in self.NOT_NEGATIVE:
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"got {name}={getattr(self, name)}, expected 0 or more; 0 switches it off")
+                meaning = self.ZERO.get(name, "switches it off")
+                raise ValueError(f"got {name}={getattr(self, name)}, expected 0 or more; 0 {meaning}")
         for name in self.SHARES:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected 0 < {name} <= 1; 1 leaves nothing out")

@@ -20,6 +20,8 @@ from train.command_line import read_command_line
 from train.job.errors import UsageError
 from train.run_config import RunConfig
 from train.tasks.images.config import Config
+from train.tasks.language_model.config import LanguageModelConfig
+from train.tasks.translation.config import TranslationConfig
 
 
 def test_peers_by_round_counts_rounds_up_to_the_epoch() -> None:
@@ -148,10 +150,12 @@ def test_senseless_numbers_are_refused() -> None:
         ({"compression_bits": 3}, "got compression_bits=3, expected one of 2, 4, 8"),
         ({"fetch_probability": 0.0}, "got fetch_probability=0.0, expected 0 < fetch_probability <= 1"),
         ({"interpolation_value": 1.5}, "got interpolation_value=1.5, expected 0 <= interpolation_value <= 1"),
-        ({"group_size": -1}, "got group_size=-1, expected 0 or more"),
+        ({"group_size": -1}, "got group_size=-1, expected 0 or more; 0 is about the square root of all ranks$"),
+        ({"outer_lr": -1.0}, "got outer_lr=-1.0, expected 0 or more; 0 is the published one$"),
+        ({"max_workers": -1}, "got max_workers=-1, expected 0 or more; 0 takes all$"),
         ({"sync_period": -1}, "got sync_period=-1, expected 0 or more"),
         ({"divergence_threshold": -0.5}, "got divergence_threshold=-0.5, expected 0 or more"),
-        ({"step_size": -0.1}, "got step_size=-0.1, expected 0 or more"),
+        ({"step_size": -0.1}, "got step_size=-0.1, expected 0 or more; 0 is the published one$"),
         ({"theta": 0.0}, "got theta=0.0, expected more than 0"),
         ({"power_rank": 0}, "got power_rank=0, expected more than 0"),
         ({"milestones": (0, 3)}, r"got milestones=\(0, 3\), expected epochs after the first; --lr is for it"),
@@ -161,6 +165,22 @@ def test_senseless_numbers_are_refused() -> None:
             Config(**options)
     with pytest.raises(ValueError, match=r"got batch_size=32 and accumulation_steps=5, .* divisor"):
         Config(accumulation_steps=5)
+
+
+@pytest.mark.parametrize(
+    ("config_type", "name", "meaning"),
+    [
+        (Config, "image_size", "is what the model is made for"),
+        (Config, "warmup_epochs", "switches it off"),
+        (LanguageModelConfig, "outer_lr", "is the published one"),
+        (LanguageModelConfig, "steps_per_epoch", "is one pass over the training text"),
+        (TranslationConfig, "num_test", "takes all"),
+    ],
+)
+def test_an_error_says_what_0_does(config_type: type[RunConfig], name: str, meaning: str) -> None:
+    with pytest.raises(ValueError, match=f"got {name}=-1, expected 0 or more; 0 {meaning}$"):
+        config_type(**{name: -1})  # type: ignore[arg-type]
+    assert set(config_type.ZERO) <= set(config_type.NOT_NEGATIVE)
 
 
 def test_recipes_that_are_laws_of_sgd_with_momentum_need_it() -> None:

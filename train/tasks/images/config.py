@@ -65,6 +65,14 @@ class Config(RunConfig):
         *("images_per_node", "warmup_epochs", "dirichlet_alpha", "weight_decay", "image_size", "num_workers"),
         *("milestone_factor", "warmup_lr"),
     )
+    ZERO: ClassVar[Mapping[str, str]] = {
+        **RunConfig.ZERO,
+        "images_per_node": "takes --batch-size",
+        "image_size": "is what the model is made for",
+        "num_workers": "loads images in the process that trains",
+        "milestone_factor": "ends learning at a milestone",
+        "warmup_lr": "starts at the smaller of lr and a tenth of the target",
+    }
     BELOW_ONE: ClassVar[tuple[str, ...]] = (*RunConfig.BELOW_ONE, "momentum")
     IDENTITY: ClassVar[tuple[str, ...]] = (
         *RunConfig.IDENTITY,

@@ -82,6 +82,11 @@ class LanguageModelConfig(RunConfig):
         *RunConfig.NOT_NEGATIVE,
         *("num_validation_bytes", "steps_per_epoch", "warmup_steps", "weight_decay"),
     )
+    ZERO: ClassVar[Mapping[str, str]] = {
+        **RunConfig.ZERO,
+        "num_validation_bytes": "takes all",
+        "steps_per_epoch": "is one pass over the training text",
+    }
     SHARES: ClassVar[tuple[str, ...]] = (*RunConfig.SHARES, "validation_share")
     BELOW_ONE: ClassVar[tuple[str, ...]] = (*RunConfig.BELOW_ONE, "dropout")
     # The text and its tokens are in the identity of the task, by their hashes: files may move.

@@ -99,6 +99,12 @@ class TranslationConfig(RunConfig):
         *RunConfig.NOT_NEGATIVE,
         *("length_penalty", "num_validation", "num_test"),
     )
+    ZERO: ClassVar[Mapping[str, str]] = {
+        **RunConfig.ZERO,
+        "length_penalty": "lets short hypotheses win",
+        "num_validation": "takes all",
+        "num_test": "takes all",
+    }
     BELOW_ONE: ClassVar[tuple[str, ...]] = (*RunConfig.BELOW_ONE, "dropout")
     # The text and its tokens are in the identity of the task, by their hashes: files may move.
     IDENTITY: ClassVar[tuple[str, ...]] = (
