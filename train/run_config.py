@@ -46,7 +46,8 @@ class RunConfig(MethodOptions, ABC):
     """Delete the run that out_dir has: its tables, reports, model and checkpoints, and no other files; otherwise a run
     there is an error, unless it is resumed."""
     seed: int = 1
-    """The same on every rank; fixes the initial model, the shards, the order and the augmentation of the images."""
+    """The same on every rank. All that is drawn at random follows from it: the initial model, what each rank reads and
+    in which order, augmentation, dropout, and what methods draw."""
 
     epochs: int = 25
     """Passes over the training data."""

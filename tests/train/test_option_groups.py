@@ -93,6 +93,11 @@ def test_every_option_is_in_one_group_and_has_a_text(config_type: type[RunConfig
     assert ("task" in groups_of(config_type)) == (config_type is OwnConfig)
 
 
+@pytest.mark.parametrize("config_type", [TranslationConfig, LanguageModelConfig, OwnConfig])
+def test_the_options_of_a_task_do_not_speak_of_images(config_type: type[RunConfig]) -> None:
+    assert [name for name, text in help_texts(config_type).items() if "image" in text.lower()] == []
+
+
 def test_the_options_of_a_task_of_ones_own_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
