@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# Containers arrive as what they were: schedulers count milestones in a Counter. A type of the user's own, such as a
+# named tuple, would have to be imported by a name that has travelled, as pickle does it; it is refused.
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "Size"}
+_TYPES: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in (_MAPPINGS | _SEQUENCES).items()}
+_FACTORIES: dict[Any, str] = {None: "", **{kind: kind.__name__ for kind in (bool, dict, float, int, list, str)}}
+_MAKES = {name: factory for factory, name in _FACTORIES.items()}  # what a defaultdict is filled with
+
 
 def encode(state: Any) -> tuple[Any, list[Tensor]]:
     """A tree of dicts, lists, tuples, numbers, strings and tensors as JSON values, and its tensors, as they are.
 
+    An OrderedDict, a Counter, a torch.Size and a defaultdict of plain values stay what they are.
+
     Raises:
-        TypeError: a value of another type; names it and its place.
+        TypeError: a value of another type, also one derived from these; names it and its place.
     """
     tensors: list[Tensor] = []
     return _encode(state, tensors, "state"), tensors
@@ -25,26 +37,31 @@ def decode(header: Any, tensors: list[Tensor]) -> Any:
     kind, value = header
     if kind == "tensor":
         return tensors[value]
-    if kind == "dict":
-        return {decode(key, tensors): decode(item, tensors) for key, item in value}
-    if kind == "list":
-        return [decode(item, tensors) for item in value]
-    if kind == "tuple":
-        return tuple(decode(item, tensors) for item in value)
+    if kind == "defaultdict":
+        factory, pairs = value
+        return defaultdict(_MAKES[factory], _decoded_pairs(pairs, tensors))
+    if kind in _MAPPINGS.values():
+        return _TYPES[kind](_decoded_pairs(value, tensors))
+    if kind in _SEQUENCES.values():
+        return _TYPES[kind]([decode(item, tensors) for item in value])
     return value
+
+
+def _decoded_pairs(pairs: Any, tensors: list[Tensor]) -> dict[Any, Any]:
+    return {decode(key, tensors): decode(item, tensors) for key, item in pairs}
 
 
 def _encode(value: Any, tensors: list[Tensor], place: str) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["tensor", len(tensors) - 1]
-    if isinstance(value, dict):
-        return [
-            "dict",
-            [[_encode(k, tensors, place), _encode(v, tensors, f"{place}[{k!r}]")] for k, v in value.items()],
-        ]
-    if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
+    if kind := _MAPPINGS.get(type(value)):
+        pairs = [[_encode(k, tensors, place), _encode(v, tensors, f"{place}[{k!r}]")] for k, v in value.items()]
+        if kind != "defaultdict":
+            return [kind, pairs]
+        if value.default_factory in _FACTORIES:
+            return [kind, [_FACTORIES[value.default_factory], pairs]]
+    if kind := _SEQUENCES.get(type(value)):
         return [kind, [_encode(item, tensors, f"{place}[{i}]") for i, item in enumerate(value)]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["value", value]
@@ -90,12 +107,12 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def copied(state: Any) -> Any:
-    """A state whose tensors training does not change."""
+    """A state whose tensors training does not change; what `encode` refuses is left as it is."""
     if isinstance(state, Tensor):
         return state.detach().clone()
-    if isinstance(state, dict):
-        return {key: copied(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        copies = [copied(value) for value in state]
-        return copies if isinstance(state, list) else tuple(copies)
+    if type(state) in _MAPPINGS:
+        copies = {key: copied(value) for key, value in state.items()}
+        return defaultdict(state.default_factory, copies) if type(state) is defaultdict else type(state)(copies)
+    if type(state) in _SEQUENCES:
+        return type(state)([copied(value) for value in state])
     return state
