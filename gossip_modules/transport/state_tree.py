@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Containers arrive as what they were: schedulers count milestones in a Counter. A type of the user's own, such as a
 # named tuple, would have to be imported by a name that has travelled, as pickle does it; it is refused.
@@ -26,7 +26,8 @@ def encode(state: Any) -> tuple[Any, list[Tensor]]:
     An OrderedDict, a Counter, a torch.Size and a defaultdict of plain values stay what they are.
 
     Raises:
-        TypeError: a value of another type, also one derived from these; names it and its place.
+        TypeError: a value of another type, also one derived from these; or a tensor that is not plain, such as a sparse
+            one. Names it and its place.
     """
     tensors: list[Tensor] = []
     return _encode(state, tensors, "state"), tensors
@@ -53,6 +54,7 @@ def _decoded_pairs(pairs: Any, tensors: list[Tensor]) -> dict[Any, Any]:
 
 def _encode(value: Any, tensors: list[Tensor], place: str) -> Any:
     if isinstance(value, Tensor):
+        _check_plain(value, place)
         tensors.append(value)
         return ["tensor", len(tensors) - 1]
     if kind := _MAPPINGS.get(type(value)):
@@ -69,6 +71,26 @@ def _encode(value: Any, tensors: list[Tensor], place: str) -> Any:
         f"got a {type(value).__name__} in {place}, expected tensors, numbers, strings, None, lists, tuples and dicts: "
         "a worker that joins gets the state without pickle; give state_dict() of plain values"
     )
+
+
+def _check_plain(x: Tensor, place: str) -> None:
+    """Raise TypeError for a tensor that is more, or less, than the numbers in its storage."""
+    kind = ""
+    if type(x) not in (Tensor, nn.Parameter):
+        kind = type(x).__name__
+    elif x.is_nested:
+        kind = "nested tensor"
+    elif x.layout != torch.strided:
+        kind = f"tensor of layout {x.layout}"
+    elif x.is_quantized:
+        kind = "quantized tensor"
+    elif x.is_meta:
+        kind = "meta tensor, which has no numbers,"
+    if kind:
+        raise TypeError(
+            f"got a {kind} in {place}, expected a plain tensor, whose numbers are all there is to send; give "
+            "state_dict() of such, for instance x.to_dense() or x.dequantize()"
+        )
 
 
 def pack(state: Any) -> tuple[Tensor, list[Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from gossip_modules.transport.state_tree import copied, decode, encode
@@ -21,6 +22,10 @@ class Pair(NamedTuple):
 
 class Names(dict[str, int]):
     """A type that the other end does not know."""
+
+
+class Labelled(torch.Tensor):
+    """The same."""
 
 
 def travelled(state: Any) -> Any:
@@ -63,8 +68,13 @@ def test_a_copy_is_one_of_tensors_in_any_container() -> None:
         (lambda: Pair(1, 2), "got a Pair in state"),
         (lambda: Names(a=1), "got a Names in state"),
         (lambda: defaultdict(lambda: 1), "got a defaultdict in state"),
+        (lambda: torch.eye(2).to_sparse(), "got a tensor of layout torch.sparse_coo in state"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "got a quantized tensor in state"),
+        (lambda: torch.empty(3, device="meta"), "got a meta tensor, which has no numbers, in state"),
+        (lambda: torch.ones(2).as_subclass(Labelled), "got a Labelled in state"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*quantize.*")  # torch means to drop these
 def test_what_would_arrive_as_something_else_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message + r"\['mine'\], expected"):
         encode(copied({"mine": make()}))
@@ -81,3 +91,8 @@ def test_a_scheduler_goes_on_past_its_milestones() -> None:
     other.load_state_dict(travelled(state))
     assert other.state_dict() == state
     assert list(other.milestones.elements()) == [2, 2, 4]
+
+
+def test_parameters_arrive_as_tensors() -> None:
+    header, tensors = encode({"x": nn.Parameter(torch.ones(2))})
+    assert torch.equal(decode(header, tensors)["x"], torch.ones(2))
