@@ -32,6 +32,11 @@ class Generations(WorkerState):
         assert self._participant is not None
         return view.start if self._participant.is_in_lockstep else max(self._clock, 0)
 
+    def _next_is(self, clock: int) -> None:
+        """Note which step of the clock the training step is that comes next; see [Note: clock] of `Turns`."""
+        assert self._participant is not None
+        self._steps_before = self._participant.step - clock
+
     def _wait_for_first_step(self, clock: int) -> None:
         """[Note: first step] A generation cannot begin without the store: then rounds go on as they are."""
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -61,6 +66,7 @@ class Generations(WorkerState):
 
     def _switch(self, clock: int) -> Change:
         """Begin the latest generation that is due: one before it that would begin no sooner is left out by all."""
+        self._next_is(clock)
         with self._lock:
             count = sum(view.start <= clock for view, _ in self._due)
             before, (view, transport) = self._active, self._due[count - 1]
@@ -74,7 +80,8 @@ class Generations(WorkerState):
         members = tuple(member.number for member in view.members)
         joined = tuple(number for number in members if number not in known)
         left = {number: reasons.get(number, "it left") for number in sorted(known - set(members))}
-        change = Change(view.generation, self._first_step(view), view.ids.index(self.id), members, joined, left)
+        start = self._first_step(view) + self._steps_before
+        change = Change(view.generation, start, view.ids.index(self.id), members, joined, left)
         if before is not None:
             self.num_joins += len(joined)
             self.num_deaths += len(left)

@@ -293,7 +293,7 @@ class Joining(Giving):
             self._retired += [(time.monotonic(), transport) for _, transport in self._due]
             self._due, self._limit, self._clock = [], None, clock
         self._participant.begin(1.0)
-        change = Change(generation, clock, 0, (number,), (), {})
+        change = Change(generation, clock + self._steps_before, 0, (number,), (), {})
         for callback in self._callbacks:
             callback(change)
         return change

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from ..version import __version__
 from .event_log import EventLog
-from .joining import Joining
 from .liveness.address import own_address
 from .participant import Change, Participant
+from .turns import Turns
 
 
-class Membership(Joining):
+class Membership(Turns):
     """Who takes part in training: workers may die, come back, and be added, and nobody who lives waits for them.
 
     Give one to a wrapper. Its workers meet in a key-value store that outlives them, and need it only when somebody
@@ -132,6 +132,7 @@ class Membership(Joining):
     def _join(self) -> None:
         if self._is_newcomer:
             self._enter()
+            self._next_is(self._clock + 1)
         self._has_joined = True
 
     def steps(self, num_steps: int) -> Iterator[int]:
@@ -161,25 +162,6 @@ class Membership(Joining):
                     raise RuntimeError(
                         f"got no training forward in step {step}, expected one: each step is one round with the others"
                     )
-
-    def turn(self, step: int) -> int:
-        """The number of this worker's step `step` among the steps of all workers since the start of the job.
-
-        Each number is given once: draw the batch of this number, and workers that come and go neither repeat nor leave
-        out any, but those of a worker that has died and whose generation has not ended.
-
-        Args:
-            step: one that `steps` has handed out in this generation.
-
-        Raises:
-            ValueError: workers take steps at their own pace, so that a step has no such number.
-        """
-        if self._participant is not None and not self._participant.is_in_lockstep:
-            raise ValueError(
-                f"got turn({step}) of workers that take steps at their own pace, expected workers in lockstep; draw "
-                "batches at random, with a seed of each worker's `number`"
-            )
-        return self._require_view().turns_before(step) + self.rank
 
     def on_change(self, callback: Callable[[Change], None]) -> None:
         """Call `callback` with every generation that begins, in the training thread, before its first round."""
@@ -243,7 +225,9 @@ class Membership(Joining):
         if self._is_again:
             self._is_again = False
             return self._as_one(lambda: None)  # a node has the model of its first process again
-        return self._as_one(self._at_step)
+        change = self._as_one(self._at_step)
+        self._has_stepped = True
+        return change
 
     def _step_ahead(self) -> FloatingPointError | None:
         """`at_step`, or its error for the forward of this step to raise: a script that goes on catches it there."""
@@ -257,11 +241,14 @@ class Membership(Joining):
         assert self._participant is not None
         with self._lock:
             clock = self._clock = self._clock + 1 + self._participant.skipped()
+            self._next_is(clock)
             must_wait = self._limit is not None and clock >= self._limit
         if must_wait:
             self._wait_for_first_step(clock)
         if self._is_excluded and self._can_rejoin:
-            return self._rejoin()
+            change = self._rejoin()
+            self._next_is(self._clock)
+            return change
         if self._due and self._first_step(self._due[0][0]) < clock:
             self._drop_late(clock)
         begins = bool(self._due) and (self._participant.is_cut_off or self._first_step(self._due[0][0]) == clock)

@@ -79,6 +79,7 @@ class WorkerState:
         self._has_met = False  # whether a listener of another worker was ever in reach
         self.siblings: OneWorker | None = None  # where several processes are this worker
         self.is_leaving = False
+        self._steps_before = 0  # see [Note: clock] of `Turns`
         self._reset()
 
     def _as_one(self, act: Callable[[], Change | None]) -> Change | None:

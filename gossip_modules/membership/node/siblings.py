@@ -181,9 +181,12 @@ class Siblings:
     def _tell(self, news: _News) -> _News:
         """What there is to tell, with `stats`; and whether somebody wants to leave, whom all hear."""
         own = self.membership.own_stats() if self.leads else dict.fromkeys(self.stats, 0.0)
-        header = torch.tensor([float(news), float(self.membership.is_leaving), *own.values()], dtype=torch.float64)
+        membership = self.membership
+        before = membership._steps_before if self.leads else 0
+        header = torch.tensor([news, membership.is_leaving, before, *own.values()], dtype=torch.float64)
         self.control.all_reduce(header, what="a training step of the node")
-        kind, leaving, *stats = header.tolist()
+        kind, leaving, before, *stats = header.tolist()
+        membership._steps_before = int(before)
         self.must_leave = leaving > 0
         self.stats = dict(zip(own, stats, strict=True))
         return _News(int(kind))
