@@ -206,8 +206,9 @@ class Membership(Turns):
         """Raise ValueError if there is a wrapper already."""
         if self._participant is not None:
             raise ValueError(
-                f"got membership of job {self.name!r} in a second wrapper, expected one for each; make another "
-                "Membership with another name"
+                f"got membership of job {self.name!r} in a second wrapper, expected one wrapper; models that train in "
+                "one loop are one module, whose forward runs them all: with a wrapper and a membership for each, who "
+                "joins would wait in one for workers that wait for it in the other"
             )
 
     def at_step(self) -> Change | None:
