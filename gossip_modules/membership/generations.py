@@ -91,8 +91,7 @@ class Generations(WorkerState):
             transport.num_bytes_sent += sum(other.num_bytes_sent for other in old)
             self._retired += [(time.monotonic() + limits.RETIRE, other) for other in old]
         self._tell(change, is_first=before is None)
-        for callback in self._callbacks:
-            callback(change)
+        self._callbacks.untold.append(change)
         return change
 
     def _tell(self, change: Change, *, is_first: bool) -> None:

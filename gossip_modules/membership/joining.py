@@ -253,11 +253,9 @@ class Joining(Giving):
         self._settle(self._participant.settle)
         before, number, clock = self._require_view().generation, self.number, self._clock
         self._has_met = self._has_met or (self._heartbeats is not None and self._heartbeats.has_met)
-        callbacks, joins, deaths = self._callbacks, self.num_joins, self.num_deaths
         self._release_all()
         with self._lock:
             self._reset()
-            self._callbacks, self.num_joins, self.num_deaths = callbacks, joins, deaths
             self._log.rewind()
         try:
             self._come()
@@ -294,6 +292,5 @@ class Joining(Giving):
             self._due, self._limit, self._clock = [], None, clock
         self._participant.begin(1.0)
         change = Change(generation, clock + self._steps_before, 0, (number,), (), {})
-        for callback in self._callbacks:
-            callback(change)
+        self._callbacks.untold.append(change)
         return change

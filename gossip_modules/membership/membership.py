@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..version import __version__
+from .arguments import check_numbers
 from .event_log import EventLog
 from .liveness.address import own_address
 from .participant import Change, Participant
@@ -78,7 +79,7 @@ class Membership(Turns):
         host: str | None = None,
         description: Mapping[str, str] | None = None,
     ) -> None:
-        _check_numbers(min_workers, max_workers, interval, min_deadline)
+        check_numbers(min_workers, max_workers, interval, min_deadline)
         if on_partition not in ("majority", "both"):
             raise ValueError(f"got on_partition={on_partition!r}, expected 'majority' or 'both'")
         self.min_workers, self.max_workers = min_workers, max_workers
@@ -123,10 +124,12 @@ class Membership(Turns):
 
         Raises:
             TimeoutError: no donor, or no generation, within `timeout`.
+            Exception: of a callback, after which this worker has joined.
         """
         self._check_attached()
         if not self._has_joined:
             self._as_one(self._join)
+            self._callbacks.tell()
         return self._participant.step  # type: ignore[union-attr]
 
     def _join(self) -> None:
@@ -144,6 +147,7 @@ class Membership(Turns):
         Raises:
             RuntimeError: a step went by without a training forward.
             TimeoutError: see `join`.
+            Exception: of a callback; another call goes on with the same step.
         """
         self.join()
         assert self._participant is not None
@@ -164,8 +168,12 @@ class Membership(Turns):
                     )
 
     def on_change(self, callback: Callable[[Change], None]) -> None:
-        """Call `callback` with every generation that begins, in the training thread, before its first round."""
-        (self._callbacks if self.siblings is None else self.siblings.callbacks).append(callback)
+        """Call `callback` with every generation that begins, in the training thread, before its first round.
+
+        What it raises is raised in `steps`, `join` or the forward, when all callbacks were called. A script that
+        catches it may go on: the generation has begun.
+        """
+        self._callbacks.add(callback)
 
     def leave(self) -> None:
         """End `steps` before the next one, on all processes of a node; then call `close()`. From any thread."""
@@ -190,6 +198,7 @@ class Membership(Turns):
         self._description = {**self._own_description, **limit, **policy, **description}
         try:
             self._as_one(self._come_to_the_job)
+            self._callbacks.tell()
         except BaseException:
             self.close()
             if self.siblings is not None:
@@ -223,11 +232,12 @@ class Membership(Turns):
             if failure is not None:
                 raise failure
             return None
-        if self._is_again:
-            self._is_again = False
-            return self._as_one(lambda: None)  # a node has the model of its first process again
-        change = self._as_one(self._at_step)
-        self._has_stepped = True
+        act = self._at_step if not self._is_again else lambda: None  # a node has the model of its first process again
+        self._is_again = False
+        change = self._as_one(act)
+        self._is_ahead = self._has_stepped = True  # where a callback raises, this step has begun, and is not counted again
+        self._callbacks.tell()
+        self._is_ahead = False
         return change
 
     def _step_ahead(self) -> FloatingPointError | None:
@@ -235,6 +245,8 @@ class Membership(Turns):
         try:
             self.at_step()
         except FloatingPointError as failure:
+            if self._is_ahead:  # it is a callback's
+                raise
             return failure
         return None
 
@@ -270,18 +282,3 @@ class Membership(Turns):
             raise RuntimeError("got join() of a membership without a wrapper, expected it after the model was wrapped")
         if self._closed.is_set():
             raise RuntimeError("got join() of a membership that is closed, expected it before close(); make another")
-
-
-def _check_numbers(min_workers: int, max_workers: int, interval: float, min_deadline: float) -> None:
-    if not isinstance(min_workers, int) or isinstance(min_workers, bool) or min_workers < 1:
-        raise ValueError(f"got min_workers={min_workers!r}, expected a whole number of at least 1")
-    if max_workers and not (isinstance(max_workers, int) and max_workers >= min_workers):
-        raise ValueError(
-            f"got max_workers={max_workers!r} and min_workers={min_workers}, expected a whole number that is no "
-            "smaller, or 0 for any number"
-        )
-    if interval <= 0 or min_deadline < 2 * interval:
-        raise ValueError(
-            f"got interval={interval!r} and min_deadline={min_deadline!r}, expected seconds, the second at least "
-            "twice the first"
-        )

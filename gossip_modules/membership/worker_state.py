@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..transport.waits import Waits
 from . import limits
+from .callbacks import Callbacks
 from .event_log import EventLog
 from .heartbeats import Heartbeats, digest
 from .links import LinkTransport
@@ -31,7 +32,6 @@ class OneWorker(Protocol):
     """What a membership needs of the processes that are one worker; see `Siblings`."""
 
     leads: bool
-    callbacks: list[Callable[[Change], None]]
     stats: dict[str, float]
     lost: tuple[int, ...]
     must_leave: bool
@@ -65,7 +65,7 @@ class WorkerState:
         self.name, self.timeout = name, timeout
         self._log, self._host, self._on_partition = log, host, on_partition
         self._heartbeat_options: dict[str, float] = {"interval": interval, "floor": floor}
-        self._callbacks: list[Callable[[Change], None]] = []
+        self._callbacks = Callbacks()
         self._tracked: dict[str, Any] = {}
         self._participant: Participant | None = None
         self._description: dict[str, str] = {}

@@ -85,9 +85,6 @@ class Siblings:
         self.lost: tuple[int, ...] = ()
         self.must_leave = False
         self._has_failed = False  # a round, since the last safe point; in the first process
-        self._changes: list[Change] = []
-        self.callbacks = membership._callbacks  # the user's, which may be collectives of the node
-        membership._callbacks = [self._changes.append]
 
     def as_one(self, act: Callable[[], object]) -> Change | None:
         """Have the first process act for all of them; the last change of generation in it, if any.
@@ -105,11 +102,7 @@ class Siblings:
                     self._take(message)
         finally:
             self.is_apart = False
-        changes = list(self._changes)
-        self._changes.clear()
-        for change in changes:
-            for callback in self.callbacks:
-                callback(change)
+        changes = self.membership._callbacks.untold
         return changes[-1] if changes else None
 
     def close(self) -> None:
@@ -207,7 +200,10 @@ class Siblings:
         is_new = after != before or self._has_failed
         if not is_new and lost == self.lost:
             return None
-        message: dict[str, Any] = {"lost": list(lost), "changes": [asdict(change) for change in self._changes]}
+        message: dict[str, Any] = {
+            "lost": list(lost),
+            "changes": [asdict(change) for change in membership._callbacks.untold],
+        }
         view = membership._active
         message |= {"id": membership.id, "has_joined": membership._has_joined, "view": None}
         if view is not None and is_new:
@@ -231,7 +227,7 @@ class Siblings:
         membership = self.membership
         membership.id, membership._has_joined = message["id"], message["has_joined"]
         membership.num_joins, membership.num_deaths = int(self.stats["joins"]), int(self.stats["deaths"])
-        self._changes += [Change(**change) for change in message["changes"]]
+        membership._callbacks.untold += [Change(**change) for change in message["changes"]]
         if message["view"] is None:
             return
         membership._active = view_of(message["view"])
