@@ -53,7 +53,8 @@ class Heartbeats:
         worker: of this worker.
         job: name of the job; datagrams of others are dropped.
         host: the address that this worker is reached at.
-        on_silent: called by the thread with the worker and the seconds of who has been silent for too long; once.
+        on_silent: called by the thread with the worker and the seconds of who has been silent for too long; once. If it
+            is a method, all ends with its object: a worker that was lost without `close` is not to seem alive.
         on_ended: called by the thread with a worker whose process has ended; once.
         interval: seconds between two datagrams.
         floor: seconds of silence that are always allowed.
@@ -134,7 +135,7 @@ class Heartbeats:
     def _run(self) -> None:
         self._selector.register(self._socket, selectors.EVENT_READ, self._receive)
         with self._selector:
-            while not self._is_closed.is_set():
+            while not self._is_closed.is_set() and self._on_silent() is not None:
                 for key, _ in self._selector.select(max(self._next_turn() - time.monotonic(), 0.0)):
                     key.data(key.fileobj)
                 now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -158,3 +159,16 @@ def test_a_probe_tells_who_lives_from_who_has_ended_and_who_is_silent() -> None:
     assert probe({2: address}, job=job, seconds=SECONDS) == {2: LifeSign.ENDED}, "another worker has the port now"
     mine.close()
     assert probe({1: address}, job=job, seconds=SECONDS) == {1: LifeSign.ENDED}
+
+
+def test_heartbeats_end_with_the_object_that_they_tell() -> None:
+    """A worker that was lost without `close` would live for ever, in the eyes of the others."""
+    listener = Listener()
+    mine = Heartbeats(1, job="job", host="127.0.0.1", on_silent=listener.on_silent, on_ended=print)
+    thread, address = mine._thread, mine.address
+    assert probe({1: address}, job=digest("job"), seconds=SECONDS) == {1: LifeSign.LIVES}
+    del listener
+    gc.collect()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert probe({1: address}, job=digest("job"), seconds=SECONDS) == {1: LifeSign.ENDED}
