@@ -288,13 +288,13 @@ def _base_of(text: bytes | None) -> _Base:
     try:
         fields = json.loads(text or b"{}")
         return _Base(int(fields["next"]), int(fields["first"]), str(fields["state"]))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
         return _Base()
 
 
 def _parsed(text: bytes | None) -> Mapping[str, Any] | None:
     """The event of an entry; None where it is none."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         event = json.loads(text or b"{}")
         return event if isinstance(event, dict) else None
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import math
 import selectors
 import statistics
@@ -18,6 +19,7 @@ from typing import ParamSpec
 
 from .liveness.lifelines import GREETING, Lifelines, open_listener
 
+log = logging.getLogger("gossip_modules.membership")
 P = ParamSpec("P")
 _NUM_GAPS = 64
 _GRACE = 2  # intervals: see `Lifelines`
@@ -136,15 +138,22 @@ class Heartbeats:
         self._selector.register(self._socket, selectors.EVENT_READ, self._receive)
         with self._selector:
             while not self._is_closed.is_set() and self._on_silent() is not None:
-                for key, _ in self._selector.select(max(self._next_turn() - time.monotonic(), 0.0)):
-                    key.data(key.fileobj)
-                now = time.monotonic()
-                if now - self._last_beat >= self._interval:
-                    self._beat(now, late_by=now - self._last_beat - self._interval)
-                    self._last_beat = now
-                self._tell_who_is_silent(now)
+                try:
+                    self._turn()
+                except Exception:  # without it, this worker would seem dead, and all others alive
+                    log.exception("heartbeats of a worker go on after an error")
+                    self._is_closed.wait(self._interval)
             self._lifelines.close(with_farewell=self.has_said_farewell)
         self._socket.close()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(max(self._next_turn() - time.monotonic(), 0.0)):
+            key.data(key.fileobj)
+        now = time.monotonic()
+        if now - self._last_beat >= self._interval:
+            late_by, self._last_beat = now - self._last_beat - self._interval, now
+            self._beat(now, late_by=late_by)
+        self._tell_who_is_silent(now)
 
     def _next_turn(self) -> float:
         """When the next beat is due, or somebody's time is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,8 +102,13 @@ class Accusation:
 
 
 def member_of(state: Mapping[str, Any]) -> Member:
+    """A member of the log, which anybody may have written; raises ValueError for one to which no packet can be sent."""
     host, port = state["address"]
-    return Member(int(state["id"]), int(state["number"]), str(state["host"]), int(state["pid"]), (str(host), int(port)))
+    host, port, worker = str(host), int(port), int(state["id"])
+    ipaddress.IPv4Address(host)
+    if not 0 < port < 1 << 16 or not 0 <= worker < 1 << 64:
+        raise ValueError(f"got worker {worker} at port {port}, expected one that fits a packet")
+    return Member(worker, int(state["number"]), str(state["host"]), int(state["pid"]), (host, port))
 
 
 def accusation_of(state: Mapping[str, Any]) -> Accusation:

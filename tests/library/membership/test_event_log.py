@@ -51,7 +51,7 @@ def test_who_was_too_late_writes_again() -> None:
     assert [event.get("i") for event in read(log)] == [None, 1]
 
 
-@pytest.mark.parametrize("garbage", [b"not json", b"[1, 2]", b"\xff\xfe", b"3"])
+@pytest.mark.parametrize("garbage", [b"not json", b"[1, 2]", b"\xff\xfe", b"3", b"[" * 200_000])
 def test_garbage_is_no_event(garbage: bytes) -> None:
     store = dist.HashStore()
     log = EventLog(store, name="job", timeout=TIMEOUT)
@@ -144,10 +144,11 @@ def test_who_writes_where_an_entry_was_deleted_writes_again(monkeypatch: pytest.
     assert {"i": "late"} in read(other)
 
 
-def test_garbage_for_a_base_is_none() -> None:
+@pytest.mark.parametrize("garbage", ["[3]", '{"next": 1e999, "first": 0, "state": ""}', "[" * 200_000])
+def test_garbage_for_a_base_is_none(garbage: str) -> None:
     store = dist.HashStore()
     log = EventLog(store, name="job", timeout=TIMEOUT)
-    store.set("gossip/job/base", "[3]")
+    store.set("gossip/job/base", garbage)
     assert log.append({"i": 0})
     assert read(log) == [{"i": 0}]
 

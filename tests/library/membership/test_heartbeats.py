@@ -11,6 +11,8 @@ import sys
 import threading
 from typing import Any
 
+import pytest
+
 from gossip_modules.membership.heartbeats import Heartbeats, digest
 from gossip_modules.membership.liveness.probe import LifeSign, probe
 
@@ -101,6 +103,8 @@ def test_datagrams_of_strangers_are_dropped() -> None:
 
 _PARENT = """
 import os, time
+import pytest
+
 from gossip_modules.membership.heartbeats import Heartbeats
 mine = Heartbeats(1, job="job", host="127.0.0.1", on_silent=print, on_ended=print)
 print(mine.address[1], flush=True)
@@ -172,3 +176,22 @@ def test_heartbeats_end_with_the_object_that_they_tell() -> None:
     thread.join(SECONDS)
     assert not thread.is_alive()
     assert probe({1: address}, job=digest("job"), seconds=SECONDS) == {1: LifeSign.ENDED}
+
+
+def test_heartbeats_go_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it is: here an address that is none."""
+    listener = Listener()
+    mine = Heartbeats(0, job="job", host="127.0.0.1", **listener.told(), interval=0.01)
+    other = Heartbeats(1, job="job", host="127.0.0.1", **listener.told(), interval=0.01)
+    nowhere: Any = ("127.0.0.1", 1 << 20)
+    mine.watch({2: nowhere})
+    wait = threading.Event()
+    while not caplog.records:
+        wait.wait(0.01)
+    mine.watch({1: other.address})
+    other.watch({0: mine.address})
+    while not (mine._peers[1].was_heard and mine.has_met and other._peers[0].was_heard and other.has_met):
+        wait.wait(0.01)
+    mine.close()
+    other.close()
+    assert "heartbeats of a worker go on after an error" in caplog.text

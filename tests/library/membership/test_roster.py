@@ -20,6 +20,11 @@ def come(worker: int, *, min_workers: int = 4, description: Mapping[str, str] = 
     return {"event": "come", "member": member, "description": dict(description), "min_workers": min_workers}
 
 
+def come_from(worker: int, address: object) -> dict[str, Any]:
+    event = come(worker)
+    return {**event, "member": {**event["member"], "address": address}}
+
+
 def accuse(by: int, of: int, *, is_sure: bool = False, generation: int = 0) -> dict[str, Any]:
     why = f"it did not come to form generation {generation}" if generation else "it was silent"
     return {"event": "accuse", "by": by, "of": of, "why": why, "is_sure": is_sure, "generation": generation}
@@ -347,13 +352,16 @@ def test_a_store_that_comes_back_gets_the_state() -> None:
         {"event": "accuse", "by": "x", "of": 1, "why": 2, "is_sure": 3},
         *({**accuse(0, 1), "generation": generation} for generation in (None, "soon", float("inf"))),
         {"event": "ready", "id": None},
+        *(come_from(7, address) for address in (["127.0.0.1", 0], ["127.0.0.1", 1 << 20], ["127.0.0.1", 1e999])),
+        *(come_from(7, address) for address in (["node", 4000], ["::1", 4000], ["127.0.0.1"], 4000)),
+        *(come_from(worker, ["127.0.0.1", 4000]) for worker in (-1, 1 << 64)),
     ],
 )
 def test_garbage_changes_nothing(event: Mapping[str, Any]) -> None:
     roster = job(3)
-    before = roster.dumps()
+    before = roster.dumps(is_whole=True)
     roster.apply(event)
-    assert roster.dumps() == before
+    assert roster.dumps(is_whole=True) == before
     assert roster.forming is None
 
 
