@@ -94,7 +94,7 @@ class Roster(RosterState):
         members = (self.forming or self.view).members  # type: ignore[union-attr]
         limit = int(self.description.get("max_workers", 0))
         if limit and len({m.id for m in (*members, *self._waiting())}) >= limit:
-            self.joiners[member.id] = Joiner(member, donor=-1, refusal=f"max_workers={limit}", is_full=True)
+            self._refuse(member, f"max_workers={limit}", is_full=True)
             return
         donor = members[member.id % len(members)].id
         self.accusations = [a for a in self.accusations if member.id not in (a.by, a.of)]  # left out
@@ -139,12 +139,12 @@ class Roster(RosterState):
         self.view = self.forming = None
         self.accusations, self.left, self.founders, self.joiners = [], {}, {}, {}
 
-    def _refuse(self, member: Member, why: str) -> None:
+    def _refuse(self, member: Member, why: str, *, is_full: bool = False) -> None:
         """It reads so here; the oldest of those who have done so are forgotten."""
         refused = [worker for worker, joiner in self.joiners.items() if joiner.refusal]
         for worker in refused[: -_MAX_REFUSED + 1]:
             del self.joiners[worker]
-        self.joiners[member.id] = Joiner(member, donor=-1, refusal=why)
+        self.joiners[member.id] = Joiner(member, donor=-1, refusal=why, is_full=is_full)
 
     def _new_number(self) -> int:
         self.next_number += 1

@@ -485,6 +485,19 @@ def test_a_job_takes_as_many_workers_as_it_says() -> None:
     assert not roster.joiners[4].refusal
 
 
+@pytest.mark.parametrize("description", [{"max_workers": "3"}, {**DESCRIPTION, "max_workers": "9"}])
+def test_a_roster_does_not_grow_with_those_who_are_refused(description: dict[str, str]) -> None:
+    """Spare workers are refused and started again for as long as the job runs."""
+    roster = Roster()
+    for worker in range(3):
+        roster.apply(come(worker, min_workers=3, description={"max_workers": "3"}))
+    formed(roster, step=0)
+    for worker in range(3, 203):
+        roster.apply(come(worker, description=description))
+        assert roster.joiners[worker].refusal
+    assert len(roster.joiners) == 64
+
+
 def test_a_state_that_is_none_changes_nothing() -> None:
     roster = job(3)
     before = roster.dumps(is_whole=True)
