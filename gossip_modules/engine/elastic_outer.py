@@ -44,7 +44,10 @@ class ElasticOuterEngine(OuterEngine):
     the anchors of its donor: so all workers begin anew at the same outer step, or none.
 
     Methods that mix on a graph have an anchor for each worker. A round goes on without peers that are lost, and a
-    worker that joins begins with the anchor of its donor: they need nothing of this.
+    worker that joins begins with the anchor of its donor, so they have no use for stamps. Where other tensors are
+    trained than before, each worker begins anew at its own model, without an average of all, and then takes the outer
+    step as ever: a worker whose donor gave its anchor before layers were frozen does so when the others have done it,
+    and they wait for its part of the round.
 
     Args:
         gossiper, outer: see `OuterEngine`.
@@ -121,7 +124,9 @@ class ElasticOuterEngine(OuterEngine):
         if not self._is_agreed:
             return has_changed
         if self._has_other_tensors(x):
-            return self._begin_anew(x, step)
+            if self.outer.averages_exactly:
+                return self._begin_anew(x, step)
+            self._begin_anew_at(x, "the model of this worker")
         return super()._outer_step(p, x, step) or has_changed
 
     def _mix(self, anchor: Anchor, t: int) -> bool:
@@ -182,18 +187,21 @@ class ElasticOuterEngine(OuterEngine):
         return bool(self._loaded) and self._loaded_names not in (None, x.layout.names)
 
     def _begin_anew(self, x: FlatVector, step: int) -> bool:
-        """New anchors at the average of all models; where it fails, only methods that need no common one have them."""
+        """New anchors at the average of all models, unless that fails."""
         self._scheduled_average.mix(x, self.t)
-        if self._scheduled_average.has_failed and self.outer.averages_exactly:
+        if self._scheduled_average.has_failed:
             return False
+        self._begin_anew_at(x, "the average of all models")
+        self._stamps = [step] * self.outer.num_fragments
+        return True
+
+    def _begin_anew_at(self, x: FlatVector, what: str) -> None:
         warnings.warn(
-            f"{self.outer}: other tensors are trained than before, so the anchor becomes the average of all models, "
-            "and the outer optimizer starts anew",
+            f"{self.outer}: other tensors are trained than before, so the anchor becomes {what}, and the outer "
+            "optimizer starts anew",
             stacklevel=2,
         )
         self._anchors, self._loaded = self._anchors_at(x), []
-        self._stamps = [step] * self.outer.num_fragments
-        return True
 
     # State.
 

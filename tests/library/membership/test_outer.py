@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from gossip_modules import (
     DiLoCo,
     EagerDiLoCo,
+    GASLoC,
     GossipDataParallel,
     Membership,
     MixingManager,
     NoLoCo,
     OuterMethod,
     PushPull,
+    RingGraph,
     SlowMo,
     SparseLoCo,
     StreamingDiLoCo,
@@ -420,3 +422,89 @@ def test_who_joins_knows_of_which_tensors_its_anchors_are() -> None:
         assert not engine._has_other_tensors(whole)
     for wrapper in wrappers:
         wrapper.close()
+
+
+@pytest.mark.parametrize("outer", [NoLoCo(H), GASLoC(H)])
+def test_a_method_on_a_graph_begins_anew_without_the_others(outer: OuterMethod) -> None:
+    """What they have done already, where the anchor of who joins is of a time when more was trained."""
+    membership = Membership(dist.HashStore(), min_workers=1)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapper = GossipDataParallel(model, membership=membership, outer=outer)
+    engine = wrapper._engine
+    assert isinstance(engine, ElasticOuterEngine)
+    engine.round(wrapper._buffer.vector)
+    engine.load_state_dict(engine.state_for_newcomer(wrapper._buffer.vector))
+    model[0].requires_grad_(False)
+    wrapper._choose()
+    part = wrapper._buffer.vector
+    before = part.raw.clone()
+    engine._scheduled_average.mix = refuse  # type: ignore[method-assign, assignment]
+    engine.step = H
+    with pytest.warns(UserWarning, match="other tensors are trained .* the anchor becomes the model of this worker"):
+        engine.round(part)
+    assert engine._anchors[0].has_tensors_of(part)
+    torch.testing.assert_close(part.raw, before, msg="it has begun at its own model, and met nobody")
+    wrapper.close()
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("got a collective, expected none")
+
+
+class Loading:
+    """What a worker that joins loads until the others have frozen a layer, and have taken outer steps since then."""
+
+    def __init__(self, frozen_at: list[int], steps: dict[int, int], *, is_newcomer: bool) -> None:
+        self.frozen_at, self.steps, self.is_newcomer = frozen_at, steps, is_newcomer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.is_newcomer
+        self.frozen_at.append(max(self.steps.values()) + 2 * H)  # nobody is an outer step and more ahead of another
+        deadline = time.monotonic() + SECONDS
+        while min(self.steps.values()) < self.frozen_at[0] + 2 * H:
+            assert time.monotonic() < deadline, f"the others are at {self.steps}, and freeze at {self.frozen_at}"
+            time.sleep(0.001)
+
+
+SECONDS = 20.0
+
+
+@pytest.mark.filterwarnings("ignore:.*other tensors are trained than before")
+@pytest.mark.parametrize(
+    ("outer", "options"), [(NoLoCo(H), {}), (GASLoC(H), {"graph": RingGraph}), (DiLoCo(H), {"push_sum": False})]
+)
+def test_a_layer_may_be_frozen_while_a_worker_joins(outer: OuterMethod, options: dict[str, Any]) -> None:
+    """Its donor gave the anchor before that: it begins anew when the others have done so long ago."""
+    frozen_at: list[int] = []
+    steps: dict[int, int] = {}
+    last: list[int] = []
+    deaths: dict[int, float] = {}
+
+    def body(worker: ChaosWorker) -> None:
+        membership = worker.membership(min_workers=2, timeout=SECONDS, min_deadline=SECONDS)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        wrapper = GossipDataParallel(model, membership=membership, outer=outer, **options)
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.001)
+        membership.track(loading=Loading(frozen_at, steps, is_newcomer=worker.rank == 2))
+        first = membership.join()
+        for step in membership.steps(1 << 30):
+            if not last:  # else somebody may have ended
+                deaths[worker.rank] = wrapper.comm_stats()["deaths"]
+            if worker.rank == 2 and step == first + 3 * H:
+                last.append(step + 4 * H)
+            if last and step >= last[0]:
+                break
+            if frozen_at and step >= frozen_at[0]:
+                model[0].requires_grad_(False)
+            steps[worker.rank] = step
+            optimizer.zero_grad()
+            wrapper(torch.ones(1, 4)).square().sum().backward()
+            optimizer.step()
+            time.sleep(0.001)
+        wrapper.close()
+
+    Chaos([Join(step=6)]).run(body, 2)
+    assert deaths == {0: 0.0, 1: 0.0, 2: 0.0}
