@@ -31,7 +31,8 @@ class RuledEngine(SyncEngine):
     took turns in a period of even length, each vector would meet every other matrix only. Beside the model there are
     `sent`, one vector for each that the rule carries, and the messages of the peers.
 
-    Where other tensors are trained than before (layers frozen or added), what is carried starts from zero.
+    Where other tensors are trained than before (layers frozen or added), what is carried starts from zero. So it does
+    for a worker that joins, whose donor carried it before that; a checkpoint of other tensors is refused instead.
 
     [Note: Sums over workers] On an elastic transport a worker that dies takes with it what it carries, and one that
     joins brings what another one carries too. A rule that `keeps_sums` begins anew with each generation therefore, at
@@ -57,6 +58,7 @@ class RuledEngine(SyncEngine):
         self.rule = rule
         self._carried: Carried | None = None
         self._loaded: dict[str, Any] = {}  # the state of what is carried, until the next round
+        self._loaded_names: list[str] | None = None  # of its tensors, where a donor gave it
         self._momentum: SGDMomentum | None = None
         if rule.needs_sgd:
             assert buffer is not None, f"{rule} changes the optimizer of a model"
@@ -103,7 +105,8 @@ class RuledEngine(SyncEngine):
             return before
         if before is not None and before.has_tensors_of(x):
             loaded = before.state_dict()  # moved to another device
-        elif before is not None:
+        elif before is not None or (loaded and self._loaded_names not in (None, x.layout.names)):
+            loaded = {}
             warnings.warn(
                 f"{self.rule}: other tensors are trained than before, so what it carries from round to round starts "
                 "from zero",
@@ -133,7 +136,8 @@ class RuledEngine(SyncEngine):
 
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
         """See `LockstepEngine`; the first round of who joins moves by what it has missed, and makes no momentum."""
-        state = {**super().state_for_newcomer(x), "sgd_step": None}
+        names = self._loaded_names if self._carried is None else x.layout.names
+        state = {**super().state_for_newcomer(x), "sgd_step": None, "names": names}
         is_of_others = self._carried is not None and not self._carried.has_tensors_of(x)
         return {**state, "carried": {}} if is_of_others else state
 
@@ -151,6 +155,7 @@ class RuledEngine(SyncEngine):
         super().load_state_dict(state)
         begins_anew = self.rule.keeps_sums and is_elastic(self.gossiper.transport)
         self._carried, self._loaded = None, {} if begins_anew else copy.deepcopy(state["carried"])
+        self._loaded_names = state.get("names")
         if self._momentum is not None:
             self._momentum.step = None if state["sgd_step"] is None else SGDStep(*state["sgd_step"])
             self._momentum.write(self._loaded["vectors"]["momentum"] if self._loaded else ())

@@ -150,3 +150,37 @@ def test_a_graph_that_does_not_suit_a_rule_is_refused() -> None:
     with pytest.raises(ValueError, match=r"D2: got .*, expected a graph that never changes"):
         GossipDataParallel(nn.Linear(2, 1), rule=D2(), graph=BaseGraph, membership=membership)
     membership.close()
+
+
+@pytest.mark.parametrize("rule", [QGDSGDm(), DecentLaM()])
+def test_who_joins_starts_from_zero_where_less_is_trained_since_the_donor_gave(rule: UpdateRule) -> None:
+    """As the others did when the layer was frozen; that a checkpoint does not fit is an error."""
+    engines, wrappers = [], []
+    for _ in range(2):
+        membership = Membership(dist.HashStore(), min_workers=1)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        wrappers.append(GossipDataParallel(model, membership=membership, rule=rule))
+        engine = wrappers[-1]._engine
+        assert isinstance(engine, RuledEngine)
+        engines.append(engine)
+    (donor, newcomer), wrapper = engines, wrappers[1]
+    whole = wrappers[0]._buffer.vector
+    donor.round(whole)
+    newcomer.load_state_dict(donor.state_for_newcomer(whole))
+    given = newcomer.state_for_newcomer(wrapper._buffer.vector)  # it may be a donor before its first round
+    wrapper.module[0].requires_grad_(False)  # type: ignore[index]
+    wrapper._choose()
+    for state in (None, given):
+        if state is not None:
+            newcomer.load_state_dict(state)
+        with pytest.warns(UserWarning, match=r"other tensors are trained .* starts from zero"):
+            newcomer.round(wrapper._buffer.vector)
+        assert newcomer._carried is not None
+        assert newcomer._carried.num_rounds == 1
+        newcomer.round(wrapper._buffer.vector)
+    newcomer.load_state_dict(donor.state_dict())
+    with pytest.raises(ValueError, match=r"got a carried vector with .* other tensors were trained when it was saved"):
+        newcomer.round(wrapper._buffer.vector)
+    newcomer.reset()
+    for one in wrappers:
+        one.close()
