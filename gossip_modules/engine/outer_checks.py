@@ -23,6 +23,11 @@ def check_mixing(mixing: MixingManager, outer: OuterMethod) -> None:
 def check_weights(gossiper: Mixer, outer: OuterMethod, on_nonfinite: str) -> None:
     """Raise ValueError where the gossiper, which has its weights, does not suit this method."""
     check_mixing(gossiper.mixing, outer)
+    if gossiper.keeps_models and outer.averages_exactly and outer.gossip_every:
+        raise ValueError(
+            f"got {gossiper} between the exact averages of {outer}, expected a gossiper that keeps no models of peers: "
+            "it would relay those from before an average, and undo it; leave the gossiper out, or gossip_every=0"
+        )
     if gossiper.is_weighted and is_elastic(gossiper.transport):
         raise ValueError(
             f"got push_sum=True between the outer steps of {outer} with a membership, expected push_sum=False: where "
