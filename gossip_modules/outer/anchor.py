@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -68,7 +69,7 @@ class Anchor:
         self._memory: dict[str, list[Tensor]] = {}
         self._num_compressed = 0
         # A shard of a model that has fewer elements than processes may be empty.
-        self.optimizer = make_optimizer(self.parameters) if self.parameters else None
+        self.optimizer = _checked(make_optimizer(self.parameters), self.parameters) if self.parameters else None
 
     def memory(self, name: str) -> Sequence[Tensor]:
         """What a method keeps from one outer step to the next under that name: like `gradients`, at first zeros."""
@@ -149,23 +150,31 @@ class Anchor:
 
     def state_dict(self) -> dict[str, Any]:
         """phi, the state of the optimizer, and what the method keeps; shares memory with this object."""
-        optimizer = {} if self.optimizer is None else self.optimizer.state_dict()
+        optimizer: dict[str, Any] = {}
+        if self.optimizer is not None:
+            optimizer = {"kind": type(self.optimizer).__name__, **self.optimizer.state_dict()}
         memory: dict[str, Any] = {"memory": dict(self._memory)} if self._memory else {}
         if self._num_compressed:
             memory["num_compressed"] = self._num_compressed
         return {"phi": list(self.phi.segments), "optimizer": optimizer, **memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave; copies it.
+        """Take back what `state_dict()` gave; copies it. The rates of the optimizer stay those that it was made with.
 
         Raises:
-            ValueError: it is the state of a model with other tensors.
+            ValueError: it is the state of a model with other tensors, or of another optimizer; nothing is changed then.
         """
         found, own = ([x.numel() for x in phi] for phi in (state["phi"], self.phi.segments))
         if found != own:
             raise ValueError(
                 f"got an anchor with {found} elements, expected {own}: other tensors were trained when it was saved; "
                 "freeze the same parameters, or load the model alone: module.load_state_dict"
+            )
+        optimizer, kind = state["optimizer"], type(self.optimizer).__name__
+        if self.optimizer is not None and optimizer.get("kind", kind) != kind:  # older checkpoints do not say it
+            raise ValueError(
+                f"got the state of the outer optimizer {optimizer['kind']}, expected that of {kind}; wrap with the "
+                "optimizer= of when it was saved, or load the model alone: module.load_state_dict"
             )
         for mine, theirs in zip(self.phi.segments, state["phi"], strict=True):
             mine.copy_(theirs)
@@ -175,7 +184,8 @@ class Anchor:
             for mine, theirs in zip(self.memory(name), tensors, strict=True):
                 mine.copy_(theirs)
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": copy.deepcopy(optimizer["state"]), "param_groups": groups})
 
 
 def load_anchors(anchors: Sequence[Anchor], states: Sequence[dict[str, Any]]) -> None:
@@ -192,6 +202,30 @@ def load_anchors(anchors: Sequence[Anchor], states: Sequence[dict[str, Any]]) ->
 def parameters_of(x: FlatVector) -> Sequence[Tensor]:
     """The parameters of each segment of x, without buffers; share memory."""
     return x.where(is_buffer=False).segments
+
+
+def _checked(optimizer: object, parameters: Sequence[Tensor]) -> Optimizer:
+    """The outer optimizer; raises ValueError where it cannot step these parameters."""
+    example = "such as `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`"
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"got {optimizer!r} from the function that makes the outer optimizer, expected a torch.optim.Optimizer; "
+            f"pass a function of parameters that returns one, {example}"
+        )
+    name = type(optimizer).__name__
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if sorted(held) != sorted(map(id, parameters)):
+        raise ValueError(
+            f"got a {name} over other parameters as outer optimizer, expected one over those that the function is "
+            f"given: the anchor, not the model; pass on its argument, {example}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"got {name} as outer optimizer, whose step needs a closure, expected one that steps on a gradient alone: "
+            f"an outer step has no loss; take another one, {example}"
+        )
+    return optimizer
 
 
 def _with_padding(message: Tensor) -> Tensor:

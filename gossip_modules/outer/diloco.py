@@ -37,10 +37,12 @@ class DiLoCo(OuterMethod):
         momentum: b, its momentum; 0 <= b < 1.
         optimizer: another outer optimizer, in place of lr and momentum: a function of parameters, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`. It gets flat tensors, one for each dtype, so it
-            must work element by element; the same on all ranks.
+            must work element by element, without a closure; the same on all ranks. A checkpoint restores its state,
+            such as momentum, and none of its rates.
 
     Raises:
-        ValueError: a rate out of range, or rates beside an optimizer.
+        ValueError: a rate out of range, or rates beside an optimizer; (first training forward) `optimizer` makes none
+            of the parameters that it is given, or one whose step needs a closure.
 
     Example:
         >>> model = GossipDataParallel(model, outer=DiLoCo(sync_every=50, lr=0.7, momentum=0.9))
@@ -55,6 +57,11 @@ class DiLoCo(OuterMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_rates(lr=self.lr, momentum=self.momentum)
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise ValueError(
+                f"{type(self).__name__}: got optimizer={self.optimizer!r}, expected a function of parameters, such as "
+                "`lambda parameters: torch.optim.Adam(parameters, lr=0.3)`; the anchor that it steps is made later"
+            )
         if self.optimizer is not None and (self.lr, self.momentum) != (DiLoCo.lr, DiLoCo.momentum):
             raise ValueError(
                 f"got lr={self.lr} and momentum={self.momentum} beside an optimizer, expected one or the other; give "

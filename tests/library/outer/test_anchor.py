@@ -1,0 +1,102 @@
+"""The outer optimizer of an anchor: which ones are refused, and what a checkpoint restores of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, NoLoCo, OuterMethod, SlowMo, SparseLoCo
+from gossip_modules.engine.outer import OuterEngine
+from tests.harness.problems import loss_of, mlp, sgd, train_step
+from tests.harness.ranks import solo_group
+
+
+def trained(outer: OuterMethod, num_steps: int = 5) -> GossipDataParallel:
+    model = mlp()
+    wrapper, optimizer = GossipDataParallel(model, process_group=solo_group(), outer=outer), sgd(model)
+    for step in range(num_steps):
+        train_step(wrapper, optimizer, 0, step)
+    return wrapper
+
+
+def optimizer_of(wrapper: GossipDataParallel) -> Optimizer:
+    assert isinstance(wrapper._engine, OuterEngine)
+    (anchor,) = wrapper._engine._anchors
+    assert anchor.optimizer is not None
+    return anchor.optimizer
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "rates"),
+    [
+        (DiLoCo(2), DiLoCo(2, lr=0.1, momentum=0.5), {"lr": 0.1, "momentum": 0.5}),
+        (SlowMo(2), SlowMo(2, lr=0.3, momentum=0.8), {"lr": 0.3, "momentum": 0.8}),
+        (NoLoCo(2, momentum=0.9, pull=0.3, lr=0.3), NoLoCo(2), {"momentum": 0.5}),
+        (GASLoC(2), GASLoC(2, lr=0.1, momentum=0.6), {"lr": 0.1, "momentum": 0.6}),
+        (SparseLoCo(2), SparseLoCo(2, lr=0.3), {"lr": 0.3}),
+        (
+            DiLoCo(2, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
+            DiLoCo(2, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.2)),
+            {"lr": 0.2},
+        ),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_restores_the_state_and_no_rates(
+    saved: OuterMethod, resumed: OuterMethod, rates: dict[str, float]
+) -> None:
+    first, second = trained(saved), trained(resumed, num_steps=0)
+    second.load_state_dict(first.state_dict())
+    loss_of(second, 0, 5)  # no outer step
+    loss_of(second, 0, 6)
+    group = optimizer_of(second).param_groups[0]
+    assert {name: group[name] for name in rates} == rates
+    names = [[*map(sorted, optimizer_of(wrapper).state_dict()["state"].values())] for wrapper in (first, second)]
+    assert names[0] == names[1]
+    for wrapper in (first, second):
+        wrapper.close()
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    adam = DiLoCo(2, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+    for saved, resumed, names in ((DiLoCo(2), adam, ("SGD", "Adam")), (adam, DiLoCo(2), ("Adam", "SGD"))):
+        first, second = trained(saved, num_steps=6), trained(resumed, num_steps=0)
+        second.load_state_dict(first.state_dict())
+        message = "got the state of the outer optimizer {}, expected that of {}; wrap with the optimizer= of when it"
+        with pytest.raises(ValueError, match=message.format(*names)):
+            loss_of(second, 0, 6)
+        first.close()
+        second.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda _: None, "got None from the function that makes the outer optimizer, expected a torch.optim.Optimizer"),
+        (
+            lambda _: torch.optim.SGD(mlp().parameters(), lr=0.1),
+            "got a SGD over other parameters as outer optimizer, expected one over those that the function is given",
+        ),
+        (torch.optim.LBFGS, "got LBFGS as outer optimizer, whose step needs a closure, expected one that steps on a"),
+    ],
+)
+def test_what_cannot_step_the_anchor_is_refused_before_training(
+    make: Callable[[Sequence[Tensor]], Any], message: str
+) -> None:
+    wrapper = trained(DiLoCo(2, optimizer=make), num_steps=0)
+    with pytest.raises(ValueError, match=message):
+        loss_of(wrapper, 0, 0)
+    wrapper.close()
+
+
+def test_an_optimizer_is_no_function_that_makes_one() -> None:
+    optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"(?s)DiLoCo: got optimizer=SGD .*, expected a function of parameters, such as"
+    ):
+        DiLoCo(optimizer=optimizer)
