@@ -99,6 +99,11 @@ class ConsensusControl:
                 f"got target={self.target!r}, expected a finite number above 0: the consensus distance to hold, in "
                 "units of the update of one step; start with 2.0"
             )
+        if not isinstance(self.is_relative, bool):
+            raise ValueError(
+                f"got is_relative={self.is_relative!r}, expected True, for a target in units of the update of one "
+                "step, or False, for one as consensus_distance() measures it"
+            )
         if self.remedy not in ("average", "rounds"):
             raise ValueError(
                 f"got remedy={self.remedy!r}, expected 'average', an exact average, or 'rounds', more rounds of gossip"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -121,8 +122,8 @@ class RandomK(Compressor):
 
 
 def _checked_ratio(ratio: float) -> float:
-    if not 0 < ratio <= 1:
-        raise ValueError(f"got ratio={ratio}, expected 0 < ratio <= 1; it is the share of entries that is kept")
+    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio <= 1:
+        raise ValueError(f"got ratio={ratio!r}, expected 0 < ratio <= 1; it is the share of entries that is kept")
     return float(ratio)
 
 

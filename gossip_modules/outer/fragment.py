@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,15 @@ def cut(layout: FlatLayout, fragments: Fragments, places: Sequence[TensorPlace] 
     return [Fragment.of(layout, ranges) for ranges in _evenly(places, fragments)]
 
 
+def is_fragments(fragments: object) -> bool:
+    """Whether it says how a model is cut: their number, or a list of names for each; one list of names is neither."""
+    if isinstance(fragments, int):
+        return not isinstance(fragments, bool) and fragments >= 1
+    return _is_list(fragments) and all(
+        _is_list(names) and all(isinstance(name, str) for name in names) for names in fragments
+    )
+
+
 def check_names(fragments: Fragments, module: nn.Module) -> None:
     """Raise ValueError where fragments name what the model does not have.
 
@@ -140,3 +149,8 @@ def _by_name(places: Sequence[TensorPlace], fragments: Sequence[Sequence[str]]) 
             )
         cuts[owners[0]].append(Range(*place[1:]))
     return cuts
+
+
+def _is_list(x: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it is a list or its like, with something in it; a string is not."""
+    return isinstance(x, Sequence) and not isinstance(x, str) and len(x) > 0

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from ..compression.compressor import Compressor
 from ..graph_manager.base import GraphManager
 from .anchor import Anchor
-from .fragment import Fragments
+from .fragment import Fragments, is_fragments
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,18 @@ class OuterMethod(ABC):
     def _check_overlap(self) -> None:
         """Raise ValueError where fragments or delays are none."""
         name = type(self).__name__
-        if self.num_fragments < 1 or isinstance(self.fragments, bool | str):
+        if not is_fragments(self.fragments):
             raise ValueError(
-                f"{name}: got fragments={self.fragments!r}, expected their number, at least 1, or a list of names of "
-                "modules for each, as in [['embed', 'layers.0'], ['layers.1', 'head']]"
+                f"{name}: got fragments={self.fragments!r}, expected their number, at least 1, or for each of them a "
+                "list of names of modules, as in [['embed', 'layers.0'], ['layers.1', 'head']]; one name in a fragment "
+                "is a list too: [['embed'], ['head']]"
             )
         if isinstance(self.delay, bool) or not isinstance(self.delay, int) or not 0 <= self.delay <= self.max_delay:
             raise ValueError(
                 f"{name}: got delay={self.delay!r} with sync_every={self.sync_every}, expected 0 <= delay <= "
                 f"{self.max_delay} optimizer steps, since an outer step must be over when that fragment takes its next"
             )
-        if not 0 <= self.kept < 1:
+        if not (is_number(self.kept) and 0 <= self.kept < 1):
             raise ValueError(
                 f"{name}: got own_weight={self.own_weight!r}, expected 0 <= own_weight < 1; 0 takes the anchor as it is"
             )
@@ -178,10 +180,15 @@ class OuterMethod(ABC):
     def _check_rates(self, *, momentum: float, **positive: float) -> None:
         """Raise ValueError where a rate is none."""
         for name, value in positive.items():
-            if not 0 < value < math.inf:
+            if not (is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{type(self).__name__}: got {name}={value!r}, expected a number above 0")
-        if not 0 <= momentum < 1:
+        if not (is_number(momentum) and 0 <= momentum < 1):
             raise ValueError(
                 f"{type(self).__name__}: got momentum={momentum!r}, expected 0 <= momentum < 1; 1 would sum up all "
                 "drifts for ever"
             )
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one: not a string, None or True."""
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..compression.compressor import checked_seed
 from ..graph_manager.random_matching_graph import RandomMatchingGraph
 from .anchor import Anchor
 from .method import OuterMethod
@@ -41,7 +42,7 @@ class NoLoCo(OuterMethod):
             `mixing` take the place of the pairs.
 
     Raises:
-        ValueError: a rate out of range, or c >= 2 (1 - a^2).
+        ValueError: a rate out of range, or c >= 2 (1 - a^2); a seed that is no integer of at least 0.
 
     Example:
         >>> model = GossipDataParallel(model, outer=NoLoCo(sync_every=50))
@@ -56,8 +57,10 @@ class NoLoCo(OuterMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pull, limit = self._pull, 2 * (1 - self.momentum**2)
+        checked_seed(self.seed)
+        pull = self._pull
         self._check_rates(lr=self.lr, momentum=self.momentum, pull=pull)
+        limit = 2 * (1 - self.momentum**2)
         if pull >= limit:
             raise ValueError(
                 f"NoLoCo: got pull={pull:g} with momentum={self.momentum:g}, expected pull < 2 (1 - momentum^2) = "

@@ -13,7 +13,7 @@ from ..compression.chunk_top_k import ChunkTopK
 from ..compression.compressor import Compressor
 from ..compression.two_bit import TwoBit
 from .anchor import Anchor
-from .method import OuterMethod
+from .method import OuterMethod, is_number
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SparseLoCo(OuterMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_rates(lr=self.lr, momentum=0.0)
-        if not 0 <= self.decay <= 1:
+        if not (is_number(self.decay) and 0 <= self.decay <= 1):
             raise ValueError(
                 f"SparseLoCo: got decay={self.decay!r}, expected 0 <= decay <= 1: above 1 what was not sent would "
                 "grow; 0.95 is usual"

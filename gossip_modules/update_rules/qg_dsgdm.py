@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 from ..mixing_manager.base import MixingManager
 from .carried import Carried
@@ -53,7 +54,9 @@ class QGDSGDm(UpdateRule):
     mu: float | None = None
 
     def __post_init__(self) -> None:
-        if self.mu is not None and not 0 <= self.mu < 1:
+        if self.mu is None:
+            return
+        if isinstance(self.mu, bool) or not isinstance(self.mu, Real) or not 0 <= self.mu < 1:
             raise ValueError(
                 f"QGDSGDm: got mu={self.mu!r}, expected 0 <= mu < 1, or None for the momentum of the optimizer"
             )

@@ -209,6 +209,11 @@ def test_state_is_plain_and_whole() -> None:
         ({"target": math.nan}, "got target=nan, expected a finite"),
         ({"target": True}, "got target=True, expected a finite"),
         ({"target": "2"}, "got target='2', expected a finite"),
+        (
+            {"is_relative": "1"},
+            r"got is_relative='1', expected True, for a .*, or False, for one as consensus_distance",
+        ),
+        ({"is_relative": None}, "got is_relative=None, expected True"),
         ({"remedy": "peers"}, "got remedy='peers', expected 'average', .* or 'rounds'"),
         ({"gossip_every": 0}, "got gossip_every=0, expected a whole number of at least 1"),
         ({"max_rounds": 1.5}, "got max_rounds=1.5, expected a whole number of at least 1"),

@@ -291,6 +291,8 @@ def test_top_k_starts_over_where_the_sample_excludes_too_many() -> None:
         (lambda: Cast(torch.int8), "got dtype=torch.int8"),
         (lambda: TopK(0.0), "got ratio=0.0, expected 0 < ratio <= 1"),
         (lambda: TopK(1.1), "got ratio=1.1"),
+        (lambda: TopK("0.1"), "got ratio='0.1', expected 0 < ratio <= 1"),  # type: ignore[arg-type]
+        (lambda: RandomK(True), "got ratio=True, expected 0 < ratio <= 1"),
         (lambda: TopK(math.nan), "got ratio=nan"),
         (lambda: RandomK(-0.1), "got ratio=-0.1"),
         (lambda: RandomK(0.1, seed=-1), "got seed=-1, expected an integer of at least 0"),

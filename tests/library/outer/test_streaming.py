@@ -211,7 +211,7 @@ def test_equal_runs_have_each_element_once(make: Callable[[], nn.Module], num_fr
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DiLoCo(fragments=0), "DiLoCo: got fragments=0, expected their number, at least 1, or a list"),
+        (lambda: DiLoCo(fragments=0), "DiLoCo: got fragments=0, expected their number, at least 1, or for each"),
         (lambda: DiLoCo(fragments=[]), r"got fragments=\[\], expected their number"),
         (lambda: StreamingDiLoCo(4, delay=4), "got delay=4 with sync_every=4, expected 0 <= delay <= 3 optimizer"),
         (lambda: NoLoCo(own_weight=1.0), "NoLoCo: got own_weight=1.0, expected 0 <= own_weight < 1"),

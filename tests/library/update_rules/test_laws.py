@@ -247,3 +247,5 @@ def test_weights_that_do_not_fit_are_refused(rule: UpdateRule, mixing: Callable[
 def test_a_share_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"QGDSGDm: got mu=1.0, expected 0 <= mu < 1, or None for the momentum of"):
         QGDSGDm(mu=1.0)
+    with pytest.raises(ValueError, match=r"QGDSGDm: got mu='0.9', expected 0 <= mu < 1, or None for the momentum of"):
+        QGDSGDm(mu="0.9")  # type: ignore[arg-type]
