@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import Mixer
 from ..mixing_manager.base import MixingManager
@@ -50,7 +51,7 @@ class ElasticOuterEngine(OuterEngine):
     and they wait for its part of the round.
 
     Args:
-        gossiper, outer: see `OuterEngine`.
+        gossiper, outer, buffer: see `OuterEngine`.
         options: its other arguments.
 
     Raises:
@@ -58,8 +59,8 @@ class ElasticOuterEngine(OuterEngine):
             steps, whose weights have no known sum; or torch 2.6, with a method that averages exactly.
     """
 
-    def __init__(self, gossiper: Mixer, outer: OuterMethod, **options: Any) -> None:
-        super().__init__(gossiper, outer, **options)
+    def __init__(self, gossiper: Mixer, outer: OuterMethod, buffer: FlatBuffer | None = None, **options: Any) -> None:
+        super().__init__(gossiper, outer, buffer, **options)
         if self._gathering is not None:
             raise ValueError(
                 f"got {outer} with a membership, expected a method that averages the drifts themselves: what a rank "

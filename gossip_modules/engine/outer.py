@@ -7,13 +7,12 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
+from ..flat.buffer import FlatBuffer
 from ..flat.nonfinite import are_finite
 from ..flat.slots import TensorPlace
 from ..flat.vector import FlatVector
@@ -25,17 +24,9 @@ from ..schedule import Schedule
 from .compressed_average import CompressedAverage
 from .engine import SyncEngine
 from .gossip_thread import GossipThread
+from .inner_rate import InnerRate
 from .outer_checks import check_fragments, check_weights
-
-
-@dataclass
-class _OuterFlight:
-    """An outer step that travels: of which fragment, when it began, and the step of training at which it is applied."""
-
-    fragment: int
-    began: int
-    due: int
-    future: Future[float]  # 1: it was mixed
+from .outer_flight import OuterFlight
 
 
 class OuterEngine(SyncEngine):
@@ -64,6 +55,7 @@ class OuterEngine(SyncEngine):
         gossiper: bound to its peers. Outer steps use it where the method mixes on a graph, and rounds of gossip between
             outer steps.
         outer: what an outer step computes.
+        buffer: the tensors of the model, whose optimizer's rate a method may need; None: nobody knows it.
         on_nonfinite: see `LockstepEngine`.
         places: says where the tensors of the model are in the vector; None: nobody knows, and fragments are equal runs
             of the vector.
@@ -76,6 +68,7 @@ class OuterEngine(SyncEngine):
         self,
         gossiper: Mixer,
         outer: OuterMethod,
+        buffer: FlatBuffer | None = None,
         *,
         on_nonfinite: str = "raise",
         places: Callable[[], Sequence[TensorPlace]] | None = None,
@@ -85,13 +78,14 @@ class OuterEngine(SyncEngine):
         check_fragments(gossiper, outer, has_places=places is not None)
         self.outer = outer
         self._places = places
+        self._inner = InnerRate(outer, buffer)
         self._mixer = self.averager if outer.averages_exactly else gossiper
         self._gathering: CompressedAverage | None = None
         if outer.wire_compressor is not None:
             self._gathering = CompressedAverage(gossiper.transport, outer.wire_compressor)
         self._anchors: list[Anchor] = []  # one for each fragment
         self._loaded: list[dict[str, Any]] = []  # the states of anchors, until the next outer step
-        self._flights: list[_OuterFlight] = []  # in the order in which they were started
+        self._flights: list[OuterFlight] = []  # in the order in which they were started
         self._thread: GossipThread | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -137,6 +131,7 @@ class OuterEngine(SyncEngine):
         start = time.perf_counter()
         with record_function("gossip.outer_step", f"t={self.t}"):
             anchor = self._anchor_for(p, x)
+            anchor.inner_rate = self._inner.rate
             has_changed = self._bring(anchor, x)
             t = self.t // self.outer.num_fragments  # so that each fragment meets every matrix of a graph that changes
             self.t += 1
@@ -203,7 +198,7 @@ class OuterEngine(SyncEngine):
 
         if self._thread is None:
             self._thread = GossipThread(f"gossip-{self.gossiper.transport.rank}")
-        self._flights.append(_OuterFlight(p, step, step + self.outer.delay, self._thread.submit(run)))
+        self._flights.append(OuterFlight(p, step, step + self.outer.delay, self._thread.submit(run)))
 
     def _arrive(self, x: FlatVector) -> None:
         """Wait for the first outer step that travels, and apply it."""
@@ -270,11 +265,12 @@ class OuterEngine(SyncEngine):
         """See `Engine`; shares memory with the engine, like that of a module."""
         states = self._loaded or [anchor.state_dict() for anchor in self._anchors]
         anchor = {"fragments": states} if len(states) > 1 else dict(*states)
-        return {**super().state_dict(), "anchor": anchor}
+        return {**super().state_dict(), **self._inner.state_dict(), "anchor": anchor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`; the next outer step uses it, and checks its shapes."""
         super().load_state_dict(state)
+        self._inner.load_state_dict(state)
         anchor = copy.deepcopy(state["anchor"])
         self._anchors, self._loaded = [], anchor.get("fragments", [anchor] if anchor else [])
 
@@ -288,6 +284,7 @@ class OuterEngine(SyncEngine):
             self._thread.close()
             self._thread = None
         self._flights.clear()
+        self._inner.close()
         if self._anchors:
             self._loaded = [anchor.state_dict() for anchor in self._anchors]
             self._anchors = []

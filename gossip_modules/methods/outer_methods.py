@@ -38,8 +38,8 @@ def eager_diloco(options: MethodOptions, seed: int) -> OuterMethod:
 
 
 def slowmo(options: MethodOptions, seed: int) -> OuterMethod:
-    """SlowMo over local SGD."""
-    return SlowMo(options.sync_period, **_settings(options))
+    """SlowMo over local SGD, with the learning rate of whatever optimizer steps the model."""
+    return SlowMo(options.sync_period, inner_lr="optimizer", **_settings(options))
 
 
 def noloco(options: MethodOptions, seed: int) -> OuterMethod:

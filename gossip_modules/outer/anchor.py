@@ -44,6 +44,7 @@ class Anchor:
         gradients: `sent` without buffers, likewise.
         messages: what travels in place of `gradients`, where a method has called `compress`: uint8, one for each of
             them, with up to seven bytes after it, so that messages side by side begin at a multiple of 8 bytes.
+        inner_rate: what `OuterMethod.inner_rate` gave at the last step of the model's optimizer; None: nothing.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Anchor:
         self.parameters = parameters_of(self.phi)
         self.gradients = parameters_of(self.sent)
         self.messages: list[Tensor] = []
+        self.inner_rate: float | None = None
         self._memory: dict[str, list[Tensor]] = {}
         self._num_compressed = 0
         # A shard of a model that has fewer elements than processes may be empty.

@@ -156,6 +156,19 @@ class OuterMethod(ABC):
             matrix: W(t) of round t, [n, n].
         """
 
+    @property
+    def needs_inner_rate(self) -> bool:
+        """Whether `inner_rate` is to be asked."""
+        return False
+
+    def inner_rate(self, optimizer: Optimizer) -> float:
+        """The learning rate of a step that the model's own optimizer has just taken; `start` finds the last one.
+
+        Args:
+            optimizer: holds some of the model's parameters.
+        """
+        return float(optimizer.param_groups[0]["lr"])
+
     @abstractmethod
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
         """The outer optimizer.

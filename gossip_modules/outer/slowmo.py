@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .anchor import Anchor
 from .method import OuterMethod
 
 
@@ -24,8 +25,8 @@ class SlowMo(OuterMethod):
         phi <- phi - a eta u
         x_i <- phi
 
-    With a constant eta the law does not depend on it, so eta is asked for only where it changes. Inner optimizers keep
-    their state.
+    With a constant eta the law does not depend on it, so eta is asked for only where it changes. It is that of the last
+    of the H steps. Inner optimizers keep their state.
 
     Wang, Tantia, Ballas, Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR
     2020, arXiv 1910.00643, Algorithm 1.
@@ -36,11 +37,13 @@ class SlowMo(OuterMethod):
         momentum: b, the slow momentum; 0.4 to 0.8 in the paper.
         gossip_every: the number of steps from one round of gossip to the next, between outer steps, as the wrapper's
             other arguments say (SGP or D-PSGD); 0: none, ranks train alone (local SGD).
-        inner_lr: a function that returns eta, for inner learning rates that change, such as
-            `lambda: optimizer.param_groups[0]["lr"]`; None: eta is constant.
+        inner_lr: eta, for inner learning rates that change: "optimizer" is that of the first group of the optimizer
+            that steps the model; or a function that returns it, such as `lambda: optimizer.param_groups[0]["lr"]`. Both
+            are read when the optimizer has stepped, before a scheduler changes the rate, so that eta is that of the
+            last step before the outer one; of several optimizers, of the one that steps last. None: eta is constant.
 
     Raises:
-        ValueError: a rate or `gossip_every` out of range; (outer steps) `inner_lr()` is not positive.
+        ValueError: a rate, `gossip_every` or `inner_lr` out of range; (outer steps) eta is not positive.
 
     Example:
         >>> model = GossipDataParallel(model, outer=SlowMo(sync_every=12, momentum=0.6, gossip_every=1))
@@ -51,7 +54,7 @@ class SlowMo(OuterMethod):
     lr: float = 1.0
     momentum: float = 0.5
     gossip_every: int = 0
-    inner_lr: Callable[[], float] | None = field(default=None, repr=False)
+    inner_lr: Callable[[], float] | Literal["optimizer"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,9 +65,42 @@ class SlowMo(OuterMethod):
                 "outer steps"
             )
 
+        if not (self.inner_lr is None or self.inner_lr == "optimizer" or callable(self.inner_lr)):
+            raise ValueError(
+                f"got inner_lr={self.inner_lr!r}, expected 'optimizer', for the learning rate of the optimizer that "
+                'steps the model, or a function that returns it, such as `lambda: optimizer.param_groups[0]["lr"]`; '
+                "leave it out where that is constant"
+            )
+
+    @property
+    def needs_inner_rate(self) -> bool:
+        """See `OuterMethod`."""
+        return self.inner_lr is not None
+
+    def inner_rate(self, optimizer: Optimizer) -> float:
+        """See `OuterMethod`."""
+        return float(self.inner_lr()) if callable(self.inner_lr) else super().inner_rate(optimizer)
+
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
         """See `OuterMethod`."""
-        return SlowMomentum(parameters, lr=self.lr, momentum=self.momentum, inner_lr=self.inner_lr)
+        return SlowMomentum(parameters, lr=self.lr, momentum=self.momentum)
+
+    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
+        """See `OuterMethod`; notes eta of the steps that have led to x."""
+        super().start(anchor, x)
+        if isinstance(anchor.optimizer, SlowMomentum):
+            anchor.optimizer.eta = self._eta(anchor.inner_rate)
+
+    def _eta(self, noted: float | None) -> float:
+        """The rate that was noted; else what the function says now, as with an optimizer that is none of torch's."""
+        if noted is None:
+            noted = float(self.inner_lr()) if callable(self.inner_lr) else 1.0
+        if not noted > 0:
+            raise ValueError(
+                f"got {noted} as the inner learning rate of the last step, expected one above 0: SlowMo divides by it; "
+                "start the warm-up above 0, or leave inner_lr out"
+            )
+        return noted
 
 
 class SlowMomentum(Optimizer):
@@ -74,22 +110,18 @@ class SlowMomentum(Optimizer):
         params: phi.
         lr: a.
         momentum: b.
-        inner_lr: a function that returns eta; None: 1.
+
+    Attributes:
+        eta: written before a step.
     """
 
-    def __init__(self, params: Any, *, lr: float, momentum: float, inner_lr: Callable[[], float] | None = None) -> None:
-        self.inner_lr = inner_lr
+    def __init__(self, params: Any, *, lr: float, momentum: float) -> None:
+        self.eta = 1.0
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """See `torch.optim.Optimizer`; without a closure."""
-        eta = 1.0 if self.inner_lr is None else self.inner_lr()
-        if not eta > 0:
-            raise ValueError(
-                f"got {eta} of inner_lr(), expected the learning rate of the inner optimizer, above 0: SlowMo divides "
-                "by it; start the warm-up above 0, or leave inner_lr out"
-            )
         for group in self.param_groups:
             for phi in group["params"]:
                 if phi.grad is None:
@@ -97,8 +129,8 @@ class SlowMomentum(Optimizer):
                 state = self.state[phi]
                 if not state:
                     state["u"] = torch.zeros_like(phi)
-                u = state["u"].mul_(group["momentum"]).add_(phi.grad, alpha=1 / eta)
-                phi.add_(u, alpha=-group["lr"] * eta)
+                u = state["u"].mul_(group["momentum"]).add_(phi.grad, alpha=1 / self.eta)
+                phi.add_(u, alpha=-group["lr"] * self.eta)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "inner_lr": self.inner_lr}
+        return {**super().__getstate__(), "eta": self.eta}

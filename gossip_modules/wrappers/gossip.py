@@ -257,7 +257,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             check_names(self._outer.fragments, self.module)
             places = self._buffer.places if is_whole else None
             make_engine = OuterEngine if self._elastic is None else ElasticOuterEngine
-            return make_engine(gossiper, self._outer, on_nonfinite=policy, places=places)
+            return make_engine(gossiper, self._outer, self._buffer, on_nonfinite=policy, places=places)
         if self._rule is not None:
             return RuledEngine(gossiper, self._rule, self._buffer, on_nonfinite=policy)
         if not self.overlap:

@@ -29,6 +29,16 @@ def test_rates_are_numbers(method: Any, value: object) -> None:
         (NoLoCo, {"pull": [1]}, r"NoLoCo: got pull=\[1\], expected a number above 0"),
         (NoLoCo, {"seed": 1.5}, "got seed=1.5, expected an integer"),
         (NoLoCo, {"seed": None}, "got seed=None, expected an integer"),
+        (
+            SlowMo,
+            {"inner_lr": 0.1},
+            "got inner_lr=0.1, expected 'optimizer', for the learning rate of the optimizer that",
+        ),
+        (
+            SlowMo,
+            {"inner_lr": "adam"},
+            "got inner_lr='adam', expected 'optimizer'.*; leave it out where that is constant",
+        ),
         (SparseLoCo, {"decay": "0.9"}, "SparseLoCo: got decay='0.9', expected 0 <= decay <= 1"),
     ],
 )

@@ -126,22 +126,6 @@ def test_slowmo_with_gossip_between_outer_steps() -> None:
     torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
 
 
-def test_slowmo_follows_the_inner_learning_rate() -> None:
-    rates = iter([0.1, 0.05, 0.025, 0.0])
-    phi, u = torch.zeros(3), torch.zeros(3)
-    optimizer = SlowMo(1, momentum=0.5, lr=0.8, inner_lr=lambda: next(rates)).make_optimizer([phi])
-    expected = phi.clone()
-    for eta in (0.1, 0.05, 0.025):
-        drift = torch.tensor([1.0, -2.0, eta])
-        u = 0.5 * u + drift / eta
-        expected -= 0.8 * eta * u
-        phi.grad = drift
-        optimizer.step()
-        torch.testing.assert_close(phi, expected)
-    with pytest.raises(ValueError, match=r"got 0.0 of inner_lr\(\), expected the learning rate of .*, above 0"):
-        optimizer.step()
-
-
 SYNC_EVERY, NUM_OUTER_STEPS = 3, 4
 
 

@@ -356,7 +356,11 @@ def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) 
         ("diloco", gm.DiLoCo(7, lr=0.4, momentum=0.25), gm.DiLoCo(10)),
         ("streamingdiloco", gm.StreamingDiLoCo(7, lr=0.4, momentum=0.25), gm.StreamingDiLoCo(10)),
         ("eagerdiloco", gm.EagerDiLoCo(7, lr=0.4, momentum=0.25), gm.EagerDiLoCo(10)),
-        ("slowmo", gm.SlowMo(7, lr=0.4, momentum=0.25), gm.SlowMo(10)),
+        (
+            "slowmo",
+            gm.SlowMo(7, lr=0.4, momentum=0.25, inner_lr="optimizer"),
+            gm.SlowMo(10, inner_lr="optimizer"),
+        ),
         ("noloco", gm.NoLoCo(7, lr=0.4, momentum=0.25, seed=1), gm.NoLoCo(10, seed=1)),
         ("gasloc", gm.GASLoC(7, lr=0.4, momentum=0.25), gm.GASLoC(10)),
     ):
