@@ -235,7 +235,7 @@ class Membership(Turns):
         act = self._at_step if not self._is_again else lambda: None  # a node has the model of its first process again
         self._is_again = False
         change = self._as_one(act)
-        self._is_ahead = self._has_stepped = True  # where a callback raises, the step has begun: it is not counted again
+        self._is_ahead = self._has_stepped = True  # where a callback raises, the step counts as begun
         self._callbacks.tell()
         self._is_ahead = False
         return change
