@@ -54,12 +54,12 @@ class BilatGossipDataParallel(GossipWrapper):
         mixing: the weights of a pair: a MixingManager, or a class or function of the graph; None = one half each.
         process_group: a Gloo group that carries nothing else; None = a new one over all ranks.
         timeout: the limit of every wait on a peer, in seconds or as a timedelta. The death of a
-            process is raised at the next step, without waiting for it.
+            process is raised at the next step, without waiting for it. A `Membership` has its own.
         device_ids: refused: the model is on its device already.
         on_nonfinite: the reaction to a difference of two models that holds infinities or NaN. "raise":
             FloatingPointError at both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do
             not look.
-        init_sync: whether training starts from the parameters and buffers of rank 0.
+        init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
         gossip_buffers: whether pairs average floating-point buffers (BatchNorm statistics) too, or each keeps its own.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled train as well, so that they ask a peer.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then,
@@ -103,7 +103,8 @@ class BilatGossipDataParallel(GossipWrapper):
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         self._on_nonfinite = check_policy(on_nonfinite)
         if membership is not None:
-            self._start_elastic(graph, mixing, membership, group=process_group)
+            given = {"group": process_group, "init_sync": init_sync, "timeout": as_timeout(timeout)}
+            self._start_elastic(graph, mixing, membership, **given)
             return
         links = Links(process_group, comm_device="cpu", backend="gloo", timeout=as_timeout(timeout))
         self._place = links.place
@@ -120,12 +121,14 @@ class BilatGossipDataParallel(GossipWrapper):
         graph: GraphLike | None,
         mixing: MixingLike | None,
         membership: Membership,
-        *,
-        group: dist.ProcessGroup | None,
+        **given: Any,
     ) -> None:
-        """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
+        """Take part in what `membership` says; until it has a place for this worker, it is a world of one.
+
+        given: see `check_links`.
+        """
         example = "None or DynamicBipartiteCompleteGraph"
-        check_elastic(graph=graph, mixing=mixing, group=group, example=f"graph={example}")
+        check_elastic(membership, graph=graph, mixing=mixing, example=f"graph={example}", **given)
 
         def choose(world_size: int) -> MixingManager:
             own = (graph, mixing) if world_size > 1 else (None, None)

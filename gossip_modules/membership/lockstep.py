@@ -4,37 +4,70 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
+from ..transport.process_group import DEFAULT_TIMEOUT
 from .links import LinkTransport
 from .membership import Membership
 from .participant import ElasticWrapper, ModelParticipant
 
 
 def check_elastic(
+    membership: object,
     *,
     graph: object,
     mixing: object,
-    group: object,
-    comm_device: object = None,
     example: str = "graph=RingGraph or graph=lambda n: BaseGraph(n, 2)",
+    **links: Any,
 ) -> None:
-    """Raise ValueError for arguments of a wrapper that do not fit a membership; `example`: graphs that do."""
+    """Raise ValueError for arguments of a wrapper that do not fit a membership.
+
+    Args:
+        membership: see `check_links`.
+        graph, mixing: as the user gave them.
+        example: graphs that do, for the error.
+        links: the other arguments of `check_links`.
+    """
+    check_links(membership, **links)
     for name, value in (("graph", graph), ("mixing", mixing)):
         if isinstance(value, (GraphManager, MixingManager)) or (value is not None and not _is_function(value)):
             raise ValueError(
                 f"got {name}={value} with a membership, expected a class, a function or a name, since it is made anew "
                 f"for each number of workers, e.g. {example}"
             )
-    check_links(group, comm_device)
 
 
-def check_links(group: object, comm_device: object) -> None:
-    """Raise ValueError for a process group or a device of messages, which are those of the membership."""
+def check_links(
+    membership: object, *, group: object, init_sync: object, timeout: timedelta, comm_device: object = None
+) -> None:
+    """Raise ValueError for what is no membership, and for arguments of a wrapper that a membership decides.
+
+    Args:
+        membership: what the user gave as one.
+        group, comm_device: of messages.
+        init_sync: all workers begin with the model of the first one.
+        timeout: that of the membership, or the default of wrappers, which nobody gave.
+    """
+    if not isinstance(membership, Membership):
+        store = membership if isinstance(membership, str) else "host:port"
+        raise ValueError(
+            f"got membership={membership!r}, expected a Membership; pass Membership({store!r}, min_workers=...)"
+        )
+    if not init_sync or isinstance(init_sync, str):
+        raise ValueError(
+            f"got init_sync={init_sync!r} with a membership, expected True: its workers begin with the model of the "
+            "first one, and who joins with that of a donor; leave init_sync out"
+        )
+    if timeout not in (DEFAULT_TIMEOUT, membership.timeout):
+        raise ValueError(
+            f"got timeout={timeout.total_seconds():g} s with a membership, which has a timeout of "
+            f"{membership.timeout.total_seconds():g} s, expected none; pass it to Membership(..., timeout=...)"
+        )
     if group is not None:
         raise ValueError("got process_group with a membership, expected None: a membership connects its workers itself")
     if comm_device not in (None, "cpu", torch.device("cpu")):

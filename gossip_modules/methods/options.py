@@ -156,7 +156,7 @@ class Context:
         rank: of this process.
         world_size: the number of ranks.
         seed: the same on every rank.
-        timeout: the longest wait for a peer.
+        timeout: the longest wait for a peer; with a membership the same as its own.
         comm_device: where messages live on the wire; None: beside the parameters.
         steps_per_epoch: optimizer steps of an epoch.
         example_inputs: makes inputs of the model as it sees them in training, on its device; None: there are none.

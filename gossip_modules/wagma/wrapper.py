@@ -79,7 +79,7 @@ class GroupAverageDataParallel(GossipWrapper):
         wait_avoiding: whether a group waits for nobody; False blocks, as do groups of one rank.
         overlap: whether a group's average is taken one step later, by the law x <- x + (average - y), instead of being
             waited for. Not in the paper.
-        init_sync: whether all ranks begin with the model of rank 0, its buffers included.
+        init_sync: whether all ranks begin with the model of rank 0, its buffers included; with a membership they do.
         gossip_buffers: whether group averages include floating-point buffers (BatchNorm statistics).
         gossip_in_eval_mode: whether a forward in eval mode counts as one of training where grad is enabled, for
             frozen BatchNorm statistics.
@@ -142,7 +142,8 @@ class GroupAverageDataParallel(GossipWrapper):
         }
         options: dict[str, Any] = {"sync_period": sync_period, "overlap": overlap, "on_nonfinite": on_nonfinite}
         if membership is not None:
-            check_links(process_group, comm_device)
+            given: dict[str, Any] = {"comm_device": comm_device, "timeout": as_timeout(timeout)}
+            check_links(membership, group=process_group, init_sync=init_sync, **given)
             check_threads(wait_avoiding)
             self._start_elastic(membership, group_size, **options)
         else:

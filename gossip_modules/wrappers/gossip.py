@@ -110,7 +110,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             membership: of processes that are one worker, all of torch.distributed or of `process_group`; the first one
             gossips for all, by any method that takes a membership, and only its `state_dict()` has all of the node's.
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
-        init_sync: whether all ranks start from the parameters and buffers of rank 0.
+        init_sync: whether all ranks start from the parameters and buffers of rank 0; with a membership they always do.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged like parameters.
         gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward, which starts a
             round: for training with frozen BatchNorm statistics.
@@ -119,7 +119,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             that were sent them, before they are applied). "skip": leave out such rounds, which `comm_stats()` counts;
             without overlap it costs a copy of the model, and no compressed gossiper can. "spread": do not look.
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
-        timeout: the limit of every wait; a number = seconds.
+        timeout: the limit of every wait; a number = seconds. A `Membership` has its own.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then.
         device_ids: refused: DistributedDataParallel needs it, here the model is on its device already.
 
@@ -201,7 +201,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     ) -> None:
         """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
         group = links.process_group if g == 1 else None  # else it is that of the node
-        check_elastic(graph=algorithm.graph, mixing=algorithm.mixing, group=group, comm_device=links.comm_device)
+        given: dict[str, Any] = {"group": group, "comm_device": links.comm_device, "timeout": links.timeout}
+        check_elastic(membership, graph=algorithm.graph, mixing=algorithm.mixing, init_sync=init_sync, **given)
         policies = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
         choose, gossiper = algorithm.choose_for_any_size(init_sync=init_sync, **policies)
 

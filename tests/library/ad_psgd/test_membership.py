@@ -223,12 +223,16 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, mon
             r"got graph=DynamicBipartiteCompleteGraph.* with a membership, expected a class, .* e.g. graph=None or",
         ),
         ({"process_group": object()}, "got process_group with a membership, expected None"),
+        ({"init_sync": False}, "got init_sync=False with a membership, expected True: its workers begin"),
+        ({"timeout": 7}, "got timeout=7 s with a membership, which has a timeout of 60 s, expected none"),
+        ({"membership": "node0:29400"}, r"expected a Membership; pass Membership\('node0:29400', min_workers="),
+        ({"membership": 4}, r"got membership=4, expected a Membership; pass Membership\('host:port', min_workers="),
     ],
 )
 def test_what_does_not_go_with_a_membership_is_refused(options: dict[str, Any], message: str) -> None:
     membership = Membership(dist.HashStore(), min_workers=2, timeout=SECONDS)
     with pytest.raises(ValueError, match=message):
-        BilatGossipDataParallel(nn.Linear(4, 1), membership=membership, **options)
+        BilatGossipDataParallel(nn.Linear(4, 1), **{"membership": membership, **options})
 
 
 def test_who_is_alone_trains_and_its_steps_have_no_turn() -> None:

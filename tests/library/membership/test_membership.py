@@ -430,13 +430,22 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
         ({"outer": SlowMo(gossip_every=1)}, "got push_sum=True between the outer steps .*, expected push_sum=False"),
         ({"outer": DiLoCo(), "graph": RingGraph}, "got graph beside outer=DiLoCo.*, which averages over all ranks"),
         ({"comm_device": "cuda"}, "got comm_device=cuda with a membership"),
+        ({"init_sync": False}, "got init_sync=False with a membership, expected True: its workers begin"),
+        ({"timeout": 7}, "got timeout=7 s with a membership, which has a timeout of 60 s, expected none"),
+        ({"membership": "node0:29400"}, r"expected a Membership; pass Membership\('node0:29400', min_workers="),
+        ({"membership": 4}, r"got membership=4, expected a Membership; pass Membership\('host:port', min_workers="),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     membership = Membership(dist.HashStore(), min_workers=2)
     with pytest.raises(ValueError, match=message):
-        GossipDataParallel(model_of(), membership=membership, **options)
+        GossipDataParallel(model_of(), **{"membership": membership, **options})
     membership.close()
+
+
+def test_the_timeout_of_the_membership_may_be_given_again() -> None:
+    membership = Membership(dist.HashStore(), min_workers=1, timeout=SECONDS)
+    GossipDataParallel(model_of(), membership=membership, timeout=SECONDS, init_sync=True).close()
 
 
 def test_one_membership_is_for_one_wrapper() -> None:

@@ -274,12 +274,16 @@ def test_groups_exist_for_any_number_of_workers() -> None:
         ({"group_size": 1}, "got group_size=1 with a membership, expected a power of two from 2 on"),
         ({"group_size": 6}, "got group_size=6 with a membership, expected a power of two from 2 on"),
         ({"comm_device": "cuda"}, "got comm_device=cuda with a membership, expected 'cpu' or None"),
+        ({"init_sync": False}, "got init_sync=False with a membership, expected True: its workers begin"),
+        ({"timeout": 7}, "got timeout=7 s with a membership, which has a timeout of 60 s, expected none"),
+        ({"membership": "node0:29400"}, r"expected a Membership; pass Membership\('node0:29400', min_workers="),
+        ({"membership": 4}, r"got membership=4, expected a Membership; pass Membership\('host:port', min_workers="),
     ],
 )
 def test_what_does_not_fit_a_membership_is_refused(options: dict[str, Any], message: str) -> None:
     membership = Membership(dist.HashStore(), min_workers=1)
     with pytest.raises(ValueError, match=message):
-        GroupAverageDataParallel(nn.Linear(2, 1), membership=membership, **options)
+        GroupAverageDataParallel(nn.Linear(2, 1), **{"membership": membership, **options})
     membership.close()
 
 
