@@ -75,6 +75,19 @@ def test_each_generation_is_there_once_as_its_first_worker_began_it(tmp_path: Pa
     assert membership.steps["seconds"].is_monotonic_increasing
 
 
+def test_a_worker_that_joins_before_the_others_have_begun_the_generation_before_changes_no_order(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path)
+    early = {**GROWN, "unix_seconds": START + 9.0, "joined": (0, 2, 3)}
+    (tmp_path / "membership_0003.jsonl").write_text(json.dumps(early) + "\n", encoding="utf-8")
+    membership, problems = read_membership(tmp_path)
+    assert problems == []
+    assert membership is not None
+    assert [one.number for one in membership.generations] == [1, 2, 3]
+    assert [one.seconds for one in membership.generations] == pytest.approx([0.0, 10.0, 10.0])
+
+
 def test_the_steps_around_a_moment_are_those_of_all_workers(tmp_path: Path) -> None:
     membership = logged(tmp_path)
     around = membership.around(10.0)  # spans of which a part lies between 7 and 13

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ class LoggedMembership:
 def read_membership(folder: Path) -> tuple[LoggedMembership | None, list[FileProblem]]:
     """What the workers of an elastic run have left in its folder, and what is wrong with it; None: no worker has.
 
-    Generations are those of all workers, each once: with the time of the worker that began it first.
+    Generations are those of all workers, each once: with the time of the worker that began it first, in the order in
+    which the last one did. A worker that joins begins as soon as it has links, maybe before the others have come to the
+    step, or have begun the generation before; then both have the later of their times.
     """
     begun: dict[tuple[int, ...], dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
@@ -84,9 +87,11 @@ def read_membership(folder: Path) -> tuple[LoggedMembership | None, list[FilePro
     if not begun:
         return None, problems
     start = min(found["unix_seconds"] for found in begun.values())
+    in_order = sorted(begun.values(), key=lambda one: float(one["last_seconds"]))
+    seconds = accumulate((one["unix_seconds"] - start for one in in_order), max)
     generations = (
-        Generation(one["unix_seconds"] - start, one["number"], one["members"], one["joined"], one["left"])
-        for one in sorted(begun.values(), key=lambda one: float(one["unix_seconds"]))
+        Generation(at, one["number"], one["members"], one["joined"], one["left"])
+        for at, one in zip(seconds, in_order, strict=True)
     )
     steps = pd.DataFrame(rows, columns=[*_STEP_COLUMNS, "worker"])
     steps.insert(0, "seconds", steps.pop("unix_seconds").astype(float) - start)
@@ -96,6 +101,7 @@ def read_membership(folder: Path) -> tuple[LoggedMembership | None, list[FilePro
 def _generation_of(event: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "unix_seconds": float(event["unix_seconds"]),
+        "last_seconds": float(event["unix_seconds"]),
         "number": int(event["generation"]),
         "batch": int(event["batch"]),
         "members": tuple(int(number) for number in event["members"]),
@@ -109,6 +115,7 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **one,
         "unix_seconds": min(one["unix_seconds"], other["unix_seconds"]),
+        "last_seconds": max(one["unix_seconds"], other["last_seconds"]),
         "joined": tuple(number for number in one["joined"] if number in other["joined"]),
         "left": one["left"] or other["left"],
     }

@@ -149,12 +149,14 @@ def test_a_worker_dies_another_joins_and_each_batch_is_read_once(
     founders = [Worker(config, world) for _ in range(3)]
     joiner = Worker(config, world)
     workers = [*founders, joiner]
-    may_go_on = threading.Event()
+    may_go_on, has_joined = threading.Event(), threading.Event()
 
     def wait_for_the_others(number: int) -> None:
-        """In the second epoch: nothing here depends on who is faster."""
+        """From the second epoch on: nothing here depends on who is faster."""
         if number // steps_per_epoch == 1 and not may_go_on.is_set():
             assert may_go_on.wait(SECONDS)
+        if may_go_on.is_set():
+            has_joined.wait(0.5)  # it takes some steps of the others to join
 
     steps_per_epoch = founders[0].task.steps_per_epoch
     victim = founders[2]
@@ -165,6 +167,7 @@ def test_a_worker_dies_another_joins_and_each_batch_is_read_once(
 
     victim.task.before_reading = end_in_the_first_epoch
     founders[0].task.before_reading = wait_for_the_others
+    joiner.task.before_reading = lambda number: has_joined.set()
     for worker in founders:
         worker.thread.start()
     until(workers, lambda: isinstance(victim.error, Killed), "the end of the victim")
