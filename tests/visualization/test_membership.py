@@ -75,7 +75,7 @@ def test_each_generation_is_there_once_as_its_first_worker_began_it(tmp_path: Pa
     assert membership.steps["seconds"].is_monotonic_increasing
 
 
-def test_a_worker_that_joins_before_the_others_have_begun_the_generation_before_changes_no_order(
+def test_a_worker_that_joins_before_the_others_have_begun_changes_no_order(
     tmp_path: Path,
 ) -> None:
     write(tmp_path)
