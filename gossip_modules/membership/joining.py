@@ -84,8 +84,8 @@ class Joining(Giving):
             return RuntimeError(f"job {self.name!r}: the membership was closed before the job began; make another one")
         return TimeoutError(
             f"job {self.name!r} did not begin within {self.timeout.total_seconds():g} s: got "
-            f"{len(self._roster.founders)} workers, expected min_workers={self._coming['min_workers']}; start the "
-            "others, or ask for fewer"
+            f"{len(self._roster.founders)} workers, expected min_workers="
+            f"{max(self._num_awaited(), self._coming['min_workers'])}; start the others, or ask for fewer"
             if self._log.is_connected
             else f"the store of job {self.name!r} at {self._log.address} did not answer within "
             f"{self.timeout.total_seconds():g} s"

@@ -34,7 +34,8 @@ class Membership(Turns):
     Args:
         store: "host:port", where `python -m gossip_modules.membership.serve` runs; "file:path", of a file that it
             writes its address to, so that it can be started anew elsewhere; or a `torch.distributed.Store`.
-        min_workers: how many workers the first generation has; whoever comes later joins.
+        min_workers: how many workers the first generation has; whoever comes later joins. Where those who wait for it
+            ask for different numbers, the largest counts, and the others warn.
         max_workers: how many there are at most, the same on all: others are refused; 0: any number.
         name: of the job, where several share a store.
         description: what else all workers must have in common, by name: others are refused, with both sides named.

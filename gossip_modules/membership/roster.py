@@ -73,11 +73,6 @@ class Roster(RosterState):
 
     # Who comes.
 
-    def present(self) -> list[Member]:
-        """The members of the generation that trains, and of the one that is being formed."""
-        views = [view for view in (self.view, self.forming) if view is not None]
-        return list({member.id: member for view in views for member in view.members}.values())
-
     def _come(self, event: Mapping[str, Any]) -> None:
         member = member_of(event["member"])
         if member.id in self.founders or any(member.id == other.id for other in self.present()):
@@ -107,9 +102,13 @@ class Roster(RosterState):
             if refusal:
                 self._refuse(member, refusal)
                 return
-        self.num_founders = int(event["min_workers"])
+        self.asked[member.id] = int(event["min_workers"])
         self.description = description
         self.founders[member.id] = replace(member, number=self._new_number())
+        self._begin()
+
+    def _begin(self) -> None:
+        """Form the first generation, if all have come."""
         if len(self.founders) >= self.num_founders:
             self._form(self.founders.values(), {})
 
@@ -137,7 +136,7 @@ class Roster(RosterState):
     def _end(self) -> None:
         """The job is over, and another may begin."""
         self.view = self.forming = None
-        self.accusations, self.left, self.founders, self.joiners = [], {}, {}, {}
+        self.accusations, self.left, self.founders, self.asked, self.joiners = [], {}, {}, {}, {}
 
     def _refuse(self, member: Member, why: str, *, is_full: bool = False) -> None:
         """It reads so here; the oldest of those who have done so are forgotten."""
@@ -192,6 +191,8 @@ class Roster(RosterState):
         if any(view is not None and view.has(worker) for view in (self.view, self.forming)):
             self.left[worker] = str(event["why"])
             self._change()
+        elif not self.present():  # it may have asked for more than the others
+            self._begin()
 
     # The next generation.
 
@@ -214,8 +215,7 @@ class Roster(RosterState):
             self.forming, self.accusations, self.left = None, [], {}
             self.founders = {m.id: m for m in (*base.members, *self._waiting()) if m.id not in gone}
             self.joiners = {key: joiner for key, joiner in self.joiners.items() if joiner.refusal}
-            if len(self.founders) >= self.num_founders:
-                self._form(self.founders.values(), {})
+            self._begin()
             return
         reasons = {candidates[worker].number: why for worker, why in gone.items()}
         for worker in gone:
@@ -264,7 +264,7 @@ class Roster(RosterState):
         self.view = replace(forming, start=start, growth=growth, turns=turns)
         self.forming = None
         self.ready = {}
-        self.founders = {}
+        self.founders, self.asked = {}, {}
         pairs = [a for a in self.accusations if self.view.has(a.by) and self.view.has(a.of)]
         self.accusations = [a for a in pairs if not a.generation]  # [Note: late accusations]
         self.left = {}

@@ -20,6 +20,7 @@ class RosterState:
         ready: by member, the step that it has come to, and its push-sum weight; of `forming`.
         joiners: by worker.
         founders: who has come before the first generation.
+        asked: how many workers each of them asks for.
     """
 
     def __init__(self, *, on_partition: str = "majority") -> None:
@@ -29,7 +30,7 @@ class RosterState:
         self.ready: dict[int, tuple[int, float]] = {}
         self.joiners: dict[int, Joiner] = {}
         self.founders: dict[int, Member] = {}
-        self.num_founders = 1
+        self.asked: dict[int, int] = {}
         self.description: dict[str, str] = {}
         self.accusations: list[Accusation] = []
         self.left: dict[int, str] = {}  # by worker, of members of `view`
@@ -37,6 +38,16 @@ class RosterState:
         self.next_number = 0
         self.loaded = 0
         self.num_knocks = self.num_answers = 0  # see [Note: another life] of `Door`
+
+    @property
+    def num_founders(self) -> int:
+        """How many workers the first generation has: the most that a founder asks for."""
+        return max((self.asked.get(worker, 1) for worker in self.founders), default=1)
+
+    def present(self) -> list[Member]:
+        """The members of the generation that trains, and of the one that is being formed."""
+        views = [view for view in (self.view, self.forming) if view is not None]
+        return list({member.id: member for view in views for member in view.members}.values())
 
     def dumps(self, *, is_whole: bool = False) -> str:
         """What all agree in, for a store that came back empty; `is_whole`: for who reads on at the next event."""
@@ -51,7 +62,7 @@ class RosterState:
                 "forming": None if self.forming is None else asdict(self.forming),
                 "ready": list(self.ready.items()),
                 **{name: [asdict(x) for x in getattr(self, name).values()] for name in ("joiners", "founders")},
-                "num_founders": self.num_founders,
+                "asked": list(self.asked.items()),
                 "accusations": [asdict(accusation) for accusation in self.accusations],
                 "left": list(self.left.items()),
                 "calls": [self.num_knocks, self.num_answers],
@@ -77,7 +88,7 @@ class RosterState:
         self.left = dict(state["left"])
         self.joiners = {j["member"]["id"]: Joiner(**{**j, "member": member_of(j["member"])}) for j in state["joiners"]}
         self.founders = {member.id: member for member in map(member_of, state["founders"])}
-        self.num_founders = int(state["num_founders"])
+        self.asked = {int(worker): int(count) for worker, count in state["asked"]}
         self.accusations = [accusation_of(accusation) for accusation in state["accusations"]]
         self.num_knocks, self.num_answers = map(int, state["calls"])
         self.loaded = int(state["loaded"])

@@ -131,10 +131,25 @@ class Watching(Generations):
 
     def _apply(self, event: Mapping[str, Any]) -> None:
         with self._moved:
+            before = self._num_awaited()
             self._roster.apply(event)
+            if self._num_awaited() > max(before, self._coming.get("min_workers", 0)):
+                self._warn_of_more_founders()
             self._is_coming_again = self._is_coming_again and event != self._coming
             self._settle_given()
             self._moved.notify_all()
+
+    def _num_awaited(self) -> int:
+        """How many workers the first generation is to have, if this one waits for it."""
+        return self._roster.num_founders if self.id in self._roster.founders else 0
+
+    def _warn_of_more_founders(self) -> None:
+        log.warning(
+            "job %s: got min_workers=%d, and %d of another worker: the first generation has so many; give all the same",
+            self.name,
+            self._coming["min_workers"],
+            self._roster.num_founders,
+        )
 
     def _act(self) -> None:
         """Do what the roster asks of this worker."""

@@ -400,6 +400,18 @@ def test_too_few_workers_is_an_error_with_their_number() -> None:
         GossipDataParallel(model_of(), membership=membership)
 
 
+def test_founders_that_ask_for_more_workers_are_heeded(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(dist.HashStore(), min_workers=2)
+    (first,) = job.start(1)
+    job.until(lambda: first.membership is not None and len(first.membership._roster.founders) == 1, "the first came")
+    other = Membership(job.store, min_workers=3, timeout=1.5)
+    with pytest.raises(TimeoutError, match="expected min_workers=3"):
+        GossipDataParallel(model_of(), membership=other)
+    job.until(lambda: "got min_workers=2, and 3 of another worker" in caplog.text, "the other one is told")
+    job.until_live([first, *job.start(1)])  # who has gone asks for nobody any more
+    close(job.end())
+
+
 def test_a_store_that_does_not_answer_is_an_error_with_its_address() -> None:
     with pytest.raises(
         ConnectionError, match=r"(?s)127.0.0.1:1 did not answer within 1 s .* -m gossip_modules.membership.serve"

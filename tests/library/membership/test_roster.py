@@ -76,6 +76,27 @@ def test_the_first_generation_has_as_many_as_were_asked_for() -> None:
     assert ids(roster) == (0, 1, 2, 3)
 
 
+@pytest.mark.parametrize("counts", [(4, 2, 2, 2), (2, 4, 2, 2)])
+def test_the_first_generation_has_as_many_as_anybody_asked_for(counts: tuple[int, ...]) -> None:
+    roster = Roster()
+    for worker, count in enumerate(counts):
+        assert roster.forming is None
+        roster.apply(come(worker, min_workers=count))
+    assert forming(roster) == (0, 1, 2, 3)
+
+
+def test_who_leaves_before_the_beginning_asks_for_nobody() -> None:
+    roster = Roster()
+    roster.apply(come(0, min_workers=4))
+    for worker in (1, 2):
+        roster.apply(come(worker, min_workers=2))
+    restored = Roster()
+    restored.loads(roster.dumps(is_whole=True))
+    for state in (roster, restored):
+        state.apply({"event": "leave", "id": 0, "why": "it left"})
+        assert forming(state) == (1, 2)
+
+
 def test_a_generation_starts_at_the_largest_step_when_all_are_ready() -> None:
     roster = job(4)
     roster.apply(accuse(0, 2))
