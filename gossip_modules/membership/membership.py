@@ -177,7 +177,11 @@ class Membership(Turns):
         self._callbacks.add(callback)
 
     def leave(self) -> None:
-        """End `steps` before the next one, on all processes of a node; then call `close()`. From any thread."""
+        """End `steps` before the next one, on all processes of a node; then call `close()`. From any thread.
+
+        The others go on at once. Of the numbers of `turn`, those that it would have had until their next generation
+        begins are left out.
+        """
         self.is_leaving = True
 
     def attach(self, participant: Participant, description: Mapping[str, str]) -> None:

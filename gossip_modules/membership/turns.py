@@ -19,9 +19,11 @@ class Turns(Joining):
     def turn(self, step: int) -> int:
         """The number of this worker's step `step` among the steps of all workers since the start of the job.
 
-        Each number is given once: draw the batch of this number, and workers that come and go neither repeat nor leave
-        out any, but those of a worker that has died and whose generation has not ended. Where the wrapper has loaded
-        the checkpoint of an earlier job, `min_workers`, the same on all, count for each step of that one.
+        No number is given twice: draw the batch of this number, and workers that come and go repeat none. Left out are
+        those of a worker that has died, or has left, from its last step to the first of the next generation, which
+        begins without it. One that was declared dead and lives counts on by itself until it joins again. Where the
+        wrapper has loaded the checkpoint of an earlier job, `min_workers`, the same on all, count for each step of that
+        one.
 
         Args:
             step: one that `steps` has handed out in this generation.

@@ -32,6 +32,35 @@ def checkpoint() -> dict[str, Any]:
     return state
 
 
+def test_the_numbers_of_a_worker_that_leaves_are_left_out_up_to_the_next_generation() -> None:
+    lock, seen, left = threading.Lock(), Counter[int](), [0, 0]  # its last number and step
+    starts: list[int] = []
+
+    def train(worker: Worker) -> int:
+        member = worker.membership(min_workers=3, timeout=60.0, min_deadline=20.0)
+        wrapper = GossipDataParallel(nn.Linear(4, 1), membership=member)
+        member.on_change(lambda change: starts.append(change.step))
+        is_last = member.join() == 0 and member.rank == 2
+        for step in member.steps(1 << 30):
+            if starts and step >= starts[0] + 5:
+                break
+            turn = member.turn(step)
+            with lock:
+                seen[turn] += 1
+                if is_last and step == 10:
+                    left[:] = turn, step
+                    member.leave()
+            wrapper(torch.ones(2, 4)).sum().backward()
+        wrapper.close()
+        return member.generation
+
+    results = Chaos([]).run(train, 3)
+    assert sorted(results.values()) == [1, 2, 2]
+    (start,) = set(starts)
+    assert set(seen.values()) == {1}
+    assert sorted(set(range(max(seen))) - seen.keys()) == [left[0] + 3 * i for i in range(1, start - left[1])]
+
+
 @pytest.mark.parametrize("is_resumed", [False, True], ids=["fresh", "resumed"])
 def test_each_number_is_given_once_where_a_worker_joins(is_resumed: bool) -> None:
     state = checkpoint() if is_resumed else None

@@ -1,10 +1,10 @@
 """ElasticRun: a training run whose workers may die, come back and be added, while the others train on.
 
 [Note: Turns] Workers deal out one stream of batches among themselves. In step s of a generation with n workers, worker
-r reads the batch of number `turns + (s - start) n + r`, see `Membership.turn`: so whoever comes or goes, each number is
-read once, and an epoch is so many numbers. Only the batches of a worker that is dead, up to the end of its generation,
-are read by nobody. Epochs, validations and the end are functions of the number too, hence the same on all workers, also
-on one that has just come.
+r reads the batch of number `turns + (s - start) n + r`, see `Membership.turn`: so whoever comes or goes, no number is
+read twice, and an epoch is so many numbers. Only the batches of a worker that has died or left, from its last step to
+the end of its generation, are read by nobody. Epochs, validations and the end are functions of the number too, hence
+the same on all workers, also on one that has just come.
 
 Where workers leave out steps (WAGMA) or take them at their own pace (AD-PSGD), each reads its share of the stream at
 that pace, from the position of the run when the generation begins; see `ElasticPace`.
