@@ -31,6 +31,9 @@ class Membership(Turns):
     from one of the others, its donor, beside the donor's training. A worker that was declared dead and wakes notices
     it and joins anew, by itself.
 
+    Wrap the model last, with data and all else ready, and train at once. A worker that has wrapped it is waited for: a
+    donor copies the state of training for it, and where it does not take it within ten seconds, another donor does.
+
     Args:
         store: "host:port", where `python -m gossip_modules.membership.serve` runs; "file:path", of a file that it
             writes its address to, so that it can be started anew elsewhere; or a `torch.distributed.Store`.
