@@ -134,7 +134,8 @@ def test_former_generations_are_let_go_of_at_once(monkeypatch: pytest.MonkeyPatc
     try:
         Chaos([Kill(step=10, rank=0), Join(step=12)]).run(Train(3, has_joined), 3)
         assert_no_gossip_threads()
-        assert len(former) >= 3 + 2 + 3  # of the worlds of one, and of both generations that have ended
+        # Of the worlds of one, and of the first generation. On a loaded machine the next one is that with the newcomer.
+        assert len(former) >= 4 + 2
         assert [worker for worker in former if worker() is not None] == []
     finally:
         gc.enable()
