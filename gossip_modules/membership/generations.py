@@ -8,9 +8,9 @@ import time
 from datetime import timedelta
 
 from . import limits
+from .events.roster import MARGIN
 from .links import connect_links
 from .participant import Change
-from .roster import MARGIN
 from .view import View
 from .worker_state import WorkerState, log
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..version import __version__
 from .arguments import check_numbers
-from .event_log import EventLog
+from .events.event_log import EventLog
 from .liveness.address import own_address
 from .participant import Change, Participant
 from .turns import Turns

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import limits
+from .events.roster import GARBAGE, Roster
 from .generations import Generations
 from .heartbeats import digest
 from .liveness.probe import LifeSign, probe
-from .roster import GARBAGE, Roster
 from .worker_state import log, wait_for_connecting
 
 _VOID = ("come", "loaded", "gave up", "ready", "again")  # see [Note: coming again]

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 from ..transport.waits import Waits
 from . import limits
 from .callbacks import Callbacks
-from .event_log import EventLog
+from .events.event_log import EventLog
+from .events.roster import Roster
 from .heartbeats import Heartbeats, digest
 from .links import LinkTransport
 from .liveness.probe import LifeSign, probe
 from .participant import Change, Participant
-from .roster import Roster
 from .view import Joiner, Member, View
 
 log = logging.getLogger("gossip_modules.membership")

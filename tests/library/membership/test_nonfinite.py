@@ -16,8 +16,8 @@ from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership.participant import Change
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.ranks import run_ranks
+from tests.library.membership.node.test_nodes import PER_NODE, Nodes
 from tests.library.membership.test_membership import SECONDS, _no_thread_stays, member_of
-from tests.library.membership.test_nodes import PER_NODE, Nodes
 
 __all__ = ["_no_thread_stays"]
 

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from gossip_modules import Membership
-from gossip_modules.membership import event_log, limits, watching
+from gossip_modules.membership import limits, watching
+from gossip_modules.membership.events import event_log
 from gossip_modules.membership.liveness import door
 from gossip_modules.membership.liveness.probe import LifeSign, probe
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close

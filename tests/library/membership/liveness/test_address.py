@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.membership import event_log
-from gossip_modules.membership.event_log import EventLog
+from gossip_modules.membership.events import event_log
+from gossip_modules.membership.events.event_log import EventLog
 from gossip_modules.membership.liveness.address import connect_store, store_address
 from gossip_modules.membership.serve import write_address
 

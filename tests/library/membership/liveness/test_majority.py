@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.library.membership.test_roster import accuse, formed, forming, ids, job
+from tests.library.membership.events.test_roster import accuse, formed, forming, ids, job
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.membership import event_log, limits
-from gossip_modules.membership.event_log import EventLog
+from gossip_modules.membership import limits
+from gossip_modules.membership.events import event_log
+from gossip_modules.membership.events.event_log import EventLog
 from gossip_modules.transport.bounded_store import BoundedStore
 
 TIMEOUT = timedelta(seconds=20)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip_modules.membership.roster import GARBAGE, Roster
+from gossip_modules.membership.events.roster import GARBAGE, Roster
 
 DESCRIPTION = {"model": "mlp", "graph": "ring"}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from .view import Accusation, Joiner, Member, View, accusation_of, member_of, view_of
+from ..view import Accusation, Joiner, Member, View, accusation_of, member_of, view_of
 
 
 class RosterState:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from .liveness.majority import add_accusation, left_out
+from ..liveness.majority import add_accusation, left_out
+from ..view import Joiner, Member, View, accusation_of, differences, member_of
 from .roster_state import RosterState
-from .view import Joiner, Member, View, accusation_of, differences, member_of
 
 # What the events of a stranger, or of another version, may raise.
 GARBAGE = (AttributeError, KeyError, TypeError, ValueError, ArithmeticError)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ..transport.bounded_store import BoundedStore
-from . import limits
-from .liveness.address import connect_store, store_address
+from ...transport.bounded_store import BoundedStore
+from .. import limits
+from ..liveness.address import connect_store, store_address
 
 _HOLE_SECONDS = 2.0  # after which an entry that its writer has not written is left out
 _RECONNECT_SECONDS = 1.0

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from gossip_modules import Membership
-from gossip_modules.membership import event_log
+from gossip_modules.membership.events import event_log
 from gossip_modules.membership.view import View
 from tests.library.membership.test_membership import Job, Worker, close
 
