@@ -111,6 +111,18 @@ class GraphManager(ABC):
             stop = start + (self._segment_period(self._segments[start]) or MAX_PERIOD)
             yield from range(start, stop if end is None else min(stop, end))
 
+    def cycles(self) -> list[range]:
+        """For each entry of `peers_per_itr` the rounds until its peers repeat, empty if they never do.
+
+        Entries that are over before their peers repeat are left out.
+        """
+        found = []
+        for start, end in zip(self._starts, (*self._starts[1:], None), strict=True):
+            stop = start + self._segment_period(self._segments[start])
+            if end is None or start < stop <= end:
+                found.append(range(start, stop))
+        return found
+
     def in_every_round(self, predicate: Callable[[int], bool]) -> bool:
         """Whether `predicate(t)` is true in all rounds; also False if there are too many rounds to check.
 
