@@ -17,7 +17,7 @@ def check_mixing(mixing: MixingManager, outer: OuterMethod) -> None:
             "an undirected graph, such as RingGraph, without mixing="
         )
     if not outer.averages_exactly:
-        outer.check(mixing.graph, mixing.matrix)
+        outer.check(mixing)
 
 
 def check_weights(gossiper: Mixer, outer: OuterMethod, on_nonfinite: str) -> None:

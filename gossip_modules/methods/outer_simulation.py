@@ -120,12 +120,11 @@ def simulate_outer(make: MakeOuter) -> Callable[[Choice, Setting], SimulatedMeth
 
     def simulate(choice: Choice, setting: Setting) -> SimulatedMethod:
         outer = make(options_of(choice, setting), setting.seed)
-        own = outer.default_graph(setting.world_size)
         mixing = None
-        if own is not None:
-            mixing = default_mixing(own, push_sum=False)
-        elif not outer.averages_exactly:
-            mixing = undirected(choice, setting)
+        if not outer.averages_exactly:
+            own = outer.default_graph(setting.world_size) if not choice.graph else None
+            mixing = undirected(choice, setting) if own is None else default_mixing(own, push_sum=False)
+            outer.check(mixing)
         return OuterSimulation(outer, mixing, _clock(outer, setting))
 
     return simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..compression.compressor import Compressor
 from ..graph_manager.base import GraphManager
+from ..mixing_manager.base import MixingManager
 from .anchor import Anchor
 from .fragment import Fragments, is_fragments
 
@@ -148,13 +149,8 @@ class OuterMethod(ABC):
         """The graph that outer steps mix on where the user names none; None: the wrapper's own default."""
         return None
 
-    def check(self, graph: GraphManager, matrix: Callable[[int], Tensor]) -> None:
-        """Raise ValueError when the method is wrong with the weights that it mixes with.
-
-        Args:
-            graph: who mixes with whom.
-            matrix: W(t) of round t, [n, n].
-        """
+    def check(self, mixing: MixingManager) -> None:
+        """Raise ValueError when the method is wrong with these weights, doubly stochastic, which it mixes with."""
 
     @property
     def needs_inner_rate(self) -> bool:

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from ..compression.compressor import checked_seed
 from ..graph_manager.random_matching_graph import RandomMatchingGraph
+from ..mixing_manager.base import MixingManager
+from ..mixing_manager.growth import blocks, check_growth, identity_like
 from .anchor import Anchor
 from .method import OuterMethod
 
@@ -28,7 +30,9 @@ class NoLoCo(OuterMethod):
 
     Both means travel as one vector, b (x - phi) + c phi. Each rank has an anchor of its own. The pull gives the
     differences of the anchors a momentum too: with c >= 2 (1 - a^2) they grow from outer step to outer step instead of
-    shrinking, so such rates are refused.
+    shrinking, so such rates are refused. On a graph that is named the limit is another one, and lower rates than these
+    may be too large: they are refused where differences grow on it, in worlds of up to 128 ranks (1,024 where it is
+    undirected and never changes).
 
     "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025, arXiv 2506.10911; the rates are
     those of its code.
@@ -42,7 +46,8 @@ class NoLoCo(OuterMethod):
             `mixing` take the place of the pairs.
 
     Raises:
-        ValueError: a rate out of range, or c >= 2 (1 - a^2); a seed that is no integer of at least 0.
+        ValueError: a rate out of range, or c >= 2 (1 - a^2); a seed that is no integer of at least 0; (when the model
+            is wrapped) a graph on which the differences between ranks would grow.
 
     Example:
         >>> model = GossipDataParallel(model, outer=NoLoCo(sync_every=50))
@@ -80,6 +85,26 @@ class NoLoCo(OuterMethod):
     def default_graph(self, world_size: int) -> RandomMatchingGraph:
         """See `OuterMethod`."""
         return RandomMatchingGraph(world_size, seed=self.seed)
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `OuterMethod` and `growth`; random pairs have the limit of their own, which the rates are within."""
+        if isinstance(mixing.graph, RandomMatchingGraph):
+            return
+        rates = {"pull": self._pull, "momentum": self.momentum}
+        if self.kept:
+            rates |= {"lr": self.lr, "own_weight": self.kept}
+        check_growth("NoLoCo", rates, mixing, self._law, step="outer step", remedy="a smaller pull")
+
+    def _law(self, w: Tensor) -> Tensor:
+        """(phi, m, x) <- itself in an outer step, without drift; without x where it becomes phi."""
+        a, b, c, kept, one = self.momentum, self.lr, self._pull, self.kept, identity_like(w)
+        if not kept:
+            pulled = c * (w - one)
+            return blocks([[one + pulled, a * one], [pulled, a * one]])
+        m = [(c - b) * w - c * one, a * one, b * w]
+        phi = [m[0] + one, m[1], m[2]]
+        x = [(1 - kept) * part for part in phi]
+        return blocks([phi, m, [*x[:2], x[2] + kept * one]])
 
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
         """See `OuterMethod`: m <- a m + gradient, phi <- phi - m."""

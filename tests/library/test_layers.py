@@ -29,7 +29,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "consensus_control": {"mixing_manager"},
         "mpi": {"transport"},
         "gossiper": _LOCKSTEP - {"gossiper"},
-        "outer": {"flat", "graph_manager", "compression"},
+        "outer": {"flat", "graph_manager", "mixing_manager", "compression"},
         "optim": set(),
         "relay": {"flat", "graph_manager", "mixing_manager", "transport", "gossiper"},
         "sparta": {"graph_manager", "compression", "gossiper"},

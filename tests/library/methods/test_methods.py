@@ -135,6 +135,13 @@ def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
     torch.testing.assert_close(x[:, 0], solve(lambda: {"outer": outer, **graph}), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["gasloc:bipartite-exponential", "qgdsgdm:equi-static-undirected"])
+def test_the_simulator_refuses_graphs_on_which_a_method_diverges(name: str) -> None:
+    setting = replace(CLUSTER, world_size=10 if name.startswith("gasloc") else 32)
+    with pytest.raises(ValueError, match="where the differences between ranks grow"):
+        make_method(Choice.parse(name), setting)
+
+
 def test_the_simulator_sends_the_messages_of_sparse_loco() -> None:
     """To each of the others, on a link that a message of the whole model would keep busy much longer."""
     setting = replace(CLUSTER, world_size=5, local_steps=2)
