@@ -47,7 +47,7 @@ class RuledEngine(SyncEngine):
         on_nonfinite: "raise" or "spread", see `LockstepEngine`.
 
     Raises:
-        ValueError: weights that the rule is wrong with.
+        ValueError: weights that the rule is wrong with; (rounds) with the rates of the first step of SGD.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class RuledEngine(SyncEngine):
         self._loaded: dict[str, Any] = {}  # the state of what is carried, until the next round
         self._loaded_names: list[str] | None = None  # of its tensors, where a donor gave it
         self._momentum: SGDMomentum | None = None
+        self._has_checked_step = False
         if rule.needs_sgd:
             assert buffer is not None, f"{rule} changes the optimizer of a model"
             self._momentum = SGDMomentum(
@@ -77,6 +78,7 @@ class RuledEngine(SyncEngine):
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
         start = time.perf_counter()
+        self._check_first_step()
         self.step += 1
         with record_function("gossip.round", f"t={self.t}"):
             if self.on_nonfinite == "raise" and not self.agree_finite(self._is_finite(x)):
@@ -93,6 +95,14 @@ class RuledEngine(SyncEngine):
         self.stats.wait_seconds += time.perf_counter() - start
         self.stats.record(0)
         return True
+
+    def _check_first_step(self) -> None:
+        """Before anything has changed. On an elastic transport one worker would end the training of others by it."""
+        step = None if self._momentum is None else self._momentum.step
+        if step is not None and not self._has_checked_step:
+            if not is_elastic(self.gossiper.transport):
+                self.rule.check_step(self.gossiper.mixing, step)
+            self._has_checked_step = True
 
     def _mix(self, sent: FlatVector) -> None:
         self.gossiper.start(sent, self.t)

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import torch
 
-from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from .carried import Carried
 from .sgd_momentum import SGDStep
@@ -76,6 +75,9 @@ class UpdateRule(ABC):
                 "GradientTracking on this graph"
             )
 
+    def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
+        """Raise ValueError when the rule is wrong with these weights and the rates of the first step of SGD."""
+
     @abstractmethod
     def round(self, v: Carried, mix: Callable[[], None], step: SGDStep | None) -> None:
         """One round of this rank: `sent` <- the parameters of the next step.
@@ -94,8 +96,3 @@ def lowest_eigenvalue(mixing: MixingManager) -> float | None:
     if not 1 < mixing.graph.world_size <= _MAX_CHECKED_RANKS:
         return None
     return float(torch.linalg.eigvalsh(mixing.matrix(0).double())[0])
-
-
-def is_static(graph: GraphManager) -> bool:
-    """Whether the graph is undirected and never changes."""
-    return graph.is_symmetric and not graph.is_dynamic

@@ -23,6 +23,7 @@ from gossip_modules import (
     MixingManager,
     PushPull,
     QGDSGDm,
+    RingGraph,
     UpdateRule,
 )
 from gossip_modules.engine.ruled import RuledEngine
@@ -147,6 +148,10 @@ def test_momentum_of_rules_comes_from_the_donor(rule: UpdateRule) -> None:
 
 def test_a_graph_that_does_not_suit_a_rule_is_refused() -> None:
     membership = Membership(dist.HashStore(), min_workers=2)
+    with pytest.raises(
+        ValueError, match=r"QGDSGDm: got mu=0.9 and a momentum=0.9 on .*RingGraph\(8,.* grow 1.00\d+ ti"
+    ):
+        GossipDataParallel(nn.Linear(2, 1), rule=QGDSGDm(), graph=RingGraph, membership=membership)
     with pytest.raises(ValueError, match=r"D2: got .*, expected a graph that never changes"):
         GossipDataParallel(nn.Linear(2, 1), rule=D2(), graph=BaseGraph, membership=membership)
     membership.close()

@@ -19,7 +19,6 @@ from gossip_modules import (
     ExactDiffusion,
     FlatVector,
     GradientTracking,
-    MatrixMixing,
     MetropolisHastingsMixing,
     NetworkXGraph,
     QGDSGDm,
@@ -198,28 +197,6 @@ def test_the_limit_of_d2_is_that_of_its_recursion() -> None:
             with pytest.raises(ValueError, match=r"an eigenvalue of -0\.3333, expected all above -1/3: .*take Exact"):
                 D2().check(mixing)
         ExactDiffusion().check(mixing)
-
-
-@pytest.mark.parametrize(("b", "mu"), [(0.9, None), (0.4, None), (0.99, 0.0), (0.5, 0.9)])
-def test_the_limit_of_quasi_global_momentum_is_that_of_its_recursion(b: float, mu: float | None) -> None:
-    """x' = w (x - b m) and m' = mu m + (1 - mu) (x - x') for an eigenvalue w of the weights."""
-    limit = -0.744 if mu is None else -(1 + mu) / (3 - mu)
-    keep = b if mu is None else mu
-
-    def radius(w: float) -> float:
-        new = torch.tensor([w, -w * b])
-        m = torch.tensor([0.0, keep]) + (1 - keep) * (torch.tensor([1.0, 0.0]) - new)
-        return float(torch.linalg.eigvals(torch.stack([new, m])).abs().max())
-
-    assert radius(limit) < 1
-    low, high = limit - 0.01, limit + 0.01
-    for lowest in (low, high):
-        mixing = MatrixMixing(RingGraph(2), torch.tensor([[1 + lowest, 1 - lowest], [1 - lowest, 1 + lowest]]) / 2)
-        if lowest == high:
-            QGDSGDm(mu).check(mixing)
-        else:
-            with pytest.raises(ValueError, match=r"QGDSGDm: got .* with an eigenvalue of .*, expected none below"):
-                QGDSGDm(mu).check(mixing)
 
 
 @pytest.mark.parametrize(
