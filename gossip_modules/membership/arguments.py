@@ -1,19 +1,67 @@
-"""What `Membership` is given: checks."""
+"""What `Membership` is given: checks, each with got, expected and remedy."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch.distributed as dist
 
 
 def check_numbers(min_workers: int, max_workers: int, interval: float, min_deadline: float) -> None:
     """Raise ValueError for numbers of workers, or seconds between heartbeats, that do not fit."""
-    if not isinstance(min_workers, int) or isinstance(min_workers, bool) or min_workers < 1:
+    if not _is_whole(min_workers) or min_workers < 1:
         raise ValueError(f"got min_workers={min_workers!r}, expected a whole number of at least 1")
-    if max_workers and not (isinstance(max_workers, int) and max_workers >= min_workers):
+    if not _is_whole(max_workers) or (max_workers and max_workers < min_workers):
         raise ValueError(
             f"got max_workers={max_workers!r} and min_workers={min_workers}, expected a whole number that is no "
             "smaller, or 0 for any number"
         )
-    if interval <= 0 or min_deadline < 2 * interval:
+    if not (_is_number(interval) and _is_number(min_deadline) and 0 < 2 * interval <= min_deadline < math.inf):
         raise ValueError(
             f"got interval={interval!r} and min_deadline={min_deadline!r}, expected seconds, the second at least "
             "twice the first"
         )
+
+
+def check_places(store: object, name: object, host: object, on_partition: object) -> None:
+    """Raise ValueError for a store, a job or a host that is none, and for what to do in a partition."""
+    if not isinstance(store, (str, dist.Store)):
+        raise ValueError(
+            f"got store={store!r}, expected 'host:port', like 'node0:29400', 'file:path', or a torch.distributed.Store"
+        )
+    if not isinstance(name, str):
+        raise ValueError(f"got name={name!r}, expected a string, the same on all workers of the job")
+    if host is not None and not isinstance(host, str):
+        raise ValueError(f"got host={host!r}, expected the name or the address of this machine, or None")
+    if on_partition not in ("majority", "both"):
+        raise ValueError(f"got on_partition={on_partition!r}, expected 'majority' or 'both'")
+
+
+def as_description(description: object) -> dict[str, str]:
+    """A description as workers compare it, which is text; None: nothing."""
+    if description is None:
+        return {}
+    if not isinstance(description, Mapping):
+        raise ValueError(f"got description={description!r}, expected a dict, like {{'data': 'version 3'}}")
+    return {str(key): str(value) for key, value in description.items()}
+
+
+def check_num_steps(num_steps: object) -> None:
+    """Raise ValueError for what is no number of steps."""
+    if not _is_number(num_steps) or num_steps != num_steps:
+        raise ValueError(f"got steps({num_steps!r}), expected the number of training steps after which this loop ends")
+
+
+def check_callback(callback: object) -> None:
+    """Raise TypeError for what cannot be called."""
+    if not callable(callback):
+        raise TypeError(f"got on_change({callback!r}), expected a function of one argument, a `Change`")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

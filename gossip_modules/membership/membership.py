@@ -9,8 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..transport.waits import as_timeout
 from ..version import __version__
-from .arguments import check_numbers
+from .arguments import as_description, check_callback, check_num_steps, check_numbers, check_places
 from .events.event_log import EventLog
 from .liveness.address import own_address
 from .participant import Change, Participant
@@ -41,7 +42,8 @@ class Membership(Turns):
             ask for different numbers, the largest counts, and the others warn.
         max_workers: how many there are at most, the same on all: others are refused; 0: any number.
         name: of the job, where several share a store.
-        description: what else all workers must have in common, by name: others are refused, with both sides named.
+        description: what else all workers must have in common, by name, compared as text: others are refused, with both
+            sides named.
         timeout: the limit of every wait, in seconds or as a timedelta. Only a worker whose process lives and whose
             training stands still is waited for so long.
         interval: seconds between two heartbeats.
@@ -81,14 +83,13 @@ class Membership(Turns):
         min_deadline: float = 1.0,
         on_partition: str = "majority",
         host: str | None = None,
-        description: Mapping[str, str] | None = None,
+        description: Mapping[str, object] | None = None,
     ) -> None:
         check_numbers(min_workers, max_workers, interval, min_deadline)
-        if on_partition not in ("majority", "both"):
-            raise ValueError(f"got on_partition={on_partition!r}, expected 'majority' or 'both'")
+        check_places(store, name, host, on_partition)
         self.min_workers, self.max_workers = min_workers, max_workers
-        self._own_description = dict(description or {})
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self._own_description = as_description(description)
+        limit = as_timeout(timeout)
         log = EventLog(store, name=name, timeout=min(limit, timedelta(seconds=10)))
         address = own_address(log.address, host)
         super().__init__(
@@ -153,6 +154,7 @@ class Membership(Turns):
             TimeoutError: see `join`.
             Exception: of a callback; another call goes on with the same step.
         """
+        check_num_steps(num_steps)
         self.join()
         assert self._participant is not None
         while (step := self._participant.step) < num_steps:
@@ -177,6 +179,7 @@ class Membership(Turns):
         What it raises is raised in `steps`, `join` or the forward, when all callbacks were called. A script that
         catches it may go on: the generation has begun.
         """
+        check_callback(callback)
         self._callbacks.add(callback)
 
     def leave(self) -> None:

@@ -64,6 +64,10 @@ class Chaos:
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"got backend={backend!r}, expected one of {', '.join(map(repr, BACKENDS))}")
+        if not isinstance(events, Iterable):
+            raise ValueError(f"got events={events!r}, expected a list: [{events!r}]")
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+            raise ValueError(f"got seconds={seconds!r}, expected a number above 0, after which a run is ended")
         events = list(events)
         for event in events:
             if type(event) not in _KINDS:
@@ -92,11 +96,13 @@ class Chaos:
             By rank, what the body has returned; without those who were killed or stand still.
 
         Raises:
-            ValueError: an event for a worker that never is.
+            ValueError: an event for a worker that never is, or no workers.
             Exception: what a worker raised that was not killed; of a process, a RuntimeError with its traceback.
             TimeoutError: workers still run after `seconds`; names them.
             RuntimeError: the run has ended before one of the events.
         """
+        if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+            raise ValueError(f"got num_workers={num_workers!r}, expected a whole number of at least 1")
         ranks = num_workers + sum(isinstance(event, Join) for event in self.events)
         for event in self.events:
             hit = event.ranks if isinstance(event, Partition) else (getattr(event, "rank", 0),)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Event:
     """
 
     step: int
+    _may_last: ClassVar[bool] = True  # whether `seconds` may be None
 
     def __post_init__(self) -> None:
         if not isinstance(self.step, int) or isinstance(self.step, bool) or self.step < 0:
@@ -29,8 +32,9 @@ class Event:
                 f"got rank={rank!r}, expected the number of a worker in the order of their start: 0, 1, ..."
             )
         seconds = getattr(self, "seconds", 0.0)
-        if seconds is not None and not 0 <= seconds < math.inf:
-            raise ValueError(f"got seconds={seconds!r}, expected a number of at least 0")
+        if not ((seconds is None and self._may_last) or _is_number(seconds, 0.0)):
+            least = "a number of at least 0" + (", or None for ever" if self._may_last else "")
+            raise ValueError(f"got seconds={seconds!r}, expected {least}")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class StoreKill(Event):
     """
 
     seconds: float = 1.0
+    _may_last: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Delay(Event):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.delay < math.inf:
+        if not (_is_number(self.delay) and self.delay > 0):
             raise ValueError(f"got delay={self.delay!r}, expected seconds above 0")
 
 
@@ -109,7 +114,7 @@ class Loss(Event):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.fraction <= 1:
+        if not (_is_number(self.fraction) and 0 < self.fraction <= 1):
             raise ValueError(f"got fraction={self.fraction!r}, expected one above 0 and at most 1")
 
 
@@ -127,8 +132,13 @@ class Partition(Event):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_whole = [isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in self.ranks]
+        ranks = self.ranks if isinstance(self.ranks, Collection) and not isinstance(self.ranks, str) else ()
+        is_whole = [isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks]
         if not is_whole or not all(is_whole):
             raise ValueError(
                 f"got ranks={self.ranks!r}, expected numbers of workers in the order of their start: 0, 1, ..."
             )
+
+
+def _is_number(value: object, least: float = -math.inf) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < math.inf

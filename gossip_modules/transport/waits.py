@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 import weakref
@@ -14,6 +15,19 @@ import torch.distributed as dist
 
 _AT_ONCE = timedelta(milliseconds=1)
 _EXIT_SECONDS, _MARGIN_SECONDS, _POLL_SECONDS = 3.0, 0.5, 0.005
+
+
+def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelta:
+    """The timeout; a number means seconds."""
+    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+        return timeout
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (is_number and 0 < timeout < math.inf):  # type: ignore[operator]
+        raise ValueError(
+            f"got {name}={timeout!r}, expected more than zero seconds: a number like 30, or a timedelta; for a wait "
+            "without limit give a large one, timedelta(days=1)"
+        )
+    return timedelta(seconds=timeout)  # type: ignore[arg-type]
 
 
 def wait_for(work: dist.Work, timeout: timedelta, *, backend: str) -> None:

@@ -6,10 +6,8 @@ Each function takes what is meant without doubt, and raises a ValueError with go
 from __future__ import annotations
 
 import difflib
-import math
 import sys
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,6 +25,7 @@ from ..graph_manager.static_graphs import NetworkXGraph
 from ..mixing_manager.base import MixingManager
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
+from ..transport.waits import as_timeout as as_timeout  # which `Membership` takes from below
 from ..update_rules.rule import UpdateRule
 
 if TYPE_CHECKING:
@@ -184,19 +183,6 @@ def check_rule(rule: object, schedule: Schedule | ConsensusControl, others: Mapp
     for name, (is_refused, reason) in refused.items():
         if is_refused:
             raise ValueError(f"got {name}={others[name]} beside rule={rule}, expected none of it: {reason}")
-
-
-def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelta:
-    """The timeout; a number means seconds."""
-    if isinstance(timeout, timedelta) and timeout > timedelta(0):
-        return timeout
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not (is_number and 0 < timeout < math.inf):  # type: ignore[operator]
-        raise ValueError(
-            f"got {name}={timeout!r}, expected more than zero seconds: a number like 30, or a timedelta; for a wait "
-            "without limit give a large one, timedelta(days=1)"
-        )
-    return timedelta(seconds=timeout)  # type: ignore[arg-type]
 
 
 def check_wire_dtype(wire_dtype: object) -> None:

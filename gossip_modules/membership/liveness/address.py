@@ -72,7 +72,7 @@ def _client(address: str, patience: float, timeout: timedelta, *, is_doubtful: b
 
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit()
+    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
 def own_address(store: str, host: str | None = None) -> str:

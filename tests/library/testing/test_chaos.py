@@ -14,8 +14,11 @@ from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.testing import (
     Chaos,
     Continue,
+    Delay,
     Join,
     Kill,
+    Loss,
+    Partition,
     Stop,
     StoreKill,
     Worker,
@@ -180,6 +183,17 @@ def test_an_event_that_did_not_happen_is_an_error() -> None:
         (lambda: Kill(-1, 0), "got step=-1, expected the number of a training step"),
         (lambda: Kill(1, -2), "got rank=-2, expected the number of a worker"),
         (lambda: Stop(1, 0, seconds=-1.0), r"got seconds=-1.0, expected a number of at least 0"),
+        (lambda: Stop(1, 0, seconds="a"), "got seconds='a', expected a number of at least 0, or None for ever"),  # type: ignore[arg-type]
+        (lambda: StoreKill(1, seconds=None), "got seconds=None, expected a number of at least 0$"),  # type: ignore[arg-type]
+        (lambda: Delay(1, 0, delay="x"), "got delay='x', expected seconds above 0"),  # type: ignore[arg-type]
+        (lambda: Loss(1, 0, fraction="x"), "got fraction='x', expected one above 0 and at most 1"),  # type: ignore[arg-type]
+        (lambda: Partition(1, ranks=3), "got ranks=3, expected numbers of workers"),  # type: ignore[arg-type]
+        (lambda: Chaos(Kill(1, 0)), r"got events=Kill\(step=1, rank=0\), expected a list: \[Kill"),  # type: ignore[arg-type]
+        (lambda: Chaos(seconds="60"), "got seconds='60', expected a number above 0"),  # type: ignore[arg-type]
+        *(
+            (lambda count=count: Chaos().run(train, count), f"got num_workers={count}, expected a whole number")
+            for count in (1.5, 0, -1, True)
+        ),
         (lambda: Chaos([3]), "got 3, expected an event of gossip_modules.testing: .*Kill"),  # type: ignore[list-item]
         (lambda: Chaos(backend="mpi"), "got backend='mpi', expected one of 'threads', 'processes'"),  # type: ignore[arg-type]
         (lambda: Chaos([Kill(1, 3), Join(1)]).run(train, 2), r"got Kill\(step=1, rank=3\) in a run of 2 workers and 1"),
