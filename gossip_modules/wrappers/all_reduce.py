@@ -90,7 +90,7 @@ class AllReduceDataParallel(NamedReplica, AveragingMixin):
         return super().forward(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__)
+        check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__, is_stateless=True)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def flush(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..flat.slots import check_module
 from .composition import check_inside
 from .gossip import GossipDataParallel
-from .state import KEY
+from .state import KEY, warn_stateless
 
 
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
@@ -133,7 +133,9 @@ class GossipModule(nn.Module):
         self._gossip.flush()
         self._gossip._unsynced_steps.forget()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-        self._gossip.set_extra_state(local_metadata.get(KEY))
+        if (state := local_metadata.get(KEY)) is None:
+            warn_stateless()
+        self._gossip.set_extra_state(state)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._gossip.flush()

@@ -16,7 +16,9 @@ from ..flat.buffer import FlatBuffer
 KEY = "gossip_state"
 
 
-def check_prefix(state_dict: Mapping[str, Any], prefix: str, module: nn.Module, *, wrapper: str) -> None:
+def check_prefix(
+    state_dict: Mapping[str, Any], prefix: str, module: nn.Module, *, wrapper: str, is_stateless: bool = False
+) -> None:
     """Refuse the state dict of a plain module, none of whose keys a wrapper has.
 
     Args:
@@ -24,19 +26,30 @@ def check_prefix(state_dict: Mapping[str, Any], prefix: str, module: nn.Module, 
         prefix: of the wrapper's keys in it.
         module: in the wrapper.
         wrapper: the name of its class.
+        is_stateless: whether it keeps nothing of the model from step to step.
 
     Raises:
         RuntimeError: as torch does for other keys that do not fit; nothing is changed then.
     """
     if any(key.startswith(f"{prefix}module.") for key in state_dict):
         return
+    then = "" if is_stateless else " and wrapper.set_extra_state(None), so that nothing of another model is kept"
     for name, _ in (*module.named_parameters(), *module.named_buffers()):
         if prefix + name in state_dict:
             raise RuntimeError(
                 f"got the state dict of a plain module, with the key '{prefix}{name}', to load into a {wrapper}, "
                 f"expected that of a wrapper, with '{prefix}module.{name}'; load it into the module: call "
-                "wrapper.settle() on every rank, then wrapper.module.load_state_dict(...)"
+                f"wrapper.settle() on every rank, then wrapper.module.load_state_dict(...){then}"
             )
+
+
+def warn_stateless() -> None:
+    """Say that a state dict has no state of gossip."""
+    warnings.warn(
+        "the state dict holds no gossip state: counting rounds from 0. It is that of a plain model, or one without its "
+        "metadata, as torch.distributed.checkpoint makes it",
+        stacklevel=3,
+    )
 
 
 class MetadataState(nn.Module):
@@ -56,7 +69,8 @@ class MetadataState(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
-        state_dict.setdefault(prefix + "_extra_state", local_metadata.get(KEY))
+        if state_dict.setdefault(prefix + "_extra_state", local_metadata.get(KEY)) is None:
+            warn_stateless()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 
@@ -82,17 +96,12 @@ class RoundState(MetadataState):
         return {"is_step_start": self._is_step_start, "engine": self._engine.state_dict(), **place}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Take back what `get_extra_state` gave; None (a checkpoint of a plain model) warns and starts anew.
+        """Take back what `get_extra_state` gave; None starts anew, as after loading other weights into the module.
 
         Raises:
             ValueError: it is the state of another rank, or of a world of another size; nothing is changed then.
         """
         if state is None:
-            warnings.warn(
-                "the state dict holds no gossip state: counting rounds from 0. It is that of a plain model, or one "
-                "without its metadata, as torch.distributed.checkpoint makes it",
-                stacklevel=2,
-            )
             self._is_step_start = True
             self._engine.reset()
             return

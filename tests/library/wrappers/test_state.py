@@ -175,6 +175,7 @@ def test_the_state_of_a_plain_module_is_refused_with_where_to_load_it(is_strict:
     before = flatten(wrapper)
     message = (
         r"with the key '{0}first.weight', .* expected that of .* '{0}module.first.weight'; .*settle\(\).*\.module\."
+        r"load_state_dict\(\.\.\.\) and wrapper\.set_extra_state\(None\), so that nothing of another model is kept"
     )
     with pytest.raises(RuntimeError, match=message.format("")):
         wrapper.load_state_dict(net(2).state_dict(), strict=is_strict)
@@ -184,6 +185,8 @@ def test_the_state_of_a_plain_module_is_refused_with_where_to_load_it(is_strict:
     assert wrapper.get_extra_state()["engine"]["t"] == 1, "nothing was changed"
     wrapper.settle()
     wrapper.module.load_state_dict(net(2).state_dict())  # the remedy
+    wrapper.set_extra_state(None)
+    assert wrapper.get_extra_state()["engine"]["t"] == 0
     assert torch.equal(flatten(wrapper), flatten(net(2)))
 
 
