@@ -108,6 +108,12 @@ class Engine(ABC):
         """Start anew, as without any state. Nothing may be in flight."""
         self.t = 0
 
+    def forget_models(self) -> None:
+        """Every rank has taken the average: start anew what was kept of other models. Nothing may be in flight.
+
+        Counters go on, so that ranks still agree on what comes next if one of them has failed in the average.
+        """
+
 
 class IdleEngine(Engine):
     """No rounds any more: of a copy that another engine's threads do not answer for.
@@ -196,6 +202,11 @@ class LockstepEngine(Engine):
     def reset(self) -> None:
         """See `Engine`."""
         self.load_state_dict({"t": 0, "step": 0, "gossiper": {}})
+
+    def forget_models(self) -> None:
+        """See `Engine`. Where workers may fail in the average, both ends of a link must keep what they have."""
+        if not is_elastic(self.gossiper.transport):
+            self.gossiper.load_state_dict({})
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """Run rounds over another transport, with other weights. Nothing may be in flight."""

@@ -74,3 +74,7 @@ class FollowingEngine(LockstepEngine):
     def reset(self) -> None:
         """See `Engine`."""
         self.t, self.step, self._is_in_flight = 0, 0, False
+
+    def forget_models(self) -> None:
+        """See `Engine`; of the other engine, made here too, which may write the momentum of the optimizer."""
+        self._engine.forget_models()

@@ -278,6 +278,12 @@ class OuterEngine(SyncEngine):
         """See `Engine`: the next forward starts a new anchor."""
         self.load_state_dict({"engine": self.state_name, "t": 0, "step": 0, "gossiper": {}, "anchor": {}})
 
+    def forget_models(self) -> None:
+        """See `Engine`: where each rank has an anchor of its own, the next forward starts new ones."""
+        super().forget_models()
+        if not self.outer.averages_exactly:
+            self._anchors, self._loaded = [], []
+
     def close(self) -> None:
         """See `Engine`; keeps what `state_dict()` gives. What travels is left to end: other ranks wait for it."""
         if self._thread is not None:

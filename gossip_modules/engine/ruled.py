@@ -175,6 +175,14 @@ class RuledEngine(SyncEngine):
         empty = {"t": 0, "step": 0, "gossiper": {}, "carried": {}, "sgd_step": None}
         self.load_state_dict({"engine": self.state_name, **empty})
 
+    def forget_models(self) -> None:
+        """See `Engine`: the next round carries nothing."""
+        super().forget_models()
+        self._carried, self._loaded = None, {}
+        if self._momentum is not None:
+            self._momentum.step = None
+            self._momentum.write(())
+
     def close(self) -> None:
         """See `Engine`; keeps what `state_dict()` gives."""
         if self._carried is not None:

@@ -76,7 +76,18 @@ class AveragingMixin(ABC):
             transport.calling = ""
 
     def average_(self) -> None:
-        """Every rank's parameters and floating-point buffers <- their exact average over all ranks; collective."""
+        """Every rank's parameters and floating-point buffers <- their exact average over all ranks; collective.
+
+        What a method keeps of the models from before starts anew with the next round, else it would take ranks apart
+        again: anchors and outer momentum of NoLoCo and GASLoC, what update rules carry, the momentum that they write
+        into the optimizer too, messages of RelaySGD, public copies of compressed gossip. The others keep all, since an
+        average changes nothing in their next outer step: DiLoCo and its like, but for `EagerDiLoCo`, where the part of
+        a drift that is under way still takes ranks apart until it has come to all.
+        """
+        self._average()
+
+    def _average(self) -> None:
+        """As `average_`, for a while: nothing starts anew."""
         with self._calling("average_()"):
             self.settle()
             vector = self._read()
@@ -132,7 +143,7 @@ class AveragingMixin(ABC):
         with self._calling("averaged()"):
             self.settle()
             saved = self._read().clone()
-            self.average_()
+            self._average()
         was_averaged, self._is_averaged = self._is_averaged, True
         try:
             yield self
@@ -207,6 +218,12 @@ class FlatAveraging(AveragingMixin):
 
     _buffer: FlatBuffer
     _engine: Engine
+
+    def average_(self) -> None:
+        """See `AveragingMixin`."""
+        super().average_()
+        if not self._is_averaged:  # inside averaged() the models come back
+            self._engine.forget_models()
 
     @property
     @abstractmethod
