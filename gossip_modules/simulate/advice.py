@@ -174,11 +174,13 @@ def recipe_options(prediction: Prediction, setting: Setting) -> str:
     if isinstance(schedule, ConsensusControl):
         values["consensus_target"] = f"{schedule.target:g}"
         values["consensus_remedy"] = schedule.remedy if schedule.remedy != ConsensusControl.remedy else None
-    used = METHODS[choice.method].options
+    method = METHODS[choice.method]
+    used = method.options
     if "consensus_target" in used:
         used |= {"consensus_remedy"}
     options = {"recipe": choice.method, **{name: value for name, value in values.items() if value and name in used}}
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in options.items()]
+    return " ".join(words if getattr(method.algorithm, "takes_nesterov", True) else [*words, "--no-nesterov"])
 
 
 def _average_every(schedule: Schedule | ConsensusControl) -> int | None:
