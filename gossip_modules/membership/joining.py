@@ -19,15 +19,12 @@ from .donor import transfer
 from .donor.giving import Giving, name_of
 from .heartbeats import Heartbeats
 from .links import alone
+from .liveness.door import JobFullError as JobFullError
 from .participant import Change
 from .view import Joiner, Member, View
 from .worker_state import log
 
 _MAX_STATES = 64  # times the model: what a donor may send
-
-
-class JobFullError(ConnectionError):
-    """The job has as many workers as it takes; a later start may find a place."""
 
 
 class Joining(Giving):
@@ -59,25 +56,14 @@ class Joining(Giving):
         self._start_watching()
         while True:
             if not self._await(lambda: bool(self._due) or self.id in self._roster.joiners):
+                if self.is_leaving and not self._closed.is_set():
+                    break  # as one that waits at the door, where `steps` ends
                 raise self._nobody_came()
             if self._due or not self._is_abandoned():
                 break
             self._begin_anew()
         self._is_newcomer = not self._due
         self._raise_if_refused()
-
-    def _raise_if_refused(self) -> None:
-        joiner = self._roster.joiners.get(self.id)
-        if joiner is not None and joiner.refusal:
-            if joiner.is_full:
-                raise JobFullError(
-                    f"job {self.name!r} at {self._log.address} has as many workers as it takes ({joiner.refusal}): "
-                    "this one is not needed; start it again when another has ended"
-                )
-            raise ValueError(
-                f"job {self.name!r} at {self._log.address} refused this worker, which differs from it: "
-                f"{joiner.refusal}; start it with the model and the options of the job"
-            )
 
     def _nobody_came(self) -> Exception:
         if self._closed.is_set():
@@ -109,6 +95,7 @@ class Joining(Giving):
                 view = self._roster.view  # which a store that came back may have with what was received before
                 has_state = received is not None or (has_state and view is not None and view.has(self.id))
             if not self._await(lambda: bool(self._due) or self._store_life != self._asked_life or self._is_left_out()):
+                self._raise_if_over()
                 raise TimeoutError(
                     f"job {self.name!r}: no generation with this worker began within "
                     f"{self.timeout.total_seconds():g} s; start it again"
@@ -166,8 +153,7 @@ class Joining(Giving):
         deadline = time.monotonic() + self.timeout.total_seconds()
         reason = "none has answered"
         while True:
-            if self._closed.is_set():
-                raise RuntimeError(f"job {self.name!r}: the membership was closed while this worker was joining")
+            self._raise_if_over()
             with self._lock:
                 is_old = self._is_coming_again  # what is known is of a life of the store that is over
                 joiner, roster = self._roster.joiners.get(self.id), self._roster
@@ -226,7 +212,12 @@ class Joining(Giving):
         """Wait until the donor, which may be slow, is about to give; False: another one will, or it is too late."""
         asked = time.monotonic()
         while not self._log.has_arrived(name):
-            if self._attempt() != attempt or self._closed.wait(limits.BUSY_POLL) or time.monotonic() > deadline:
+            if (
+                self._attempt() != attempt
+                or self.is_leaving
+                or self._closed.wait(limits.BUSY_POLL)
+                or time.monotonic() > deadline
+            ):
                 return False
             if time.monotonic() - asked > limits.KNOCK:
                 if self._is_abandoned():

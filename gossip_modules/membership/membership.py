@@ -14,6 +14,7 @@ from ..version import __version__
 from .arguments import as_description, check_callback, check_num_steps, check_numbers, check_places
 from .events.event_log import EventLog
 from .liveness.address import own_address
+from .liveness.door import LeftAtDoorError
 from .participant import Change, Participant
 from .turns import Turns
 
@@ -129,6 +130,7 @@ class Membership(Turns):
 
         Raises:
             TimeoutError: no donor, or no generation, within `timeout`.
+            ConnectionError: `leave` was called meanwhile.
             Exception: of a callback, after which this worker has joined.
         """
         self._check_attached()
@@ -155,7 +157,10 @@ class Membership(Turns):
             Exception: of a callback; another call goes on with the same step.
         """
         check_num_steps(num_steps)
-        self.join()
+        try:
+            self.join()
+        except LeftAtDoorError:
+            return
         assert self._participant is not None
         while (step := self._participant.step) < num_steps:
             failure = self._failure = self._step_ahead()
@@ -186,7 +191,8 @@ class Membership(Turns):
         """End `steps` before the next one, on all processes of a node; then call `close()`. From any thread.
 
         The others go on at once. Of the numbers of `turn`, those that it would have had until their next generation
-        begins are left out.
+        begins are left out. Where this worker waits for the others, or for a donor, that wait ends, and `steps` has no
+        step. In a node this takes the first process to be told.
         """
         self.is_leaving = True
 
@@ -269,7 +275,7 @@ class Membership(Turns):
             must_wait = self._limit is not None and clock >= self._limit
         if must_wait:
             self._wait_for_first_step(clock)
-        if self._is_excluded and self._can_rejoin:
+        if self._is_excluded and self._can_rejoin and not self.is_leaving:
             change = self._rejoin()
             self._next_is(self._clock)
             return change

@@ -176,7 +176,7 @@ class Watching(Generations):
             self._num_heard = roster.num_knocks
             self._moved.notify_all()
             receiving = self._receiving  # which the training thread ends without the lock
-            if receiving is not None and receiving[0] != self._attempt():
+            if receiving is not None and (self.is_leaving or receiving[0] != self._attempt()):
                 receiving[1].close()
             now = time.monotonic()
             old = [transport for until, transport in self._retired if until < now]

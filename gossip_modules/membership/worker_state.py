@@ -235,9 +235,11 @@ class WorkerState:
         return list({id(transport): transport for transport in transports}.values())
 
     def _await(self, condition: Callable[[], bool]) -> bool:
-        """Wait until `condition`, which the watcher may make true, or the timeout; returns whether it is."""
+        """Wait until `condition`, which the watcher may make true, `leave` or the timeout; whether it is so."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
         with self._moved:
-            self._moved.wait_for(lambda: condition() or self._closed.is_set(), self.timeout.total_seconds())
+            while not (condition() or self._closed.is_set() or self.is_leaving) and time.monotonic() < deadline:
+                self._moved.wait(limits.POLL)  # `leave` notifies nobody: a signal's handler may call it
             return condition()
 
     def _start_thread(self, body: Callable[..., None], *arguments: Any, name: str) -> None:

@@ -12,6 +12,14 @@ from ..worker_state import log
 from .probe import LifeSign, probe
 
 
+class JobFullError(ConnectionError):
+    """The job has as many workers as it takes; a later start may find a place."""
+
+
+class LeftAtDoorError(ConnectionError):
+    """`leave` was called before this worker took part."""
+
+
 class Door(Watching):
     """The part of `Membership` for a worker that finds a job of which nobody may live.
 
@@ -29,7 +37,7 @@ class Door(Watching):
             life, members = self._life, self._roster.present()
         addresses = {member.id: member.address for member in members}
         has_knocked, start = False, time.monotonic()
-        while not self._closed.is_set():
+        while not (self._closed.is_set() or self.is_leaving):
             signs = probe(addresses, job=digest(self.name), seconds=limits.PROBE)
             if LifeSign.LIVES in signs.values() or self._life != life:
                 return False
@@ -51,6 +59,25 @@ class Door(Watching):
         life = self._life
         self._say({**self._coming, "event": "anew", "generation": life[0], "answers": life[1]})
         self._await(lambda: self.id not in self._roster.joiners or self._life != life)
+
+    def _raise_if_over(self) -> None:
+        if self._closed.is_set():
+            raise RuntimeError(f"job {self.name!r}: the membership was closed while this worker was joining")
+        if self.is_leaving:
+            raise LeftAtDoorError(f"job {self.name!r}: leave() was called while this worker was joining; close() it")
+
+    def _raise_if_refused(self) -> None:
+        joiner = self._roster.joiners.get(self.id)
+        if joiner is not None and joiner.refusal:
+            if joiner.is_full:
+                raise JobFullError(
+                    f"job {self.name!r} at {self._log.address} has as many workers as it takes ({joiner.refusal}): "
+                    "this one is not needed; start it again when another has ended"
+                )
+            raise ValueError(
+                f"job {self.name!r} at {self._log.address} refused this worker, which differs from it: "
+                f"{joiner.refusal}; start it with the model and the options of the job"
+            )
 
     @property
     def _life(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...transport.agreement import broadcast_state
 from ...transport.process_group import ProcessGroupTransport
 from ...transport.state_tree import copied, encode
-from ..joining import JobFullError
+from ..liveness.door import JobFullError, LeftAtDoorError
 from ..participant import Change
 from ..view import view_of
 from .participant import NodeParticipant
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from ..membership import Membership
 
 PATIENCE = 5  # times the timeout of the membership: the first process waits for other workers while its siblings wait
-_ERRORS = {
-    kind.__name__: kind
-    for kind in (ValueError, TypeError, FloatingPointError, TimeoutError, ConnectionError, JobFullError)
-}
+_KINDS = (ValueError, TypeError, FloatingPointError, TimeoutError, ConnectionError, JobFullError, LeftAtDoorError)
+_ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
 class _News(IntEnum):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import GossipDataParallel
+from gossip_modules import GossipDataParallel, Membership
+from gossip_modules.membership import limits
+from gossip_modules.membership.donor import transfer
 from tests.harness.ranks import assert_no_gossip_threads
-from tests.library.membership.test_membership import _no_thread_stays, member_of, model_of
+from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
 
 
-def test_a_wrapper_that_is_lost_without_close_leaves_no_thread() -> None:
+def test_a_wrapper_that_is_lost_without_close_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell of a notebook that is run again: the job would seem to live, and its next worker wait for a donor."""
+    monkeypatch.setattr(limits, "ENDED", 0.1)
     store = dist.HashStore()
     for _ in range(2):  # the second one comes to the door of a job whose worker has ended, and begins it anew
         member = member_of(store, min_workers=1)
@@ -28,3 +33,44 @@ def test_a_wrapper_that_is_lost_without_close_leaves_no_thread() -> None:
         gc.collect()
         assert reference() is None
         assert_no_gossip_threads()
+
+
+def test_who_leaves_while_founders_are_awaited_takes_no_step() -> None:
+    """The wait is in the constructor of the wrapper."""
+    member = member_of(dist.HashStore(), min_workers=2)
+    threading.Timer(0.1, member.leave).start()
+    wrapper = GossipDataParallel(model_of(), membership=member)
+    assert list(member.steps(3)) == []
+    with pytest.raises(ConnectionError, match=r"leave\(\) was called while this worker was joining"):
+        wrapper(torch.ones(4, 4))
+    wrapper.close()
+
+
+@pytest.mark.parametrize("place", ["donor", "state", "generation"])
+def test_who_leaves_at_the_door_takes_no_step(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a donor that does not come, for the rest of the state, or for its first generation."""
+    job = Job(dist.HashStore(), min_workers=1)
+    (worker,) = job.start(1)
+    job.until_live([worker])
+    member = member_of(job.store, min_workers=1)
+    wrapper = GossipDataParallel(model_of(), membership=member)
+    end = threading.Event()
+    if place == "donor":
+        monkeypatch.setattr(Membership, "_take_snapshots", lambda _: None)
+    elif place == "state":
+        monkeypatch.setattr(transfer, "send", lambda group, state, **_: end.wait(SECONDS))
+    else:
+        monkeypatch.setattr(Membership, "_say_loaded", lambda *_: None)
+    steps: list[list[int]] = []
+    thread = threading.Thread(target=lambda: steps.append(list(member.steps(1 << 30))))
+    thread.start()
+    job.until(lambda: member.id in member._roster.joiners, "it is at the door")
+    if place == "state":
+        job.until(lambda: member._receiving is not None, "it waits for the state")
+    member.leave()
+    thread.join(SECONDS / 2)
+    end.set()
+    assert steps == [[]]
+    wrapper.close()
+    job.until(lambda: member.id not in worker.membership._roster.joiners, "it has said so")  # type: ignore[union-attr]
+    close(job.end())
