@@ -152,7 +152,7 @@ class Membership(Turns):
         round that comes. After a worker was declared dead and has joined again, steps go on from that of the others.
 
         Raises:
-            RuntimeError: a step went by without a training forward.
+            RuntimeError: a step went by without a training forward, or the wrapper was closed in it.
             TimeoutError: see `join`.
             Exception: of a callback; another call goes on with the same step.
         """
@@ -172,6 +172,8 @@ class Membership(Turns):
             step = self._participant.step
             if step < num_steps:
                 yield step
+                if self._participant.step < num_steps:
+                    self._raise_if_closed_in(step)
                 is_again = self._is_again or (failure is not None and not self._is_ahead)
                 if self._participant.step == step and not is_again:
                     raise RuntimeError(
@@ -218,6 +220,7 @@ class Membership(Turns):
             self._callbacks.tell()
         except BaseException:
             self.close()
+            self._release_all()  # also where it was closed already
             if self.siblings is not None:
                 self.siblings.close()
             raise
@@ -293,9 +296,3 @@ class Membership(Turns):
         if self._participant.is_cut_off:
             clock = self._skip_to(self._due[0][0].start)
         return self._switch(clock)
-
-    def _check_attached(self) -> None:
-        if self._participant is None:
-            raise RuntimeError("got join() of a membership without a wrapper, expected it after the model was wrapped")
-        if self._closed.is_set():
-            raise RuntimeError("got join() of a membership that is closed, expected it before close(); make another")

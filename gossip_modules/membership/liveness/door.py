@@ -60,6 +60,19 @@ class Door(Watching):
         self._say({**self._coming, "event": "anew", "generation": life[0], "answers": life[1]})
         self._await(lambda: self.id not in self._roster.joiners or self._life != life)
 
+    def _check_attached(self) -> None:
+        if self._participant is None:
+            raise RuntimeError("got join() of a membership without a wrapper, expected it after the model was wrapped")
+        if self._closed.is_set():
+            raise RuntimeError("got join() of a membership that is closed, expected it before close(); make another")
+
+    def _raise_if_closed_in(self, step: int) -> None:
+        if self._closed.is_set() and not self.must_leave:
+            raise RuntimeError(
+                f"job {self.name!r}: got close() of the wrapper or the membership in step {step}, expected it after "
+                "the loop over steps(); to end early, break out of the loop, or call leave()"
+            )
+
     def _raise_if_over(self) -> None:
         if self._closed.is_set():
             raise RuntimeError(f"job {self.name!r}: the membership was closed while this worker was joining")

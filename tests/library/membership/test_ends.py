@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -74,3 +75,40 @@ def test_who_leaves_at_the_door_takes_no_step(place: str, monkeypatch: pytest.Mo
     wrapper.close()
     job.until(lambda: member.id not in worker.membership._roster.joiners, "it has said so")  # type: ignore[union-attr]
     close(job.end())
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_wrapper_that_is_closed_in_the_loop_says_so(is_before: bool) -> None:
+    """And not that there was no forward: there is one, which gossips no more."""
+    member = member_of(dist.HashStore(), min_workers=1)
+    wrapper = GossipDataParallel(model_of(), membership=member)
+
+    def train() -> None:
+        for step in member.steps(4):
+            if step == 1 and is_before:
+                wrapper.close()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of training after close()
+                wrapper(torch.ones(4, 4)).sum().backward()
+            if step == 1:
+                wrapper.close()
+
+    with pytest.raises(RuntimeError, match=r"got close\(\) of the wrapper or the membership in step 1, expected"):
+        train()
+
+
+def test_a_wrapper_may_be_closed_in_the_last_step() -> None:
+    member = member_of(dist.HashStore(), min_workers=1)
+    wrapper = GossipDataParallel(model_of(), membership=member)
+    for step in member.steps(3):
+        wrapper(torch.ones(4, 4)).sum().backward()
+        if step == 2:
+            wrapper.close()
+
+
+def test_a_membership_that_was_closed_before_it_was_wrapped_leaves_no_thread() -> None:
+    member = member_of(dist.HashStore(), min_workers=1)
+    member.close()
+    with pytest.raises(RuntimeError, match="the membership was closed before the job began; make another one"):
+        GossipDataParallel(model_of(), membership=member)
+    assert_no_gossip_threads()
