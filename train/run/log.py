@@ -158,9 +158,16 @@ class RunLog:
     def hyper_parameters(self, options: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """The options of the run with its results, for the HPARAMS tab of TensorBoard; called once, at its end."""
         if self._board is not None:
+            from torch.utils.tensorboard.summary import hparams
+
             kinds = (bool, int, float)
             shown = {name: value if isinstance(value, kinds) else str(value) for name, value in options.items()}
-            self._board.add_hparams(shown, {f"result/{name}": value for name, value in results.items()}, run_name=".")
+            metrics = {f"result/{name}": value for name, value in results.items()}
+            # Not add_hparams, which writes a second file: where its name comes first, its figures are dropped.
+            for summary in hparams(shown, metrics):
+                self._board._get_file_writer().add_summary(summary)
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value)
 
     def print(self, text: str) -> None:
         """Print on rank 0, above the progress bar."""

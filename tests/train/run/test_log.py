@@ -102,7 +102,7 @@ def test_rank_0_prints_and_writes_tensorboard(tmp_path: Path, capsys: pytest.Cap
     log.hyper_parameters({"recipe": "sgp", "lr": 0.5, "milestones": (1, 2)}, {"accuracy_percent": 97.5})
     log.close()
     assert "epoch   1" in capsys.readouterr().out
-    assert list((tmp_path / "tensorboard").glob("events.*"))
+    assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 1  # of two, TensorBoard may drop what is in one
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [event.value for event in board.Scalars("result/accuracy_percent")] == [97.5]
