@@ -19,7 +19,7 @@ def summary(rows: pd.DataFrame) -> str:
     for setting, own in rows.groupby(_SETTING, sort=False):
         named = dict(zip(_SETTING, setting, strict=True))
         percent = own.pivot_table(index="seed", columns="method", values="accuracy", sort=False) * 100
-        title = f"## Medians over seeds: {named['data']}, {named['ranks']} ranks, {named['epochs']} epochs"
+        title = "## Medians over seeds: {data}, {ranks} ranks, {epochs} epochs, learning rate {lr:g}".format(**named)
         parts.append("\n".join([title, "", *_lines(own, percent)]))
         if (percent.notna().sum() == 1).all():
             parts.append(
