@@ -14,6 +14,7 @@ from torch import Tensor
 from ..flat.vector import FlatVector
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager, MixingWeights
+from ..mixing_manager.period import knows_period
 from ..transport.base import ElasticPending, Pending, Transport, is_elastic, lost_peers
 from .mixer import Mixer
 from .pipelined import PeersLost, chunkwise, cut, difference_, is_chunkwise, mix_
@@ -21,7 +22,6 @@ from .pipelined import PeersLost, chunkwise, cut, difference_, is_chunkwise, mix
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
 _MAX_PLANS = 4096  # that are kept: of graphs with a longer period each round is planned anew
 _LEAST_WEIGHT = 1 / 4  # see [Note: weights that run dry]
-_PACKAGE = __name__.partition(".")[0]
 
 
 class Plan(NamedTuple):
@@ -75,7 +75,7 @@ class Gossiper(Mixer):
         """See `Mixer`."""
         super().bind(mixing, transport)
         self._plans: dict[int, Plan] = {}
-        self._period = mixing.period if mixing.period <= _MAX_PLANS and _knows_period(mixing) else 0
+        self._period = mixing.period if mixing.period <= _MAX_PLANS and knows_period(mixing) else 0
         self._sends_weight = self.is_weighted
         self._is_elastic = is_elastic(transport)
         # 0: messages go whole. A function of what all ranks agree on, so all cut alike.
@@ -269,19 +269,3 @@ class Gossiper(Mixer):
             if k is not None:
                 yield k
         self._pending = None
-
-
-def _knows_period(mixing: MixingManager) -> bool:
-    """Whether `mixing.period` holds for its weights and its graph's peers.
-
-    A user's class may make them depend on t without saying how often they repeat: then it inherits a `period` that is
-    none of theirs, and nothing is kept.
-    """
-    return _says_period(mixing, "weights", "buffer_weights") and _says_period(mixing.graph, "out_peers", "in_peers")
-
-
-def _says_period(schedule: object, *names: str) -> bool:
-    """Whether no class outside this library overrides one of the methods, or one overrides `period` as well."""
-    own = [vars(cls) for cls in type(schedule).__mro__ if cls.__module__.partition(".")[0] != _PACKAGE]
-    is_overridden = any(name in attributes for attributes in own for name in names)
-    return not is_overridden or any("period" in attributes for attributes in own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 
 import torch.distributed as dist
 
@@ -50,7 +51,7 @@ def as_description(description: object) -> dict[str, str]:
 def check_num_steps(num_steps: object) -> None:
     """Raise ValueError for what is no number of steps."""
     if not _is_number(num_steps) or num_steps != num_steps:
-        raise ValueError(f"got steps({num_steps!r}), expected the number of training steps after which this loop ends")
+        raise ValueError(f"got steps({num_steps!r}), expected a number: the training steps after which this loop ends")
 
 
 def check_callback(callback: object) -> None:
@@ -60,8 +61,8 @@ def check_callback(callback: object) -> None:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -242,7 +242,7 @@ class Joining(Giving):
         log.warning("job %s: this worker was left out of the job while it was silent, and joins again", self.name)
         assert self._participant is not None
         self._settle(self._participant.settle)
-        before, number, clock = self._require_view().generation, self.number, self._clock
+        before, number, clock = self._require_view(), self.number, self._clock
         self._has_met = self._has_met or (self._heartbeats is not None and self._heartbeats.has_met)
         self._release_all()
         with self._lock:
@@ -265,7 +265,7 @@ class Joining(Giving):
         members = tuple(member.number for member in view.members)
         return Change(view.generation, view.start, self.rank, members, (self.number,), {})
 
-    def _go_on_alone(self, before: int, number: int, clock: int, error: Exception) -> Change:
+    def _go_on_alone(self, before: View, number: int, clock: int, error: Exception) -> Change:
         """Joining again has failed: train as a world of one, until somebody can be reached."""
         log.warning(
             "job %s: this worker trains on alone, and tries again, since it could not join: %s", self.name, error
@@ -274,9 +274,10 @@ class Joining(Giving):
         assert self._heartbeats is not None
         self._say({"event": "leave", "id": self.id, "why": "it could not join"})
         with self._lock:
-            generation = max(before, self._roster.last_generation)
+            generation = max(before.generation, self._roster.last_generation)
             me = Member(self.id, number, socket.gethostname(), os.getpid(), self._heartbeats.address)
-            self._active, self._transport = View(generation, (me,), start=clock), alone(self.timeout)
+            self._active = View(generation, (me,), start=clock, turns=before.turns_before(clock))
+            self._transport = alone(self.timeout)
             self._is_excluded = self._is_cut_off = self._has_joined = True
             self._next_probe = time.monotonic() + limits.KNOCK
             self._retired += [(time.monotonic(), transport) for _, transport in self._due]

@@ -22,7 +22,7 @@ def check_elastic(
     *,
     graph: object,
     mixing: object,
-    example: str = "graph=RingGraph or graph=lambda n: BaseGraph(n, 2)",
+    example: str = "graph=RingGraph or graph=BaseGraph",
     **links: Any,
 ) -> None:
     """Raise ValueError for arguments of a wrapper that do not fit a membership.
@@ -109,7 +109,7 @@ class GraphParticipant(ModelParticipant):
         self.choose = functools.lru_cache(maxsize=_KEPT_SIZES)(choose)  # MATCHA plans each graph, which takes a while
         failing: dict[int, Exception] = {}
         chosen = []
-        for n in range(1, max(2 * membership.min_workers, _CHECKED_SIZES) + 1):
+        for n in range(1, (membership.max_workers or max(2 * membership.min_workers, _CHECKED_SIZES)) + 1):
             try:
                 chosen.append(self.choose(n))
             except ValueError as error:
@@ -119,8 +119,14 @@ class GraphParticipant(ModelParticipant):
                 f"got a graph or mixing that does not exist for {list(failing)} workers, expected one for any number, "
                 f"since workers may die and join; e.g. {example}: {next(iter(failing.values()))}"
             )
-        for mixing in chosen:
-            check(mixing)
+        for n, mixing in enumerate(chosen, start=1):
+            try:
+                check(mixing)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; {n} workers are tried since others may come: give the membership max_workers, or leave "
+                    "graph and mixing out"
+                ) from error
 
     def _turn_to(self, transport: LinkTransport, growth: float) -> None:
         """See `ModelParticipant`."""

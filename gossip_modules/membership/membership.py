@@ -88,7 +88,7 @@ class Membership(Turns):
     ) -> None:
         check_numbers(min_workers, max_workers, interval, min_deadline)
         check_places(store, name, host, on_partition)
-        self.min_workers, self.max_workers = min_workers, max_workers
+        self.min_workers, self.max_workers = int(min_workers), int(max_workers)
         self._own_description = as_description(description)
         limit = as_timeout(timeout)
         log = EventLog(store, name=name, timeout=min(limit, timedelta(seconds=10)))
@@ -184,7 +184,8 @@ class Membership(Turns):
         """Call `callback` with every generation that begins, in the training thread, before its first round.
 
         What it raises is raised in `steps`, `join` or the forward, when all callbacks were called. A script that
-        catches it may go on: the generation has begun.
+        catches it may go on: the generation has begun. The first generation of a job begins where the model is wrapped:
+        there an error closes the membership.
         """
         check_callback(callback)
         self._callbacks.add(callback)

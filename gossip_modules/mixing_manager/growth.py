@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import MixingManager
+from .period import knows_period
 
 Law: TypeAlias = Callable[[Tensor], Tensor]
 """The matrix [..., k m, k m] of one round, from the weights [..., m, m]: what k vectors of m ranks become."""
@@ -44,7 +45,7 @@ def check_growth(
         raise ValueError(
             f"{method}: got {given} on {mixing}, where the differences between ranks grow {factor:.4f} times from one "
             f"{step} to the next, expected a factor of at most 1; take {remedy}, an undirected graph that never "
-            "changes, such as RingGraph(n, peers_per_itr=2), or RandomMatchingGraph(n)"
+            "changes, such as RingGraph(n, peers_per_itr=min(2, n - 1)), or RandomMatchingGraph(n)"
         )
 
 
@@ -60,7 +61,8 @@ def growth(mixing: MixingManager, law: Law) -> float | None:
     per round. A momentum may make this larger than 1 although W(t) alone brings ranks together: on directed graphs,
     where eigenvalues of W are complex, and on those that change, where no eigenvalue of one round says anything.
 
-    Graphs of which no period can be computed (random ones, and those with a very long period) have the growth of 128
+    Graphs of which no period can be computed (random ones, those with a very long period, and weights of a user's own
+    class that says none) have the growth of 128
     rounds of theirs in place of it, which is known to about 2%: up to 1.02 counts as 1. With a schedule of peers, it is
     the largest of all entries that last a period.
 
@@ -75,12 +77,15 @@ def growth(mixing: MixingManager, law: Law) -> float | None:
     n = mixing.graph.world_size
     if n == 1:
         return 0.0
-    is_static = mixing.period == 1
+    period = mixing.period if knows_period(mixing) else 0
+    is_static = period == 1
     if n > (MAX_STATIC_RANKS if is_static and mixing.is_symmetric else MAX_RANKS):
         return None
     if is_static:
         return _of_eigenvalues(mixing.matrix(0).double() - 1 / n, law, is_symmetric=mixing.is_symmetric)
-    cycles = [range(mixing.period)] if mixing.period else mixing.graph.cycles()
+    cycles: Sequence[range] = [range(period)]  # of 0 rounds: nobody knows one
+    if not period and knows_period(mixing) and not mixing.graph.period:
+        cycles = mixing.graph.cycles()
     basis = _differences(n)
 
     def matrix(t: int) -> Tensor:

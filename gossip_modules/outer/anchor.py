@@ -72,6 +72,7 @@ class Anchor:
         self._num_compressed = 0
         # A shard of a model that has fewer elements than processes may be empty.
         self.optimizer = _checked(make_optimizer(self.parameters), self.parameters) if self.parameters else None
+        self._made_with = _settings(self.optimizer)
 
     def memory(self, name: str) -> Sequence[Tensor]:
         """What a method keeps from one outer step to the next under that name: like `gradients`, at first zeros."""
@@ -154,14 +155,21 @@ class Anchor:
         """phi, the state of the optimizer, and what the method keeps; shares memory with this object."""
         optimizer: dict[str, Any] = {}
         if self.optimizer is not None:
-            optimizer = {"kind": type(self.optimizer).__name__, **self.optimizer.state_dict()}
+            optimizer = {
+                "kind": type(self.optimizer).__name__,
+                "made_with": self._made_with,
+                **self.optimizer.state_dict(),
+            }
         memory: dict[str, Any] = {"memory": dict(self._memory)} if self._memory else {}
         if self._num_compressed:
             memory["num_compressed"] = self._num_compressed
         return {"phi": list(self.phi.segments), "optimizer": optimizer, **memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave; copies it. The rates of the optimizer stay those that it was made with.
+        """Take back what `state_dict()` gave; copies it.
+
+        What the optimizer was made with, such as its rates, stays as it is now. What has changed in its groups since it
+        was made goes on: a rate under a scheduler, or the count of steps that some optimizers keep there.
 
         Raises:
             ValueError: it is the state of a model with other tensors, or of another optimizer; nothing is changed then.
@@ -187,6 +195,13 @@ class Anchor:
                 mine.copy_(theirs)
         if self.optimizer is not None:
             groups = self.optimizer.state_dict()["param_groups"]
+            saved = zip(groups, optimizer["param_groups"], optimizer.get("made_with", []), strict=False)
+            for group, theirs, made_with in saved:  # older checkpoints do not say what theirs was made with
+                group |= {
+                    name: copy.deepcopy(value)
+                    for name, value in theirs.items()
+                    if name != "params" and not _are_same(value, made_with.get(name))
+                }
             self.optimizer.load_state_dict({"state": copy.deepcopy(optimizer["state"]), "param_groups": groups})
 
 
@@ -204,6 +219,18 @@ def load_anchors(anchors: Sequence[Anchor], states: Sequence[dict[str, Any]]) ->
 def parameters_of(x: FlatVector) -> Sequence[Tensor]:
     """The parameters of each segment of x, without buffers; share memory."""
     return x.where(is_buffer=False).segments
+
+
+def _settings(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """Of each group of parameters, all but these; copies."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [{name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _are_same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other
 
 
 def _checked(optimizer: object, parameters: Sequence[Tensor]) -> Optimizer:

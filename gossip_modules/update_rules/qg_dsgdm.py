@@ -74,14 +74,14 @@ class QGDSGDm(UpdateRule):
     def check(self, mixing: MixingManager) -> None:
         """See `UpdateRule`; b is known with the first step only, and taken as 0.9 here."""
         super().check(mixing)
-        self._check_growth(mixing, _USUAL_MOMENTUM)
+        self._check_growth(mixing, _USUAL_MOMENTUM, "the usual momentum")
 
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
         """See `UpdateRule`; by the law of a step without nesterov, with which differences grow more than with it."""
-        self._check_growth(mixing, step.momentum)
+        self._check_growth(mixing, step.momentum, "a momentum")
 
-    def _check_growth(self, mixing: MixingManager, b: float) -> None:
-        """See `growth`."""
+    def _check_growth(self, mixing: MixingManager, b: float, name: str) -> None:
+        """See `growth`. name: of b, for the error."""
         mu = b if self.mu is None else self.mu
 
         def law(w: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class QGDSGDm(UpdateRule):
             one = identity_like(w)
             return blocks([[w, -b * w], [(1 - mu) * (one - w), mu * one + (1 - mu) * b * w]])
 
-        check_growth("QGDSGDm", {"mu": mu, "a momentum": b}, mixing, law, step="round", remedy="a larger mu")
+        check_growth("QGDSGDm", {"mu": mu, name: b}, mixing, law, step="round", remedy="a larger mu")
 
     def round(self, v: Carried, mix: Callable[[], None], step: SGDStep | None) -> None:
         """See `UpdateRule`."""

@@ -88,7 +88,8 @@ class RosterState:
         self.left = dict(state["left"])
         self.joiners = {j["member"]["id"]: Joiner(**{**j, "member": member_of(j["member"])}) for j in state["joiners"]}
         self.founders = {member.id: member for member in map(member_of, state["founders"])}
-        self.asked = {int(worker): int(count) for worker, count in state["asked"]}
+        asked = state.get("asked", [(founder, state.get("num_founders", 1)) for founder in self.founders])  # of before
+        self.asked = {int(worker): int(count) for worker, count in asked}
         self.accusations = [accusation_of(accusation) for accusation in state["accusations"]]
         self.num_knocks, self.num_answers = map(int, state["calls"])
         self.loaded = int(state["loaded"])

@@ -483,7 +483,7 @@ def test_the_timeout_of_the_membership_may_be_given_again() -> None:
 def test_steps_and_callbacks_are_what_they_say() -> None:
     membership = Membership(dist.HashStore(), min_workers=1)
     for value in ("a", None, True, float("nan")):
-        with pytest.raises(ValueError, match=r"got steps\(.*\), expected the number of training steps"):
+        with pytest.raises(ValueError, match=r"got steps\(.*\), expected a number: the training steps"):
             list(membership.steps(value))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got on_change\(5\), expected a function of one argument, a `Change`"):
         membership.on_change(5)  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def test_momentum_of_rules_comes_from_the_donor(rule: UpdateRule) -> None:
 def test_a_graph_that_does_not_suit_a_rule_is_refused() -> None:
     membership = Membership(dist.HashStore(), min_workers=2)
     with pytest.raises(
-        ValueError, match=r"QGDSGDm: got mu=0.9 and a momentum=0.9 on .*RingGraph\(8,.* grow 1.00\d+ ti"
+        ValueError, match=r"QGDSGDm: got mu=0.9 and the usual momentum=0.9 on .*RingGraph\(8,.* grow 1.00\d+ ti"
     ):
         GossipDataParallel(nn.Linear(2, 1), rule=QGDSGDm(), graph=RingGraph, membership=membership)
     with pytest.raises(ValueError, match=r"D2: got .*, expected a graph that never changes"):
@@ -189,3 +189,13 @@ def test_who_joins_starts_from_zero_where_less_is_trained_since_the_donor_gave(r
     newcomer.reset()
     for one in wrappers:
         one.close()
+
+
+def test_a_graph_is_refused_for_the_numbers_of_workers_that_may_come_only() -> None:
+    """Under QG-DSGDm differences grow on directed rings of eight workers, and not of four."""
+    small = Membership(dist.HashStore(), min_workers=1, max_workers=4, timeout=60)
+    GossipDataParallel(nn.Linear(2, 1), membership=small, rule=QGDSGDm(), graph=RingGraph).close()
+    large = Membership(dist.HashStore(), min_workers=1, timeout=60)
+    with pytest.raises(ValueError, match=r"grow 1\..*; 8 workers are tried since others may come"):
+        GossipDataParallel(nn.Linear(2, 1), membership=large, rule=QGDSGDm(), graph=RingGraph)
+    large.close()

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,3 +97,16 @@ def test_each_number_is_given_once_where_a_worker_joins(is_resumed: bool) -> Non
     assert seen == Counter(range(begin, begin + seen.total()))
     for starts in results.values():
         assert all(first == start for first, start in starts), starts
+
+
+def test_a_worker_that_cannot_join_again_counts_on() -> None:
+    member = member_of(dist.HashStore(), min_workers=1)
+    wrapper = GossipDataParallel(nn.Linear(4, 1), membership=member)
+    turns = []
+    for step in member.steps(np.int64(6)):  # type: ignore[arg-type]
+        turns.append(member.turn(step))
+        wrapper(torch.ones(2, 4)).sum().backward()
+        if step == 2:
+            member._go_on_alone(member._require_view(), member.number, member._clock, TimeoutError("nobody answers"))
+    wrapper.close()
+    assert turns == [0, 1, 2, 3, 4, 5]

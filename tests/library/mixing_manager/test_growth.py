@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 import torch
@@ -11,12 +10,14 @@ from torch import Tensor
 
 from gossip_modules import (
     BaseGraph,
+    CompleteGraph,
     DynamicBipartiteLinearGraph,
     EquiDynGraph,
     GraphManager,
     HypercubeGraph,
     MatrixMixing,
     MixingManager,
+    MixingWeights,
     RandomMatchingGraph,
     RingGraph,
     UniformMixing,
@@ -120,20 +121,37 @@ def test_a_graph_in_parts_does_not_grow() -> None:
     ],
     ids=str,
 )
-def test_worlds_that_are_looked_at_take_no_long_time(mixing: MixingManager, is_looked_at: bool) -> None:
-    start = time.process_time()
-    found = growth(mixing, heavy_ball)
-    assert time.process_time() - start < 2
-    assert (found is not None) == is_looked_at
+def test_worlds_up_to_some_size_are_looked_at(mixing: MixingManager, is_looked_at: bool) -> None:
+    assert (growth(mixing, heavy_ball) is not None) == is_looked_at
     if not is_looked_at:
         check_growth("Ours", {}, mixing, lambda w: 2 * heavy_ball(w), step="round", remedy="")
+
+
+class PairsAndThenARing(MixingManager):
+    """Depends on t in a way that it says nothing of: its period is the inherited one of the graph, 1."""
+
+    is_row_stochastic = is_column_stochastic = True
+
+    def weights(self, rank: int, t: int) -> MixingWeights:
+        peer = rank ^ 1 if t == 0 else (rank - 1) % self.graph.world_size
+        return MixingWeights(0.5, {j: 0.5 * (j == peer) for j in self.graph.in_peers(rank, t)})
+
+
+def test_an_inherited_period_is_not_believed() -> None:
+    mixing = PairsAndThenARing(CompleteGraph(16, peers_per_itr=15))
+    assert mixing.period == 1
+    found = growth(mixing, heavy_ball)
+    assert found is not None
+    assert found == pytest.approx(growth(UniformMixing(RingGraph(16)), heavy_ball), rel=0.02)
+    assert found > 1
 
 
 def test_an_error_names_the_rates_the_graph_and_the_factor() -> None:
     message = (
         r"^Ours: got momentum=0.8 and step_size=1 on UniformMixing\(RingGraph\(8, peers_per_itr=1\)\), where the "
         r"differences between ranks grow 1\.\d{4} times from one round to the next, expected a factor of at most 1; "
-        r"take a smaller momentum, an undirected graph that never changes, such as RingGraph\(n, peers_per_itr=2\)"
+        r"take a smaller momentum, an undirected graph that never changes, such as RingGraph\(n, "
+        r"peers_per_itr=min\(2, n - 1\)\)"
     )
     with pytest.raises(ValueError, match=message):
         check_growth(

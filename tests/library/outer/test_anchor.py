@@ -31,6 +31,29 @@ def optimizer_of(wrapper: GossipDataParallel) -> Optimizer:
     return anchor.optimizer
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its group, as optimizers without a schedule do, among what it was made with."""
+
+    def __init__(self, parameters: Sequence[Tensor], *, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.param_groups[0]["count"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["count"] += 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_counts_in_its_groups_goes_on_and_its_rates_are_the_constructors() -> None:
+    first = trained(DiLoCo(2, optimizer=lambda parameters: Counting(parameters, lr=0.1)), num_steps=5)
+    assert optimizer_of(first).param_groups[0]["count"] == 2
+    second = trained(DiLoCo(2, optimizer=lambda parameters: Counting(parameters, lr=0.3)), num_steps=0)
+    second.load_state_dict(first.state_dict())
+    loss_of(second, 0, 5)  # no outer step
+    loss_of(second, 0, 6)
+    group = optimizer_of(second).param_groups[0]
+    assert (group["lr"], group["count"] >= 2) == (0.3, True)
+
+
 @pytest.mark.parametrize(
     ("saved", "resumed", "rates"),
     [

@@ -97,6 +97,19 @@ def test_who_leaves_before_the_beginning_asks_for_nobody() -> None:
         assert forming(state) == (1, 2)
 
 
+def test_the_state_of_an_earlier_version_is_read() -> None:
+    """It had one number for all founders."""
+    roster = Roster()
+    roster.apply(come(0, min_workers=2))
+    state = json.loads(roster.dumps(is_whole=True))
+    del state["asked"]
+    restored = Roster()
+    restored.loads(json.dumps({**state, "num_founders": 2}))
+    assert restored.num_founders == 2
+    restored.apply(come(1, min_workers=2))
+    assert forming(restored) == (0, 1)
+
+
 def test_a_generation_starts_at_the_largest_step_when_all_are_ready() -> None:
     roster = job(4)
     roster.apply(accuse(0, 2))
