@@ -15,8 +15,8 @@ from tests.harness.sanitizer import ASYNCHRONOUS, Finding, main, run_episode
 from tests.harness.workloads import WORKLOADS
 
 WHERE = (*ASYNCHRONOUS, Path(injected_races.__file__))
-SECONDS = 30.0
-"""After which a race counts as missed; most are found in the first."""
+SECONDS = 90.0
+"""After which a race counts as missed; most are found in the first, at a load of 20 one took more than 30."""
 PATIENCE = {"deadlock": 6.0}
 """Where nobody can go on; 20 s elsewhere, as opening may take long on a busy machine."""
 
@@ -45,6 +45,7 @@ def test_nothing_is_found_without_a_race(engine: str, seed: int, length: int) ->
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("race", RACES, ids=[race.name for race in RACES])
 def test_a_race_is_found(race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
     race.inject(monkeypatch)
