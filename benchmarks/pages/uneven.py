@@ -225,11 +225,11 @@ each figure stands that of Table 2 of [RelaySum](https://arxiv.org/abs/2110.0417
 order and the gaps can be compared. With momentum, that of D-PSGD is quasi-global there: QG-DSGDm. The target is the
 published order, with gaps of at least half of the published ones.
 
-**The order comes out, many gaps do not.** RelaySGD is next to all-reduce and far above the ring, at alpha 0.01 with
-more than half of the published gaps. SGP on the one-peer graph is above the ring too, by 3 points there and not by
-24, and D2 is not above QG-DSGDm at alpha 0.1. With five times as many steps more of the gaps reach half of the
-published ones: 7 of 10 in place of 6 at alpha 0.01, and 5 of 7 in place of 4 at alpha 0.1. The published runs have
-200 epochs, these 2 and 10.
+**The order comes out, many gaps do not.** Where alpha is small RelaySGD is next to all-reduce and above the ring, at
+0.01 with more than half of the published gaps. SGP on the one-peer graph is above the ring too, by 3 points at 0.01
+and not by 24, and D2 is not above QG-DSGDm at alpha 0.1. With five times as many steps more of the gaps reach half of
+the published ones: 7 of 10 in place of 6 at alpha 0.01, and 5 of 7 in place of 4 at alpha 0.1. The published runs
+have 200 epochs, these 2 and 10.
 
 {_HOW}""",
         render=data,
