@@ -66,33 +66,28 @@ def growth(mixing: MixingManager, law: Law) -> float | None:
     rounds of theirs in place of it, which is known to about 2%: up to 1.02 counts as 1. With a schedule of peers, it is
     the largest of all entries that last a period.
 
-    Weights that never change take the eigenvalues of W, each of which has a law of k x k numbers; others a product of
-    dense matrices. For more than `MAX_RANKS` ranks, or `MAX_STATIC_RANKS` where weights are symmetric and never change,
-    nothing is computed.
+    Weights that never change take the eigenvalues of W, each with a law of k x k numbers; others a product of matrices.
+    For more than `MAX_RANKS` ranks, or `MAX_STATIC_RANKS` of symmetric weights that never change, nothing is computed.
 
     Args:
         mixing: doubly stochastic weights, under which the mean is kept whatever the differences are.
         law: M(t) from W(t).
     """
-    n = mixing.graph.world_size
-    if n == 1:
+    if (n := mixing.graph.world_size) == 1:
         return 0.0
-    period = mixing.period if knows_period(mixing) else 0
-    is_static = period == 1
+    is_static = mixing.period == 1 and knows_period(mixing)
     if n > (MAX_STATIC_RANKS if is_static and mixing.is_symmetric else MAX_RANKS):
         return None
     if is_static:
         return _of_eigenvalues(mixing.matrix(0).double() - 1 / n, law, is_symmetric=mixing.is_symmetric)
-    cycles: Sequence[range] = [range(period)]  # of 0 rounds: nobody knows one
-    if not period and knows_period(mixing) and not mixing.graph.period:
-        cycles = mixing.graph.cycles()
     basis = _differences(n)
 
     def matrix(t: int) -> Tensor:
         return law(basis.T @ mixing.matrix(t).double() @ basis)
 
     return max(
-        _of_period(matrix, cycle) if 0 < n * len(cycle) <= _MAX_ROWS else _sampled(matrix, cycle) for cycle in cycles
+        _of_period(matrix, cycle) if 0 < n * len(cycle) <= _MAX_ROWS else _sampled(matrix, cycle)
+        for cycle in _cycles(mixing)
     )
 
 
@@ -104,6 +99,13 @@ def blocks(rows: Sequence[Sequence[Tensor]]) -> Tensor:
 def identity_like(w: Tensor) -> Tensor:
     """The identity, as large as these matrices [..., m, m]."""
     return torch.eye(w.shape[-1], dtype=w.dtype).expand_as(w)
+
+
+def _cycles(mixing: MixingManager) -> Sequence[range]:
+    """Rounds that repeat, a range for each entry of a schedule of peers; of 0 rounds where nobody knows a period."""
+    if knows_period(mixing) and (mixing.period or not mixing.graph.period):
+        return [range(mixing.period)] if mixing.period else mixing.graph.cycles()
+    return [range(0)]
 
 
 def _differences(n: int) -> Tensor:

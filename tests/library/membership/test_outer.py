@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
 pytestmark = pytest.mark.skipif(HAS_OLD_TORCH, reason="methods with exact averages are refused with torch 2.6")
 
 SIZE, H = 200, 4
+SECONDS = 20.0
 START = torch.linspace(-1, 1, SIZE, dtype=torch.float64)
 GENERATIONS = [(0, (0, 1, 2, 3)), (11, (0, 2, 3)), (18, (0, 2, 3, 4))]  # first step, members; 1 dies at step 8
 SNAPSHOT, LAST = 15, 27
@@ -426,28 +428,22 @@ def test_who_joins_knows_of_which_tensors_its_anchors_are() -> None:
 @pytest.mark.parametrize("outer", [NoLoCo(H), GASLoC(H)])
 def test_a_method_on_a_graph_begins_anew_without_the_others(outer: OuterMethod) -> None:
     """What they have done already, where the anchor of who joins is of a time when more was trained."""
-    membership = Membership(dist.HashStore(), min_workers=1)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    wrapper = GossipDataParallel(model, membership=membership, outer=outer)
+    wrapper = GossipDataParallel(model, membership=Membership(dist.HashStore(), min_workers=1), outer=outer)
     engine = wrapper._engine
     assert isinstance(engine, ElasticOuterEngine)
     engine.round(wrapper._buffer.vector)
     engine.load_state_dict(engine.state_for_newcomer(wrapper._buffer.vector))
     model[0].requires_grad_(False)
     wrapper._choose()
-    part = wrapper._buffer.vector
-    before = part.raw.clone()
-    engine._scheduled_average.mix = refuse  # type: ignore[method-assign, assignment]
+    before = (part := wrapper._buffer.vector).raw.clone()
+    engine._scheduled_average.mix = Mock(side_effect=AssertionError)  # type: ignore[method-assign]
     engine.step = H
     with pytest.warns(UserWarning, match="other tensors are trained .* the anchor becomes the model of this worker"):
         engine.round(part)
     assert engine._anchors[0].has_tensors_of(part)
-    torch.testing.assert_close(part.raw, before, msg="it has begun at its own model, and met nobody")
+    torch.testing.assert_close(part.raw, before)  # it has begun at its own model, and met nobody
     wrapper.close()
-
-
-def refuse(*_: object) -> None:
-    raise AssertionError("got a collective, expected none")
 
 
 class Loading:
@@ -464,11 +460,8 @@ class Loading:
         self.frozen_at.append(max(self.steps.values()) + 2 * H)  # nobody is an outer step and more ahead of another
         deadline = time.monotonic() + SECONDS
         while min(self.steps.values()) < self.frozen_at[0] + 2 * H:
-            assert time.monotonic() < deadline, f"the others are at {self.steps}, and freeze at {self.frozen_at}"
+            assert time.monotonic() < deadline, f"{self.steps}, and freeze at {self.frozen_at}"
             time.sleep(0.001)
-
-
-SECONDS = 20.0
 
 
 @pytest.mark.filterwarnings("ignore:.*other tensors are trained than before")

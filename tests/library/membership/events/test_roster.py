@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,19 +96,6 @@ def test_who_leaves_before_the_beginning_asks_for_nobody() -> None:
         assert forming(state) == (1, 2)
 
 
-def test_the_state_of_an_earlier_version_is_read() -> None:
-    """It had one number for all founders."""
-    roster = Roster()
-    roster.apply(come(0, min_workers=2))
-    state = json.loads(roster.dumps(is_whole=True))
-    del state["asked"]
-    restored = Roster()
-    restored.loads(json.dumps({**state, "num_founders": 2}))
-    assert restored.num_founders == 2
-    restored.apply(come(1, min_workers=2))
-    assert forming(restored) == (0, 1)
-
-
 def test_a_generation_starts_at_the_largest_step_when_all_are_ready() -> None:
     roster = job(4)
     roster.apply(accuse(0, 2))
@@ -178,32 +164,6 @@ def test_who_leaves_at_the_door_is_no_obstacle_to_what_follows() -> None:
     roster.apply({"event": "leave", "id": 8, "why": "it was interrupted"})
     roster.apply(accuse(0, 3))
     assert forming(roster) == (0, 1, 2)
-
-
-def test_a_stale_snapshot_takes_the_job_from_nobody() -> None:
-    """Worker 3 was stopped, and is the first to find a store that came back empty; the others had gone on."""
-    going_on = job(4)
-    stale = going_on.dumps()
-    going_on.apply(accuse(0, 3))
-    know = {"event": "know", "state": json.loads(formed(going_on).dumps())}
-    roster = Roster()
-    roster.loads(stale)
-    roster.apply({**come(9), "description": DESCRIPTION})
-    for other in range(3):
-        roster.apply(accuse(3, other, is_sure=True))
-    assert ids(formed(roster)) == (3,)
-    assert roster.view is not None
-    alone = roster.view.generation
-    for _ in range(2):  # both others know it
-        roster.apply(know)
-    assert ids(formed(roster)) == (0, 1, 2)
-    assert roster.view.generation == alone + 1
-    assert roster.joiners[9].donor in ids(roster)
-    roster.apply(know)
-    assert roster.forming is None
-    for garbage in ({}, {"state": 3}, {"state": {"view": None}}, {"state": {**know["state"], "view": {}}}):
-        roster.apply({"event": "know", **garbage})
-        assert ids(roster) == (0, 1, 2)
 
 
 def test_who_fails_while_a_generation_is_formed_is_left_out_of_the_next() -> None:
@@ -365,18 +325,6 @@ def test_a_member_that_answers_keeps_its_job() -> None:
     assert ids(roster) == (0, 1, 2)
 
 
-def test_a_store_that_comes_back_gets_the_state() -> None:
-    roster = job(4)
-    roster.apply(accuse(0, 3))
-    formed(roster)
-    other = Roster()
-    other.loads(roster.dumps())
-    assert (other.view, other.description, other.next_number) == (roster.view, roster.description, roster.next_number)
-    for state in (roster, other):
-        state.apply(accuse(0, 1))
-    assert formed(other).view == formed(roster).view
-
-
 @pytest.mark.parametrize(
     "event",
     [
@@ -530,15 +478,6 @@ def test_a_roster_does_not_grow_with_those_who_are_refused(description: dict[str
         roster.apply(come(worker, description=description))
         assert roster.joiners[worker].refusal
     assert len(roster.joiners) == 64
-
-
-def test_a_state_that_is_none_changes_nothing() -> None:
-    roster = job(3)
-    before = roster.dumps(is_whole=True)
-    for garbage in ("{}", "3", '{"view": null}', '{"view": 3}', before.replace('"founders"', '"strangers"')):
-        with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
-            roster.loads(garbage)
-        assert roster.dumps(is_whole=True) == before
 
 
 def test_who_was_left_out_at_the_door_comes_again_without_what_it_was_accused_of() -> None:
