@@ -38,7 +38,7 @@ class DiLoCo(OuterMethod):
         optimizer: another outer optimizer, in place of lr and momentum: a function of parameters, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`. It gets flat tensors, one for each dtype, so it
             must work element by element, without a closure; the same on all ranks. A checkpoint restores its state,
-            such as momentum, and none of its rates.
+            such as momentum, and keeps the rates that it is made with.
 
     Raises:
         ValueError: a rate out of range, or rates beside an optimizer; (first training forward) `optimizer` makes none
