@@ -49,6 +49,7 @@ FOLDER = ROOT / "docs" / "methods"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md") if path.stem != "index"}
 HEADINGS = ["Update", "Guarantees", "Cost", "Options", "When to use it", "Measured", "Paper and file"]
 FAULTS = ROOT / "benchmarks" / "results" / "faults.csv"
+TRAINED = ("loss_steps", "uneven_data", "consensus_control")  # tables of trainings
 WRAPPERS = {"ar": "allreduce"}  # where faults.csv has another name for a method
 
 NUM_RANKS, NUM_ROUNDS = 4, 12  # rounds: a multiple of all periods below
@@ -167,6 +168,29 @@ def test_rho_of_matcha_is_that_of_the_table() -> None:
         assert re.search(rf"{ranks} ranks and {links} links", text)
         for budget in ("0.5", "0.1"):
             assert f"{rows[ranks, links, budget]:.3f}" in text
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_says_that_training_was_not_measured_only_where_it_was_not(name: str) -> None:
+    trained = {row["method"].partition("-")[0] for table in TRAINED for row in results(table)}
+    assert "has not been measured in" not in measured_of(name) or name not in trained
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("diloco", "DiLoCo, period 4"),
+        ("localsgd", "local SGD, period 4"),
+        ("sparseloco", "SparseLoCo, period 4"),
+        ("streamingdiloco", "Streaming DiLoCo, period 4, 2 fragments, delay 2"),
+    ],
+)
+def test_losses_are_those_of_the_page_of_time_to_a_loss(name: str, title: str) -> None:
+    page = (ROOT / "docs" / "benchmarks" / "time_to_loss.md").read_text(encoding="utf-8")
+    own, ddp = (re.search(rf"^\| {re.escape(row)} \| (\d\.\d\d) ", page, re.MULTILINE) for row in (title, "DDP"))
+    assert own
+    assert ddp
+    assert re.search(rf"end at {own[1]} nats per byte after 320 steps, where DDP ends at {ddp[1]}", measured_of(name))
 
 
 Make = Callable[[nn.Module, dist.ProcessGroup], GossipWrapper]
