@@ -37,12 +37,18 @@ def _ring(num_workers: int) -> RingGraph:
     return RingGraph(num_workers, peers_per_itr=2)
 
 
+def _on_base_graph(num_workers: int, num_peers: int) -> Mapping[str, Any]:
+    return {"push_sum": False, "graph": BaseGraph(num_workers, min(num_peers, num_workers - 1))}
+
+
 METHODS: Mapping[str, UnevenMethod] = {
     "ar": UnevenMethod("All-reduce", None),
     "relaysgd": UnevenMethod("RelaySGD, two binary trees", lambda n: {"gossiper": RelaySGD()}),
     "relaysgd-chain": UnevenMethod("RelaySGD, chain", lambda n: {"gossiper": RelaySGD(), "graph": ChainGraph(n)}),
     "sgp": UnevenMethod("SGP, one-peer exponential", lambda n: {}),
-    "base": UnevenMethod("D-PSGD, Base-2", lambda n: {"push_sum": False, "graph": BaseGraph(n)}),
+    "base": UnevenMethod("D-PSGD, Base-2", lambda n: _on_base_graph(n, 1)),
+    "base3": UnevenMethod("D-PSGD, Base-3", lambda n: _on_base_graph(n, 2)),
+    "base5": UnevenMethod("D-PSGD, Base-5", lambda n: _on_base_graph(n, 4)),
     "dpsgd": UnevenMethod("D-PSGD, ring", lambda n: {"push_sum": False, "graph": _ring(n)}),
     "qgdsgdm": UnevenMethod("QG-DSGDm, ring", lambda n: {"rule": QGDSGDm(), "graph": _ring(n)}, needs_momentum=True),
     "d2": UnevenMethod("D2, ring", lambda n: {"rule": D2()}),
