@@ -89,9 +89,10 @@ def workers(rows: pd.DataFrame) -> str:
         for name in _BASE_GRAPHS:
             if gaps := _gaps(own, name):
                 near = sum(gap >= -TOLERANCE for gap in gaps)
+                title = METHODS[name].title.removeprefix("D-PSGD, ")
                 parts.append(
-                    f"{METHODS[name].title.removeprefix('D-PSGD, ')} is within {TOLERANCE:g} points of all-reduce for {near} of {len(gaps)} "
-                    f"numbers of workers; its gap is {_signed(min(gaps))} to {_signed(max(gaps))} points."
+                    f"{title} is within {TOLERANCE:g} points of all-reduce for {near} of {len(gaps)} numbers of "
+                    f"workers; its gap is {_signed(min(gaps))} to {_signed(max(gaps))} points."
                 )
     return "\n\n".join(parts) + "\n"
 
