@@ -74,7 +74,6 @@ class LinkTransport(PointToPoint):
         self._own_waits, self._whole_waits = Waits(), Waits()
         self.waits, whole.waits = self._own_waits, self._whole_waits
         self.lost: frozenset[int] = frozenset()
-        self.calling = ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> LinkTransport:
         """The same links: copies of a wrapper are snapshots, which send nothing over them."""
@@ -219,7 +218,6 @@ class LinkTransport(PointToPoint):
         """The group over all ranks; where a collective fails its connections close, and the next asks for another."""
         if self._is_whole_broken:
             self.ask_for_another()
-        self._whole.calling = self.calling
         try:
             yield self._whole
         except (ConnectionError, TimeoutError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,12 @@ _MIN_TRANSFER = timedelta(seconds=1)  # for a collective after all have come, ho
 
 
 _Options: TypeAlias = Any  # of a collective: AllreduceOptions and its like, which have a timeout
+
+
+class _Caller(threading.local):
+    """The method of a wrapper that calls collectives now. Of each thread: another may have a round of gossip in it."""
+
+    name = ""
 
 
 class ProcessGroupTransport(PointToPoint):
@@ -72,7 +79,7 @@ class ProcessGroupTransport(PointToPoint):
         self.backend = backend_of(group, device)
         self.notes = notes
         self._staging = Staging(device)
-        self.calling = ""  # the method of a wrapper that calls collectives now, for errors
+        self._caller = _Caller()
         self._use = Use(group)
         # At the exit of the interpreter groups end with the process.
         self._lost = weakref.finalize(self, self._use.lose)
@@ -87,6 +94,15 @@ class ProcessGroupTransport(PointToPoint):
         )
         other.waits = self.waits
         return other
+
+    @property
+    def calling(self) -> str:
+        """The method of a wrapper that calls collectives in this thread now, for errors; "": none."""
+        return self._caller.name
+
+    @calling.setter
+    def calling(self, name: str) -> None:
+        self._caller.name = name
 
     @property
     def is_closed(self) -> bool:

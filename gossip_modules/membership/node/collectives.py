@@ -14,7 +14,6 @@ class NodeCollectives:
         siblings: of this process.
     """
 
-    calling = ""
     is_elastic = True  # see `Transport`: the first process goes on where another node fails
     num_bytes_sent = 0  # the transports inside and between nodes count them
 
