@@ -41,8 +41,8 @@ class DiLoCo(OuterMethod):
             such as momentum, and keeps the rates that it is made with.
 
     Raises:
-        ValueError: a rate out of range, or rates beside an optimizer; (first training forward) `optimizer` makes none
-            of the parameters that it is given, or one whose step needs a closure.
+        ValueError: a rate out of range, or rates beside an optimizer; (when the model is wrapped) `optimizer` makes
+            none of the parameters that it is given, or one whose step needs a closure.
 
     Example:
         >>> model = GossipDataParallel(model, outer=DiLoCo(sync_every=50, lr=0.7, momentum=0.9))
@@ -57,16 +57,7 @@ class DiLoCo(OuterMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_rates(lr=self.lr, momentum=self.momentum)
-        if self.optimizer is not None and not callable(self.optimizer):
-            raise ValueError(
-                f"{type(self).__name__}: got optimizer={self.optimizer!r}, expected a function of parameters, such as "
-                "`lambda parameters: torch.optim.Adam(parameters, lr=0.3)`; the anchor that it steps is made later"
-            )
-        if self.optimizer is not None and (self.lr, self.momentum) != (DiLoCo.lr, DiLoCo.momentum):
-            raise ValueError(
-                f"got lr={self.lr} and momentum={self.momentum} beside an optimizer, expected one or the other; give "
-                "the rates to the optimizer"
-            )
+        self._check_optimizer(self.optimizer)
 
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
         """See `OuterMethod`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..graph_manager.named_graphs import undirected_ring
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
-from .anchor import Anchor
+from .anchor import Anchor, MakeOptimizer
 from .method import OuterMethod
 
 
@@ -45,9 +45,14 @@ class GASLoC(OuterMethod):
         lr: c, the outer learning rate.
         momentum: g, the outer momentum; 0 <= g < 1.
         step_size: alpha, how far a round goes; 0 < alpha <= 1.
+        optimizer: another outer optimizer, in place of lr and momentum, as of `DiLoCo`: it steps the anchor of each
+            rank with that rank's own drift as gradient, e_i <- step(phi_i, phi_i - x_i), and e is mixed. What it
+            remembers, such as a momentum, stays on its rank. Whether differences of ranks grow is not looked at then:
+            without a delay they cannot on account of the rounds, as a drift has nothing of them.
 
     Raises:
-        ValueError: a rate out of range; or weights on which differences of ranks would grow.
+        ValueError: a rate out of range, or rates beside an optimizer; weights on which differences of ranks would grow;
+            (when the model is wrapped) with a momentum, a gossiper that compresses.
 
     Example:
         >>> model = GossipDataParallel(model, outer=GASLoC(sync_every=50), graph=RingGraph(8, peers_per_itr=2))
@@ -58,6 +63,7 @@ class GASLoC(OuterMethod):
     lr: float = 0.7
     momentum: float = 0.9
     step_size: float = 0.5
+    optimizer: MakeOptimizer | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,17 +71,26 @@ class GASLoC(OuterMethod):
         if self.step_size > 1:
             raise ValueError(f"GASLoC: got step_size={self.step_size!r}, expected at most 1, a whole round of gossip")
 
+        self._check_optimizer(self.optimizer)
+
     @property
     def averages_exactly(self) -> bool:
         """See `OuterMethod`."""
         return False
+
+    @property
+    def needs_whole_rounds(self) -> bool:
+        """See `OuterMethod`: y - y' has what the last round has changed."""
+        return self.optimizer is None and self.momentum > 0
 
     def default_graph(self, world_size: int) -> RingGraph:
         """See `OuterMethod`: the ring with both neighbours, on which differences die out in every world."""
         return undirected_ring(world_size)
 
     def check(self, mixing: MixingManager) -> None:
-        """See `OuterMethod` and `growth`."""
+        """See `OuterMethod` and `growth`. Of an optimizer of the user's the law is not known."""
+        if self.optimizer is not None:
+            return
         rates = {"step_size": self.step_size, "momentum": self.momentum}
         if self.kept:
             rates |= {"lr": self.lr, "own_weight": self.kept}
@@ -93,6 +108,8 @@ class GASLoC(OuterMethod):
 
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
         """See `OuterMethod`."""
+        if self.optimizer is not None:
+            return self.optimizer(parameters)
         return Extrapolation(parameters, lr=self.lr, momentum=self.momentum)
 
     def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:

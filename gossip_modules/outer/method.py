@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..compression.compressor import Compressor
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
-from .anchor import Anchor
+from .anchor import Anchor, MakeOptimizer, made_optimizer
 from .fragment import Fragments, is_fragments
 
 
@@ -96,6 +96,15 @@ class OuterMethod(ABC):
                 ", expected no gossip between outer steps that travel under training or in parts; pass gossip_every=0"
             )
 
+    def describe(self) -> str:
+        """What all ranks must agree on: the settings, and the outer optimizer with what it is made with.
+
+        Raises:
+            ValueError: a function of the user's makes no outer optimizer.
+        """
+        optimizer = made_optimizer(self.make_optimizer, [torch.zeros(1)])
+        return f"{self}, {type(optimizer).__name__} with {optimizer.defaults}"
+
     @property
     def num_fragments(self) -> int:
         """The number of fragments."""
@@ -124,6 +133,14 @@ class OuterMethod(ABC):
     @property
     def is_eager(self) -> bool:
         """Whether phi, and with it x, moves in `start`, before what is sent has been mixed."""
+        return False
+
+    @property
+    def needs_whole_rounds(self) -> bool:
+        """Whether differences of ranks may grow where a round of gossip leaves some of them out, as compressed ones do.
+
+        Asked where it mixes on a graph.
+        """
         return False
 
     @property
@@ -185,6 +202,23 @@ class OuterMethod(ABC):
     def finish(self, anchor: Anchor) -> None:
         """anchor.parameters <- those of the next H steps, from what was mixed: `anchor.sent`."""
         anchor.step()
+
+    def _check_optimizer(self, optimizer: MakeOptimizer | None) -> None:
+        """Raise ValueError where it is no function, or stands beside rates that the method would make its own with."""
+        if optimizer is None:
+            return
+        name, example = type(self).__name__, "`lambda parameters: torch.optim.Adam(parameters, lr=0.3)`"
+        if not callable(optimizer):
+            raise ValueError(
+                f"{name}: got optimizer={optimizer!r}, expected a function of parameters, such as {example}; the "
+                "anchor that it steps is made later"
+            )
+        rates = {rate: getattr(self, rate) for rate in ("lr", "momentum")}
+        if rates != {rate: getattr(type(self), rate) for rate in rates}:
+            given = " and ".join(f"{rate}={value}" for rate, value in rates.items())
+            raise ValueError(
+                f"{name}: got {given} beside an optimizer, expected one or the other; give the rates to the optimizer"
+            )
 
     def _check_rates(self, *, momentum: float, **positive: float) -> None:
         """Raise ValueError where a rate is none."""

@@ -82,6 +82,11 @@ class NoLoCo(OuterMethod):
         """See `OuterMethod`."""
         return False
 
+    @property
+    def needs_whole_rounds(self) -> bool:
+        """See `OuterMethod`: the pull has the momentum too, and above 1 it goes further than a round."""
+        return self.momentum > 0 or self._pull > 1
+
     def default_graph(self, world_size: int) -> RandomMatchingGraph:
         """See `OuterMethod`."""
         return RandomMatchingGraph(world_size, seed=self.seed)

@@ -72,6 +72,11 @@ class SlowMo(OuterMethod):
                 "leave it out where that is constant"
             )
 
+    def describe(self) -> str:
+        """See `OuterMethod`."""
+        inner_lr = "a function" if callable(self.inner_lr) else self.inner_lr
+        return f"{super().describe()}, inner_lr={inner_lr}"
+
     @property
     def needs_inner_rate(self) -> bool:
         """See `OuterMethod`."""

@@ -238,7 +238,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             "gossip_buffers": self._buffer.include_buffers,
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
-            **{name: value for name, value in (("outer", self._outer), ("rule", self._rule)) if value is not None},
+            **({} if self._outer is None else {"outer": self._outer.describe()}),
+            **({} if self._rule is None else {"rule": self._rule}),
         }
         what = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
         self._description = {name: str(value) for name, value in {**what, **options}.items()}

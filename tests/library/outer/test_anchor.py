@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, NoLoCo, OuterMethod, SlowMo, SparseLoCo
 from gossip_modules.engine.outer import OuterEngine
 from tests.harness.problems import loss_of, mlp, sgd, train_step
-from tests.harness.ranks import solo_group
+from tests.harness.ranks import run_ranks, solo_group
 
 
 def trained(outer: OuterMethod, num_steps: int = 5) -> GossipDataParallel:
@@ -106,15 +107,49 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
             "got a SGD over other parameters as outer optimizer, expected one over those that the function is given",
         ),
         (torch.optim.LBFGS, "got LBFGS as outer optimizer, whose step needs a closure, expected one that steps on a"),
+        (
+            lambda parameters: torch.optim.Muon(parameters, lr=0.1),  # wants matrices
+            "got ValueError from the function that makes the outer optimizer .*, expected an optimizer of flat tensors",
+        ),
     ],
 )
-def test_what_cannot_step_the_anchor_is_refused_before_training(
-    make: Callable[[Sequence[Tensor]], Any], message: str
+@pytest.mark.parametrize("method", [DiLoCo, GASLoC])
+def test_what_cannot_step_the_anchor_is_refused_when_the_model_is_wrapped(
+    method: type[DiLoCo | GASLoC], make: Callable[[Sequence[Tensor]], Any], message: str
 ) -> None:
-    wrapper = trained(DiLoCo(2, optimizer=make), num_steps=0)
     with pytest.raises(ValueError, match=message):
-        loss_of(wrapper, 0, 0)
-    wrapper.close()
+        trained(method(2, optimizer=make), num_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("outers", "differing"),
+    [
+        (
+            (
+                DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+                DiLoCo(2, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
+            ),
+            "Adam with .*expected .*SGD with",
+        ),
+        (
+            (
+                DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+                DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2)),
+            ),
+            "'lr': 0.2.*expected .*'lr': 0.1",
+        ),
+        ((SlowMo(2), SlowMo(2, inner_lr="optimizer")), "inner_lr=optimizer.*expected .*inner_lr=None"),
+    ],
+    ids=["kind", "rate", "inner rate"],
+)
+def test_ranks_that_differ_in_the_outer_optimizer_are_told_so(
+    outers: tuple[OuterMethod, OuterMethod], differing: str
+) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=rf"ranks do not agree with rank 0: .*{differing}"):
+            GossipDataParallel(mlp(), process_group=group, outer=outers[group.rank()])
+
+    run_ranks(2, body)
 
 
 def test_an_optimizer_is_no_function_that_makes_one() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import networkx as nx
@@ -71,6 +71,21 @@ def test_gasloc_on_a_ring_is_its_law(alpha: float) -> None:
     found = solve(lambda: {"outer": GASLoC(5, step_size=alpha), "graph": RING})
     torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
     assert found.std() > 0.1
+
+
+def test_gasloc_with_another_optimizer_steps_by_the_own_drift_and_mixes_the_result() -> None:
+    phi, m = torch.full((5,), START, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    for w in matrices(MetropolisHastingsMixing(RING), 4):
+        drift = phi - descended(phi, 5)
+        m = 0.9 * m + drift
+        e = phi - 0.7 * (drift + 0.9 * m)
+        phi = e + 0.5 * (w @ e - e)
+
+    def nesterov(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+    found = solve(lambda: {"outer": GASLoC(5, optimizer=nesterov), "graph": RING})
+    torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
 
 
 def test_the_limit_of_gasloc_is_that_of_its_recursion() -> None:

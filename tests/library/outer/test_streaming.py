@@ -235,4 +235,6 @@ def test_fragments_that_do_not_fit_the_model_are_refused() -> None:
     ):
         GossipDataParallel(mlp(), process_group=solo_group(), outer=DiLoCo(fragments=[["0", "head"], ["2", "0.w"]]))
     with pytest.raises(ValueError, match=r"got PowerGossip\(.*expected fragments=1, or no gossiper"):
-        GossipDataParallel(mlp(), process_group=solo_group(), outer=GASLoC(fragments=2), gossiper=PowerGossip())
+        GossipDataParallel(
+            mlp(), process_group=solo_group(), outer=GASLoC(fragments=2, momentum=0.0), gossiper=PowerGossip()
+        )
