@@ -107,6 +107,7 @@ class RunConfig(MethodOptions, ABC):
         "wire_dtype": WIRE_DTYPES,
         "compressor": COMPRESSORS,
         "compression_bits": (2, 4, 8),
+        "outer_bits": (0, 4, 8),
     }
     POSITIVE: ClassVar[tuple[str, ...]] = (
         *("epochs", "accumulation_steps", "gossip_every", "nprocs_per_node", "num_threads", "keep_last"),

@@ -64,7 +64,8 @@ class ElasticOuterEngine(OuterEngine):
         if self._gathering is not None:
             raise ValueError(
                 f"got {outer} with a membership, expected a method that averages the drifts themselves: what a rank "
-                "keeps of what it has not sent is its own, and would be lost with it; e.g. DiLoCo or StreamingDiLoCo"
+                "keeps of what it has not sent is its own, and would be lost with it; e.g. DiLoCo or StreamingDiLoCo "
+                "without a compressor"
             )
         if outer.is_eager:
             raise ValueError(

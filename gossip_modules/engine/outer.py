@@ -36,7 +36,7 @@ class OuterEngine(SyncEngine):
     H optimizer steps, and blocks, as the rounds of `SyncEngine` do. What it computes is the method's: see
     `OuterMethod`. Between outer steps ranks train alone, or gossip where the method says so. Beside the model it keeps
     the anchor, one vector that is mixed, and what the outer optimizer remembers: with momentum, three copies of the
-    model.
+    model; and where drifts are compressed another one, of what was not sent.
 
     [Note: Fragments and delays] Fragment p of P takes its outer steps at the steps p H / P, p H / P + H, ... With a
     delay what it sends is mixed on the gossip thread, and applied at the forward `delay` steps later, which waits for

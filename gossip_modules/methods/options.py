@@ -94,6 +94,9 @@ class MethodOptions:
     """streamingdiloco: parts of the model that take outer steps at different times."""
     outer_delay: int = 1
     """streamingdiloco: steps for which an outer step travels under training, less than sync_period."""
+    outer_bits: int = 0
+    """diloco, streamingdiloco, eagerdiloco: bits of each entry of a drift that travels, 4 or 8; what they leave out is
+    in the next drift. 0: drifts travel as they are."""
 
     anchor_device: Literal["model", "cpu"] = "model"
     """cpu: the anchor and the state of the outer optimizer are in the host's memory; model: beside the model."""
@@ -136,6 +139,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
         "outer_momentum",
         "outer_fragments",
         "outer_delay",
+        "outer_bits",
         "anchor_device",
         "error_decay",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..compression.chunk_top_k import ChunkTopK
+from ..compression.quantizer import QSGD
 from ..compression.two_bit import TwoBit
 from ..outer.diloco import DiLoCo
 from ..outer.eager_diloco import EagerDiLoCo
@@ -23,18 +24,18 @@ from .wrapping import undirected_neighbours, wrap_with
 
 def diloco(options: MethodOptions, seed: int) -> OuterMethod:
     """DiLoCo."""
-    return DiLoCo(options.sync_period, **_settings(options))
+    return DiLoCo(options.sync_period, **_code(options, seed), **_settings(options))
 
 
 def streaming_diloco(options: MethodOptions, seed: int) -> OuterMethod:
     """Streaming DiLoCo."""
     cuts: dict[str, Any] = {"fragments": options.outer_fragments, "delay": options.outer_delay}
-    return StreamingDiLoCo(options.sync_period, **cuts, **_settings(options))
+    return StreamingDiLoCo(options.sync_period, **cuts, **_code(options, seed), **_settings(options))
 
 
 def eager_diloco(options: MethodOptions, seed: int) -> OuterMethod:
     """DiLoCo with eager updates."""
-    return EagerDiLoCo(options.sync_period, **_settings(options))
+    return EagerDiLoCo(options.sync_period, **_code(options, seed), **_settings(options))
 
 
 def slowmo(options: MethodOptions, seed: int) -> OuterMethod:
@@ -58,6 +59,16 @@ def sparse_loco(options: MethodOptions, seed: int) -> OuterMethod:
     return SparseLoCo(options.sync_period, decay=options.error_decay, compressor=code, **_rate_and_place(options))
 
 
+def _code(options: MethodOptions, seed: int) -> dict[str, Any]:
+    """Codes of so many bits, which send most of a drift at once, as momentum wants it: see `DiLoCo`."""
+    bits, bucket_sizes = options.outer_bits, {4: 32, 8: 512}
+    if not bits:
+        return {}
+    if bits not in bucket_sizes:
+        raise ValueError(f"got outer_bits={bits}, expected 4 or 8, or 0 for drifts as they are")
+    return {"compressor": QSGD(bits, bucket_sizes[bits], seed, unbiased=True)}
+
+
 def _settings(options: MethodOptions) -> dict[str, Any]:
     """Those of all that were set."""
     momentum = {"momentum": options.outer_momentum} if options.outer_momentum >= 0 else {}
@@ -71,6 +82,8 @@ def _rate_and_place(options: MethodOptions) -> dict[str, Any]:
 
 OPTIONS = frozenset({"sync_period", "outer_lr", "outer_momentum", "anchor_device", "nprocs_per_node"})
 """Those of all outer methods."""
+DILOCO_OPTIONS = OPTIONS | {"outer_bits"}
+"""Those of DiLoCo and what is made of it."""
 OUTER_METHODS: tuple[Method, ...] = (
     Method(
         "diloco",
@@ -86,7 +99,7 @@ OUTER_METHODS: tuple[Method, ...] = (
             "2311.08105",
         ),
         example="GossipDataParallel(model, outer=DiLoCo())",
-        options=OPTIONS,
+        options=DILOCO_OPTIONS,
     ),
     Method(
         "streamingdiloco",
@@ -102,7 +115,7 @@ OUTER_METHODS: tuple[Method, ...] = (
             "2501.18512",
         ),
         example="GossipDataParallel(model, outer=StreamingDiLoCo())",
-        options=OPTIONS | {"outer_fragments", "outer_delay"},
+        options=DILOCO_OPTIONS | {"outer_fragments", "outer_delay"},
     ),
     Method(
         "eagerdiloco",
@@ -118,7 +131,7 @@ OUTER_METHODS: tuple[Method, ...] = (
             "2502.12996",
         ),
         example="GossipDataParallel(model, outer=EagerDiLoCo())",
-        options=OPTIONS,
+        options=DILOCO_OPTIONS,
     ),
     Method(
         "sparseloco",

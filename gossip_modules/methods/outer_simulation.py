@@ -34,7 +34,7 @@ class AllAnchors(Anchor):
     """The anchors of all ranks, one after the other. What a rank compresses is of that rank alone."""
 
     def compress(self, x: Sequence[Tensor], compressor: Compressor) -> None:
-        """See `Anchor`; `gradients` become what the messages mean."""
+        """See `Anchor`; without messages."""
         for own, meant in zip(x, self.gradients, strict=True):
             rows = own.view(self.num_ranks, -1)
             meant.copy_(code_rows(compressor, rows, self._num_compressed).flatten())

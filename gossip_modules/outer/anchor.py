@@ -42,8 +42,9 @@ class Anchor:
         sent: what is mixed; the same layout.
         parameters: phi without buffers, one flat tensor for each of its segments; share memory with phi.
         gradients: `sent` without buffers, likewise.
-        messages: what travels in place of `gradients`, where a method has called `compress`: uint8, one for each of
-            them, with up to seven bytes after it, so that messages side by side begin at a multiple of 8 bytes.
+        messages: what travels in place of `gradients`, where a method has called `compress` or `compress_drift`: uint8,
+            one for each of them, with up to seven bytes after it, so that messages side by side begin at a multiple of
+            8 bytes.
         inner_rate: what `OuterMethod.inner_rate` gave at the last step of the model's optimizer; None: nothing.
     """
 
@@ -95,18 +96,34 @@ class Anchor:
         for drift, phi, own in zip(self.gradients, self.parameters, x, strict=True):
             torch.sub(phi, own, out=drift)
 
-    def compress(self, x: Sequence[Tensor], compressor: Compressor) -> None:
-        """messages <- C(x), and x <- x - C(x), which is what the messages leave out.
+    def compress_drift(self, compressor: Compressor, *, decay: float) -> None:
+        """Error feedback: e <- decay e + sent; messages and sent <- C(e); e <- e - C(e).
+
+        e is the memory "error", at first zeros: what the messages of this rank have left out so far. Buffers stay as
+        they are.
 
         Args:
-            x: like `gradients`; mutated.
+            compressor: C, a contraction.
+            decay: what is kept of e, 0 to 1.
+        """
+        errors = self.memory("error")
+        for error, drift in zip(errors, self.gradients, strict=True):
+            error.mul_(decay).add_(drift)
+        self.compress(errors, compressor)
+
+    def compress(self, x: Sequence[Tensor], compressor: Compressor) -> None:
+        """messages <- C(x), sent <- C(x), which is what they mean, and x <- x - C(x), which is what they leave out.
+
+        Args:
+            x: like `gradients`, but other tensors; mutated.
             compressor: C. Its round is the number of calls so far, which is the same on all ranks.
         """
         self.messages = [_with_padding(compressor.message_like(own)) for own in x]
-        for own, padded in zip(x, self.messages, strict=True):
+        for own, meant, padded in zip(x, self.gradients, self.messages, strict=True):
             message = padded[: compressor.num_bytes(own.numel(), own.dtype)]
             compressor.compress(own, message, t=self._num_compressed)
-            compressor.add_decompressed(message, own, alpha=-1.0)
+            compressor.add_decompressed(message, meant.zero_())
+            own.sub_(meant)
         self._num_compressed += 1
 
     def step(self, gradients: Sequence[Tensor] | None = None) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .anchor import MakeOptimizer
+from ..compression.compressor import Compressor
+from .anchor import Anchor, MakeOptimizer
 from .method import OuterMethod
 
 
@@ -28,6 +29,19 @@ class DiLoCo(OuterMethod):
     paper, where it is AdamW. With lr=1 and momentum=0 this is local SGD; with one worker it is SNOO (Kallusky et al.,
     2025, arXiv 2510.15830).
 
+    With a `compressor` C messages travel in the place of drifts, and what they leave out is in the next ones. With
+    r = `error_decay` and e_i zero at first:
+
+        e_i <- r e_i + (phi - x_i)
+        q_i <- C(e_i)                     # the message of rank i, which every rank gets
+        e_i <- e_i - q_i
+        D   <- 1/n  sum_j q_j             # in the place of the mean drift
+
+    What is left out comes late, and momentum makes more of what is late. With the default rates C must send at least
+    about half of a drift at once: `QSGD(4, bucket_size=32, unbiased=True)` does, while `QSGD(4)`, which sends a quarter
+    of it, and the largest entries alone make quadratic problems diverge. Such codes want less momentum, or none, as in
+    `SparseLoCo`.
+
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv 2311.08105,
     Algorithm 1.
 
@@ -39,10 +53,14 @@ class DiLoCo(OuterMethod):
             `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`. It gets flat tensors, one for each dtype, so it
             must work element by element, without a closure; the same on all ranks. A checkpoint restores its state,
             such as momentum, and keeps the rates that it is made with.
+        compressor: C, a contraction; the same on all ranks. It takes one more copy of the model for e. None: drifts
+            travel as they are.
+        error_decay: r, what is kept from one outer step to the next of what was not sent; 0 <= r <= 1.
 
     Raises:
-        ValueError: a rate out of range, or rates beside an optimizer; (when the model is wrapped) `optimizer` makes
-            none of the parameters that it is given, or one whose step needs a closure.
+        ValueError: a rate out of range, rates beside an optimizer, or an `error_decay` without a compressor; (when the
+            model is wrapped) `optimizer` makes none of the parameters that it is given, or one whose step needs a
+            closure.
 
     Example:
         >>> model = GossipDataParallel(model, outer=DiLoCo(sync_every=50, lr=0.7, momentum=0.9))
@@ -53,14 +71,34 @@ class DiLoCo(OuterMethod):
     lr: float = 0.7
     momentum: float = 0.9
     optimizer: MakeOptimizer | None = field(default=None, repr=False)
+    compressor: Compressor | None = None
+    error_decay: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_rates(lr=self.lr, momentum=self.momentum)
         self._check_optimizer(self.optimizer)
+        if self.compressor is not None:
+            self._check_error_feedback(self.compressor, error_decay=self.error_decay)
+        elif self.error_decay != DiLoCo.error_decay:
+            raise ValueError(
+                f"{type(self).__name__}: got error_decay={self.error_decay!r} without a compressor, expected one with "
+                "it: without, nothing is left out; pass e.g. compressor=QSGD(4, bucket_size=32, unbiased=True)"
+            )
+
+    @property
+    def wire_compressor(self) -> Compressor | None:
+        """See `OuterMethod`."""
+        return self.compressor
 
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
         """See `OuterMethod`."""
         if self.optimizer is not None:
             return self.optimizer(parameters)
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
+
+    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
+        """See `OuterMethod`: with a compressor e <- r e + (phi - x), of which the message is made."""
+        anchor.take_drift(x)
+        if self.compressor is not None:
+            anchor.compress_drift(self.compressor, decay=self.error_decay)

@@ -27,6 +27,10 @@ class EagerDiLoCo(DiLoCo):
     Anchors differ between ranks by what is under way; each drift is counted once on each rank. With one rank this is
     `DiLoCo`. Beside DiLoCo it keeps one more vector, so four copies of the model.
 
+    With a `compressor` q_i of `DiLoCo`, which is what the message of rank i means, is in the place of D_i in G_i: a
+    rank applies of itself at once what the others get of it, and its e_i has the rest. So anchors still differ only by
+    what is under way; with D_i at once and q_i at the others they would also differ by what was left out.
+
     Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
 
     The arguments are those of `DiLoCo`, and `fragments`, see `OuterMethod`.
@@ -54,9 +58,9 @@ class EagerDiLoCo(DiLoCo):
     def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
         """See `OuterMethod`: the outer step of this rank, then its drift is what is sent."""
         late = anchor.memory("late")  # of the others, from the outer step before
-        anchor.take_drift(x)
+        super().start(anchor, x)
         for sent, others in zip(anchor.gradients, late, strict=True):
-            others.add_(sent, alpha=1 / anchor.num_ranks)  # G, and D is kept in `sent`
+            others.add_(sent, alpha=1 / anchor.num_ranks)  # G, and the own part is kept in `sent`
         anchor.step(late)
         for sent, others in zip(anchor.gradients, late, strict=True):
             torch.mul(sent, -1 / anchor.num_ranks, out=others)

@@ -152,8 +152,8 @@ class OuterMethod(ABC):
     def wire_compressor(self) -> Compressor | None:
         """What makes the messages of all ranks, of which `sent` becomes the mean; None: `sent` travels as it is.
 
-        A method that has one averages over all ranks, and calls `Anchor.compress` in `start`. Buffers are averaged
-        exactly all the same.
+        A method that has one averages over all ranks, and calls `Anchor.compress_drift` or `Anchor.compress` in
+        `start`. Buffers are averaged exactly all the same.
         """
         return None
 
@@ -229,6 +229,21 @@ class OuterMethod(ABC):
             raise ValueError(
                 f"{type(self).__name__}: got momentum={momentum!r}, expected 0 <= momentum < 1; 1 would sum up all "
                 "drifts for ever"
+            )
+
+    def _check_error_feedback(self, compressor: object, **decays: float) -> None:
+        """Raise ValueError where it is no compressor, or a decay of what its messages leave out is none."""
+        name = type(self).__name__
+        for argument, value in decays.items():
+            if not (is_number(value) and 0 <= value <= 1):
+                raise ValueError(
+                    f"{name}: got {argument}={value!r}, expected 0 <= {argument} <= 1: above 1 what was not sent would "
+                    "grow; 1 keeps all of it, and 0.95 is usual for SparseLoCo"
+                )
+        if not isinstance(compressor, Compressor):
+            raise ValueError(
+                f"{name}: got compressor={compressor!r}, expected a Compressor; pass e.g. "
+                "ChunkTopK(64, values=TwoBit()) to SparseLoCo, and QSGD(4, bucket_size=32, unbiased=True) to DiLoCo"
             )
 
 

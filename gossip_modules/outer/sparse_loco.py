@@ -13,7 +13,7 @@ from ..compression.chunk_top_k import ChunkTopK
 from ..compression.compressor import Compressor
 from ..compression.two_bit import TwoBit
 from .anchor import Anchor
-from .method import OuterMethod, is_number
+from .method import OuterMethod
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class SparseLoCo(OuterMethod):
         x_i <- phi
 
     All ranks keep the same phi. What a rank has not sent fades with b from outer step to outer step, which does locally
-    what the momentum of `DiLoCo` does for all. The user's own optimizer takes the inner steps and keeps its state. With
-    a compressor that loses nothing and b = 0 this is `DiLoCo(lr=a, momentum=0)`.
+    what the momentum of `DiLoCo` does for all. The user's own optimizer takes the inner steps and keeps its state. This
+    is `DiLoCo(lr=a, momentum=0, compressor=C, error_decay=b)`, by which other outer optimizers get such messages.
 
     Sarfi, Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv
     2508.15706, Algorithm 1.
@@ -60,16 +60,7 @@ class SparseLoCo(OuterMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_rates(lr=self.lr, momentum=0.0)
-        if not (is_number(self.decay) and 0 <= self.decay <= 1):
-            raise ValueError(
-                f"SparseLoCo: got decay={self.decay!r}, expected 0 <= decay <= 1: above 1 what was not sent would "
-                "grow; 0.95 is usual"
-            )
-        if not isinstance(self.compressor, Compressor):
-            raise ValueError(
-                f"SparseLoCo: got compressor={self.compressor!r}, expected a Compressor; pass e.g. "
-                "ChunkTopK(64, values=TwoBit())"
-            )
+        self._check_error_feedback(self.compressor, decay=self.decay)
 
     @property
     def wire_compressor(self) -> Compressor:
@@ -83,7 +74,4 @@ class SparseLoCo(OuterMethod):
     def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
         """See `OuterMethod`: e <- b e + (phi - x), of which the message is made."""
         anchor.take_drift(x)
-        errors = anchor.memory("error")
-        for error, drift in zip(errors, anchor.gradients, strict=True):
-            error.mul_(self.decay).add_(drift)
-        anchor.compress(errors, self.compressor)
+        anchor.compress_drift(self.compressor, decay=self.decay)

@@ -23,12 +23,12 @@ class StreamingDiLoCo(DiLoCo):
     So where P <= H a step sends 1 / P of the model at most, H / P steps apart, and training does not wait where that
     takes less than tau steps. Where P > H several fragments have the same steps, and travel one after the other. All
     ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds what travels to 4
-    bits; here it travels as it is.
+    bits; here a `compressor` of `DiLoCo` does so, and what it leaves out of a fragment is in its next message.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, arXiv
     2501.18512, Algorithm 2.
 
-    `lr`, `momentum` and `optimizer` are those of `DiLoCo`.
+    `lr`, `momentum`, `optimizer`, `compressor` and `error_decay` are those of `DiLoCo`.
 
     Args:
         sync_every: H, the steps from one outer step of a fragment to its next; 100 in the paper.
@@ -41,6 +41,11 @@ class StreamingDiLoCo(DiLoCo):
 
     Example:
         >>> model = GossipDataParallel(model, outer=StreamingDiLoCo(sync_every=100, fragments=4, delay=5))
+
+        In codes of 4 bits, and a scale for each 32 of them:
+
+        >>> code = QSGD(bits=4, bucket_size=32, unbiased=True)
+        >>> model = GossipDataParallel(model, outer=StreamingDiLoCo(fragments=4, delay=5, compressor=code))
     """
 
     sync_every: int = 100

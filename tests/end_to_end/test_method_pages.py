@@ -15,6 +15,7 @@ from torch import nn
 
 from gossip_modules import (
     D2,
+    QSGD,
     Choco,
     DecentLaM,
     DeepSqueeze,
@@ -202,6 +203,7 @@ def gossip(make_options: Callable[[], dict[str, object]]) -> Make:
 
 
 RING = RingGraph(NUM_RANKS, peers_per_itr=2)
+FOUR_BITS = QSGD(4, bucket_size=32, unbiased=True)
 COSTS: dict[str, tuple[Make, float]] = {
     # bytes that a rank sends per step, by the page
     "localsgd": (gossip(lambda: {"schedule": Schedule(gossip_every=3, average_every=1)}), 2 * 3 / 4 * P / 3),
@@ -212,6 +214,16 @@ COSTS: dict[str, tuple[Make, float]] = {
     "eagerdiloco": (gossip(lambda: {"outer": EagerDiLoCo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
     # 64 of 4096 entries and 32 of the last 2048, 11 to 12 bits each, to each of the three others.
     "sparseloco": (gossip(lambda: {"outer": SparseLoCo(3)}), 3 * (8 + 24 + 108 + 4) * 3 / NUM_ROUNDS),
+    # 4 bits for each entry, and a float32 for each 32 of them: 5 of 32 bits, to each of the three others.
+    "diloco in 4 bits": (gossip(lambda: {"outer": DiLoCo(3, compressor=FOUR_BITS)}), 3 * P / 6.4 * 3 / NUM_ROUNDS),
+    "streamingdiloco in 4 bits": (
+        gossip(lambda: {"outer": StreamingDiLoCo(4, fragments=2, compressor=FOUR_BITS)}),
+        3 * P / 6.4 * 2.5 / NUM_ROUNDS,
+    ),
+    "eagerdiloco in 4 bits": (
+        gossip(lambda: {"outer": EagerDiLoCo(3, compressor=FOUR_BITS)}),
+        3 * P / 6.4 * 3 / NUM_ROUNDS,
+    ),
     "slowmo": (gossip(lambda: {"outer": SlowMo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
     "noloco": (gossip(lambda: {"outer": NoLoCo(3)}), P * 3 / NUM_ROUNDS),
     "gasloc": (gossip(lambda: {"outer": GASLoC(3), "graph": RING}), 2 * P * 3 / NUM_ROUNDS),

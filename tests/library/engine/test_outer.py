@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import (
+    QSGD,
     ChunkTopK,
     DiLoCo,
     EagerDiLoCo,
@@ -49,6 +50,7 @@ METHODS: list[OuterMethod] = [
     NoLoCo(3),
     GASLoC(3),
     SparseLoCo(3, compressor=ChunkTopK(3, 16, values=TwoBit(8))),
+    DiLoCo(3, compressor=QSGD(4, bucket_size=8, unbiased=True)),
 ]
 NAMES_BUT_FIRST = [name for name, _ in net().named_children() if name != "first"]
 LATE: list[OuterMethod] = [
@@ -56,6 +58,8 @@ LATE: list[OuterMethod] = [
     EagerDiLoCo(3, fragments=[["first"], NAMES_BUT_FIRST]),
     GASLoC(3, fragments=2, delay=1),
     SparseLoCo(3, compressor=RandomK(0.1), fragments=2, delay=1),
+    StreamingDiLoCo(4, fragments=2, delay=2, compressor=QSGD(4, bucket_size=8, unbiased=True), error_decay=0.9),
+    EagerDiLoCo(3, fragments=[["first"], NAMES_BUT_FIRST], compressor=QSGD(4, bucket_size=8, unbiased=True)),
 ]
 
 
@@ -302,8 +306,9 @@ def test_a_rank_that_is_not_finite_raises_or_goes_back_to_its_anchor(outer: Oute
         StreamingDiLoCo(4, fragments=[["first"], NAMES_BUT_FIRST], delay=2),
         StreamingDiLoCo(2, fragments=[["first"], ["norm"], ["second"]], delay=1),  # the first two start in one step
         EagerDiLoCo(3, fragments=[["first"], NAMES_BUT_FIRST]),
+        StreamingDiLoCo(4, fragments=[["first"], NAMES_BUT_FIRST], delay=2, compressor=QSGD(4)),
     ],
-    ids=["streaming", "two-in-one-step", "eager"],
+    ids=["streaming", "two-in-one-step", "eager", "compressed"],
 )
 def test_who_takes_its_model_back_takes_the_step_again(outer: OuterMethod) -> None:
     """Where what a fragment would send is not finite, nothing that has come was applied and nothing was sent."""
@@ -335,7 +340,11 @@ def test_who_takes_its_model_back_takes_the_step_again(outer: OuterMethod) -> No
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("outer", [DiLoCo(2), SparseLoCo(2, compressor=TopK(1.0))], ids=["diloco", "sparse"])
+@pytest.mark.parametrize(
+    "outer",
+    [DiLoCo(2), SparseLoCo(2, compressor=TopK(1.0)), EagerDiLoCo(2, compressor=TopK(1.0))],
+    ids=["diloco", "sparse", "eager"],
+)
 @pytest.mark.parametrize("num_shards", [2, 7])
 def test_outer_steps_on_the_shards_of_a_node_are_those_of_the_whole(num_shards: int, outer: OuterMethod) -> None:
     """A small model has fewer elements than shards, of which some are empty then."""

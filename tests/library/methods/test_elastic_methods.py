@@ -66,6 +66,7 @@ def test_a_method_takes_a_membership_or_its_wrapper_says_why_not(name: str) -> N
         ("wagma", {"wait_avoiding": False}, "got wait_avoiding=False with a membership"),
         ("wagma", {"group_size": 1}, "got group_size=1 with a membership"),
         ("choco", {"compressor": "qsgd", "compression_bits": 2}, "and no step_size, expected one"),
+        ("streamingdiloco", {"outer_bits": 4}, "expected a method that averages the drifts themselves"),
     ],
 )
 def test_options_that_a_membership_does_not_carry(name: str, options: dict[str, Any], message: str) -> None:

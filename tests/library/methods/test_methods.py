@@ -23,6 +23,7 @@ from gossip_modules.methods.__main__ import methods_table, step_sizes_table
 from gossip_modules.methods.compressors import COMPRESSORS
 from gossip_modules.methods.graphs import peers_by_round
 from gossip_modules.methods.one_thread import GossiperRule, make_transports, measured_message
+from gossip_modules.methods.outer_simulation import simulate_outer
 from gossip_modules.methods.sparta_method import SpartaRule
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
@@ -53,6 +54,22 @@ class HalfStep(gm.Gossiper):
         for peer, theirs in self._theirs.items():
             s.add_(theirs, alpha=weights.inp[peer] / 2)
             s.add_(self._mine, alpha=-weights.inp[peer] / 2)
+
+
+class Half(gm.Compressor):
+    """Half of each entry, as it is."""
+
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        return 8 * d
+
+    def _encode(self, x: torch.Tensor, message: torch.Tensor, t: int) -> None:
+        message.view(torch.float64).copy_(x / 2)
+
+    def _add(self, message: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, alpha: float) -> None:
+        target.add_(message.view(torch.float64), alpha=alpha)
+
+    def __repr__(self) -> str:
+        return "Half()"
 
 
 @pytest.fixture
@@ -140,6 +157,22 @@ def test_the_simulator_refuses_graphs_on_which_a_method_diverges(name: str) -> N
     setting = replace(CLUSTER, world_size=10 if name.startswith("gasloc") else 32)
     with pytest.raises(ValueError, match="where the differences between ranks grow"):
         make_method(Choice.parse(name), setting)
+
+
+@pytest.mark.parametrize("method", [gm.DiLoCo, gm.StreamingDiLoCo, gm.EagerDiLoCo])
+def test_the_simulator_compresses_drifts_as_training_does(method: type[gm.DiLoCo]) -> None:
+    """Problem Q, whose models are one number, of which a message has half."""
+    options: dict[str, Any] = {"fragments": 1, "delay": 0} if method is gm.StreamingDiLoCo else {}
+    outer = method(5, compressor=Half(), momentum=0.5, **options)
+    setting = replace(CLUSTER, world_size=5, local_steps=5)
+    simulated = simulate_outer(lambda options, seed: outer)(Choice.parse("diloco"), setting)
+    x = torch.full((5, 1), START, dtype=torch.float64)
+    for step in range(21):
+        simulated.forward(x)
+        if step < 20:
+            x.copy_(descended(x[:, 0], 1)[:, None])
+    torch.testing.assert_close(x[:, 0], solve(lambda: {"outer": outer}), rtol=0, atol=1e-12)
+    assert simulated.sent_bytes == 4 * 4 * 8 * setting.num_parameters
 
 
 def test_the_simulator_sends_the_messages_of_sparse_loco() -> None:

@@ -9,7 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import ChunkTopK, Compressor, DiLoCo, GossipDataParallel, RandomK, SparseLoCo, TopK, TwoBit
+from gossip_modules import (
+    ChunkTopK,
+    Compressor,
+    DiLoCo,
+    GossipDataParallel,
+    OuterMethod,
+    RandomK,
+    SparseLoCo,
+    TopK,
+    TwoBit,
+)
 from tests.harness.ranks import run_ranks
 from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, solve
 
@@ -32,7 +42,7 @@ class Elements(nn.Module):
         return CURVATURES[rank] / 2 * (self.x - minima(rank)).square().sum()
 
 
-def train(outer: SparseLoCo) -> tuple[list[Tensor], float]:
+def train(outer: OuterMethod) -> tuple[list[Tensor], float]:
     """The models of all ranks after each step, float64 [NUM_RANKS, D], and the bytes that rank 0 has sent."""
 
     def body(group: dist.ProcessGroup) -> tuple[list[Tensor], float]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import (
+    QSGD,
     DiLoCo,
     DynamicBipartiteExponentialGraph,
     EagerDiLoCo,
@@ -172,8 +173,9 @@ def test_each_fragment_meets_every_matrix_of_a_graph(fragments: int) -> None:
     [
         *((DiLoCo(2), 3), (StreamingDiLoCo(2, fragments=2), 3), (EagerDiLoCo(2), 4), (SparseLoCo(2), 3)),
         *((DiLoCo(2, lr=1.0, momentum=0.0), 2), (DiLoCo(2, anchor_device="cpu"), 3)),
+        *((DiLoCo(2, compressor=QSGD(4)), 4), (EagerDiLoCo(2, compressor=QSGD(4)), 5)),
     ],
-    ids=["diloco", "streaming", "eager", "sparse", "localsgd", "in-host-memory"],
+    ids=["diloco", "streaming", "eager", "sparse", "localsgd", "in-host-memory", "compressed", "compressed-eager"],
 )
 def test_memory_is_what_the_pages_say(outer: OuterMethod, num_models: int) -> None:
     """Copies of the model that the engine keeps: tensors that share memory count once."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from gossip_modules.matcha.__main__ import main as write_plan
-from gossip_modules.methods import METHOD_OPTIONS, METHODS, Context, used_options, wrap
+from gossip_modules.methods import METHOD_OPTIONS, METHODS, Context, MethodOptions, used_options, wrap
 from gossip_modules.methods.graphs import base_graph, make_graph, make_static_graph, make_undirected_graph
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.train.run.test_checkpoint import Ranks
@@ -372,6 +372,17 @@ def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) 
     sparse = wrapped(6, recipe="sparseloco", sync_period=7, compression_ratio=0.03, error_decay=0.9)["outer"]
     code = gm.ChunkTopK(123, 4096, values=gm.TwoBit())
     assert str(sparse) == str(gm.SparseLoCo(7, lr=1.0, decay=0.9, compressor=code))
+    for bits, qsgd in ((4, gm.QSGD(4, 32, 1, unbiased=True)), (8, gm.QSGD(8, 512, 1, unbiased=True))):
+        for recipe, method in (("diloco", gm.DiLoCo), ("eagerdiloco", gm.EagerDiLoCo)):
+            assert str(wrapped(6, recipe=recipe, outer_bits=bits)["outer"]) == str(method(10, compressor=qsgd))
+        streaming = gm.StreamingDiLoCo(10, momentum=0.5, compressor=qsgd)
+        found = wrapped(6, recipe="streamingdiloco", outer_bits=bits, outer_momentum=0.5)["outer"]
+        assert str(found) == str(streaming)
+    with pytest.raises(ValueError, match=r"got outer_bits=2, expected one of 0, 4, 8"):
+        Config(recipe="diloco", outer_bits=2)
+    with pytest.raises(ValueError, match=r"got outer_bits=2, expected 4 or 8, or 0 for drifts as they are"):
+        METHODS["diloco"].make(nn.Linear(1, 1), MethodOptions(outer_bits=2), Context())
+    assert "outer_bits" not in used_options(METHODS["slowmo"], Config(outer_bits=4))
     with pytest.raises(ValueError, match=r"NoLoCo: got pull=0.7 with momentum=0.9, expected pull < 2"):
         wrapped(4, recipe="noloco", outer_momentum=0.9)
 
