@@ -37,7 +37,7 @@ class RunConfig(MethodOptions, ABC):
     """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd,
     diloco, streamingdiloco, eagerdiloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2, exactdiffusion,
     gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is. qgdsgdm and
-    decentlam work where SGD steps the model, as in train.gossip_sgd."""
+    decentlam work where SGD steps the model, as in train.gossip_sgd, and elsewhere with --optimizer sgd."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
@@ -100,7 +100,7 @@ class RunConfig(MethodOptions, ABC):
     """Optimizer steps from one point of TensorBoard and of the progress bar to the next."""
 
     OPTIMIZER: ClassVar[str] = "SGD"
-    """What steps the model, a class of torch.optim; with another one than SGD, recipes that need that are refused."""
+    """What steps the model, a class of torch.optim, where no option says it; see `optimizer_class`."""
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
         "recipe": METHODS,
         "graph": [*GRAPHS, *PREDEFINED_GRAPHS, *TREES],
@@ -130,6 +130,8 @@ class RunConfig(MethodOptions, ABC):
     """0 or more, less than 1."""
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "accumulation_steps", "seed", "amp", *METHOD_OPTIONS)
     """What a run shares with every checkpoint it can go on from."""
+    LATER: ClassVar[tuple[str, ...]] = ()
+    """Those of them that older checkpoints lack, which reads as "": the default is written down as that too."""
     SETTINGS: ClassVar[tuple[str, ...]] = (
         *("label_smoothing", "clip_norm", "compile", "num_threads", "min_workers", "scale_lr"),
     )
@@ -180,11 +182,13 @@ class RunConfig(MethodOptions, ABC):
                 "1 takes the peer's model"
             )
 
-        if METHODS[self.recipe].needs_sgd and self.OPTIMIZER != "SGD":
+        if METHODS[self.recipe].needs_sgd and self.optimizer_class != "SGD":
+            has_sgd = "sgd" in self.CHOICES.get("optimizer", ())
+            remedy = "pass --optimizer sgd" if has_sgd else "take a task that trains by SGD, such as train.gossip_sgd"
             raise ValueError(
-                f"got recipe={self.recipe!r} where {self.OPTIMIZER} steps the model, expected one that takes this "
-                f"optimizer: the momentum of SGD is part of {METHODS[self.recipe].title}; take --recipe d2 or "
-                "gradienttracking, which take any, or a task that trains by SGD, such as train.gossip_sgd"
+                f"got recipe={self.recipe!r} where {self.optimizer_class} steps the model, expected one that takes "
+                f"this optimizer: the momentum of SGD is part of {METHODS[self.recipe].title}; {remedy}, or take "
+                "--recipe d2 or gradienttracking, which take any"
             )
         if self.elastic:
             self._check_elastic()
@@ -202,6 +206,11 @@ class RunConfig(MethodOptions, ABC):
             )
         if self.backend not in ("auto", "gloo"):
             raise ValueError(f"got --elastic with --backend {self.backend}, expected gloo: its links can be replaced")
+
+    @property
+    def optimizer_class(self) -> str:
+        """What steps the model, a class of torch.optim; with another one than SGD, recipes that need it are refused."""
+        return self.OPTIMIZER
 
     @property
     def num_founders(self) -> int:
@@ -225,6 +234,7 @@ class RunConfig(MethodOptions, ABC):
         """
         config = without_unused(METHODS[self.recipe], self)
         identity = {name: _plain(getattr(config, name)) for name in self.IDENTITY}
+        identity |= {name: "" for name in self.LATER if getattr(config, name) == getattr(type(self), name)}
         if config.plan:  # what it says, not where it lies
             identity["plan"] = repr(MatchaGraph.from_plan(config.plan))
         return identity

@@ -42,10 +42,13 @@ def text(tmp_path: Path) -> str:
 def train_by_every_recipe(rank: int, folder: str, text: str, world_size: int) -> list[str]:
     """Two steps of both kinds of models by each recipe; those that did not move the embeddings."""
     failed = []
-    for recipe in (name for name, method in METHODS.items() if not method.needs_sgd):
+    for recipe, method in METHODS.items():
+        optimizer = "sgd" if method.needs_sgd else "adamw"
         for model in ("gpt-tiny", "lstm-tiny"):
             out_dir = f"{folder}/{recipe}_{model}"
-            config = LanguageModelConfig(recipe=recipe, model=model, data_dir=text, out_dir=out_dir, **SMALL)
+            config = LanguageModelConfig(
+                recipe=recipe, optimizer=optimizer, model=model, data_dir=text, out_dir=out_dir, **SMALL
+            )
             with make_run(rank, world_size, config, LanguageModelTask) as run:
                 embeddings = next(run.wrapper.module.parameters())
                 before = embeddings.detach().clone()
@@ -68,9 +71,18 @@ def test_every_recipe_trains_a_language_model(tmp_path: Path, text: str) -> None
 
 @pytest.mark.soak
 @pytest.mark.e2e
-@pytest.mark.parametrize("model", ["gpt-tiny", "lstm-tiny"])
-def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path, text: str, model: str) -> None:
-    config = LanguageModelConfig(data_dir=text, model=model, **SMALL)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"model": "lstm-tiny"},
+        {"optimizer": "sgd", "recipe": "qgdsgdm"},
+    ],
+)
+def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(
+    tmp_path: Path, text: str, options: dict[str, Any]
+) -> None:
+    config = LanguageModelConfig(data_dir=text, **options, **SMALL)
     for outcome in run_processes(2, train_twice, str(tmp_path), 2, config, LanguageModelTask):
         assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
 

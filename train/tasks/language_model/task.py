@@ -19,6 +19,7 @@ from train.tasks.language_model.models import make_language_model
 from train.tasks.language_model.optim import WarmupCosine, adamw
 from train.tasks.language_model.packed_text import PackedText, SequenceBatches, steps_in
 from train.tasks.language_model.text_folder import TextFolder, beginning, read, share_of
+from train.tasks.momentum_sgd import sgd
 from train.tasks.token_scores import count_tokens, mean_loss, nll, num_right
 
 TOKENIZER_BYTES = 10_000_000
@@ -86,7 +87,10 @@ class LanguageModelTask(Task):
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """See `Task`."""
-        return adamw(module, weight_decay=self.config.weight_decay)
+        config = self.config
+        if config.optimizer == "sgd":
+            return sgd(module, momentum=config.momentum, weight_decay=config.weight_decay)
+        return adamw(module, weight_decay=config.weight_decay)
 
     def learning_rate(self, step: int) -> float:
         """See `Task`."""

@@ -95,7 +95,7 @@ def test_a_model_learns_and_loss_and_correct_tokens_leave_padding_out(config: La
     (task,) = make_tasks(config)
     model = task.make_model()
     optimizer = adamw(model, weight_decay=0.1)
-    assert type(optimizer).__name__ == config.OPTIMIZER
+    assert type(optimizer).__name__ == config.optimizer_class
     losses = []
     stream = task.train_stream(0)
     for _ in range(8):
@@ -200,7 +200,10 @@ def test_ranks_with_other_text_are_named(config: LanguageModelConfig, tmp_path: 
         (["--validation-share", "1"], r"got validation_share=1.*, expected less"),
         (["--model", "gpt3"], r"got model='gpt3', expected one of gpt-tiny"),
         (["--clip-norm", "-1"], r"got clip_norm=-1.*, expected 0 or more"),
-        (["--recipe", "qgdsgdm"], r"got recipe='qgdsgdm' where AdamW steps the model, expected one .*; take .* d2 or"),
+        (
+            ["--recipe", "qgdsgdm"],
+            r"got recipe='qgdsgdm' where AdamW steps the model, expected one .*; pass --optimizer sgd, or",
+        ),
         (["--out-dir", "r", "--tokenizer", "r/tokenizer.json"], r"got tokenizer='r/tokenizer\.json' in the folder of"),
     ],
 )
