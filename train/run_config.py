@@ -27,6 +27,7 @@ from gossip_modules.methods import (
 from gossip_modules.methods.compressors import COMPRESSORS, WIRE_DTYPES
 from gossip_modules.methods.graphs import GRAPHS
 from train.job.world import World
+from train.methods.moments import MomentPeriods
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class RunConfig(MethodOptions, ABC):
     """Share of the target that is spread evenly over all classes."""
     clip_norm: float = 0.0
     """Gradients of a larger norm are scaled down to this one, in each rank by itself; 0: they stay as they are."""
+    first_moment_period: int = 0
+    """DES-LOC: optimizer steps from one average of the optimizer's first moments over all ranks to the next, such as
+    three times sync_period. Of sgd that is the momentum. 0: never, each rank keeps its own."""
+    second_moment_period: int = 0
+    """The same for the second moments, which Adam and AdamW have, such as six times sync_period; 0: never."""
     amp: Literal["none", "bfloat16", "float16"] = "none"
     """Autocast dtype; float16 scales the loss with a GradScaler."""
     compile: str = "none"
@@ -116,6 +122,7 @@ class RunConfig(MethodOptions, ABC):
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
         *("sync_period", "divergence_threshold", "clip_norm", "outer_lr", "max_workers", "consensus_target"),
+        *("first_moment_period", "second_moment_period"),
     )
     ZERO: ClassVar[Mapping[str, str]] = {
         "step_size": "is the published one",
@@ -128,9 +135,12 @@ class RunConfig(MethodOptions, ABC):
     """More than 0, at most 1."""
     BELOW_ONE: ClassVar[tuple[str, ...]] = ("label_smoothing",)
     """0 or more, less than 1."""
-    IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "accumulation_steps", "seed", "amp", *METHOD_OPTIONS)
+    IDENTITY: ClassVar[tuple[str, ...]] = (
+        *("recipe", "accumulation_steps", "seed", "amp", "first_moment_period", "second_moment_period"),
+        *METHOD_OPTIONS,
+    )
     """What a run shares with every checkpoint it can go on from."""
-    LATER: ClassVar[tuple[str, ...]] = ()
+    LATER: ClassVar[tuple[str, ...]] = ("first_moment_period", "second_moment_period")
     """Those of them that older checkpoints lack, which reads as "": the default is written down as that too."""
     SETTINGS: ClassVar[tuple[str, ...]] = (
         *("label_smoothing", "clip_norm", "compile", "num_threads", "min_workers", "scale_lr"),
@@ -139,6 +149,7 @@ class RunConfig(MethodOptions, ABC):
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "general": ("recipe", "out_dir", "resume", "overwrite", "seed"),
         "training": ("epochs", "accumulation_steps", "label_smoothing", "clip_norm", "amp", "compile"),
+        "average of the optimizer": ("first_moment_period", "second_moment_period"),
         "process": ("backend", "comm_device", "timeout_seconds", "num_threads", "deterministic"),
         "elastic": ("elastic", "min_workers", "max_workers", "store", "scale_lr", "min_deadline"),
         "checkpoint and log": (
@@ -190,6 +201,7 @@ class RunConfig(MethodOptions, ABC):
                 f"this optimizer: the momentum of SGD is part of {METHODS[self.recipe].title}; {remedy}, or take "
                 "--recipe d2 or gradienttracking, which take any"
             )
+        self.moment_periods.check(self.recipe, self.optimizer_class, is_elastic=self.elastic)
         if self.elastic:
             self._check_elastic()
 
@@ -211,6 +223,11 @@ class RunConfig(MethodOptions, ABC):
     def optimizer_class(self) -> str:
         """What steps the model, a class of torch.optim; with another one than SGD, recipes that need it are refused."""
         return self.OPTIMIZER
+
+    @property
+    def moment_periods(self) -> MomentPeriods:
+        """When moments of the optimizer are averaged over all ranks."""
+        return MomentPeriods(self.first_moment_period, self.second_moment_period)
 
     @property
     def num_founders(self) -> int:

@@ -77,6 +77,7 @@ def test_every_recipe_trains_a_language_model(tmp_path: Path, text: str) -> None
         {},
         {"model": "lstm-tiny"},
         {"optimizer": "sgd", "recipe": "qgdsgdm"},
+        {"model": "lstm-tiny", "recipe": "localsgd", "sync_period": 2, "first_moment_period": 3},
     ],
 )
 def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(
@@ -85,6 +86,28 @@ def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(
     config = LanguageModelConfig(data_dir=text, **options, **SMALL)
     for outcome in run_processes(2, train_twice, str(tmp_path), 2, config, LanguageModelTask):
         assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
+
+
+def which_moments_are_equal(rank: int, folder: str, text: str, world_size: int) -> list[list[bool]]:
+    """After each of three steps: whether the first, and the second, moments of all ranks are the same."""
+    periods: dict[str, Any] = {"sync_period": 99, "first_moment_period": 2, "second_moment_period": 3}
+    options: dict[str, Any] = {"model": "lstm-tiny", "recipe": "localsgd", "out_dir": folder, **periods}
+    found = []
+    with make_run(rank, world_size, LanguageModelConfig(data_dir=text, **options, **SMALL), LanguageModelTask) as run:
+        run.wrapper.train()
+        for position in (1, 2, 3):
+            run.train_until(position, tqdm(disable=True))
+            state = run.state.optimizer.state[next(run.wrapper.module.parameters())]
+            sums = run.world.gather([float(state[name].double().sum()) for name in ("exp_avg", "exp_avg_sq")])
+            found.append([values[0] == values[1] for values in zip(*sums, strict=True)])
+        run.finish()
+    return found
+
+
+@pytest.mark.e2e
+def test_moments_are_averaged_each_at_its_own_period(tmp_path: Path, text: str) -> None:
+    for outcome in run_processes(2, which_moments_are_equal, str(tmp_path / "run"), text, 2):
+        assert (outcome.result, outcome.error) == ([[False, False], [True, False], [False, True]], "")
 
 
 def start(out_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

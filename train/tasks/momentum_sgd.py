@@ -28,17 +28,23 @@ def sgd(
     return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=nesterov and momentum > 0)
 
 
-def check_sgd(recipe: str, *, momentum: float, nesterov: bool = False) -> None:
+def check_sgd(recipe: str, *, momentum: float, nesterov: bool = False, first_moment_period: int = 0) -> None:
     """Check that a recipe can train by SGD with this momentum.
 
     Raises:
-        ValueError: it needs a momentum and there is none, or it does not take Nesterov's form.
+        ValueError: it needs a momentum and there is none, or it does not take Nesterov's form; or there is no momentum
+            to average, see `RunConfig.first_moment_period`.
     """
     method = METHODS[recipe]
     if method.needs_sgd and not momentum:
         raise ValueError(
             f"got momentum={momentum} with recipe={recipe!r}, expected more: the momentum of SGD is "
             f"part of {method.title}; pass --momentum 0.9, or take --recipe d2 or gradienttracking"
+        )
+    if first_moment_period and not momentum:
+        raise ValueError(
+            f"got first_moment_period={first_moment_period} with momentum={momentum}, expected 0: there is no momentum "
+            "to average; pass --momentum 0.9, or leave it out"
         )
     if nesterov and issubclass(method.algorithm, UpdateRule) and not method.algorithm.takes_nesterov:
         raise ValueError(

@@ -40,7 +40,7 @@ class TokenConfig(RunConfig, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer == "sgd":
-            check_sgd(self.recipe, momentum=self.momentum)
+            check_sgd(self.recipe, momentum=self.momentum, first_moment_period=self.first_moment_period)
         elif self.momentum != type(self).momentum:
             raise ValueError(
                 f"got momentum={self.momentum} with optimizer={self.optimizer!r}, expected {type(self).momentum}, "

@@ -120,7 +120,12 @@ class Config(RunConfig):
             raise ValueError(f"got milestones={self.milestones}, expected epochs after the first; --lr is for it")
         if list(self.milestones) != sorted(self.milestones):
             raise ValueError(f"got milestones={self.milestones}, expected ascending epochs; sort them")
-        check_sgd(self.recipe, momentum=self.momentum, nesterov=self.nesterov)
+        check_sgd(
+            self.recipe,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            first_moment_period=self.first_moment_period,
+        )
         if self.elastic and self.dirichlet_alpha:
             raise ValueError(
                 f"got dirichlet_alpha={self.dirichlet_alpha} with --elastic, expected 0: workers share all images, and "
