@@ -88,6 +88,19 @@ def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(
         assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
 
 
+@pytest.mark.e2e
+def test_a_resumed_run_goes_on_with_the_same_uneven_shares(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / "text" / folder).mkdir(parents=True)
+        for number in range(8):
+            lines = [f"{folder} {number}: the number {i} follows {i - 1}\n" for i in range(30)]
+            (tmp_path / "text" / folder / f"{number}.txt").write_text("".join(lines))
+    options: dict[str, Any] = {"data_dir": str(tmp_path / "text"), "validation_share": 0.2, "dirichlet_alpha": 0.1}
+    config = LanguageModelConfig(model="lstm-tiny", **options, **SMALL)
+    for outcome in run_processes(2, train_twice, str(tmp_path), 2, config, LanguageModelTask):
+        assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
+
+
 def which_moments_are_equal(rank: int, folder: str, text: str, world_size: int) -> list[list[bool]]:
     """After each of three steps: whether the first, and the second, moments of all ranks are the same."""
     periods: dict[str, Any] = {"sync_period": 99, "first_moment_period": 2, "second_moment_period": 3}
@@ -144,6 +157,10 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_2(tmp_path: Path, text: 
     for options, message in (
         (["--data-dir", str(tmp_path / "empty")], r"rank 0: got no file in .*, expected text files; .*"),
         (["--data-dir", text], r"rank 0: got byte 0x89 at 0 of .*train\.png, expected UTF-8 text; .*"),
+        (
+            ["--data-dir", text, "--files", "*.txt", "--dirichlet-alpha", "0.1"],
+            r"rank 0: got dirichlet_alpha=0\.1 and 1 training files, none of them in a folder, expected .*",
+        ),
         (["--data-dir", text, "--files", "*.txt", "--sequence-length", "9999"], r"rank 0: got \d+ tokens of .*"),
     ):
         done = start(tmp_path / "run", *options)

@@ -44,6 +44,9 @@ class LanguageModelConfig(TokenConfig):
     """Patterns of the names of files to read, such as '*.txt' '*.md'; none: all but hidden ones."""
     validation_share: float = 0.05
     """About the share of files to validate on, where their names do not say it."""
+    dirichlet_alpha: float = 0.0
+    """Uneven shares: the mix of folders (the first of each file's path) that a rank learns from is drawn from
+    Dirichlet(alpha); small is uneven; 0: shares are alike."""
     num_validation_bytes: int = 60_000
     """Validate on so many bytes from the beginning of the validation files; 0: all."""
 
@@ -91,7 +94,7 @@ class LanguageModelConfig(TokenConfig):
     )
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *TokenConfig.NOT_NEGATIVE,
-        *("num_validation_bytes", "steps_per_epoch", "warmup_steps"),
+        *("num_validation_bytes", "steps_per_epoch", "warmup_steps", "dirichlet_alpha"),
     )
     ZERO: ClassVar[Mapping[str, str]] = {
         **TokenConfig.ZERO,
@@ -100,14 +103,18 @@ class LanguageModelConfig(TokenConfig):
     }
     SHARES: ClassVar[tuple[str, ...]] = (*TokenConfig.SHARES, "validation_share")
     # The text and its tokens are in the identity of the task, by their hashes: files may move.
-    IDENTITY: ClassVar[tuple[str, ...]] = (*TokenConfig.IDENTITY, "model", "sequence_length", "batch_size")
+    IDENTITY: ClassVar[tuple[str, ...]] = (
+        *TokenConfig.IDENTITY,
+        *("model", "sequence_length", "batch_size", "dirichlet_alpha"),
+    )
+    LATER: ClassVar[tuple[str, ...]] = (*TokenConfig.LATER, "dirichlet_alpha")
     SETTINGS: ClassVar[tuple[str, ...]] = (
         *TokenConfig.SETTINGS,
         *("epochs", "weight_decay"),
     )
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **TokenConfig.GROUPS,
-        "data": ("data_dir", "files", "validation_share", "num_validation_bytes"),
+        "data": ("data_dir", "files", "validation_share", "dirichlet_alpha", "num_validation_bytes"),
         "token": ("tokenizer", "vocabulary_size", "sequence_length", "batch_size"),
         "model": ("model", "dropout"),
         "optimizer": ("optimizer", "steps_per_epoch", "lr", "momentum", "warmup_steps", "weight_decay"),
@@ -140,6 +147,11 @@ class LanguageModelConfig(TokenConfig):
         super().__post_init__()
         if self.validation_share == 1:
             raise ValueError("got validation_share=1, expected less: the other files are learnt from")
+        if self.elastic and self.dirichlet_alpha:
+            raise ValueError(
+                f"got dirichlet_alpha={self.dirichlet_alpha} with --elastic, expected 0: workers share all text, and "
+                "none has folders of its own"
+            )
         check_tokenizer_options(tokenizer=self.tokenizer, vocabulary_size=self.vocabulary_size, run_dir=self.run_dir)
 
     def resolved(self, world: World) -> LanguageModelConfig:
