@@ -5,6 +5,8 @@ AD-PSGD, WAGMA-SGD, ...
     torchrun --standalone --nproc-per-node 4 -m train.language_model
     torchrun --standalone --nproc-per-node 4 -m train.language_model --recipe powergossip
     torchrun --standalone --nproc-per-node 4 -m train.language_model --model lstm-tiny
+    torchrun --standalone --nproc-per-node 4 -m train.language_model --recipe qgdsgdm \
+        --optimizer sgd --dirichlet-alpha 0.1  # ranks learn from different folders
     torchrun --standalone --nproc-per-node 4 -m train.language_model --vocabulary-size 259  # bytes
     python -m train.language_model  # a world of one
     python -m train.language_model --help

@@ -27,6 +27,7 @@ from gossip_modules.methods import (
 from gossip_modules.methods.compressors import COMPRESSORS, WIRE_DTYPES
 from gossip_modules.methods.graphs import GRAPHS
 from train.job.world import World
+from train.methods.moments import MomentPeriods
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class RunConfig(MethodOptions, ABC):
     """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd,
     diloco, streamingdiloco, eagerdiloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2, exactdiffusion,
     gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is. qgdsgdm and
-    decentlam work where SGD steps the model, as in train.gossip_sgd."""
+    decentlam work where SGD steps the model, as in train.gossip_sgd, and elsewhere with --optimizer sgd."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
@@ -57,6 +58,11 @@ class RunConfig(MethodOptions, ABC):
     """Share of the target that is spread evenly over all classes."""
     clip_norm: float = 0.0
     """Gradients of a larger norm are scaled down to this one, in each rank by itself; 0: they stay as they are."""
+    first_moment_period: int = 0
+    """DES-LOC: optimizer steps from one average of the optimizer's first moments over all ranks to the next, such as
+    three times sync_period. Of sgd that is the momentum. 0: never, each rank keeps its own."""
+    second_moment_period: int = 0
+    """The same for the second moments, which Adam and AdamW have, such as six times sync_period; 0: never."""
     amp: Literal["none", "bfloat16", "float16"] = "none"
     """Autocast dtype; float16 scales the loss with a GradScaler."""
     compile: str = "none"
@@ -100,7 +106,7 @@ class RunConfig(MethodOptions, ABC):
     """Optimizer steps from one point of TensorBoard and of the progress bar to the next."""
 
     OPTIMIZER: ClassVar[str] = "SGD"
-    """What steps the model, a class of torch.optim; with another one than SGD, recipes that need that are refused."""
+    """What steps the model, a class of torch.optim, where no option says it; see `optimizer_class`."""
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
         "recipe": METHODS,
         "graph": [*GRAPHS, *PREDEFINED_GRAPHS, *TREES],
@@ -117,6 +123,7 @@ class RunConfig(MethodOptions, ABC):
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
         *("sync_period", "divergence_threshold", "clip_norm", "outer_lr", "max_workers", "consensus_target"),
+        *("first_moment_period", "second_moment_period"),
     )
     ZERO: ClassVar[Mapping[str, str]] = {
         "step_size": "is the published one",
@@ -129,8 +136,13 @@ class RunConfig(MethodOptions, ABC):
     """More than 0, at most 1."""
     BELOW_ONE: ClassVar[tuple[str, ...]] = ("label_smoothing",)
     """0 or more, less than 1."""
-    IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "accumulation_steps", "seed", "amp", *METHOD_OPTIONS)
+    IDENTITY: ClassVar[tuple[str, ...]] = (
+        *("recipe", "accumulation_steps", "seed", "amp", "first_moment_period", "second_moment_period"),
+        *METHOD_OPTIONS,
+    )
     """What a run shares with every checkpoint it can go on from."""
+    LATER: ClassVar[tuple[str, ...]] = ("first_moment_period", "second_moment_period")
+    """Those of them that older checkpoints lack, which reads as "": the default is written down as that too."""
     SETTINGS: ClassVar[tuple[str, ...]] = (
         *("label_smoothing", "clip_norm", "compile", "num_threads", "min_workers", "scale_lr"),
     )
@@ -138,6 +150,7 @@ class RunConfig(MethodOptions, ABC):
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "general": ("recipe", "out_dir", "resume", "overwrite", "seed"),
         "training": ("epochs", "accumulation_steps", "label_smoothing", "clip_norm", "amp", "compile"),
+        "average of the optimizer": ("first_moment_period", "second_moment_period"),
         "process": ("backend", "comm_device", "timeout_seconds", "num_threads", "deterministic"),
         "elastic": ("elastic", "min_workers", "max_workers", "store", "scale_lr", "min_deadline"),
         "checkpoint and log": (
@@ -181,12 +194,15 @@ class RunConfig(MethodOptions, ABC):
                 "1 takes the peer's model"
             )
 
-        if METHODS[self.recipe].needs_sgd and self.OPTIMIZER != "SGD":
+        if METHODS[self.recipe].needs_sgd and self.optimizer_class != "SGD":
+            has_sgd = "sgd" in self.CHOICES.get("optimizer", ())
+            remedy = "pass --optimizer sgd" if has_sgd else "take a task that trains by SGD, such as train.gossip_sgd"
             raise ValueError(
-                f"got recipe={self.recipe!r} where {self.OPTIMIZER} steps the model, expected one that takes this "
-                f"optimizer: the momentum of SGD is part of {METHODS[self.recipe].title}; take --recipe d2 or "
-                "gradienttracking, which take any, or a task that trains by SGD, such as train.gossip_sgd"
+                f"got recipe={self.recipe!r} where {self.optimizer_class} steps the model, expected one that takes "
+                f"this optimizer: the momentum of SGD is part of {METHODS[self.recipe].title}; {remedy}, or take "
+                "--recipe d2 or gradienttracking, which take any"
             )
+        self.moment_periods.check(self.recipe, self.optimizer_class, is_elastic=self.elastic)
         if self.elastic:
             self._check_elastic()
 
@@ -203,6 +219,16 @@ class RunConfig(MethodOptions, ABC):
             )
         if self.backend not in ("auto", "gloo"):
             raise ValueError(f"got --elastic with --backend {self.backend}, expected gloo: its links can be replaced")
+
+    @property
+    def optimizer_class(self) -> str:
+        """What steps the model, a class of torch.optim; with another one than SGD, recipes that need it are refused."""
+        return self.OPTIMIZER
+
+    @property
+    def moment_periods(self) -> MomentPeriods:
+        """When moments of the optimizer are averaged over all ranks."""
+        return MomentPeriods(self.first_moment_period, self.second_moment_period)
 
     @property
     def num_founders(self) -> int:
@@ -226,6 +252,7 @@ class RunConfig(MethodOptions, ABC):
         """
         config = without_unused(METHODS[self.recipe], self)
         identity = {name: _plain(getattr(config, name)) for name in self.IDENTITY}
+        identity |= {name: "" for name in self.LATER if getattr(config, name) == getattr(type(self), name)}
         if config.plan:  # what it says, not where it lies
             identity["plan"] = repr(MatchaGraph.from_plan(config.plan))
         return identity

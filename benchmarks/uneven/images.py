@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.cluster.workload.image_task import SPLITS, SplitImages
 from benchmarks.cluster.workload.images import decode
-from train.tasks.images.shards import dirichlet_shards, iid_shards
+from train.tasks.shards import dirichlet_shards, iid_shards
 
 ARCHIVE = "cifar10-jpeg.tar.gz"
 _ORDER_STREAM, _FLIP_STREAM = 11, 12

@@ -95,23 +95,28 @@ class AveragingMixin(ABC):
                 self._averager.mix(vector, 0)
             self._write(vector)
 
-    def average_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def average_optimizer_state(self, optimizer: torch.optim.Optimizer, *, names: Sequence[str] | None = None) -> None:
         """The state of every rank's optimizer <- its exact average over all ranks; collective.
 
         Averages what is as large as its parameter: momentum buffers, the moments of Adam. Counters of steps stay. Costs
-        one copy of that state. The papers of the outer optimizers keep the state of the inner one on each rank;
-        averaging it too, as rarely as is wanted, is DES-LOC (Iacob et al., "DES-LOC: Desynced Low Communication
-        Adaptive Optimizers for Training Foundation Models", 2025).
+        one copy of what is averaged. The papers of the outer optimizers keep the state of the inner one on each rank;
+        averaging it too, each moment at a period of its own, is DES-LOC (Iacob et al., "DES-LOC: Desynced Low
+        Communication Adaptive Optimizers for Training Foundation Models", 2025, arXiv 2505.22549).
 
         Args:
             optimizer: of this rank; its state is mutated. The same parameters, in the same order, on all ranks.
+            names: of the entries of the state that are averaged, such as ("exp_avg",), the first moment of Adam; the
+                others stay as they are. The same on all ranks. None: all.
 
         Raises:
-            ValueError: ranks have other state than rank 0, or there is no process group, as with a membership.
+            ValueError: ranks have other state than rank 0; no parameter has state of such a name and as large as
+                itself; or there is no process group, as with a membership.
 
         Example:
-            >>> if step % 1000 == 0:
-            ...     model.average_optimizer_state(optimizer)
+            >>> if step % 30 == 0:
+            ...     model.average_optimizer_state(optimizer, names=("exp_avg",))
+            >>> if step % 60 == 0:
+            ...     model.average_optimizer_state(optimizer, names=("exp_avg_sq",))
         """
         transport = getattr(self._averager, "transport", None)
         if not isinstance(transport, ProcessGroupTransport):
@@ -119,13 +124,14 @@ class AveragingMixin(ABC):
                 f"got average_optimizer_state() of a {type(self).__name__} without a process group, expected a wrapper "
                 "whose ranks train in lockstep, without a membership; keep the state of each rank"
             )
-        state = list(_averaged_state(optimizer))
+        state = list(_averaged_state(optimizer, names))
         with self._calling("average_optimizer_state()"), torch.no_grad():
             self.settle()  # a round in flight may have collectives of its own
-            names = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in state]
-            check_agreement(transport, {"optimizer state": names})
+            listing = [f"{k}.{name} {tuple(x.shape)} {x.dtype}" for k, name, x in state]
+            check_agreement(transport, {"optimizer state": listing, "names": [str(names and list(names))]})
+            _check_names(optimizer, names)  # after ranks have agreed, so that all raise, and none waits for the others
             if state:
-                tensors = [x for _, x in state]
+                tensors = [x for _, _, x in state]
                 vector = FlatVector.pack(tensors)
                 self._averager.mix(vector, 0)
                 vector.unpack_to(tensors)
@@ -203,14 +209,27 @@ class AveragingMixin(ABC):
         return self._last_consensus_distance
 
 
-def _averaged_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """What of its state is as large as its parameter, by the number of the parameter and the name."""
+def _averaged_state(optimizer: torch.optim.Optimizer, names: Sequence[str] | None) -> Iterator[tuple[int, str, Tensor]]:
+    """What of its state is as large as its parameter, after the parameter's number and the name. names: None is all."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for k, parameter in enumerate(parameters):
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
             is_state = isinstance(value, Tensor) and value.is_floating_point() and name != "step"
-            if is_state and value.shape == parameter.shape:
-                yield f"{k}.{name}", value
+            if is_state and value.shape == parameter.shape and (names is None or name in names):
+                yield k, name, value
+
+
+def _check_names(optimizer: torch.optim.Optimizer, names: Sequence[str] | None) -> None:
+    """Raise ValueError where the state of an optimizer lacks one of the names that are to be averaged."""
+    if isinstance(names, str):
+        raise ValueError(f"got names={names!r}, expected a sequence of names; pass names=({names!r},)")
+    known = sorted({name for _, name, _ in _averaged_state(optimizer, None)})
+    if missing := [name for name in names or () if name not in known]:
+        expected = f"some of {', '.join(known)}" if known else "none yet: it has no such state before its first step"
+        raise ValueError(
+            f"got names={names!r} of {type(optimizer).__name__}, expected {expected}; leave out {', '.join(missing)}, "
+            "which is not there, or not as large as its parameter"
+        )
 
 
 class FlatAveraging(AveragingMixin):

@@ -42,10 +42,13 @@ def text(tmp_path: Path) -> str:
 def train_by_every_recipe(rank: int, folder: str, text: str, world_size: int) -> list[str]:
     """Two steps of both kinds of models by each recipe; those that did not move the embeddings."""
     failed = []
-    for recipe in (name for name, method in METHODS.items() if not method.needs_sgd):
+    for recipe, method in METHODS.items():
+        optimizer = "sgd" if method.needs_sgd else "adamw"
         for model in ("gpt-tiny", "lstm-tiny"):
             out_dir = f"{folder}/{recipe}_{model}"
-            config = LanguageModelConfig(recipe=recipe, model=model, data_dir=text, out_dir=out_dir, **SMALL)
+            config = LanguageModelConfig(
+                recipe=recipe, optimizer=optimizer, model=model, data_dir=text, out_dir=out_dir, **SMALL
+            )
             with make_run(rank, world_size, config, LanguageModelTask) as run:
                 embeddings = next(run.wrapper.module.parameters())
                 before = embeddings.detach().clone()
@@ -68,11 +71,56 @@ def test_every_recipe_trains_a_language_model(tmp_path: Path, text: str) -> None
 
 @pytest.mark.soak
 @pytest.mark.e2e
-@pytest.mark.parametrize("model", ["gpt-tiny", "lstm-tiny"])
-def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path, text: str, model: str) -> None:
-    config = LanguageModelConfig(data_dir=text, model=model, **SMALL)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"model": "lstm-tiny"},
+        {"optimizer": "sgd", "recipe": "qgdsgdm"},
+        {"model": "lstm-tiny", "recipe": "localsgd", "sync_period": 2, "first_moment_period": 3},
+    ],
+)
+def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(
+    tmp_path: Path, text: str, options: dict[str, Any]
+) -> None:
+    config = LanguageModelConfig(data_dir=text, **options, **SMALL)
     for outcome in run_processes(2, train_twice, str(tmp_path), 2, config, LanguageModelTask):
         assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
+
+
+@pytest.mark.e2e
+def test_a_resumed_run_goes_on_with_the_same_uneven_shares(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / "text" / folder).mkdir(parents=True)
+        for number in range(8):
+            lines = [f"{folder} {number}: the number {i} follows {i - 1}\n" for i in range(30)]
+            (tmp_path / "text" / folder / f"{number}.txt").write_text("".join(lines))
+    options: dict[str, Any] = {"data_dir": str(tmp_path / "text"), "validation_share": 0.2, "dirichlet_alpha": 0.1}
+    config = LanguageModelConfig(model="lstm-tiny", **options, **SMALL)
+    for outcome in run_processes(2, train_twice, str(tmp_path), 2, config, LanguageModelTask):
+        assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
+
+
+def which_moments_are_equal(rank: int, folder: str, text: str, world_size: int) -> list[list[bool]]:
+    """After each of three steps: whether the first, and the second, moments of all ranks are the same."""
+    periods: dict[str, Any] = {"sync_period": 99, "first_moment_period": 2, "second_moment_period": 3}
+    options: dict[str, Any] = {"model": "lstm-tiny", "recipe": "localsgd", "out_dir": folder, **periods}
+    found = []
+    with make_run(rank, world_size, LanguageModelConfig(data_dir=text, **options, **SMALL), LanguageModelTask) as run:
+        run.wrapper.train()
+        for position in (1, 2, 3):
+            run.train_until(position, tqdm(disable=True))
+            state = run.state.optimizer.state[next(run.wrapper.module.parameters())]
+            sums = run.world.gather([float(state[name].double().sum()) for name in ("exp_avg", "exp_avg_sq")])
+            found.append([values[0] == values[1] for values in zip(*sums, strict=True)])
+        run.finish()
+    return found
+
+
+@pytest.mark.e2e
+def test_moments_are_averaged_each_at_its_own_period(tmp_path: Path, text: str) -> None:
+    for outcome in run_processes(2, which_moments_are_equal, str(tmp_path / "run"), text, 2):
+        assert (outcome.result, outcome.error) == ([[False, False], [True, False], [False, True]], "")
 
 
 def start(out_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -109,6 +157,10 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_2(tmp_path: Path, text: 
     for options, message in (
         (["--data-dir", str(tmp_path / "empty")], r"rank 0: got no file in .*, expected text files; .*"),
         (["--data-dir", text], r"rank 0: got byte 0x89 at 0 of .*train\.png, expected UTF-8 text; .*"),
+        (
+            ["--data-dir", text, "--files", "*.txt", "--dirichlet-alpha", "0.1"],
+            r"rank 0: got dirichlet_alpha=0\.1 and 1 training files, none of them in a folder, expected .*",
+        ),
         (["--data-dir", text, "--files", "*.txt", "--sequence-length", "9999"], r"rank 0: got \d+ tokens of .*"),
     ):
         done = start(tmp_path / "run", *options)

@@ -118,6 +118,8 @@ def test_an_option_has_the_name_of_its_field(config_type: type[RunConfig]) -> No
             "images_per_node",
             "files",
             "elastic",
+            "momentum",
+            "second_moment_period",
         ):
             expected = replace(expected, **{option.name: OTHER_VALUES[type(value)](value)})
             changed.append(option.name)

@@ -64,7 +64,7 @@ def make_run(
     assert isinstance(control, dist.ProcessGroup)
     store = dist.PrefixStore(f"run_{next(run_numbers)}", dist.distributed_c10d._get_default_store())
     world = World(rank, world_size, rank, torch.device("cpu"), "gloo", control, store)
-    stop = StopRequest()
+    config, stop = config.resolved(world), StopRequest()
     run = Run(make_task(config, world), config, world, stop)
     try:
         yield run
@@ -76,8 +76,11 @@ def make_run(
 def train_by_every_recipe(rank: int, folder: str, corpus: str, world_size: int) -> list[str]:
     """Two steps by each recipe; those that did not move the embeddings, or moved the positions."""
     failed = []
-    for recipe in (name for name, method in METHODS.items() if not method.needs_sgd):
-        config = TranslationConfig(recipe=recipe, data_dir=corpus, out_dir=f"{folder}/{recipe}", **SMALL)
+    for recipe, method in METHODS.items():
+        optimizer = "sgd" if method.needs_sgd else "adam"
+        config = TranslationConfig(
+            recipe=recipe, optimizer=optimizer, data_dir=corpus, out_dir=f"{folder}/{recipe}", **SMALL
+        )
         with make_run(rank, world_size, config) as run:
             translator: Any = run.wrapper.module
             network = translator.network

@@ -158,8 +158,11 @@ class Run:
         return False
 
     def train_step(self, batch: Sequence[MicroBatch], *, learning_rate: float) -> None:
-        """See `train_step`."""
-        train_step(self.task, self.config, self.state, batch, learning_rate=learning_rate)
+        """See `train_step`; afterwards collective, where moments of the optimizer are averaged."""
+        config, state = self.config, self.state
+        train_step(self.task, config, state, batch, learning_rate=learning_rate)
+        if names := config.moment_periods.due(config.optimizer_class, state.step):
+            self.wrapper.average_optimizer_state(state.optimizer, names=names)
 
     def validate(self) -> Validation:
         """Collective: metrics of this rank's model and of the averaged one."""

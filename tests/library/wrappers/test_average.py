@@ -28,7 +28,7 @@ from gossip_modules import (
     UniformMixing,
 )
 from gossip_modules.wrappers.base import GossipWrapper
-from tests.harness.problems import adamw, fill_, loss_of, mlp, net, numerator, sgd, train_step
+from tests.harness.problems import fill_, loss_of, mlp, net, numerator, sgd, train_step
 from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import MODES, irregular, wrap
@@ -422,31 +422,3 @@ def test_a_reentrant_checkpoint_of_the_whole_wrapper_is_refused() -> None:
 def test_a_setting_without_effect_warns() -> None:
     with pytest.warns(UserWarning, match="find_unused_parameters has no effect with nprocs_per_node=1"):
         GossipDataParallel(mlp(), process_group=solo_group(), find_unused_parameters=True).close()
-
-
-def test_the_state_of_optimizers_is_averaged_on_demand() -> None:
-    def body(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor], float]:
-        model = mlp()
-        wrapper, optimizer = GossipDataParallel(model, process_group=group), adamw(model)
-        for step in range(2):
-            train_step(wrapper, optimizer, group.rank(), step)
-        parameter = next(model.parameters())
-        state = optimizer.state[parameter]
-        before = [state[name].clone() for name in ("exp_avg", "exp_avg_sq")]
-        if group.rank():
-            state["step"] += 5
-        wrapper.average_optimizer_state(optimizer)
-        after = [state[name].clone() for name in ("exp_avg", "exp_avg_sq")]
-        if group.rank():
-            del state["exp_avg"]
-        with pytest.raises(ValueError, match=r"ranks do not agree with rank 0: rank 1: .*optimizer state"):
-            wrapper.average_optimizer_state(optimizer)
-        wrapper.close()
-        return before, after, float(state["step"])
-
-    (one, first, steps), (other, second, more) = run_ranks(2, body)
-    for x, y, mean, same in zip(one, other, first, second, strict=True):
-        assert not torch.equal(x, y)
-        torch.testing.assert_close(mean, (x + y) / 2)
-        assert torch.equal(mean, same)
-    assert (steps, more) == (2, 7)

@@ -1,4 +1,4 @@
-"""Mixed precision, clipping, unused parameters, checkpointing, compilation and copies around the wrapper."""
+"""Mixed precision, clipping, unused parameters, checkpointing, compilation, copies and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gossip_modules import (
+    GossipDataParallel,
+    Membership,
     NetworkXGraph,
     RingGraph,
 )
 from gossip_modules.wrappers.base import GossipWrapper
-from tests.harness.problems import batch, fill_, loss_of, mlp, net, numerator, sgd, train_step
+from tests.harness.problems import adamw, batch, fill_, loss_of, mlp, net, numerator, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import MODES, irregular, wrap
@@ -239,3 +241,90 @@ def test_a_copy_and_its_original_do_not_mix_up(options: dict[str, Any]) -> None:
     for result in run_ranks(4, body):
         for i, x in enumerate(result):
             torch.testing.assert_close(x, torch.full_like(x, 100.0 * i + 1.5))
+
+
+# The state of optimizers.
+
+
+def test_the_state_of_optimizers_is_averaged_on_demand() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor], float]:
+        model = mlp()
+        wrapper, optimizer = GossipDataParallel(model, process_group=group), adamw(model)
+        for step in range(2):
+            train_step(wrapper, optimizer, group.rank(), step)
+        parameter = next(model.parameters())
+        state = optimizer.state[parameter]
+        before = [state[name].clone() for name in ("exp_avg", "exp_avg_sq")]
+        if group.rank():
+            state["step"] += 5
+        wrapper.average_optimizer_state(optimizer)
+        after = [state[name].clone() for name in ("exp_avg", "exp_avg_sq")]
+        if group.rank():
+            del state["exp_avg"]
+        with pytest.raises(ValueError, match=r"ranks do not agree with rank 0: rank 1: .*optimizer state"):
+            wrapper.average_optimizer_state(optimizer)
+        wrapper.close()
+        return before, after, float(state["step"])
+
+    (one, first, steps), (other, second, more) = run_ranks(2, body)
+    for x, y, mean, same in zip(one, other, first, second, strict=True):
+        assert not torch.equal(x, y)
+        torch.testing.assert_close(mean, (x + y) / 2)
+        assert torch.equal(mean, same)
+    assert (steps, more) == (2, 7)
+
+
+@pytest.mark.parametrize("chosen", ["exp_avg", "exp_avg_sq"])
+def test_only_the_state_that_is_named_is_averaged(chosen: str) -> None:
+    """DES-LOC: each moment at a period of its own."""
+    other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}[chosen]
+
+    def body(group: dist.ProcessGroup) -> list[dict[str, Tensor]]:
+        model = mlp()
+        wrapper, optimizer = GossipDataParallel(model, process_group=group), adamw(model)
+        for step in range(2):
+            train_step(wrapper, optimizer, group.rank(), step)
+        state = optimizer.state[next(model.parameters())]
+        before = {name: value.clone() for name, value in state.items()}
+        wrapper.average_optimizer_state(optimizer, names=(chosen,))
+        wrapper.close()
+        return [before, dict(state)]
+
+    (before, after), (others_before, others_after) = run_ranks(2, body)
+    assert not torch.equal(before[chosen], others_before[chosen])
+    torch.testing.assert_close(after[chosen], (before[chosen] + others_before[chosen]) / 2)
+    assert torch.equal(after[chosen], others_after[chosen])
+    for name in (other, "step"):
+        assert torch.equal(after[name], before[name])
+        assert torch.equal(others_after[name], others_before[name])
+
+
+def test_names_that_an_optimizer_has_no_state_of_are_refused_on_all_ranks() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        model = mlp()
+        wrapper, optimizer = GossipDataParallel(model, process_group=group), adamw(model)
+        with pytest.raises(ValueError, match=r"got names=\('exp_avg',\) of AdamW, expected none yet: it has no such"):
+            wrapper.average_optimizer_state(optimizer, names=("exp_avg",))
+        train_step(wrapper, optimizer, group.rank(), 0)
+        for name in ("momentum_buffer", "step"):
+            with pytest.raises(ValueError, match=rf"expected some of exp_avg, exp_avg_sq; leave out {name}, which is"):
+                wrapper.average_optimizer_state(optimizer, names=["exp_avg", name])
+        with pytest.raises(ValueError, match=r"got names='exp_avg', expected a sequence of names; pass names=\('exp_"):
+            wrapper.average_optimizer_state(optimizer, names="exp_avg")
+        with pytest.raises(ValueError, match=r"ranks do not agree with rank 0: rank 1: "):
+            wrapper.average_optimizer_state(optimizer, names=["exp_avg", "exp_avg_sq"][: 2 - group.rank()])
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+def test_the_state_of_optimizers_is_not_averaged_over_workers_of_a_membership() -> None:
+    membership = Membership(dist.HashStore(), min_workers=1, host="127.0.0.1")
+    try:
+        model = mlp()
+        wrapper = GossipDataParallel(model, membership=membership)
+        with pytest.raises(ValueError, match=r"without a process group, expected .* without a membership; keep the"):
+            wrapper.average_optimizer_state(adamw(model), names=("exp_avg",))
+        wrapper.close()
+    finally:
+        membership.close()

@@ -311,6 +311,7 @@ def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) 
         (Config, {"min_workers": 3, "max_workers": 2}, "got max_workers=2 and min_workers=3, expected no fewer"),
         (Config, {"backend": "mpi"}, "got --elastic with --backend mpi, expected gloo"),
         (Config, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
+        (LanguageModelConfig, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
         (TranslationConfig, {"recipe": "ar"}, "every step needs the gradients of all; .* is torchft"),
         (LanguageModelConfig, {"recipe": "sparseloco"}, "would be lost with it; e.g. DiLoCo or StreamingDiLoCo"),
     ],

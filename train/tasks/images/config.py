@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from gossip_modules import UpdateRule
-from gossip_modules.methods import METHODS
 from train.job.world import World
 from train.run_config import RunConfig
 from train.tasks.images.data import DATASETS
 from train.tasks.images.models import MODELS
+from train.tasks.momentum_sgd import check_sgd
 
 
 @dataclass(frozen=True)
@@ -121,17 +120,12 @@ class Config(RunConfig):
             raise ValueError(f"got milestones={self.milestones}, expected epochs after the first; --lr is for it")
         if list(self.milestones) != sorted(self.milestones):
             raise ValueError(f"got milestones={self.milestones}, expected ascending epochs; sort them")
-        method = METHODS[self.recipe]
-        if method.needs_sgd and not self.momentum:
-            raise ValueError(
-                f"got momentum={self.momentum} with recipe={self.recipe!r}, expected more: the momentum of SGD is "
-                f"part of {method.title}; pass --momentum 0.9, or take --recipe d2 or gradienttracking"
-            )
-        if self.nesterov and issubclass(method.algorithm, UpdateRule) and not method.algorithm.takes_nesterov:
-            raise ValueError(
-                f"got nesterov=True with recipe={self.recipe!r}, expected False: the law of {method.title} is that of "
-                "plain momentum; pass --no-nesterov, or take --recipe qgdsgdm"
-            )
+        check_sgd(
+            self.recipe,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            first_moment_period=self.first_moment_period,
+        )
         if self.elastic and self.dirichlet_alpha:
             raise ValueError(
                 f"got dirichlet_alpha={self.dirichlet_alpha} with --elastic, expected 0: workers share all images, and "

@@ -18,7 +18,7 @@ from torch import Tensor
 from train.tasks.images.folder_images import CroppedImages, ShiftedImages
 from train.tasks.images.images import BatchKey, Images, TensorImages
 from train.tasks.images.loader import Batches
-from train.tasks.images.shards import dirichlet_shards, iid_shards
+from train.tasks.shards import dirichlet_shards, iid_shards
 
 TEST_FRACTION_DIGITS = 0.2
 # First word of every seed, next to SHARD_STREAM, so that order and augmentation draw from unrelated streams.

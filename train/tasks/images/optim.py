@@ -1,14 +1,9 @@
-"""SGD with Nesterov momentum, and its learning rate as a pure function of the step."""
+"""The learning rate of SGD on images, a pure function of the step."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-
-import torch
-from torch import nn
-
-from train.tasks.parameter_groups import decay_groups
 
 
 @dataclass(frozen=True)
@@ -48,21 +43,3 @@ class LearningRate:
             start = min(self.warmup_lr, target) if self.warmup_lr else min(self.lr, target / 10)
             return start + (target - start) * (step + 1) / warmup_steps
         return target * self.factor ** bisect_right(self.milestones, int(step // self.steps_per_epoch))
-
-
-def sgd(
-    module: nn.Module, *, momentum: float, nesterov: bool, weight_decay: float, decay_all: bool = False
-) -> torch.optim.SGD:
-    """SGD over the trainable parameters of `module`.
-
-    The learning rate starts at 0: set it before every step with `set_learning_rate`.
-
-    Args:
-        module: whose parameters are trained.
-        momentum: 0: none.
-        nesterov: Nesterov's form of the momentum.
-        weight_decay: of tensors of two or more dimensions.
-        decay_all: also of biases and normalisation.
-    """
-    groups = decay_groups(module, weight_decay=weight_decay, decay_all=decay_all)
-    return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=nesterov and momentum > 0)

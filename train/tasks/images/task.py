@@ -15,7 +15,8 @@ from train.tasks.images.config import Config
 from train.tasks.images.data import Data, Source, load_data
 from train.tasks.images.images import BatchKey
 from train.tasks.images.models import MODELS
-from train.tasks.images.optim import LearningRate, sgd
+from train.tasks.images.optim import LearningRate
+from train.tasks.momentum_sgd import sgd
 
 
 class ImageTask(Task):

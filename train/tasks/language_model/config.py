@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from train.run_config import RunConfig
+from train.job.world import World
 from train.tasks.byte_tokenizer import check_tokenizer_options
 from train.tasks.language_model.models import SIZES
+from train.tasks.token_config import TokenConfig
 
 # Of Radford et al., 2019: vocabulary and length; batches and decay of Brown et al., 2020, arXiv 2005.14165, table 2.1.
 _GPT2 = {
@@ -28,8 +29,12 @@ _GPT2 = {
 }
 
 
+DECAYS = {"adamw": 0.1, "sgd": 0.0}
+"""The weight decay that a negative one stands for. SGD's is multiplied by a larger learning rate, and its momentum."""
+
+
 @dataclass(frozen=True)
-class LanguageModelConfig(RunConfig):
+class LanguageModelConfig(TokenConfig):
     """Train a language model by gossip. The defaults learn Python's own sources by SGP in under two minutes."""
 
     data_dir: str = ""
@@ -39,6 +44,9 @@ class LanguageModelConfig(RunConfig):
     """Patterns of the names of files to read, such as '*.txt' '*.md'; none: all but hidden ones."""
     validation_share: float = 0.05
     """About the share of files to validate on, where their names do not say it."""
+    dirichlet_alpha: float = 0.0
+    """Uneven shares: the mix of folders (the first of each file's path) that a rank learns from is drawn from
+    Dirichlet(alpha); small is uneven; 0: shares are alike."""
     num_validation_bytes: int = 60_000
     """Validate on so many bytes from the beginning of the validation files; 0: all."""
 
@@ -63,44 +71,53 @@ class LanguageModelConfig(RunConfig):
     """Parts of the run, each followed by a validation; see steps_per_epoch."""
     steps_per_epoch: int = 100
     """Optimizer steps per rank of an epoch; 0: as many as one pass over the training text takes."""
-    lr: float = 6e-3
-    """Of AdamW, at the end of the warm-up; it then falls to a tenth by half a cosine."""
+    optimizer: str = "adamw"
+    """adamw, or sgd: with momentum, which is what qgdsgdm and decentlam need."""
+    lr: float = 0.0
+    """At the end of the warm-up; it then falls to a tenth by half a cosine. 0: 6e-3 with adamw, 0.1 with sgd."""
     warmup_steps: int = 40
     """Optimizer steps of linear warm-up."""
-    weight_decay: float = 0.1
-    """Of matrices and embeddings; biases and normalisation are left alone."""
+    weight_decay: float = -1.0
+    """Of matrices and embeddings; biases and normalisation are left alone. Below 0: 0.1 with adamw, 0 with sgd."""
     clip_norm: float = 1.0
     """Gradients of a larger norm are scaled down to this one, in each rank by itself; 0: they stay as they are."""
 
-    OPTIMIZER: ClassVar[str] = "AdamW"
-    CHOICES: ClassVar[Mapping[str, Collection[object]]] = {**RunConfig.CHOICES, "model": SIZES}
+    RATES: ClassVar[Mapping[str, float]] = {"adamw": 6e-3, "sgd": 0.1}
+    CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
+        **TokenConfig.CHOICES,
+        "model": SIZES,
+        "optimizer": RATES,
+    }
     POSITIVE: ClassVar[tuple[str, ...]] = (
-        *RunConfig.POSITIVE,
-        *("vocabulary_size", "sequence_length", "batch_size", "lr"),
+        *TokenConfig.POSITIVE,
+        *("vocabulary_size", "sequence_length", "batch_size"),
     )
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
-        *RunConfig.NOT_NEGATIVE,
-        *("num_validation_bytes", "steps_per_epoch", "warmup_steps", "weight_decay"),
+        *TokenConfig.NOT_NEGATIVE,
+        *("num_validation_bytes", "steps_per_epoch", "warmup_steps", "dirichlet_alpha"),
     )
     ZERO: ClassVar[Mapping[str, str]] = {
-        **RunConfig.ZERO,
+        **TokenConfig.ZERO,
         "num_validation_bytes": "takes all",
         "steps_per_epoch": "is one pass over the training text",
     }
-    SHARES: ClassVar[tuple[str, ...]] = (*RunConfig.SHARES, "validation_share")
-    BELOW_ONE: ClassVar[tuple[str, ...]] = (*RunConfig.BELOW_ONE, "dropout")
+    SHARES: ClassVar[tuple[str, ...]] = (*TokenConfig.SHARES, "validation_share")
     # The text and its tokens are in the identity of the task, by their hashes: files may move.
-    IDENTITY: ClassVar[tuple[str, ...]] = (*RunConfig.IDENTITY, "model", "sequence_length", "batch_size")
+    IDENTITY: ClassVar[tuple[str, ...]] = (
+        *TokenConfig.IDENTITY,
+        *("model", "sequence_length", "batch_size", "dirichlet_alpha"),
+    )
+    LATER: ClassVar[tuple[str, ...]] = (*TokenConfig.LATER, "dirichlet_alpha")
     SETTINGS: ClassVar[tuple[str, ...]] = (
-        *RunConfig.SETTINGS,
-        *("epochs", "lr", "warmup_steps", "weight_decay", "dropout"),
+        *TokenConfig.SETTINGS,
+        *("epochs", "weight_decay"),
     )
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **RunConfig.GROUPS,
-        "data": ("data_dir", "files", "validation_share", "num_validation_bytes"),
+        **TokenConfig.GROUPS,
+        "data": ("data_dir", "files", "validation_share", "dirichlet_alpha", "num_validation_bytes"),
         "token": ("tokenizer", "vocabulary_size", "sequence_length", "batch_size"),
         "model": ("model", "dropout"),
-        "optimizer": ("steps_per_epoch", "lr", "warmup_steps", "weight_decay"),
+        "optimizer": ("optimizer", "steps_per_epoch", "lr", "momentum", "warmup_steps", "weight_decay"),
     }
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # Half a million tokens a step on eight GPUs, which have room for them in 80 GB each.
@@ -130,7 +147,17 @@ class LanguageModelConfig(RunConfig):
         super().__post_init__()
         if self.validation_share == 1:
             raise ValueError("got validation_share=1, expected less: the other files are learnt from")
+        if self.elastic and self.dirichlet_alpha:
+            raise ValueError(
+                f"got dirichlet_alpha={self.dirichlet_alpha} with --elastic, expected 0: workers share all text, and "
+                "none has folders of its own"
+            )
         check_tokenizer_options(tokenizer=self.tokenizer, vocabulary_size=self.vocabulary_size, run_dir=self.run_dir)
+
+    def resolved(self, world: World) -> LanguageModelConfig:
+        """With learning rate and weight decay, where they were left to the optimizer."""
+        decay = self.weight_decay if self.weight_decay >= 0 else DECAYS[self.optimizer]
+        return replace(super().resolved(world), weight_decay=decay)
 
     @property
     def subject(self) -> str:

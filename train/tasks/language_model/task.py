@@ -18,7 +18,9 @@ from train.tasks.language_model.config import LanguageModelConfig
 from train.tasks.language_model.models import make_language_model
 from train.tasks.language_model.optim import WarmupCosine, adamw
 from train.tasks.language_model.packed_text import PackedText, SequenceBatches, steps_in
-from train.tasks.language_model.text_folder import TextFolder, beginning, read, share_of
+from train.tasks.language_model.text_folder import Passage, TextFolder, beginning, read, share_of
+from train.tasks.language_model.uneven_shares import uneven_share_of
+from train.tasks.momentum_sgd import sgd
 from train.tasks.token_scores import count_tokens, mean_loss, nll, num_right
 
 TOKENIZER_BYTES = 10_000_000
@@ -86,7 +88,10 @@ class LanguageModelTask(Task):
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """See `Task`."""
-        return adamw(module, weight_decay=self.config.weight_decay)
+        config = self.config
+        if config.optimizer == "sgd":
+            return sgd(module, momentum=config.momentum, weight_decay=config.weight_decay)
+        return adamw(module, weight_decay=config.weight_decay)
 
     def learning_rate(self, step: int) -> float:
         """See `Task`."""
@@ -186,9 +191,9 @@ class LanguageModelTask(Task):
             Optimizer steps of one pass over its share, the hash of the share, that of the validation text, and the
             bytes of the share.
         """
-        config, world = self.config, self.world
+        config = self.config
         self.validation = PackedText.of(beginning(self.folder.validation, config.num_validation_bytes), self.tokenizer)
-        self.train = PackedText.of(share_of(self.folder.train, world.rank, world.size), self.tokenizer)
+        self.train = PackedText.of(self._share(), self.tokenizer)
         steps = steps_in(
             self.train,
             length=config.sequence_length,
@@ -196,6 +201,13 @@ class LanguageModelTask(Task):
             accumulation_steps=config.accumulation_steps,
         )
         return steps, self.train.digest, self.validation.digest, self.train.num_bytes
+
+    def _share(self) -> list[Passage]:
+        """What this rank learns from."""
+        files, rank, size, alpha = self.folder.train, self.world.rank, self.world.size, self.config.dirichlet_alpha
+        if alpha:
+            return uneven_share_of(files, rank, size, alpha=alpha, seed=self.config.seed)
+        return share_of(files, rank, size)
 
     def _summary(self, num_bytes: int) -> str:
         """What there is to learn from, and what a model would reach that knows how frequent each token is."""

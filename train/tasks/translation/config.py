@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from train.run_config import RunConfig
 from train.tasks.byte_tokenizer import check_tokenizer_options
+from train.tasks.token_config import TokenConfig
 from train.tasks.translation.transformer import SIZES
 
 # Assran et al., ICML 2019, arXiv 1811.10792, section 6.2, which trains as Ott et al., WMT 2018, arXiv 1806.00187.
@@ -33,7 +33,7 @@ _WMT16 = {
 
 
 @dataclass(frozen=True)
-class TranslationConfig(RunConfig):
+class TranslationConfig(TokenConfig):
     """Train a Transformer to translate by gossip. The defaults learn number words by SGP in under two minutes."""
 
     source: str = "en"
@@ -68,8 +68,10 @@ class TranslationConfig(RunConfig):
     """Of embeddings and of every sublayer's output."""
     epochs: int = 6
     """Passes over the training pairs."""
-    lr: float = 2e-3
-    """Of Adam, at the end of the warm-up; it then falls with the square root of the step."""
+    optimizer: str = "adam"
+    """adam, or sgd: with momentum, which is what qgdsgdm and decentlam need."""
+    lr: float = 0.0
+    """At the end of the warm-up; it then falls with the square root of the step. 0: 2e-3 with adam, 0.03 with sgd."""
     warmup_steps: int = 60
     """Optimizer steps of linear warm-up."""
     validate_every: int = 2
@@ -89,38 +91,40 @@ class TranslationConfig(RunConfig):
     """sacrebleu's: 13a, none (text that is cut into words already), intl, char, ...; empty: 13a for files, char for
     number words."""
 
-    OPTIMIZER: ClassVar[str] = "Adam"
-    CHOICES: ClassVar[Mapping[str, Collection[object]]] = {**RunConfig.CHOICES, "model": SIZES}
+    RATES: ClassVar[Mapping[str, float]] = {"adam": 2e-3, "sgd": 0.03}
+    CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
+        **TokenConfig.CHOICES,
+        "model": SIZES,
+        "optimizer": RATES,
+    }
     POSITIVE: ClassVar[tuple[str, ...]] = (
-        *RunConfig.POSITIVE,
-        *("num_numbers", "vocabulary_size", "max_length", "max_tokens", "lr", "warmup_steps", "beam_size"),
+        *TokenConfig.POSITIVE,
+        *("num_numbers", "vocabulary_size", "max_length", "max_tokens", "warmup_steps", "beam_size"),
     )
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
-        *RunConfig.NOT_NEGATIVE,
+        *TokenConfig.NOT_NEGATIVE,
         *("length_penalty", "num_validation", "num_test"),
     )
     ZERO: ClassVar[Mapping[str, str]] = {
-        **RunConfig.ZERO,
+        **TokenConfig.ZERO,
         "length_penalty": "lets short hypotheses win",
         "num_validation": "takes all",
         "num_test": "takes all",
     }
-    BELOW_ONE: ClassVar[tuple[str, ...]] = (*RunConfig.BELOW_ONE, "dropout")
     # The text and its tokens are in the identity of the task, by their hashes: files may move.
     IDENTITY: ClassVar[tuple[str, ...]] = (
-        *RunConfig.IDENTITY,
+        *TokenConfig.IDENTITY,
         *("source", "target", "model", "max_tokens", "max_length"),
     )
-    SETTINGS: ClassVar[tuple[str, ...]] = (*RunConfig.SETTINGS, "lr", "warmup_steps", "dropout")
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **RunConfig.GROUPS,
+        **TokenConfig.GROUPS,
         "data": (
             *("source", "target", "data_dir", "train_prefix", "validation_prefix", "test_prefix", "subword_joiner"),
             "num_numbers",
         ),
         "token": ("tokenizer", "vocabulary_size", "max_length", "max_tokens"),
         "model": ("model", "dropout"),
-        "optimizer": ("lr", "warmup_steps"),
+        "optimizer": ("optimizer", "lr", "momentum", "warmup_steps"),
         "test": ("beam_size", "length_penalty", "num_validation", "num_test", "bleu_tokenizer"),
     }
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {

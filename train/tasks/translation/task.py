@@ -14,6 +14,7 @@ from train.job.files import write_atomically
 from train.job.outputs import TOKENIZER, TRANSLATIONS
 from train.job.world import World
 from train.tasks.base import MicroBatch, Task
+from train.tasks.momentum_sgd import sgd
 from train.tasks.token_scores import count_tokens, mean_loss, nll, num_right, token_accuracy_percent
 from train.tasks.translation.config import TranslationConfig
 from train.tasks.translation.corpus import load_corpus
@@ -94,6 +95,8 @@ class TranslationTask(Task):
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """See `Task`."""
+        if self.config.optimizer == "sgd":
+            return sgd(module, momentum=self.config.momentum, weight_decay=0.0)
         return adam(module)
 
     def learning_rate(self, step: int) -> float:

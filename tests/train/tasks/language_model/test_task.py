@@ -77,6 +77,27 @@ def test_ranks_share_the_training_text_and_the_validation(config: LanguageModelC
     assert tasks[0].identity["tokenizer"] == alone.identity["tokenizer"]
 
 
+def test_uneven_shares_give_all_ranks_as_many_steps_and_are_the_same_again(
+    config: LanguageModelConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folders"
+    for name in ("a", "b", "c"):
+        (folder / name).mkdir(parents=True)
+        for number in range(12):
+            (folder / name / f"{number}.txt").write_text("".join(f"{name} {line}" for line in LINES[number:60]))
+    even = replace(config, data_dir=str(folder), validation_share=0.2)
+    uneven = replace(even, dirichlet_alpha=0.1)
+    tasks, again, others = (make_tasks(config, 3) for config in (uneven, uneven, replace(uneven, seed=2)))
+    assert len({task.steps_per_epoch for task in tasks}) == 1
+    assert len(set(tasks[0].identity["text"][:3])) == 3
+    assert tasks[0].identity == again[0].identity
+    assert tasks[0].identity["text"][:3] != others[0].identity["text"][:3]
+    (alike, *_) = make_tasks(even, 3)
+    assert tasks[0].identity["text"][:3] != alike.identity["text"][:3]
+    assert tasks[0].identity["text"][3] == alike.identity["text"][3], "of the validation text"
+    assert (even.identity["dirichlet_alpha"], uneven.identity["dirichlet_alpha"]) == ("", 0.1)
+
+
 def test_bits_per_byte_are_those_of_the_whole_text_whatever_its_tokens(config: LanguageModelConfig) -> None:
     """Of a model that says nothing every byte, as one token, costs log2(259) bits, and so does the end of the file."""
     (task,) = make_tasks(replace(config, vocabulary_size=SMALLEST_VOCABULARY))
@@ -95,7 +116,7 @@ def test_a_model_learns_and_loss_and_correct_tokens_leave_padding_out(config: La
     (task,) = make_tasks(config)
     model = task.make_model()
     optimizer = adamw(model, weight_decay=0.1)
-    assert type(optimizer).__name__ == config.OPTIMIZER
+    assert type(optimizer).__name__ == config.optimizer_class
     losses = []
     stream = task.train_stream(0)
     for _ in range(8):
@@ -199,8 +220,12 @@ def test_ranks_with_other_text_are_named(config: LanguageModelConfig, tmp_path: 
         (["--vocabulary-size", "100"], r"got vocabulary_size=100, expected at least 259"),
         (["--validation-share", "1"], r"got validation_share=1.*, expected less"),
         (["--model", "gpt3"], r"got model='gpt3', expected one of gpt-tiny"),
+        (["--dirichlet-alpha", "-1"], r"got dirichlet_alpha=-1.*, expected 0 or more; 0 switches it off"),
         (["--clip-norm", "-1"], r"got clip_norm=-1.*, expected 0 or more"),
-        (["--recipe", "qgdsgdm"], r"got recipe='qgdsgdm' where AdamW steps the model, expected one .*; take .* d2 or"),
+        (
+            ["--recipe", "qgdsgdm"],
+            r"got recipe='qgdsgdm' where AdamW steps the model, expected one .*; pass --optimizer sgd, or",
+        ),
         (["--out-dir", "r", "--tokenizer", "r/tokenizer.json"], r"got tokenizer='r/tokenizer\.json' in the folder of"),
     ],
 )

@@ -84,7 +84,7 @@ def test_the_embeddings_are_one_matrix_and_positions_are_fixed(translator: Trans
     assert not positions.requires_grad
     assert torch.allclose(positions[3, 0], torch.tensor(math.sin(3.0)))
     optimizer = adam(translator)
-    assert type(optimizer).__name__ == TranslationConfig.OPTIMIZER
+    assert type(optimizer).__name__ == TranslationConfig().optimizer_class
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert id(shared) in trained
     assert id(positions) not in trained

@@ -1,4 +1,4 @@
-"""Shards: which training images belong to which rank, even or uneven in their classes."""
+"""Shards: which items of a training set belong to which rank, even or uneven in their classes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import numpy as np
 
 SHARD_STREAM = 1
-"""First word of the seed; train/tasks/images/data.py draws from other streams of the same seed."""
+"""First word of the seed; the tasks draw from other streams of the same seed."""
 
 
-def iid_shards(num_images: int, world_size: int, *, seed: int) -> np.ndarray:
-    """A random partition into shards of equal length: int64 [world_size, num_images // world_size]."""
-    order = np.random.default_rng([SHARD_STREAM, seed]).permutation(num_images)
-    length = num_images // world_size
+def iid_shards(num_items: int, world_size: int, *, seed: int) -> np.ndarray:
+    """A random partition into shards of equal length: int64 [world_size, num_items // world_size]."""
+    order = np.random.default_rng([SHARD_STREAM, seed]).permutation(num_items)
+    length = num_items // world_size
     return order[: length * world_size].reshape(world_size, length)
 
 
@@ -22,10 +22,10 @@ def dirichlet_shards(labels: np.ndarray, world_size: int, *, alpha: float, seed:
 
     Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
     2019, arXiv 1909.06335, section 3. When a class has run out, its share of the mix goes to the classes that are left
-    in proportion to theirs, which is again a draw from the Dirichlet distribution over those: every image is used once.
+    in proportion to theirs, which is again a draw from the Dirichlet distribution over those: every item is used once.
 
     Args:
-        labels: class of every image, int64 [N].
+        labels: class of every item, an image or a block of text, int64 [N].
         world_size: number of shards.
         alpha: concentration, > 0; the smaller, the fewer classes a rank sees.
         seed: the same on every rank.

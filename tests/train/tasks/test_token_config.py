@@ -1,0 +1,76 @@
+"""The optimizer of tasks that predict tokens: their own Adam, or SGD, which lets every recipe train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossip_modules.methods import METHODS
+from train.tasks.language_model.config import LanguageModelConfig
+from train.tasks.language_model.task import LanguageModelTask
+from train.tasks.token_config import TokenConfig
+from train.tasks.translation.config import TranslationConfig
+from train.tasks.translation.task import TranslationTask
+
+ANYWHERE: Any = None
+"""A world, which nothing here depends on."""
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "own"),
+    [
+        (LanguageModelTask, LanguageModelConfig(), torch.optim.AdamW),
+        (TranslationTask, TranslationConfig(), torch.optim.Adam),
+    ],
+)
+def test_a_task_trains_by_its_adam_or_by_sgd_with_momentum(
+    task: Any, config: TokenConfig, own: type[torch.optim.Optimizer]
+) -> None:
+    module = nn.Linear(2, 2)
+    for name, expected in ((config.optimizer, own), ("sgd", torch.optim.SGD)):
+        chosen = replace(config, optimizer=name).resolved(ANYWHERE)
+        optimizer = task.make_optimizer(SimpleNamespace(config=chosen), module)
+        assert type(optimizer) is expected
+        assert chosen.optimizer_class == expected.__name__
+        assert chosen.lr == type(config).RATES[name] > 0
+    assert optimizer.defaults["momentum"] == 0.9
+    assert not optimizer.defaults["nesterov"]
+    assert all(group["weight_decay"] == 0 for group in optimizer.param_groups)
+    given = replace(config, optimizer="sgd", momentum=0.5, lr=0.2).resolved(ANYWHERE)
+    assert task.make_optimizer(SimpleNamespace(config=given), module).defaults["momentum"] == 0.5
+    assert given.lr == 0.2
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_a_weight_decay_that_is_given_stays(decay: float) -> None:
+    assert LanguageModelConfig(weight_decay=decay).resolved(ANYWHERE).weight_decay == decay
+    assert LanguageModelConfig().resolved(ANYWHERE).weight_decay == 0.1
+
+
+@pytest.mark.parametrize("config_type", [LanguageModelConfig, TranslationConfig])
+@pytest.mark.parametrize("recipe", [name for name, method in METHODS.items() if method.needs_sgd])
+def test_recipes_that_need_sgd_take_it_and_name_it_where_they_do_not_get_it(config_type: Any, recipe: str) -> None:
+    config_type(recipe=recipe, optimizer="sgd")
+    with pytest.raises(ValueError, match=rf"got recipe='{recipe}' where Adam.* expected .*; pass --optimizer sgd, or"):
+        config_type(recipe=recipe)
+    with pytest.raises(ValueError, match=r"got momentum=0\.0 with recipe=.*, expected more: .* pass --momentum 0\.9"):
+        config_type(recipe=recipe, optimizer="sgd", momentum=0.0)
+
+
+@pytest.mark.parametrize("config_type", [LanguageModelConfig, TranslationConfig])
+def test_a_momentum_without_effect_is_refused(config_type: Any) -> None:
+    with pytest.raises(ValueError, match=r"got momentum=0\.5 with optimizer='adamw?', expected 0\.9, which has no"):
+        config_type(momentum=0.5)
+    with pytest.raises(ValueError, match=r"got optimizer='lion', expected one of adam"):
+        config_type(optimizer="lion")
+
+
+def test_checkpoints_from_before_there_was_a_choice_go_on_with_the_default_only() -> None:
+    """A manifest that lacks an option says "" for it."""
+    assert LanguageModelConfig().identity["optimizer"] == ""
+    assert LanguageModelConfig(optimizer="sgd").identity["optimizer"] == "sgd"

@@ -1,0 +1,57 @@
+"""TokenConfig: the choice of an optimizer, which the tasks that predict tokens share."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from typing_extensions import Self
+
+from train.job.world import World
+from train.run_config import RunConfig
+from train.tasks.momentum_sgd import check_sgd
+
+_CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}  # of torch.optim
+
+
+@dataclass(frozen=True)
+class TokenConfig(RunConfig, ABC):
+    """A run of a task that predicts tokens, by the task's own Adam, which is the default, or by SGD with momentum."""
+
+    optimizer: str = ""
+    """A key of `RATES`."""
+    lr: float = 0.0
+    """At the end of the warm-up; 0: that of `RATES`."""
+    momentum: float = 0.9
+    """Of sgd, less than 1."""
+
+    RATES: ClassVar[Mapping[str, float]] = {}
+    """The optimizers that the task trains by, each with the learning rate that 0 stands for."""
+    CHOICES: ClassVar[Mapping[str, Collection[object]]] = RunConfig.CHOICES
+    NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (*RunConfig.NOT_NEGATIVE, "lr")
+    ZERO: ClassVar[Mapping[str, str]] = {**RunConfig.ZERO, "lr": "is the usual one of the optimizer"}
+    BELOW_ONE: ClassVar[tuple[str, ...]] = (*RunConfig.BELOW_ONE, "dropout", "momentum")
+    IDENTITY: ClassVar[tuple[str, ...]] = (*RunConfig.IDENTITY, "optimizer")
+    LATER: ClassVar[tuple[str, ...]] = (*RunConfig.LATER, "optimizer")
+    SETTINGS: ClassVar[tuple[str, ...]] = (*RunConfig.SETTINGS, "lr", "momentum", "warmup_steps", "dropout")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer == "sgd":
+            check_sgd(self.recipe, momentum=self.momentum, first_moment_period=self.first_moment_period)
+        elif self.momentum != type(self).momentum:
+            raise ValueError(
+                f"got momentum={self.momentum} with optimizer={self.optimizer!r}, expected {type(self).momentum}, "
+                "which has no effect there; pass --optimizer sgd, or leave --momentum out"
+            )
+
+    @property
+    def optimizer_class(self) -> str:
+        """See `RunConfig`."""
+        return _CLASSES[self.optimizer]
+
+    def resolved(self, world: World) -> Self:
+        """With the learning rate, where it was left to the optimizer."""
+        return replace(self, lr=self.lr or self.RATES[self.optimizer])
