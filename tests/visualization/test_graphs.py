@@ -281,7 +281,7 @@ def assert_equal_rounds(rounds: Rounds | str, mixing: gm.MixingManager, num_roun
         np.testing.assert_array_equal(rounds.matrix(t), mixing.matrix(t))
 
 
-@pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.parametrize("n", [2, 5, 8, 9])
 @pytest.mark.parametrize(("name", "peers"), [("auto", "1"), ("auto", "2:1,0:2"), ("ring", "1"), ("complete", "1")])
 @pytest.mark.parametrize("recipe", ["sgp", "osgp", "dpsgd"])
 def test_the_graph_of_a_run_is_the_one_that_it_trains_on(recipe: str, name: str, peers: str, n: int) -> None:
