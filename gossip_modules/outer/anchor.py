@@ -71,7 +71,7 @@ class Anchor:
         self._memory: dict[str, list[Tensor]] = {}
         self._num_compressed = 0
         # A shard of a model that has fewer elements than processes may be empty.
-        self.optimizer = _checked(make_optimizer(self.parameters), self.parameters) if self.parameters else None
+        self.optimizer = _made(make_optimizer, self.parameters) if self.parameters else None
         self._made_with = _settings(self.optimizer)
 
     def memory(self, name: str) -> Sequence[Tensor]:
@@ -233,9 +233,17 @@ def _are_same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _checked(optimizer: object, parameters: Sequence[Tensor]) -> Optimizer:
-    """The outer optimizer; raises ValueError where it cannot step these parameters."""
+def _made(make_optimizer: MakeOptimizer, parameters: Sequence[Tensor]) -> Optimizer:
+    """The outer optimizer; raises ValueError where there is none that can step these parameters."""
     example = "such as `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`"
+    try:
+        optimizer: object = make_optimizer(parameters)
+    except Exception as error:
+        raise ValueError(
+            f"got {type(error).__name__} from the function that makes the outer optimizer: {error}; expected an "
+            "optimizer of the anchor, which is flat: one tensor of one dimension for each dtype of the model; pass one "
+            f"that works element by element, {example}, and leave those that need matrices, such as Muon, to the model"
+        ) from error
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"got {optimizer!r} from the function that makes the outer optimizer, expected a torch.optim.Optimizer; "

@@ -41,8 +41,8 @@ class DiLoCo(OuterMethod):
             such as momentum, and keeps the rates that it is made with.
 
     Raises:
-        ValueError: a rate out of range, or rates beside an optimizer; (first training forward) `optimizer` makes none
-            of the parameters that it is given, or one whose step needs a closure.
+        ValueError: a rate out of range, or rates beside an optimizer; (first training forward) `optimizer` fails,
+            makes none of the parameters that it is given, or one whose step needs a closure.
 
     Example:
         >>> model = GossipDataParallel(model, outer=DiLoCo(sync_every=50, lr=0.7, momentum=0.9))
