@@ -150,8 +150,8 @@ class WeightState(RoundState):
         if state is not None and "graph" not in state and self._was_on_a_ring:
             warnings.warn(
                 f"got a checkpoint of an older version, where ranks mixed on a ring if no graph was named; now it is "
-                f"{self._description['graph']}, on which models stay closer to each other. To go on with the ring: "
-                'graph="ring", in the scripts --graph ring --peers-per-itr 2',
+                f"{self._description['graph']}, on which models stay closer to each other. The run goes on "
+                'with that; to go on with the ring: graph="ring"',
                 stacklevel=2,
             )
         self._buffer.vector.push_sum_weight.copy_(torch.ones(1) if state is None else state["weight"])
