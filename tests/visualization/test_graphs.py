@@ -342,6 +342,17 @@ def test_the_options_that_a_recipe_uses_say_its_graph(recipe: str) -> None:
             np.testing.assert_array_equal(used.matrix(t), every.matrix(t))
 
 
+def test_slowmo_gossips_between_its_averages() -> None:
+    options = {**OPTIONS, "recipe": "slowmo", "sync_period": 5}
+    said = rounds_of_run(options, 8)
+    assert said == "SlowMo: an outer step along the mean drift of all ranks every 5 steps; there is no graph."
+    rounds = rounds_of_run({**options, "outer_gossip_every": 2}, 8)
+    trained = choose_mixing(None, None, push_sum=True, world_size=8)
+    assert_equal_rounds(rounds, trained, trained.period)
+    assert isinstance(rounds, Rounds)
+    assert rounds.title == "npeer-exponential, 1 peer per round, between averages over all ranks"
+
+
 def test_nodes_gossip_not_processes() -> None:
     rounds = rounds_of_run({**OPTIONS, "recipe": "sgp", "nprocs_per_node": 2}, 8)
     assert isinstance(rounds, Rounds)
