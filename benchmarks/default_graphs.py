@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.default_graphs
     OMP_NUM_THREADS=1 python -m benchmarks.default_graphs --sizes 3 5 9 --output benchmarks/results/default_graphs.csv
 
-The defaults are those of `default_graph`: one for push-sum, one for undirected gossip. Beside them that of AD-PSGD for
-an odd number of ranks, `BaseGraph`, and random graphs of one peer. Everything is linear algebra on the mixing matrices
-W(t) of training.
+The defaults are those of `default_graph`: one for push-sum, one for undirected gossip. Beside them the ring, the
+default of AD-PSGD for an odd number of ranks, `BaseGraph`, and random graphs of one peer. Everything is linear algebra
+on the mixing matrices W(t) of training.
 
 Contraction is by what factor the distance from the average shrinks per round in the long run, of random graphs in
 expectation (`visualization.spectra` has the definitions), and by what factor per message that a rank sends, on average
@@ -40,6 +40,7 @@ from gossip_modules import (
     RandomMatchingGraph,
 )
 from gossip_modules.graph_manager import default_graph
+from gossip_modules.graph_manager.named_graphs import undirected_ring
 from visualization.graphs import make_mixing
 from visualization.spectra import gap_and_rounds, messages_in
 
@@ -52,6 +53,7 @@ def graphs(num_ranks: int) -> Mapping[str, GraphManager]:
     return {
         "default, push-sum": default_graph(num_ranks, push_sum=True),
         "default, undirected": default_graph(num_ranks, push_sum=False),
+        "ring, both neighbours": undirected_ring(num_ranks),
         "bipartite-complete": DynamicBipartiteCompleteGraph(num_ranks),
         "base, 1 peer": BaseGraph(num_ranks),
         "exponential, 2 peers": NPeerDynamicDirectedExponentialGraph(num_ranks, peers_per_itr=2),

@@ -95,6 +95,7 @@ from .update_rules.exact_diffusion import ExactDiffusion
 from .update_rules.gradient_tracking import GradientTracking
 from .update_rules.qg_dsgdm import QGDSGDm
 from .update_rules.rule import UpdateRule
+from .update_rules.sgd_momentum import SGDStep
 from .version import __version__ as __version__
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
@@ -183,6 +184,7 @@ __all__ = [
     "RelaySGD",
     "RingGraph",
     "RuledEngine",
+    "SGDStep",
     "Schedule",
     "SignNorm",
     "SimpleGossipDataParallel",

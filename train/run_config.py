@@ -123,12 +123,13 @@ class RunConfig(MethodOptions, ABC):
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
         *("sync_period", "divergence_threshold", "clip_norm", "outer_lr", "max_workers", "consensus_target"),
-        *("first_moment_period", "second_moment_period"),
+        *("first_moment_period", "second_moment_period", "outer_gossip_every", "outer_pull"),
     )
     ZERO: ClassVar[Mapping[str, str]] = {
         "step_size": "is the published one",
         "group_size": "is about the square root of all ranks",
         "outer_lr": "is the published one",
+        "outer_pull": "is as outer_lr",
         "max_workers": "takes all",
     }
     """What 0 does with those of them that it does not switch off."""

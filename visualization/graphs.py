@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 import gossip_modules as gm
-from gossip_modules.graph_manager.named_graphs import named_graph
+from gossip_modules.graph_manager.named_graphs import default_graph_name, named_graph
 from gossip_modules.mixing_manager import default_mixing
 
 Matrix = npt.NDArray[np.float64]
@@ -86,7 +86,8 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
     if recipe == "localsgd":
         period = config.get("sync_period", 10)
         return f"Local SGD: parameters are averaged over all ranks every {period} steps; there is no graph."
-    if recipe in _AVERAGED:
+    mixes_between = recipe == "slowmo" and config.get("outer_gossip_every", 0) > 0
+    if recipe in _AVERAGED and not mixes_between:
         title, period = _AVERAGED[recipe], config.get("sync_period", 10)
         return f"{title}: an outer step along the mean drift of all ranks every {period} steps; there is no graph."
     if recipe == "noloco":
@@ -112,15 +113,17 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
     if recipe in ALL_NEIGHBOURS:
         name = "ring" if name == "auto" else name
         return Rounds.of(make_mixing(named_graph(name, num_nodes)), f"{name}, all neighbours")
-    is_push_sum = recipe in PUSH_SUM
+    is_push_sum = recipe in PUSH_SUM or mixes_between
     peers = 1 if recipe == "adpsgd" else _first_peers(str(config.get("peers_per_itr", "1")))
     if name == "auto":
-        name = "npeer-exponential" if is_push_sum else "bipartite-exponential"
-        if not is_push_sum and num_nodes % 2:
-            name, peers = ("bipartite-complete", 1) if recipe == "adpsgd" else ("ring", max(peers, 2))
+        name = default_graph_name(num_nodes, push_sum=is_push_sum, peers_per_itr=peers)
+        if recipe == "adpsgd" and num_nodes % 2:
+            name = "bipartite-complete"
+        peers = max(peers, 2) if name == "ring" else peers
     graph = named_graph(name, num_nodes, peers)
     mixing = default_mixing(graph, push_sum=is_push_sum)
-    return Rounds.of(mixing, f"{name}, {peers} peer{'s' if peers > 1 else ''} per round")
+    between = ", between averages over all ranks" if mixes_between else ""
+    return Rounds.of(mixing, f"{name}, {peers} peer{'s' if peers > 1 else ''} per round{between}")
 
 
 def _first_peers(text: str) -> int:

@@ -12,24 +12,30 @@ Random graphs have no period. Their figures are expectations, and say so: with r
 by which a round shrinks the squared distance in expectation (E[W^T W], for the worst start), the
 gap is 1 - sqrt(rho), and the rounds are the least T with rho^T <= --error^2. Messages are those
 of the first T rounds, as they are drawn.
+
+Trees have two lines: their links with Metropolis-Hastings weights, and "relayed", as RelaySGD uses
+them. Relaying has no matrix W(t), hence no gap; its rounds are those until every rank has a model
+of each rank, the most links between two ranks of a tree.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from math import ceil, log, sqrt
+from math import ceil, log, nan, sqrt
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from gossip_modules import GraphManager, MixingManager, RandomGraph
-from gossip_modules.graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, GRAPHS, STATIC_GRAPHS, named_graph
+from gossip_modules import DoubleBinaryTreeGraph, GraphManager, MixingManager, RandomGraph
+from gossip_modules.graph_manager import networkx_graph
+from gossip_modules.graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, GRAPHS, STATIC_GRAPHS, TREES, named_graph
 from visualization.command import read_arguments, run_command
 from visualization.graphs import Rounds, make_mixing
 from visualization.style import COLORS, DASHES, MUTED, PAGE, Format, add_legend, new_figure, save, styled
@@ -38,23 +44,25 @@ CASES: dict[str, tuple[str, int | None]] = {
     # One shift of equi-static is a ring in another order, and one of static-exponential is npeer-exponential.
     **{name: (name, 1) for name in GRAPHS if name not in (*DIRECTED_STATIC_GRAPHS, "equi-static-undirected")},
     "npeer-exponential, 2 peers": ("npeer-exponential", 2),
-    **{f"{name}, all neighbours": (name, None) for name in (*STATIC_GRAPHS, *DIRECTED_STATIC_GRAPHS)},
+    **{f"{name}, all neighbours": (name, None) for name in (*STATIC_GRAPHS, *DIRECTED_STATIC_GRAPHS, *TREES)},
+    **{f"{name}, relayed": (name, None) for name in TREES},
 }
-"""Lines of the picture: a graph of GRAPHS, and its peers per round; None: all neighbours."""
+"""Lines of the picture: a graph of GRAPHS or TREES, and its peers per round; None: all neighbours."""
 QUANTITIES = {
     "gap": "spectral gap",
     "rounds": "rounds to error {error:g}",
     "messages": "messages in these",
 }
 COLUMNS = ["graph", "num_ranks", "peers", *QUANTITIES, "basis"]
-PERIOD, EXPECTATION = "period", "expectation"
-"""What figures are of: a period of the graph, or the law by which its rounds are drawn."""
+PERIOD, EXPECTATION, RELAY = "period", "expectation", "relay"
+"""What figures are of: a period of the graph, the law by which its rounds are drawn, or relays through its trees."""
 
 
 LOOKS: dict[str, tuple[str, str, Any]] = {
     "one peer per round": (COLORS[0], "o", "-"),
     "2 peers": (COLORS[1], "s", DASHES[1]),
     "all neighbours": (COLORS[2], "^", DASHES[2]),
+    "relayed": (COLORS[3], "D", DASHES[3]),
 }
 """Colour, marker and dashes by what follows the name of a graph in CASES."""
 ROW_HEIGHT, BEHIND = 0.95, "#D0D0D0"
@@ -64,8 +72,9 @@ ROW_HEIGHT, BEHIND = 0.95, "#D0D0D0"
 class Spectra:
     """Which graphs to compare, and where."""
 
-    graphs: tuple[str, ...] = tuple(GRAPHS)
-    """Names of graphs, as `named_graph` knows them; each with one peer per round, and with all where it may."""
+    graphs: tuple[str, ...] = (*GRAPHS, *TREES)
+    """Names of graphs, as `named_graph` knows them; each with one peer per round, and with all where it may. Trees with
+    all neighbours, and relayed."""
     sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 6, 12, 24, 48)
     """Numbers of ranks; a graph is left out where it has none of that size."""
     error: float = 1e-6
@@ -76,8 +85,8 @@ class Spectra:
     """Of the picture."""
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.graphs if name not in GRAPHS]:
-            raise ValueError(f"got graphs={unknown}, expected some of {', '.join(GRAPHS)}")
+        if unknown := [name for name in self.graphs if name not in (*GRAPHS, *TREES)]:
+            raise ValueError(f"got graphs={unknown}, expected some of {', '.join((*GRAPHS, *TREES))}")
         if not self.sizes or min(self.sizes) < 2 or not 0 < self.error < 1:
             raise ValueError(f"got sizes={self.sizes} and error={self.error}, expected n >= 2 and 0 < error < 1")
 
@@ -119,7 +128,8 @@ def rounds_to_consensus(rounds: Rounds, *, error: float) -> int:
 def measure(spectra: Spectra) -> pd.DataFrame:
     """Gap and rounds of each case and size: columns graph, num_ranks, peers, gap, rounds, messages, basis.
 
-    `messages` are those of a rank in so many rounds, on average over the ranks; `basis` is PERIOD or EXPECTATION.
+    `messages` are those of a rank in so many rounds, on average over the ranks; `basis` is PERIOD, EXPECTATION
+    or RELAY, where `gap` is NaN.
     """
     rows = []
     for title, (name, peers) in CASES.items():
@@ -130,7 +140,10 @@ def measure(spectra: Spectra) -> pd.DataFrame:
                 mixing = make_mixing(named_graph(name, n, peers))
             except ValueError:
                 continue  # the graph has no such size, or fewer peers
-            gap, num_rounds, basis = gap_and_rounds(mixing, title, error=spectra.error)
+            if title == f"{name}, relayed":
+                gap, num_rounds, basis = nan, relay_rounds(mixing.graph), RELAY
+            else:
+                gap, num_rounds, basis = gap_and_rounds(mixing, title, error=spectra.error)
             messages = messages_in(mixing.graph, num_rounds)
             rows.append((title, n, mixing.graph.num_peers(0), gap, num_rounds, messages, basis))
     return pd.DataFrame(rows, columns=COLUMNS)
@@ -144,6 +157,16 @@ def gap_and_rounds(mixing: MixingManager, title: str, *, error: float) -> tuple[
         num_rounds = ceil(2 * log(error) / log(rho)) if rho > 0 else 1
         return 1 - sqrt(rho), num_rounds, EXPECTATION
     return mixing.spectral_gap(), rounds_to_consensus(Rounds.of(mixing, title), error=error), PERIOD
+
+
+def relay_rounds(graph: GraphManager) -> int:
+    """After how many rounds of RelaySGD every rank has a model of each rank: a message goes over one link in a round.
+
+    Args:
+        graph: a tree, or a `DoubleBinaryTreeGraph`, whose trees relay half a model each.
+    """
+    trees = graph.trees if isinstance(graph, DoubleBinaryTreeGraph) else (networkx_graph(graph).edges,)
+    return max(nx.diameter(nx.Graph(tree)) for tree in trees)
 
 
 def messages_in(graph: GraphManager, num_rounds: int) -> float:

@@ -77,6 +77,9 @@ TREES: Mapping[str, Callable[[int], GraphManager]] = {
 """Graphs whose links are those of a tree, or of two, for any number of ranks: undirected, with all neighbours in every
 round, so that they never change. Made for RelaySGD."""
 
+SMALLEST_WITHOUT_RING = 9
+"""The smallest odd number of ranks whose default undirected graph is no ring."""
+
 NAMES: tuple[str, ...] = (*GRAPHS, *PREDEFINED_GRAPHS, *TREES)
 """Of all graphs."""
 
@@ -117,15 +120,12 @@ def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, in
 
 
 def default_graph(world_size: int, *, push_sum: bool, peers_per_itr: int | Mapping[int, int] = 1) -> GraphManager:
-    """The graph that is used where the user names none.
-
-    With push-sum it is the exponential graph. Without, the graph has to be undirected: pairs on the bipartite
-    exponential graph if the number of ranks is even, else a ring on which one peer per round means both neighbours.
+    """The graph that is used where the user names none: that of `default_graph_name`.
 
     Args:
         world_size: the number of ranks.
         push_sum: whether the graph may be directed.
-        peers_per_itr: the number of peers per round, or a schedule of it.
+        peers_per_itr: the number of peers per round, or a schedule of it; on the ring, 1 means both neighbours.
 
     Raises:
         ValueError: the graph has fewer peers.
@@ -133,11 +133,27 @@ def default_graph(world_size: int, *, push_sum: bool, peers_per_itr: int | Mappi
     >>> default_graph(5, push_sum=False).out_peers(rank=0, t=0)
     (1, 4)
     """
+    name = default_graph_name(world_size, push_sum=push_sum, peers_per_itr=peers_per_itr)
+    if name == "ring" and peers_per_itr == 1:
+        return undirected_ring(world_size)
+    return GRAPHS[name](world_size, peers_per_itr=peers_per_itr)
+
+
+def default_graph_name(world_size: int, *, push_sum: bool, peers_per_itr: int | Mapping[int, int] = 1) -> str:
+    """The name in GRAPHS of the graph that is used where the user names none.
+
+    With push-sum it is the exponential graph. Without, the graph has to be undirected: pairs at exponential distances
+    for an even number of ranks, else a ring of up to 7 ranks. On a ring of more ranks models stay further apart than
+    where each active rank meets each passive one in turn, or, with more peers, than on `BaseGraph`
+    (docs/benchmarks/default_graphs.md).
+    """
     if push_sum:
-        return NPeerDynamicDirectedExponentialGraph(world_size, peers_per_itr=peers_per_itr)
+        return "npeer-exponential"
     if world_size % 2 == 0:
-        return DynamicBipartiteExponentialGraph(world_size, peers_per_itr=peers_per_itr)
-    return undirected_ring(world_size) if peers_per_itr == 1 else RingGraph(world_size, peers_per_itr=peers_per_itr)
+        return "bipartite-exponential"
+    if world_size < SMALLEST_WITHOUT_RING:
+        return "ring"
+    return "bipartite-complete" if peers_per_itr == 1 else "base"
 
 
 def undirected_ring(world_size: int) -> RingGraph:

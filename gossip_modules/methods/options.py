@@ -50,8 +50,8 @@ class MethodOptions:
     compression_bits: int = 8
     """qsgd, moniqua: bits per entry, 2, 4 or 8."""
     step_size: float = 0.0
-    """Of consensus. 0: the published one (python -m gossip_modules.methods lists them), and for powergossip the best
-    for the spectrum of the graph. Other codes have none and must be given one."""
+    """Of consensus. 0: the published one (python -m gossip_modules.methods lists them), for powergossip the best for
+    the spectrum of the graph, for gasloc 0.5. Other codes have none and must be given one."""
 
     # MATCHA
     budget: float = 0.5
@@ -98,6 +98,13 @@ class MethodOptions:
     """diloco, streamingdiloco, eagerdiloco: bits of each entry of a drift that travels, 4 or 8; what they leave out is
     in the next drift. 0: drifts travel as they are."""
 
+    outer_own_weight: float = -1.0
+    """streamingdiloco: what a rank keeps of its own model where an outer step arrives, less than 1. Below 0: the
+    published 0.5."""
+    outer_gossip_every: int = 0
+    """slowmo: steps from one round of SGP, on its default graph, to the next between outer steps; 0: no gossip."""
+    outer_pull: float = 0.0
+    """noloco: how strongly the anchors of a pair are pulled together. 0: as outer_lr."""
     anchor_device: Literal["model", "cpu"] = "model"
     """cpu: the anchor and the state of the outer optimizer are in the host's memory; model: beside the model."""
     error_decay: float = 0.95
@@ -140,6 +147,9 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
         "outer_fragments",
         "outer_delay",
         "outer_bits",
+        "outer_own_weight",
+        "outer_gossip_every",
+        "outer_pull",
         "anchor_device",
         "error_decay",
     ),

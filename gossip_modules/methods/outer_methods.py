@@ -30,6 +30,8 @@ def diloco(options: MethodOptions, seed: int) -> OuterMethod:
 def streaming_diloco(options: MethodOptions, seed: int) -> OuterMethod:
     """Streaming DiLoCo."""
     cuts: dict[str, Any] = {"fragments": options.outer_fragments, "delay": options.outer_delay}
+    if options.outer_own_weight >= 0:
+        cuts["own_weight"] = options.outer_own_weight
     return StreamingDiLoCo(options.sync_period, **cuts, **_code(options, seed), **_settings(options))
 
 
@@ -39,18 +41,20 @@ def eager_diloco(options: MethodOptions, seed: int) -> OuterMethod:
 
 
 def slowmo(options: MethodOptions, seed: int) -> OuterMethod:
-    """SlowMo over local SGD, with the learning rate of whatever optimizer steps the model."""
-    return SlowMo(options.sync_period, inner_lr="optimizer", **_settings(options))
+    """SlowMo over local SGD or gossip, with the learning rate of whatever optimizer steps the model."""
+    rounds: dict[str, Any] = {"gossip_every": options.outer_gossip_every}
+    return SlowMo(options.sync_period, inner_lr="optimizer", **rounds, **_settings(options))
 
 
 def noloco(options: MethodOptions, seed: int) -> OuterMethod:
     """NoLoCo in random pairs."""
-    return NoLoCo(options.sync_period, seed=seed, **_settings(options))
+    return NoLoCo(options.sync_period, pull=options.outer_pull or None, seed=seed, **_settings(options))
 
 
 def gasloc(options: MethodOptions, seed: int) -> OuterMethod:
     """GASLoC."""
-    return GASLoC(options.sync_period, **_settings(options))
+    step_size: dict[str, Any] = {"step_size": options.step_size} if options.step_size else {}
+    return GASLoC(options.sync_period, **step_size, **_settings(options))
 
 
 def sparse_loco(options: MethodOptions, seed: int) -> OuterMethod:
@@ -115,7 +119,7 @@ OUTER_METHODS: tuple[Method, ...] = (
             "2501.18512",
         ),
         example="GossipDataParallel(model, outer=StreamingDiLoCo())",
-        options=DILOCO_OPTIONS | {"outer_fragments", "outer_delay"},
+        options=DILOCO_OPTIONS | {"outer_fragments", "outer_delay", "outer_own_weight"},
     ),
     Method(
         "eagerdiloco",
@@ -163,7 +167,7 @@ OUTER_METHODS: tuple[Method, ...] = (
             "1910.00643",
         ),
         example="GossipDataParallel(model, outer=SlowMo())",
-        options=OPTIONS,
+        options=OPTIONS | {"outer_gossip_every"},
     ),
     Method(
         "noloco",
@@ -179,7 +183,7 @@ OUTER_METHODS: tuple[Method, ...] = (
             "2506.10911",
         ),
         example="GossipDataParallel(model, outer=NoLoCo())",
-        options=OPTIONS,
+        options=OPTIONS | {"outer_pull"},
     ),
     Method(
         "gasloc",
@@ -196,7 +200,7 @@ OUTER_METHODS: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, outer=GASLoC())",
         graph="undirected",
-        options=OPTIONS | {"graph"},
+        options=OPTIONS | {"graph", "step_size"},
         simulated_graph=static,
     ),
 )

@@ -57,7 +57,8 @@ class OuterSimulation(LockstepMethod):
         super().__init__(Plain(), None if mixing is None else SimulatedMixing(mixing), Schedule(), clock)
         self.outer = outer
         rates = {f"outer_{name}": getattr(outer, name) for name in ("lr", "momentum") if hasattr(outer, name)}
-        self.options = {"sync_period": outer.sync_every, **rates}
+        step_size = {"step_size": outer.step_size} if hasattr(outer, "step_size") else {}
+        self.options = {"sync_period": outer.sync_every, **rates, **step_size}
         self._anchors: list[Anchor] = []
         self._due: list[tuple[int, Anchor]] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..graph_manager.base import GraphManager
 from ..graph_manager.butterfly_groups import ButterflyGroups
-from ..graph_manager.named_graphs import named_graph
+from ..graph_manager.named_graphs import default_graph_name, named_graph
 from ..graph_manager.static_graphs import networkx_graph
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.base import MixingManager
@@ -36,8 +36,8 @@ MAX_MATCHA_RANKS = 512
 
 
 def pairs(world_size: int) -> str:
-    """The best graph for exchanges in pairs, or in odd worlds a ring."""
-    return "ring" if world_size % 2 and world_size > 1 else "bipartite-exponential"
+    """The graph of D-PSGD where none is named: pairs, or in small odd worlds a ring."""
+    return default_graph_name(world_size, push_sum=False) if world_size > 1 else "bipartite-exponential"
 
 
 def static(world_size: int) -> str:

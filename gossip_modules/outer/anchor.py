@@ -251,15 +251,15 @@ def _are_same(one: object, other: object) -> bool:
 
 
 def made_optimizer(make_optimizer: MakeOptimizer, parameters: Sequence[Tensor]) -> Optimizer:
-    """The outer optimizer; raises ValueError where it cannot step these parameters."""
+    """The outer optimizer; raises ValueError where there is none that can step these parameters."""
     example = "such as `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`"
     try:
         optimizer: object = make_optimizer(parameters)
     except Exception as error:
         raise ValueError(
-            f"got {type(error).__name__} from the function that makes the outer optimizer ({error}), expected an "
-            "optimizer of flat tensors, one for each dtype of the model, which it steps element by element; pass "
-            f"another function, {example}"
+            f"got {type(error).__name__} from the function that makes the outer optimizer: {error}; expected an "
+            "optimizer of the anchor, which is flat: one tensor of one dimension for each dtype of the model; pass one "
+            f"that works element by element, {example}, and leave those that need matrices, such as Muon, to the model"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ValueError(

@@ -59,8 +59,8 @@ class DiLoCo(OuterMethod):
 
     Raises:
         ValueError: a rate out of range, rates beside an optimizer, or an `error_decay` without a compressor; (when the
-            model is wrapped) `optimizer` makes none of the parameters that it is given, or one whose step needs a
-            closure.
+            model is wrapped) `optimizer` fails, makes none of the parameters that it is given, or one whose step needs
+            a closure.
 
     Example:
         >>> model = GossipDataParallel(model, outer=DiLoCo(sync_every=50, lr=0.7, momentum=0.9))

@@ -27,13 +27,14 @@ from .choice import Choice, simulated_methods
 from .options import import_named, make_parser, setting_of
 from .problems import Consensus, Digits
 from .run import simulate
+from .setting import Setting
 from .tuning import tune
 
 
-def _choices(texts: Sequence[str], world_size: int) -> list[Choice]:
+def _choices(texts: Sequence[str], setting: Setting) -> list[Choice]:
     """The methods to compare, each once."""
     choices = [Choice.parse(text) for text in texts]
-    resolved = [choice.resolved(world_size) for choice in choices]
+    resolved = [choice.resolved(setting.world_size, setting.peers_per_itr) for choice in choices]
     if twice := [text for text, choice in zip(texts, resolved) if resolved.count(choice) > 1]:
         raise ValueError(f"got methods {' and '.join(twice)}, which are the same, expected each once; leave one out")
     return choices
@@ -51,7 +52,7 @@ def _run(arguments: Sequence[str] | None) -> str:
     target = problem.target if options.target is None else options.target
     predict = tune if options.tune else simulate
     predictions, left_out = [], []
-    for choice in _choices(options.methods or simulated_methods(), setting.world_size):
+    for choice in _choices(options.methods or simulated_methods(), setting):
         try:
             predictions.append(predict(choice, setting, problem, target=target, max_steps=options.max_steps))
         except ValueError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..graph_manager.named_graphs import NAMES
+from ..graph_manager.named_graphs import NAMES, default_graph_name
 from ..registry import METHODS, name_of
 from .gossip import SimulatedMethod
 from .setting import Setting
@@ -45,10 +46,13 @@ class Choice(NamedTuple):
             raise ValueError(f"got code={compressor!r} of {name}, expected {names}; e.g. choco:torus:topk")
         return cls(name, graph, compressor)
 
-    def resolved(self, world_size: int) -> Choice:
-        """With the method's own choices filled in; '' where it has no graph or code."""
+    def resolved(self, world_size: int, peers_per_itr: int | Mapping[int, int] | None = None) -> Choice:
+        """With the method's own choices filled in, for so many peers per round; '' where it has no graph or code."""
         method = METHODS[self.method]
         graph = self.graph or (method.simulated_graph(world_size) if method.simulated_graph else "")
+        has_more_peers = peers_per_itr not in (None, 1)
+        if not self.graph and graph == "bipartite-complete" and method.graph != "bipartite" and has_more_peers:
+            graph = default_graph_name(world_size, push_sum=False, peers_per_itr=peers_per_itr or 1)
         return Choice(self.method, graph, self.compressor or next(iter(method.codes), ""))
 
     @property
@@ -65,7 +69,7 @@ def make_method(choice: Choice, setting: Setting) -> SimulatedMethod:
     """
     simulate = METHODS[choice.method].simulate
     assert simulate is not None, "Choice.parse refuses methods that cannot be simulated"
-    method: SimulatedMethod = simulate(choice.resolved(setting.world_size), setting)
+    method: SimulatedMethod = simulate(choice.resolved(setting.world_size, setting.peers_per_itr), setting)
     return method
 
 

@@ -44,7 +44,8 @@ def simulate(
         )
     if isinstance(choice, SimulatedMethod):
         return _train(choice, Choice(type(choice).__name__, "", ""), setting, problem, target, max_steps)
-    chosen = (Choice.parse(choice) if isinstance(choice, str) else choice).resolved(setting.world_size)
+    parsed = Choice.parse(choice) if isinstance(choice, str) else choice
+    chosen = parsed.resolved(setting.world_size, setting.peers_per_itr)
     has_gradients = not problem.is_solved_by_rounds
     setting = replace(setting, shape=problem.shape, has_gradients=has_gradients)
     return _train_with_theta(chosen, setting, problem, target, max_steps)

@@ -89,7 +89,7 @@ class Setting:
             that tells how methods compare; on other models and data it may be more or less often.
         local_steps: of local SGD and outer optimizers, from one average or outer step to the next; also WAGMA's
             `sync_period`.
-        step_size: of consensus, for coded gossip; None: the published one.
+        step_size: of consensus, for coded gossip and GASLoC; None: the published one.
         theta: of Moniqua, for the whole run; None = the least of 1, 2, 4, ... that no two neighbours differ by, which
             `simulate` finds.
         budget: of MATCHA.

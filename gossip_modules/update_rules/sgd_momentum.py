@@ -17,7 +17,16 @@ _hooks = StepHooks()
 
 
 class SGDStep(NamedTuple):
-    """The rates of a step of SGD."""
+    """The rates of a step of `torch.optim.SGD`, which a round of an `UpdateRule` with `needs_sgd` gets.
+
+    Attributes:
+        lr: the learning rate.
+        momentum: as in SGD, 0 where it has none.
+
+    Example:
+        >>> SGDStep(lr=0.1, momentum=0.9).momentum
+        0.9
+    """
 
     lr: float
     momentum: float

@@ -69,10 +69,10 @@ def choose_mixing(
 ) -> MixingManager:
     """The mixing manager, with its graph.
 
-    Push-sum: the one-peer exponential graph with uniform weights. Push-pull: pairs on the bipartite exponential graph
-    where the world is even, else both neighbours on a ring. A gossiper with a default graph: that; one that needs
-    symmetric weights: that ring in every world. A graph that has weights of its own: these. A MatchaGraph: its
-    Laplacian. Another symmetric graph without push-sum: Metropolis-Hastings weights.
+    Push-sum: the one-peer exponential graph with uniform weights. Push-pull: see `default_graph_name`. A gossiper with
+    a default graph: that; one that needs symmetric weights: a ring with both neighbours in every world. A graph that
+    has weights of its own: these. A MatchaGraph: its Laplacian. Another symmetric graph without push-sum:
+    Metropolis-Hastings weights.
 
     Raises:
         ValueError: `mixing` is over another graph than `graph`, or one of another size.
@@ -189,6 +189,14 @@ class Algorithm:
             return self._mixing_of(*own, world_size, gossiper)
 
         return choose, gossiper
+
+    def was_on_a_ring(self, mixing: MixingManager) -> bool:
+        """Whether rounds with these weights, which nobody named, were on a ring in older versions."""
+        is_default = (
+            self.graph is None and self.mixing is None and isinstance(mixing.graph, DynamicBipartiteCompleteGraph)
+        )
+        gossips = self.outer is None or not self.outer.averages_exactly or self.outer.gossip_every > 0
+        return is_default and gossips
 
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError where the method of outer steps, or the rule, is wrong with these weights."""

@@ -32,5 +32,5 @@ def test_every_graph_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["role"] for row in rows] == list(graphs(3))
     base = next(row for row in rows if row["role"] == "base, 1 peer")
     assert (base["contraction_per_round"], base["rounds"], base["messages"]) == (0, 3, 2)
-    ring = next(row for row in rows if row["role"] == "default, undirected")
+    ring = next(row for row in rows if row["role"] == "ring, both neighbours")
     assert (ring["graph"], ring["messages_per_round"], ring["noise"], ring["drift"]) == ("RingGraph", 2, 0, 0)

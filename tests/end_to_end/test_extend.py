@@ -19,6 +19,7 @@ from gossip_modules.methods import METHODS
 from gossip_modules.simulate.options import MAX_STEPS
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.harness.scripts import script_outputs
+from tests.library.outer.quadratics import START, descended, solve
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "extend"
 
@@ -35,7 +36,7 @@ def run_page(name: str) -> tuple[dict[str, object], str]:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         for block in blocks(name):
-            exec(compile(block, name, "exec"), namespace)
+            exec(compile(block, name, "exec", dont_inherit=True), namespace)  # as a file of its own
     return namespace, output.getvalue()
 
 
@@ -93,6 +94,33 @@ def test_gossiper_reaches_the_mean_and_has_a_row_in_the_simulator() -> None:
 
     for result in run_ranks(3, body):
         torch.testing.assert_close(result, values.mean(0))
+
+
+def test_an_outer_method_steps_alone_and_mixes_the_result() -> None:
+    namespace, output = run_page("outer_method.md")
+    assert output == "the averaged weight is 1.50\n"
+    method: Any = namespace["StepThenMix"]
+    w = MetropolisHastingsMixing(RingGraph(5, peers_per_itr=2)).matrix(0).double()
+    phi = torch.full((5,), START, dtype=torch.float64)
+    for _ in range(4):
+        phi = w @ (phi - 0.7 * (phi - descended(phi, 5)))
+    outer = method(5, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7), name="SGD, 0.7")
+    torch.testing.assert_close(solve(lambda: {"outer": outer, "graph": "ring"}), phi, rtol=0, atol=1e-12)
+
+
+def test_an_update_rule_agrees_sooner_and_keeps_the_mean() -> None:
+    namespace, output = run_page("update_rule.md")
+    plain, own = (float(number) for number in re.findall(r"\d\.\de-\d\d", output))
+    assert own < plain / 100
+    rule: Any = namespace["MomentumGossip"]
+    w = MetropolisHastingsMixing(RingGraph(5, peers_per_itr=2)).matrix(0).double()
+    x, m = torch.full((5,), START, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    for num_steps in (0, *[1] * 6):  # a round comes before each step
+        h = descended(x, num_steps)
+        m = 0.4 * m + w @ h - h
+        x = h + m
+        assert float(x.mean()) == pytest.approx(float(h.mean()))
+    torch.testing.assert_close(solve(lambda: {"rule": rule(0.4)}, num_steps=6), x, rtol=0, atol=1e-12)
 
 
 @pytest.mark.soak

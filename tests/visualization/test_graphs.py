@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
 from math import cos, log2, pi
 from pathlib import Path
@@ -13,10 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
-from gossip_modules.graph_manager.named_graphs import GRAPHS, named_graph
+from gossip_modules.graph_manager.named_graphs import GRAPHS, TREES, named_graph
 from gossip_modules.matcha.__main__ import main as write_plan
 from gossip_modules.methods import METHODS
 from gossip_modules.methods import graphs as method_graphs
+from gossip_modules.relay.relay_sgd import trees_of
 from gossip_modules.wrappers.defaults import choose_bipartite_mixing, choose_mixing
 from train.tasks.images.config import Config
 from visualization import spectra, topology
@@ -90,6 +92,38 @@ def test_spectra_of_random_graphs_are_expectations_and_say_so(name: str) -> None
     with styled():
         titles = [axis.get_title(loc="left") for axis in spectra.draw_spectra(table, error=0.05).axes]
     assert titles[0] == f"{name}, in expectation"
+
+
+def relayed_counts(links: Collection[tuple[int, int]], n: int, num_rounds: int) -> list[float]:
+    """How many models each rank has after so many rounds: 1 + sum_j c_ji of RelaySGD's law."""
+    both = [*links, *((j, i) for i, j in links)]
+    counts = dict.fromkeys(both, 0)
+    for _ in range(num_rounds):
+        counts = {(i, j): 1 + sum(counts[k, to] for k, to in both if to == i and k != j) for i, j in both}
+    return [1 + sum(count for (_, to), count in counts.items() if to == i) for i in range(n)]
+
+
+@pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.parametrize("name", TREES)
+def test_spectra_of_trees_have_weights_and_the_rounds_of_relays(name: str, n: int) -> None:
+    table = measure(Spectra((name,), (n,))).set_index("graph")
+    graph = named_graph(name, n)
+    mixed, relayed = table.loc[f"{name}, all neighbours"], table.loc[f"{name}, relayed"]
+    assert mixed["gap"] == pytest.approx(make_mixing(graph).spectral_gap())
+    assert mixed["basis"] == "period"
+    assert (relayed["basis"], np.isnan(relayed["gap"])) == ("relay", True)
+    for rounds, have_all in ((relayed["rounds"], True), (relayed["rounds"] - 1, False)):
+        counts = [relayed_counts(links, n, rounds) for links in trees_of(graph)]
+        assert (counts == [[n] * n] * len(counts)) == have_all
+    sent = sum(len(graph.out_peers(rank, 0)) for rank in range(n))
+    assert relayed["messages"] == pytest.approx(relayed["rounds"] * sent / n)
+
+
+def test_relays_are_drawn_without_a_gap(tmp_path: Path, figures: list[Figure]) -> None:
+    assert spectra.main(Spectra(("chain",), (4, 8), out_dir=tmp_path)) == 0
+    lines = [{line.get_label(): line for line in axis.get_lines()} for axis in figures[0].axes]
+    assert np.isnan(np.asarray(lines[0]["relayed"].get_ydata(), dtype=float)).all()
+    np.testing.assert_array_equal(np.asarray(lines[1]["relayed"].get_xydata()), [[4, 3], [8, 7]])
 
 
 def test_rounds_that_never_agree_or_never_repeat_are_refused() -> None:
@@ -247,7 +281,7 @@ def assert_equal_rounds(rounds: Rounds | str, mixing: gm.MixingManager, num_roun
         np.testing.assert_array_equal(rounds.matrix(t), mixing.matrix(t))
 
 
-@pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.parametrize("n", [2, 5, 8, 9])
 @pytest.mark.parametrize(("name", "peers"), [("auto", "1"), ("auto", "2:1,0:2"), ("ring", "1"), ("complete", "1")])
 @pytest.mark.parametrize("recipe", ["sgp", "osgp", "dpsgd"])
 def test_the_graph_of_a_run_is_the_one_that_it_trains_on(recipe: str, name: str, peers: str, n: int) -> None:
@@ -306,6 +340,17 @@ def test_the_options_that_a_recipe_uses_say_its_graph(recipe: str) -> None:
         assert used.title == every.title
         for t in range(20):
             np.testing.assert_array_equal(used.matrix(t), every.matrix(t))
+
+
+def test_slowmo_gossips_between_its_averages() -> None:
+    options = {**OPTIONS, "recipe": "slowmo", "sync_period": 5}
+    said = rounds_of_run(options, 8)
+    assert said == "SlowMo: an outer step along the mean drift of all ranks every 5 steps; there is no graph."
+    rounds = rounds_of_run({**options, "outer_gossip_every": 2}, 8)
+    trained = choose_mixing(None, None, push_sum=True, world_size=8)
+    assert_equal_rounds(rounds, trained, trained.period)
+    assert isinstance(rounds, Rounds)
+    assert rounds.title == "npeer-exponential, 1 peer per round, between averages over all ranks"
 
 
 def test_nodes_gossip_not_processes() -> None:

@@ -15,10 +15,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gossip_modules.methods import MethodOptions
 from train.job.files import paths_in, remove_file
 from train.job.world import Agreement
 from train.run.rank_files import DamagedError, RankFiles, name_of, step_of
@@ -26,6 +28,13 @@ from train.run.survey import Survey, survey
 
 SUPERSEDED = "superseded"
 START_AFRESH = "start afresh in another --out-dir, or here with --overwrite"
+
+_DEFAULTS: Mapping[str, Any] = {option.name: option.default for option in fields(MethodOptions)}
+
+
+def saved_choice(manifest: Mapping[str, Any], name: str) -> Any:
+    """What a run had chosen; its default where the option of a method came later than the run."""
+    return manifest.get(name, _DEFAULTS.get(name, ""))
 
 
 class Checkpoints:
@@ -215,7 +224,7 @@ class Checkpoints:
         except (DamagedError, OSError) as error:
             return str(error)
         for name, expected in self.identity.items():
-            found = manifest.get(name, "")  # an option that came later was not set
+            found = saved_choice(manifest, name)
             if found != expected:
                 raise ValueError(
                     f"got {files.state_path} of a run with {name}={found!r}, expected {expected!r} as in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import (
@@ -11,11 +12,14 @@ from gossip_modules.graph_manager.named_graphs import (
     PREDEFINED_GRAPHS,
     STATIC_GRAPHS,
     default_graph,
+    default_graph_name,
     named_graph,
     num_neighbours,
+    undirected_ring,
 )
 from gossip_modules.graph_manager.static_graphs import networkx_graph
 from gossip_modules.methods import graphs as method_graphs
+from gossip_modules.mixing_manager import default_mixing
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -62,22 +66,43 @@ def test_predefined_graphs_have_their_size(name: str, index: int) -> None:
         named_graph(name, 7)
 
 
-@pytest.mark.parametrize("n", range(1, 10))
+@pytest.mark.parametrize("n", [*range(1, 12), 25])
 @pytest.mark.parametrize("push_sum", [False, True])
 def test_the_default_graph_connects_all_ranks(n: int, push_sum: bool) -> None:
-    """Undirected without push-sum, whatever the world; and one peer per round but on the ring."""
+    """Undirected without push-sum, whatever the world; and one peer per round but on the ring of up to 7 ranks."""
     graph = default_graph(n, push_sum=push_sum)
     mixing = gm.UniformMixing(graph) if push_sum else gm.MetropolisHastingsMixing(graph)
     assert mixing.is_doubly_stochastic
     assert n == 1 or mixing.spectral_gap() > 0
-    assert graph.num_peers(0) == (0 if n == 1 else 2 if n % 2 and not push_sum else 1)
+    assert graph.num_peers(0) == (0 if n == 1 else 2 if n in (3, 5, 7) and not push_sum else 1)
+    assert repr(graph) == repr(named_graph(default_graph_name(n, push_sum=push_sum), n))
 
 
 def test_the_default_graph_takes_more_peers() -> None:
     assert default_graph(9, push_sum=True, peers_per_itr={0: 2, 5: 1}).num_peers(4) == 2
     assert default_graph(8, push_sum=False, peers_per_itr=2).num_peers(0) == 2
+    assert repr(default_graph(9, push_sum=False, peers_per_itr={0: 2, 5: 1})) == repr(gm.BaseGraph(9, {0: 2, 5: 1}))
     with pytest.raises(ValueError, match="RingGraph: got peers_per_itr=3, expected 1 to 2"):
-        default_graph(9, push_sum=False, peers_per_itr=3)
+        default_graph(7, push_sum=False, peers_per_itr=3)
+
+
+@pytest.mark.parametrize("n", [9, 15, 25])
+def test_models_drift_less_on_the_default_graph_of_an_odd_world_than_on_a_ring(n: int) -> None:
+    """By the same step of each rank in every round: x <- W(t) (x + u), for the worst u."""
+    drifts = []
+    for graph in (
+        default_graph(n, push_sum=False),
+        default_graph(n, push_sum=False, peers_per_itr=2),
+        undirected_ring(n),
+    ):
+        mixing = default_mixing(graph, push_sum=False)
+        matrices = [mixing.matrix(t).double() - 1 / n for t in range(mixing.period)]
+        drift, found = torch.zeros(n, n, dtype=torch.float64), []
+        for t in range(1000 + len(matrices)):
+            drift = matrices[t % len(matrices)] @ (drift + torch.eye(n, dtype=torch.float64))
+            found.append(float(torch.linalg.matrix_norm(drift, 2)) if t >= 1000 else 0.0)
+        drifts.append(sum(found) / len(matrices))
+    assert max(drifts[:2]) < 0.6 * drifts[2]
 
 
 @pytest.mark.parametrize("name", [*STATIC_GRAPHS, "bipartite-linear"])

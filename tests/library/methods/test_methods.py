@@ -278,7 +278,7 @@ def test_a_module_that_registers_methods_is_imported_by_name(
         read_command_line(Config, description="", arguments=["--import", "nonesuch"])
 
 
-@pytest.mark.parametrize("n", [5, 8])
+@pytest.mark.parametrize("n", [5, 8, 9])
 @pytest.mark.parametrize("name", METHODS)
 def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = replace(CLUSTER, world_size=n, theta=64.0)
@@ -296,6 +296,12 @@ def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest
     graph = made.get("graph") or made["mixing"].graph
     assert repr(graph) == repr(simulated.mixing.graph)  # type: ignore[attr-defined]
     assert peers_by_round(config.peers_per_itr, steps_per_epoch=1, steps_per_round=1) >= 1  # type: ignore[operator]
+
+
+def test_the_step_size_of_gasloc_is_simulated_and_advised() -> None:
+    found = [simulate("gasloc:ring", replace(CLUSTER, step_size=size), Digits(), max_steps=40) for size in (0.25, 0.75)]
+    assert [recipe_options(each, CLUSTER).split()[-1] for each in found] == ["0.25", "0.75"]
+    assert found[0].error != found[1].error
 
 
 def test_the_advice_has_the_command() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossip_modules as gm
+from gossip_modules.graph_manager.named_graphs import default_graph_name
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.simulate import (
     Choice,
@@ -44,6 +45,16 @@ def lockstep(graph: gm.GraphManager, rule: Rule, *, push_sum: bool = False) -> L
     network = Network(LINKS, graph.world_size)
     mixing = SimulatedMixing(default_mixing(graph, push_sum=push_sum))
     return LockstepMethod(rule, mixing, gm.Schedule(), SyncClock(EVEN, network, MessageCost(1e6)))
+
+
+@pytest.mark.parametrize("peers", [1, 2])
+@pytest.mark.parametrize("n", [7, 8, 9, 25])
+def test_d_psgd_is_simulated_on_its_default_graph(n: int, peers: int) -> None:
+    setting = replace(CLUSTER, world_size=n, peers_per_itr=peers)
+    assert Choice("dpsgd").resolved(n, peers).graph == default_graph_name(n, push_sum=False, peers_per_itr=peers)
+    assert make_method(Choice("dpsgd"), setting) is not None
+    assert Choice("adpsgd").resolved(n, peers).graph == ("bipartite-complete" if n % 2 else "bipartite-exponential")
+    assert Choice("gasloc").resolved(9).graph == "torus"
 
 
 @pytest.mark.parametrize(("graph", "push_sum"), CASES)

@@ -369,6 +369,15 @@ def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) 
         assert ("graph" in arguments) == (recipe == "gasloc")
         assert wrapped(6, recipe=recipe)["outer"] == default
         assert wrapped(6, recipe=recipe, anchor_device="cpu")["outer"] == replace(default, anchor_device="cpu")
+    for recipe, options, expected in (
+        ("streamingdiloco", {"outer_own_weight": 0.0}, gm.StreamingDiLoCo(10, own_weight=0.0)),
+        ("slowmo", {"outer_gossip_every": 2}, gm.SlowMo(10, inner_lr="optimizer", gossip_every=2)),
+        ("noloco", {"outer_pull": 0.4}, gm.NoLoCo(10, pull=0.4, seed=1)),
+        ("gasloc", {"step_size": 0.25}, gm.GASLoC(10, step_size=0.25)),
+    ):
+        assert wrapped(6, recipe=recipe, **options)["outer"] == expected
+    with pytest.raises(ValueError, match=r"got own_weight=1\.0, expected 0 <= own_weight < 1"):
+        wrapped(6, recipe="streamingdiloco", outer_own_weight=1.0)
     sparse = wrapped(6, recipe="sparseloco", sync_period=7, compression_ratio=0.03, error_decay=0.9)["outer"]
     code = gm.ChunkTopK(123, 4096, values=gm.TwoBit())
     assert str(sparse) == str(gm.SparseLoCo(7, lr=1.0, decay=0.9, compressor=code))

@@ -420,6 +420,16 @@ def test_a_manifest_of_before_there_were_plans_still_counts(tmp_path: Path) -> N
         Checkpoints(tmp_path, Ranks(1)[0], identity | {"plan": "another"}).load([path])
 
 
+def test_a_manifest_of_before_an_option_of_methods_counts_where_it_has_its_default(tmp_path: Path) -> None:
+    """Numbers too: outer_pull and outer_own_weight came after the first outer methods."""
+    identity = Config(recipe="noloco").identity
+    before = {name: value for name, value in identity.items() if name not in ("outer_pull", "outer_own_weight")}
+    path = Checkpoints(tmp_path, Ranks(1)[0], before).save(3, {"x": 1})
+    assert Checkpoints(tmp_path, Ranks(1)[0], identity).load([path]) == (path, {"x": 1})
+    with pytest.raises(ValueError, match=r"of a run with outer_pull=0.0, expected 0.4 as in this run"):
+        Checkpoints(tmp_path, Ranks(1)[0], identity | {"outer_pull": 0.4}).load([path])
+
+
 def test_a_folder_that_another_rank_removes_meanwhile_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "step_00000001"
     scandir = os.scandir
