@@ -251,7 +251,7 @@ class OuterEngine(SyncEngine):
         elif anchors:
             warnings.warn(
                 f"{self.outer}: other tensors are trained than before, so the anchor becomes the average of all "
-                "models, and the outer optimizer starts anew",
+                "models, the outer optimizer starts anew, and what compressed messages have left out is lost",
                 stacklevel=2,
             )
             self.averager.mix(x, self.t)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..gossiper.linked import LinkedGossiper
 from ..gossiper.mixer import Mixer
-from ..gossiper.push_pull import PushPull
 from ..mixing_manager.base import MixingManager
 from ..outer.method import OuterMethod
 from ..transport.base import is_elastic
@@ -29,12 +28,13 @@ def check_weights(gossiper: Mixer, outer: OuterMethod, on_nonfinite: str) -> Non
             f"got {gossiper} between the exact averages of {outer}, expected a gossiper that keeps no models of peers: "
             "it would relay those from before an average, and undo it; leave the gossiper out, or gossip_every=0"
         )
-    is_whole = isinstance(gossiper, PushPull) or gossiper.keeps_models
+    is_whole = gossiper.is_whole or gossiper.keeps_models
     if not outer.averages_exactly and outer.needs_whole_rounds and not is_whole:
         raise ValueError(
             f"got {gossiper} with {outer}, expected no gossiper: the momentum repeats what a round has changed, and "
             "differences that compressed rounds leave out may grow by it from outer step to outer step; pass "
-            "momentum=0 (NoLoCo: and pull <= 1), or compress exact averages: SparseLoCo()"
+            "momentum=0 (NoLoCo: and pull <= 1), take GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). "
+            "A gossiper of your own that leaves nothing out says so by is_whole = True"
         )
     if gossiper.is_weighted and is_elastic(gossiper.transport):
         raise ValueError(

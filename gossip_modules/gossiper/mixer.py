@@ -71,6 +71,9 @@ class Mixer(ABC):
     keeps_models: bool = False
     """Whether models of peers are kept from round to round, so that neither overlap nor exact averages fit between."""
 
+    is_whole: bool = False
+    """Whether a round is W(t) x, with nothing left out for later: not where messages are compressed."""
+
     is_skippable: bool = True
     """Whether a round may be left out after it was received: not where its messages have changed the state."""
 

@@ -41,6 +41,8 @@ class PushPull(Gossiper):
         >>> mean = gossiper.average(torch.randn(10), num_rounds=50)
     """
 
+    is_whole = True
+
     is_elastic = True
     piece_bytes = Renamed("chunk_bytes")
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector
 from .fragment import Fragment, cut
-
-MakeOptimizer: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
-"""Makes an optimizer of parameters, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`."""
+from .optimizer import MakeOptimizer, are_same, made_optimizer, settings_of
 
 
 class Anchor:
@@ -73,7 +69,7 @@ class Anchor:
         self._num_compressed = 0
         # A shard of a model that has fewer elements than processes may be empty.
         self.optimizer = made_optimizer(make_optimizer, self.parameters) if self.parameters else None
-        self._made_with = _settings(self.optimizer)
+        self._made_with = settings_of(self.optimizer)
 
     def memory(self, name: str) -> Sequence[Tensor]:
         """What a method keeps from one outer step to the next under that name: like `gradients`, at first zeros."""
@@ -110,6 +106,12 @@ class Anchor:
         for error, drift in zip(errors, self.gradients, strict=True):
             error.mul_(decay).add_(drift)
         self.compress(errors, compressor)
+
+    def add_left_out(self) -> None:
+        """sent <- sent + e: what messages of before have left out, of a run that goes on without a compressor."""
+        for drift, error in zip(self.gradients, self._memory.pop("error", ()), strict=False):
+            drift.add_(error)
+        self._num_compressed = 0
 
     def compress(self, x: Sequence[Tensor], compressor: Compressor) -> None:
         """messages <- C(x), sent <- C(x), which is what they mean, and x <- x - C(x), which is what they leave out.
@@ -217,7 +219,7 @@ class Anchor:
                 group |= {
                     name: copy.deepcopy(value)
                     for name, value in theirs.items()
-                    if name != "params" and not _are_same(value, made_with.get(name))
+                    if name != "params" and not are_same(value, made_with.get(name))
                 }
             self.optimizer.load_state_dict({"state": copy.deepcopy(optimizer["state"]), "param_groups": groups})
 
@@ -238,48 +240,9 @@ def parameters_of(x: FlatVector) -> Sequence[Tensor]:
     return x.where(is_buffer=False).segments
 
 
-def _settings(optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """Of each group of parameters, all but these; copies."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [{name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
-
-
-def _are_same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and one == other
-
-
-def made_optimizer(make_optimizer: MakeOptimizer, parameters: Sequence[Tensor]) -> Optimizer:
-    """The outer optimizer; raises ValueError where there is none that can step these parameters."""
-    example = "such as `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`"
-    try:
-        optimizer: object = make_optimizer(parameters)
-    except Exception as error:
-        raise ValueError(
-            f"got {type(error).__name__} from the function that makes the outer optimizer: {error}; expected an "
-            "optimizer of the anchor, which is flat: one tensor of one dimension for each dtype of the model; pass one "
-            f"that works element by element, {example}, and leave those that need matrices, such as Muon, to the model"
-        ) from error
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"got {optimizer!r} from the function that makes the outer optimizer, expected a torch.optim.Optimizer; "
-            f"pass a function of parameters that returns one, {example}"
-        )
-    name = type(optimizer).__name__
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if sorted(held) != sorted(map(id, parameters)):
-        raise ValueError(
-            f"got a {name} over other parameters as outer optimizer, expected one over those that the function is "
-            f"given: the anchor, not the model; pass on its argument, {example}"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"got {name} as outer optimizer, whose step needs a closure, expected one that steps on a gradient alone: "
-            f"an outer step has no loss; take another one, {example}"
-        )
-    return optimizer
+def anchor_dtypes(x: FlatVector) -> list[torch.dtype]:
+    """Of the parameters of an anchor of x, one for each of its segments."""
+    return [_widened(segment.dtype) for segment in parameters_of(x) if segment.numel()]
 
 
 def _with_padding(message: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compression.compressor import Compressor
-from .anchor import Anchor, MakeOptimizer
+from .anchor import Anchor
 from .method import OuterMethod
+from .optimizer import MakeOptimizer
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class DiLoCo(OuterMethod):
         optimizer: another outer optimizer, in place of lr and momentum: a function of parameters, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`. It gets flat tensors, one for each dtype, so it
             must work element by element, without a closure; the same on all ranks. A checkpoint restores its state,
-            such as momentum, and keeps the rates that it is made with.
+            such as momentum, and keeps the rates that it is made with. The function is called once when the model is
+            wrapped, for a comparison of ranks, and then for each anchor.
         compressor: C, a contraction; the same on all ranks. It takes one more copy of the model for e. None: drifts
             travel as they are.
         error_decay: r, what is kept from one outer step to the next of what was not sent; 0 <= r <= 1.
@@ -102,3 +104,5 @@ class DiLoCo(OuterMethod):
         anchor.take_drift(x)
         if self.compressor is not None:
             anchor.compress_drift(self.compressor, decay=self.error_decay)
+        else:
+            anchor.add_left_out()

@@ -14,8 +14,9 @@ from ..graph_manager.named_graphs import undirected_ring
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
-from .anchor import Anchor, MakeOptimizer
+from .anchor import Anchor
 from .method import OuterMethod
+from .optimizer import MakeOptimizer
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class GASLoC(OuterMethod):
         optimizer: another outer optimizer, in place of lr and momentum, as of `DiLoCo`: it steps the anchor of each
             rank with that rank's own drift as gradient, e_i <- step(phi_i, phi_i - x_i), and e is mixed. What it
             remembers, such as a momentum, stays on its rank. Whether differences of ranks grow is not looked at then:
-            without a delay they cannot on account of the rounds, as a drift has nothing of them.
+            with x <- phi, that is without a delay and an own_weight, they cannot on account of the rounds, as a drift
+            has nothing of them.
 
     Raises:
         ValueError: a rate out of range, or rates beside an optimizer; weights on which differences of ranks would grow;

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from ..compression.compressor import Compressor
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
-from .anchor import Anchor, MakeOptimizer, made_optimizer
+from .anchor import Anchor
 from .fragment import Fragments, is_fragments
+from .optimizer import MakeOptimizer, described, made_optimizer
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,21 @@ class OuterMethod(ABC):
                 ", expected no gossip between outer steps that travel under training or in parts; pass gossip_every=0"
             )
 
-    def describe(self) -> str:
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """What all ranks must agree on: the settings, and the outer optimizer with what it is made with.
+
+        Makes one, of an element of each dtype.
+
+        Args:
+            dtypes: of the anchor, see `anchor_dtypes`.
 
         Raises:
             ValueError: a function of the user's makes no outer optimizer.
         """
-        optimizer = made_optimizer(self.make_optimizer, [torch.zeros(1)])
-        return f"{self}, {type(optimizer).__name__} with {optimizer.defaults}"
+        if not dtypes:  # nothing is trained
+            return str(self)
+        optimizer = made_optimizer(self.make_optimizer, [torch.zeros(1, dtype=dtype) for dtype in dtypes])
+        return f"{self}, {described(optimizer)}"
 
     @property
     def num_fragments(self) -> int:

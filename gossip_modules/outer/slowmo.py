@@ -72,10 +72,10 @@ class SlowMo(OuterMethod):
                 "leave it out where that is constant"
             )
 
-    def describe(self) -> str:
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """See `OuterMethod`."""
         inner_lr = "a function" if callable(self.inner_lr) else self.inner_lr
-        return f"{super().describe()}, inner_lr={inner_lr}"
+        return f"{super().describe(dtypes)}, inner_lr={inner_lr}"
 
     @property
     def needs_inner_rate(self) -> bool:

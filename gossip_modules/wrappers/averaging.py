@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,23 +118,32 @@ class AveragingMixin(ABC):
             >>> if step % 60 == 0:
             ...     model.average_optimizer_state(optimizer, names=("exp_avg_sq",))
         """
+        transport = self._lockstep_transport
+        wanted = _names_of(names)
+        state = list(_averaged_state(optimizer, wanted))
+        with self._calling("average_optimizer_state()"), torch.no_grad():
+            self.settle()  # a round in flight may have collectives of its own
+            listing = [f"{k}.{name} {tuple(x.shape)} {x.dtype}" for k, name, x in state]
+            check_agreement(
+                transport, {"optimizer state": listing, "names": [repr(names if wanted is None else wanted)]}
+            )
+            # After ranks have agreed, so that all raise, and none waits for the others.
+            _check_names(optimizer, names, wanted)
+            if state:
+                tensors = [x for _, _, x in state]
+                vector = FlatVector.pack(tensors)
+                self._averager.mix(vector, 0)
+                vector.unpack_to(tensors)
+
+    @property
+    def _lockstep_transport(self) -> ProcessGroupTransport:
         transport = getattr(self._averager, "transport", None)
         if not isinstance(transport, ProcessGroupTransport):
             raise ValueError(
                 f"got average_optimizer_state() of a {type(self).__name__} without a process group, expected a wrapper "
                 "whose ranks train in lockstep, without a membership; keep the state of each rank"
             )
-        state = list(_averaged_state(optimizer, names))
-        with self._calling("average_optimizer_state()"), torch.no_grad():
-            self.settle()  # a round in flight may have collectives of its own
-            listing = [f"{k}.{name} {tuple(x.shape)} {x.dtype}" for k, name, x in state]
-            check_agreement(transport, {"optimizer state": listing, "names": [str(names and list(names))]})
-            _check_names(optimizer, names)  # after ranks have agreed, so that all raise, and none waits for the others
-            if state:
-                tensors = [x for _, _, x in state]
-                vector = FlatVector.pack(tensors)
-                self._averager.mix(vector, 0)
-                vector.unpack_to(tensors)
+        return transport
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Self]:
@@ -209,6 +218,14 @@ class AveragingMixin(ABC):
         return self._last_consensus_distance
 
 
+def _names_of(names: object) -> list[str] | None:
+    """Each name once, in an order that is the same on all ranks; None: all, or what are no names."""
+    if names is None or isinstance(names, str) or not isinstance(names, Iterable):
+        return None
+    found = list(names)
+    return sorted(set(found)) if all(isinstance(name, str) for name in found) else None
+
+
 def _averaged_state(optimizer: torch.optim.Optimizer, names: Sequence[str] | None) -> Iterator[tuple[int, str, Tensor]]:
     """What of its state is as large as its parameter, after the parameter's number and the name. names: None is all."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -219,12 +236,12 @@ def _averaged_state(optimizer: torch.optim.Optimizer, names: Sequence[str] | Non
                 yield k, name, value
 
 
-def _check_names(optimizer: torch.optim.Optimizer, names: Sequence[str] | None) -> None:
-    """Raise ValueError where the state of an optimizer lacks one of the names that are to be averaged."""
-    if isinstance(names, str):
-        raise ValueError(f"got names={names!r}, expected a sequence of names; pass names=({names!r},)")
+def _check_names(optimizer: torch.optim.Optimizer, names: object, wanted: Sequence[str] | None) -> None:
+    """Raise ValueError where `names` are none, or the optimizer's state lacks one of those that are wanted."""
+    if names is not None and wanted is None:
+        raise ValueError(f"got names={names!r}, expected a sequence of names, such as ('exp_avg',), or None for all")
     known = sorted({name for _, name, _ in _averaged_state(optimizer, None)})
-    if missing := [name for name in names or () if name not in known]:
+    if missing := [name for name in wanted or () if name not in known]:
         expected = f"some of {', '.join(known)}" if known else "none yet: it has no such state before its first step"
         raise ValueError(
             f"got names={names!r} of {type(optimizer).__name__}, expected {expected}; leave out {', '.join(missing)}, "

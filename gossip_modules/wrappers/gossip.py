@@ -24,6 +24,7 @@ from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
 from ..membership.node.participant import NodeParticipant
 from ..mixing_manager.base import MixingManager
+from ..outer.anchor import anchor_dtypes
 from ..outer.fragment import check_names
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
@@ -238,7 +239,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             "gossip_buffers": self._buffer.include_buffers,
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
-            **({} if self._outer is None else {"outer": self._outer.describe()}),
+            **({} if self._outer is None else {"outer": self._outer.describe(anchor_dtypes(self._buffer.vector))}),
             **({} if self._rule is None else {"rule": self._rule}),
         }
         what = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}

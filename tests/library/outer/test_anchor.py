@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, NoLoCo, OuterMethod, SlowMo, SparseLoCo
@@ -146,9 +146,16 @@ def test_what_cannot_step_the_anchor_is_refused_when_the_model_is_wrapped(
             ),
             "'lr': 0.2.*expected .*'lr': 0.1",
         ),
+        (
+            (
+                DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD([{"params": [*parameters], "lr": 0.1}], lr=1.0)),
+                DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD([{"params": [*parameters], "lr": 0.2}], lr=1.0)),
+            ),
+            "'lr': 0.2.*expected .*'lr': 0.1",
+        ),
         ((SlowMo(2), SlowMo(2, inner_lr="optimizer")), "inner_lr=optimizer.*expected .*inner_lr=None"),
     ],
-    ids=["kind", "rate", "inner rate"],
+    ids=["kind", "rate", "rate of a group", "inner rate"],
 )
 def test_ranks_that_differ_in_the_outer_optimizer_are_told_so(
     outers: tuple[OuterMethod, OuterMethod], differing: str
@@ -158,6 +165,40 @@ def test_ranks_that_differ_in_the_outer_optimizer_are_told_so(
             GossipDataParallel(mlp(), process_group=group, outer=outers[group.rank()])
 
     run_ranks(2, body)
+
+
+def test_groups_by_dtype_and_functions_among_settings_are_the_same_on_all_ranks() -> None:
+    class WithFunction(torch.optim.SGD):
+        def __init__(self, parameters: Sequence[Tensor]) -> None:
+            first, second = parameters  # one for each dtype
+            groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 0.1}]
+            super().__init__(groups, lr=0.5)
+            for group in self.param_groups:
+                group["function"] = lambda: None  # another object on each rank
+
+    class TwoDtypes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+        def forward(self) -> Tensor:
+            return self.a.sum() + self.b.sum()
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        model = TwoDtypes()
+        wrapper = GossipDataParallel(model, process_group=group, outer=DiLoCo(1, optimizer=WithFunction))
+        inner = torch.optim.SGD(model.parameters(), lr=group.rank() + 1.0)
+        for _ in range(2):
+            wrapper().backward()
+            inner.step()
+        wrapper.flush()
+        wrapper()  # an outer step
+        wrapper.close()
+        return torch.cat([model.a.detach().double(), model.b.detach()])
+
+    for found in run_ranks(2, body):
+        assert found[0] != found[2]  # each dtype at its rate
+        assert torch.equal(found[:2], found[:1].expand(2))
 
 
 def test_an_optimizer_is_no_function_that_makes_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -238,3 +239,37 @@ def test_a_membership_takes_only_what_loses_nothing_of_a_lost_worker() -> None:
 def test_what_is_no_compressor_is_refused(method: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"{method.__name__}: {re.escape(message)}"):
         method(**options)
+
+
+def test_a_run_that_goes_on_without_a_compressor_sends_what_was_left_out() -> None:
+    """With its next drift, once."""
+    coarse = TopK(0.01)
+
+    def anchor_of(wrapper: GossipDataParallel) -> Any:
+        engine: Any = wrapper._engine
+        return engine._anchors[0]
+
+    def body(group: dist.ProcessGroup) -> None:
+        options: dict[str, Any] = {"lr": 1.0, "momentum": 0.0}
+        model = mlp()
+        saving = GossipDataParallel(model, process_group=group, outer=DiLoCo(1, compressor=coarse, **options))
+        optimizer = sgd(model)
+        for step in range(4):
+            train_step(saving, optimizer, group.rank(), step)
+        saving(torch.zeros(1, 3))
+        (phi,), (left_out,) = anchor_of(saving).parameters, anchor_of(saving)._memory["error"]
+        state, phi, left_out = copy.deepcopy(saving.state_dict()), phi.clone(), left_out.clone()
+        assert left_out.abs().max() > 0
+        saving.close()
+        model = mlp()
+        wrapper = GossipDataParallel(model, process_group=group, outer=DiLoCo(1, **options))
+        wrapper.load_state_dict(state)
+        dist.all_reduce(left_out, group=group)
+        phi -= left_out / group.size()
+        for _ in range(2):  # drifts of 0
+            wrapper(torch.zeros(1, 3))
+            torch.testing.assert_close(anchor_of(wrapper).parameters[0], phi, rtol=0, atol=1e-6)
+            assert "error" not in anchor_of(wrapper)._memory
+        wrapper.close()
+
+    run_ranks(2, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -309,8 +310,14 @@ def test_names_that_an_optimizer_has_no_state_of_are_refused_on_all_ranks() -> N
         for name in ("momentum_buffer", "step"):
             with pytest.raises(ValueError, match=rf"expected some of exp_avg, exp_avg_sq; leave out {name}, which is"):
                 wrapper.average_optimizer_state(optimizer, names=["exp_avg", name])
-        with pytest.raises(ValueError, match=r"got names='exp_avg', expected a sequence of names; pass names=\('exp_"):
-            wrapper.average_optimizer_state(optimizer, names="exp_avg")
+        wrong: tuple[Any, ...] = ("exp_avg", 5, (5,))
+        for names in wrong:
+            with pytest.raises(ValueError, match=rf"got names={re.escape(repr(names))}, expected a sequence of names"):
+                wrapper.average_optimizer_state(optimizer, names=names)
+        with pytest.raises(ValueError, match=r"ranks do not agree with rank 0: rank 1: "):
+            wrapper.average_optimizer_state(optimizer, names=wrong[1] if group.rank() else None)
+        both = ["exp_avg", "exp_avg_sq"]
+        wrapper.average_optimizer_state(optimizer, names=both[:: 1 - 2 * group.rank()])  # in another order
         with pytest.raises(ValueError, match=r"ranks do not agree with rank 0: rank 1: "):
             wrapper.average_optimizer_state(optimizer, names=["exp_avg", "exp_avg_sq"][: 2 - group.rank()])
         wrapper.close()
