@@ -126,7 +126,8 @@ def default_graph(world_size: int, *, push_sum: bool, peers_per_itr: int | Mappi
         world_size: the number of ranks.
         push_sum: whether the graph may be directed.
         peers_per_itr: the number of peers per round, or a schedule of it, which is the same as 1 where it says 1 for
-            all rounds; on the ring, 1 means both neighbours.
+            all rounds. On the ring 1 means both neighbours, but one of them in a schedule that has other numbers too,
+            so that those rounds are directed.
 
     Raises:
         ValueError: the graph has fewer peers, or `peers_per_itr` is neither.
