@@ -123,7 +123,7 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
         name = default_graph_name(num_nodes, push_sum=is_push_sum, peers_per_itr=by_epoch)
         if recipe == "adpsgd" and num_nodes % 2:
             name = "bipartite-complete"
-        peers = max(peers, 2) if name == "ring" else peers
+        peers = max(peers, 2) if name == "ring" and not changes else peers
     graph = named_graph(name, num_nodes, peers)
     mixing = default_mixing(graph, push_sum=is_push_sum)
     between = ", between averages over all ranks" if mixes_between else ""
