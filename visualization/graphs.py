@@ -72,6 +72,8 @@ def make_mixing(graph: gm.GraphManager) -> gm.MixingManager:
 def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
     """The mixing of a run, or why there is none to show.
 
+    Where the number of peers changes with the epochs, the rounds are those before it first does.
+
     Args:
         config: options of the run, as in its summary.json.
         world_size: processes of the run.
@@ -114,22 +116,26 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
         name = "ring" if name == "auto" else name
         return Rounds.of(make_mixing(named_graph(name, num_nodes)), f"{name}, all neighbours")
     is_push_sum = recipe in PUSH_SUM or mixes_between
-    peers = 1 if recipe == "adpsgd" else _first_peers(str(config.get("peers_per_itr", "1")))
+    by_epoch = {0: 1} if recipe == "adpsgd" else _peers_by_epoch(str(config.get("peers_per_itr", "1")))
+    peers = by_epoch[min(by_epoch)]
+    changes = [epoch for epoch, later in sorted(by_epoch.items()) if later != peers]
     if name == "auto":
-        name = default_graph_name(num_nodes, push_sum=is_push_sum, peers_per_itr=peers)
+        name = default_graph_name(num_nodes, push_sum=is_push_sum, peers_per_itr=by_epoch)
         if recipe == "adpsgd" and num_nodes % 2:
             name = "bipartite-complete"
-        peers = max(peers, 2) if name == "ring" else peers
+        peers = max(peers, 2) if name == "ring" and not changes else peers
     graph = named_graph(name, num_nodes, peers)
     mixing = default_mixing(graph, push_sum=is_push_sum)
     between = ", between averages over all ranks" if mixes_between else ""
-    return Rounds.of(mixing, f"{name}, {peers} peer{'s' if peers > 1 else ''} per round{between}")
+    until = f" until epoch {changes[0]}" if changes else ""
+    return Rounds.of(mixing, f"{name}, {peers} peer{'s' if peers > 1 else ''} per round{until}{between}")
 
 
-def _first_peers(text: str) -> int:
-    """How many peers a run begins with: '0:2,30:1' is two from epoch 0 and one from 30 on, '2' is two throughout."""
-    pairs = [pair.split(":") for pair in text.split(",")]
-    return int(min(pairs, key=lambda pair: int(pair[0]))[-1])
+def _peers_by_epoch(text: str) -> dict[int, int]:
+    """Peers per round by first epoch: '0:2,30:1' is two from epoch 0 and one from 30 on, '2' is two throughout."""
+    if ":" not in text:
+        return {0: int(text)}
+    return {int(epoch): int(peers) for epoch, peers in (pair.split(":") for pair in text.split(","))}
 
 
 def _edges(graph: gm.GraphManager) -> list[tuple[int, int]]:

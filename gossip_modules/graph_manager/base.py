@@ -39,7 +39,7 @@ class GraphManager(ABC):
 
     def __init__(self, world_size: int, *, peers_per_itr: int | Mapping[int, int] = 1) -> None:
         self.world_size = as_count("world_size", world_size)
-        self._peers_per_itr = _as_schedule(peers_per_itr)
+        self._peers_per_itr = as_peer_schedule(peers_per_itr)
         self._check_world_size()
         most = max(self._peers_per_itr.values())
         if self.world_size > 1 and most >= self.world_size:
@@ -207,7 +207,7 @@ def as_count(name: str, value: int) -> int:
     return count
 
 
-def _as_schedule(peers_per_itr: int | Mapping[int, int]) -> dict[int, int]:
+def as_peer_schedule(peers_per_itr: int | Mapping[int, int]) -> dict[int, int]:
     """`{first round: peers}`, ascending, from 0."""
     if not isinstance(peers_per_itr, Mapping):
         return {0: as_count("peers_per_itr", peers_per_itr)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from .base import GraphManager
+from .base import GraphManager, as_peer_schedule
 from .base_graph import BaseGraph
 from .dynamic_graphs import (
     DynamicBipartiteCompleteGraph,
@@ -125,18 +125,21 @@ def default_graph(world_size: int, *, push_sum: bool, peers_per_itr: int | Mappi
     Args:
         world_size: the number of ranks.
         push_sum: whether the graph may be directed.
-        peers_per_itr: the number of peers per round, or a schedule of it; on the ring, 1 means both neighbours.
+        peers_per_itr: the number of peers per round, or a schedule of it, which is the same as 1 where it says 1 for
+            all rounds. On the ring 1 means both neighbours, but one of them in a schedule that has other numbers too,
+            so that those rounds are directed.
 
     Raises:
-        ValueError: the graph has fewer peers.
+        ValueError: the graph has fewer peers, or `peers_per_itr` is neither.
 
     >>> default_graph(5, push_sum=False).out_peers(rank=0, t=0)
     (1, 4)
     """
     name = default_graph_name(world_size, push_sum=push_sum, peers_per_itr=peers_per_itr)
-    if name == "ring" and peers_per_itr == 1:
+    is_one = _is_always_one(peers_per_itr)
+    if name == "ring" and is_one:
         return undirected_ring(world_size)
-    return GRAPHS[name](world_size, peers_per_itr=peers_per_itr)
+    return GRAPHS[name](world_size, peers_per_itr=1 if is_one else peers_per_itr)
 
 
 def default_graph_name(world_size: int, *, push_sum: bool, peers_per_itr: int | Mapping[int, int] = 1) -> str:
@@ -145,15 +148,23 @@ def default_graph_name(world_size: int, *, push_sum: bool, peers_per_itr: int | 
     With push-sum it is the exponential graph. Without, the graph has to be undirected: pairs at exponential distances
     for an even number of ranks, else a ring of up to 7 ranks. On a ring of more ranks models stay further apart than
     where each active rank meets each passive one in turn, or, with more peers, than on `BaseGraph`
-    (docs/benchmarks/default_graphs.md).
+    (docs/benchmarks/default_graphs.md). A schedule that says 1 for all rounds is one peer, any other is more.
+
+    Raises:
+        ValueError: `peers_per_itr` is no number of peers and no schedule of it.
     """
+    is_one = _is_always_one(peers_per_itr)
     if push_sum:
         return "npeer-exponential"
     if world_size % 2 == 0:
         return "bipartite-exponential"
     if world_size < SMALLEST_WITHOUT_RING:
         return "ring"
-    return "bipartite-complete" if peers_per_itr == 1 else "base"
+    return "bipartite-complete" if is_one else "base"
+
+
+def _is_always_one(peers_per_itr: int | Mapping[int, int]) -> bool:
+    return set(as_peer_schedule(peers_per_itr).values()) == {1}
 
 
 def undirected_ring(world_size: int) -> RingGraph:

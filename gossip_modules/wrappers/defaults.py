@@ -196,7 +196,7 @@ class Algorithm:
             self.graph is None and self.mixing is None and isinstance(mixing.graph, DynamicBipartiteCompleteGraph)
         )
         gossips = self.outer is None or not self.outer.averages_exactly or self.outer.gossip_every > 0
-        return is_default and gossips
+        return is_default and gossips and self.schedule.average_every != 1  # 1: all rounds are exact averages
 
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError where the method of outer steps, or the rule, is wrong with these weights."""

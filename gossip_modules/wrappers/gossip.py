@@ -232,6 +232,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     def _describe(self, algorithm: Algorithm, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
         self._outer, self._rule, self._was_on_a_ring = algorithm.outer, algorithm.rule, algorithm.was_on_a_ring(mixing)
+        self._graph = None if self._elastic is not None else str(mixing.graph)
         options |= {
             "schedule": algorithm.schedule,
             "overlap": self.overlap,

@@ -125,18 +125,22 @@ class WeightState(RoundState):
     """The state of a wrapper with a push-sum weight, which is 1 in other algorithms."""
 
     _buffer: FlatBuffer
-    _description: dict[str, str]
+    _graph: str | None  # that rounds are on; None with a membership, where it follows the number of workers
     _was_on_a_ring: bool  # see `Algorithm.was_on_a_ring`
 
     def get_extra_state(self) -> dict[str, Any]:
-        """See `RoundState`; with the push-sum weight, and the graph that rounds were on."""
-        weight, graph = self._buffer.vector.push_sum_weight.clone(), self._description["graph"]
-        return {"weight": weight, "graph": graph, **super().get_extra_state()}
+        """See `RoundState`; with the push-sum weight, and the graph that rounds were on.
+
+        The graph is None with a membership, where each number of workers has its own.
+        """
+        weight = self._buffer.vector.push_sum_weight.clone()
+        return {"weight": weight, "graph": self._graph, **super().get_extra_state()}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """See `RoundState`; without state the push-sum weight is 1.
 
-        Warns where ranks may have mixed on another graph when the state was saved, by an older version.
+        Warns where ranks may have mixed on another graph when the state was saved, by an older version; all is loaded
+        by then. With a membership it does not: which graph it was depends on how many workers there were.
 
         Raises:
             ValueError: the state is that of a wrapper of another kind.
@@ -147,11 +151,11 @@ class WeightState(RoundState):
                 "wrap as when it was saved, or load the model alone: module.load_state_dict"
             )
         super().set_extra_state(state)
+        self._buffer.vector.push_sum_weight.copy_(torch.ones(1) if state is None else state["weight"])
         if state is not None and "graph" not in state and self._was_on_a_ring:
             warnings.warn(
                 f"got a checkpoint of an older version, where ranks mixed on a ring if no graph was named; now it is "
-                f"{self._description['graph']}, on which models stay closer to each other. The run goes on "
+                f"{self._graph}, on which models stay closer to each other. The run goes on "
                 'with that; to go on with the ring: graph="ring"',
                 stacklevel=2,
             )
-        self._buffer.vector.push_sum_weight.copy_(torch.ones(1) if state is None else state["weight"])

@@ -294,6 +294,30 @@ def test_the_graph_of_a_run_is_the_one_that_it_trains_on(recipe: str, name: str,
     assert_equal_rounds(rounds, trained, trained.period)
 
 
+@pytest.mark.parametrize(
+    ("n", "peers", "trains", "title"),
+    [
+        (9, "0:1,30:2", {0: 1, 30: 2}, "base, 1 peer per round until epoch 30"),
+        (9, "40:1,0:2,30:2", {0: 2, 30: 2, 40: 1}, "base, 2 peers per round until epoch 40"),
+        (9, "0:1,30:1", {0: 1, 30: 1}, "bipartite-complete, 1 peer per round"),
+        (7, "0:1,30:2", {0: 1, 30: 2}, "ring, 1 peer per round until epoch 30"),
+        (7, "0:2,30:1", {0: 2, 30: 1}, "ring, 2 peers per round until epoch 30"),
+        (7, "0:1,30:1", {0: 1, 30: 1}, "ring, 2 peers per round"),
+    ],
+)
+def test_the_graph_of_a_run_is_that_of_all_its_numbers_of_peers(
+    n: int, peers: str, trains: dict[int, int], title: str
+) -> None:
+    """Of which the first rounds are drawn."""
+    graph = method_graphs.make_graph("auto", num_nodes=n, peers_per_itr=trains, push_sum=False)
+    trained = choose_mixing(graph, None, push_sum=False, world_size=n)
+    rounds = rounds_of_run({**OPTIONS, "recipe": "dpsgd", "peers_per_itr": peers}, n)
+    assert isinstance(rounds, Rounds)
+    assert rounds.title == title
+    for t in range(30):
+        np.testing.assert_allclose(rounds.matrix(t), trained.matrix(t), rtol=1e-12)  # 1/3 and 1 - 2/3
+
+
 @pytest.mark.parametrize("n", [2, 5, 8])
 def test_the_graph_of_a_run_of_ad_psgd(n: int) -> None:
     trained = choose_bipartite_mixing(None, None, world_size=n)

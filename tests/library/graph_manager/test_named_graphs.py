@@ -86,6 +86,19 @@ def test_the_default_graph_takes_more_peers() -> None:
         default_graph(7, push_sum=False, peers_per_itr=3)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("push_sum", [False, True])
+@pytest.mark.parametrize("peers", [{0: 1}, {0: 1, 30: 1}], ids=str)
+def test_one_peer_in_all_rounds_of_a_schedule_is_one_peer(peers: dict[int, int], push_sum: bool, n: int) -> None:
+    name = default_graph_name(n, push_sum=push_sum, peers_per_itr=peers)
+    assert name == default_graph_name(n, push_sum=push_sum)
+    graph = default_graph(n, push_sum=push_sum, peers_per_itr=peers)
+    assert repr(graph) == repr(default_graph(n, push_sum=push_sum))
+    for wrong in ({1: 1}, {}, {0: 1, -1: 1}):
+        with pytest.raises(ValueError, match=r"expected .* with rounds >= 0, among them round 0"):
+            default_graph(n, push_sum=push_sum, peers_per_itr=wrong)
+
+
 @pytest.mark.parametrize("n", [9, 15, 25])
 def test_models_drift_less_on_the_default_graph_of_an_odd_world_than_on_a_ring(n: int) -> None:
     """By the same step of each rank in every round: x <- W(t) (x + u), for the worst u."""

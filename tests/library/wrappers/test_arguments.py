@@ -1,10 +1,13 @@
-"""Arguments as a user gives them; and the usual mistakes, each with an error that names the remedy."""
+"""Arguments as a user gives them, defaults that have changed, and usual mistakes, with errors that name the remedy."""
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -227,3 +230,86 @@ def test_the_old_name_of_the_wrapper_warns() -> None:
         assert gm.LockstepWrapper is gm.GossipDataParallel
     with pytest.raises(AttributeError, match="no attribute 'LockstepRapper'"):
         _ = gm.LockstepRapper
+
+
+# Checkpoints of when the default graph was another one.
+
+
+def without_graph(state: dict[str, Any]) -> dict[str, Any]:
+    """As an older version saved it."""
+    return {name: value for name, value in state.items() if name != "graph"}
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"push_sum": False}, True),
+        ({"push_sum": False, "schedule": gm.Schedule(gossip_every=5, average_every=2)}, True),
+        ({"push_sum": False, "schedule": gm.ConsensusControl(2.0)}, True),
+        ({"rule": gm.QGDSGDm()}, True),
+        ({"push_sum": False, "graph": "ring"}, False),
+        ({"push_sum": False, "schedule": gm.Schedule(gossip_every=5, average_every=1)}, False),
+        ({"push_sum": False, "schedule": gm.ConsensusControl(2.0, average_every=1)}, False),
+        ({"push_sum": True}, False),
+        ({"outer": gm.DiLoCo(5)}, False),
+    ],
+)
+def test_a_checkpoint_from_when_nine_ranks_had_a_ring_says_how_to_go_on_with_it(
+    options: dict[str, Any], warns: bool
+) -> None:
+    def body(group: dist.ProcessGroup, is_older: bool) -> None:
+        wrapper = gm.GossipDataParallel(nn.Linear(2, 1), process_group=group, **options)
+        state = wrapper.get_extra_state()
+        wrapper.set_extra_state(without_graph(state) if is_older else state)
+        wrapper.close()
+
+    run_ranks(9, partial(body, is_older=False))  # a warning would be an error
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(9, partial(body, is_older=True))
+    said = [str(warning.message) for warning in caught if "older version" in str(warning.message)]
+    assert len(said) == 9 * warns
+    for message in said:
+        assert re.search(
+            r'ranks mixed on a ring .* now it is DynamicBipartiteCompleteGraph.* to go on with the ring: graph="ring"$',
+            message,
+        )
+
+
+def test_who_makes_the_warning_an_error_has_loaded_everything() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[float, int]:
+        wrapper = gm.GossipDataParallel(nn.Linear(2, 1), process_group=group, push_sum=False)
+        state = without_graph(wrapper.get_extra_state())
+        state["engine"] = {**state["engine"], "t": 7}
+        with pytest.raises(UserWarning, match="older version"):
+            wrapper.set_extra_state({**state, "weight": torch.full((1,), 0.5)})
+        loaded = wrapper.get_extra_state()
+        wrapper.close()
+        return float(loaded["weight"]), loaded["engine"]["t"]
+
+    assert run_ranks(9, body) == [(0.5, 7)] * 9
+
+
+@pytest.mark.parametrize("graph", [None, "ring"])
+def test_with_a_membership_a_checkpoint_names_no_graph(graph: str | None) -> None:
+    """It has one for each number of workers, so what is loaded warns of none, whoever saved it."""
+    membership = gm.Membership(dist.HashStore(), min_workers=1, timeout=timedelta(seconds=20))
+    wrapper = gm.GossipDataParallel(nn.Linear(2, 1), membership=membership, push_sum=False, graph=graph)
+    try:
+        states = [wrapper.get_extra_state()]
+        wrapper(torch.ones(1, 2))
+        states += [wrapper.get_extra_state(), copy.deepcopy(wrapper).get_extra_state()]
+        assert [state["graph"] for state in states] == [None] * 3
+        for state in (states[1], without_graph(states[1])):
+            wrapper.set_extra_state(state)  # a warning would be an error
+    finally:
+        wrapper.close()
+
+
+def test_a_checkpoint_of_a_membership_warns_in_no_fixed_world() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = gm.GossipDataParallel(nn.Linear(2, 1), process_group=group, push_sum=False)
+        wrapper.set_extra_state({**wrapper.get_extra_state(), "graph": None})
+        wrapper.close()
+
+    run_ranks(9, body)  # a warning would be an error
