@@ -245,7 +245,8 @@ way round, and nobody falls as deep as D2 does there (38 %). After 800 steps few
         f"""\
 D-PSGD on `BaseGraph` with up to one, two or four peers per round (Base-2, Base-3, Base-5) beside all-reduce and the
 one-peer exponential graph, all with momentum 0.9 on each worker and equal steps. The target is an accuracy on
-`BaseGraph` within {TOLERANCE:g} points of all-reduce, and that of Base-2 above the exponential graph for 25 workers: with alpha 0.1 the
+`BaseGraph` within {TOLERANCE:g} points of all-reduce, and that of Base-2 above the exponential graph for 25 workers:
+with alpha 0.1 the
 [authors of the Base-(k+1) graph](https://arxiv.org/abs/2305.11420) report 87.1 % and 85.6 %.
 
 **With data alike, more peers bring the accuracy of all-reduce, more steps do not.** After 4,000 steps, in the mean of
