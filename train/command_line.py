@@ -88,4 +88,6 @@ def read_command_line(
     if config_type.PRESETS:
         shown["preset NAME"] = f"Other defaults of the options; one of {', '.join(config_type.PRESETS)}."
     with usage_errors():
-        return read_groups(replace(config_type(), **preset), description=description, arguments=others, shown=shown)
+        config = read_groups(replace(config_type(), **preset), description=description, arguments=others, shown=shown)
+        config.check_preset(preset)
+        return config

@@ -187,6 +187,9 @@ class RunConfig(MethodOptions, ABC):
         for name in self.BELOW_ONE:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected 0 <= {name} < 1; 0 switches it off")
+        for name, value in ((option.name, getattr(self, option.name)) for option in fields(self)):
+            if isinstance(value, float) and math.isnan(value):
+                raise ValueError(f"got {name}=nan, expected a number; see --help")
         if self.seed < 0:
             raise ValueError(f"got seed={self.seed}, expected 0 or more; it seeds numpy's generators too")
         if not 0 <= self.interpolation_value <= 1:
@@ -203,7 +206,7 @@ class RunConfig(MethodOptions, ABC):
                 f"this optimizer: the momentum of SGD is part of {METHODS[self.recipe].title}; {remedy}, or take "
                 "--recipe d2 or gradienttracking, which take any"
             )
-        self.moment_periods.check(self.recipe, self.optimizer_class, is_elastic=self.elastic)
+        self.moment_periods.check(self.recipe, self.optimizer_class, is_elastic=self.elastic, amp=self.amp)
         if self.elastic:
             self._check_elastic()
 
@@ -262,6 +265,9 @@ class RunConfig(MethodOptions, ABC):
     def settings(self) -> dict[str, Any]:
         """The choices that may change from there on, but make it another run; plain JSON values."""
         return {name: _plain(getattr(self, name)) for name in self.SETTINGS}
+
+    def check_preset(self, preset: Mapping[str, Any]) -> None:
+        """Raise ValueError where what a preset sets does not go with the other options."""
 
     @property
     def used_choices(self) -> dict[str, Any]:

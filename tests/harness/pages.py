@@ -71,7 +71,7 @@ def beginning(folder: Path, shared_folder: Path) -> dict[str, Any]:
 def run_page(page: Path, namespace: dict[str, Any]) -> None:
     """Run the blocks of a page in order, and close the wrappers that they have made, in the same order on all ranks."""
     for number, block in enumerate(snippets(page), 1):
-        exec(compile(block, f"{page} block {number}", "exec"), namespace)
+        exec(compile(block, f"{page} block {number}", "exec", dont_inherit=True), namespace)
     for value in namespace.values():
         if isinstance(value, GossipWrapper | AllReduceDataParallel):
             value.close()

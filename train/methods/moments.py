@@ -41,21 +41,24 @@ class MomentPeriods:
         periods = [(name, period) for name, period in zip(NAMES.get(optimizer, ()), self._periods, strict=False)]
         return tuple(name for name, period in periods if period and step % period == 0)
 
-    def check(self, recipe: str, optimizer: str, *, is_elastic: bool) -> None:
+    def check(self, recipe: str, optimizer: str, *, is_elastic: bool, amp: str) -> None:
         """Check that a recipe can average moments of an optimizer.
 
         Args:
             recipe: a key of METHODS.
             optimizer: a class of torch.optim.
             is_elastic: whether workers come and go.
+            amp: see `RunConfig`.
 
         Raises:
-            ValueError: it cannot, or it would change nothing.
+            ValueError: it cannot, or it would change nothing; or a period that is no whole number.
         """
+        got = f"got first_moment_period={self.first} and second_moment_period={self.second}"
+        if not all(type(period) is int for period in self._periods):
+            raise ValueError(f"{got}, expected whole numbers of steps, such as 30 and 60; 0 and 0 average nothing")
         if not any(self._periods):
             return
-        got = f"got first_moment_period={self.first} and second_moment_period={self.second}"
-        if why := _why_not(recipe, is_elastic=is_elastic):
+        if why := _why_not(recipe, is_elastic=is_elastic, amp=amp):
             raise ValueError(f"{got} with recipe={recipe!r}, expected 0 and 0: {why}; leave them out")
         num_moments = len(NAMES.get(optimizer, ()))
         if any(self._periods[num_moments:]):
@@ -70,11 +73,13 @@ class MomentPeriods:
         return self.first, self.second
 
 
-def _why_not(recipe: str, *, is_elastic: bool) -> str:
+def _why_not(recipe: str, *, is_elastic: bool, amp: str) -> str:
     """Why moments are not averaged with a recipe, as a clause; "": they can be."""
     method = METHODS[recipe]
     if is_elastic:
         return "workers who come and go have no average of all optimizers"
+    if amp == "float16":
+        return "with --amp float16 a rank may skip a step by itself, and has no moments then that the others have"
     if method.pace != "lockstep":
         return "its ranks take steps of their own, and do not meet to average"
     if method.needs_sgd:

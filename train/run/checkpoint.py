@@ -37,6 +37,11 @@ def saved_choice(manifest: Mapping[str, Any], name: str) -> Any:
     return manifest.get(name, _DEFAULTS.get(name, ""))
 
 
+def shown(choice: Any) -> str:
+    """A choice in an error; "" is written down for the default of an option that came later, see `RunConfig.LATER`."""
+    return "'' (its default)" if choice == "" else repr(choice)
+
+
 class Checkpoints:
     """The checkpoints in one folder, as seen by one rank. Every method is collective.
 
@@ -227,7 +232,7 @@ class Checkpoints:
             found = saved_choice(manifest, name)
             if found != expected:
                 raise ValueError(
-                    f"got {files.state_path} of a run with {name}={found!r}, expected {expected!r} as in "
+                    f"got {files.state_path} of a run with {name}={shown(found)}, expected {shown(expected)} as in "
                     f"this run; resume with the options of that run, or {START_AFRESH}"
                 )
         try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gossip_modules.methods import METHODS
 from train.job.files import paths_in
 from train.job.world import Agreement
-from train.run.checkpoint import START_AFRESH, SUPERSEDED, saved_choice
+from train.run.checkpoint import START_AFRESH, SUPERSEDED, saved_choice, shown
 from train.run.rank_files import DamagedError, RankFiles, step_of
 from train.run_config import RunConfig
 
@@ -107,8 +107,8 @@ def load_other_world(
             for name, expected in identity.items():
                 if name not in OF_THE_WORLD and (found := saved_choice(manifest, name)) != expected:
                     raise ValueError(
-                        f"got {files.state_path} of a run with {name}={found!r}, expected "
-                        f"{expected!r} as in this run; resume with the options of that run, or {START_AFRESH}"
+                        f"got {files.state_path} of a run with {name}={shown(found)}, expected "
+                        f"{shown(expected)} as in this run; resume with the options of that run, or {START_AFRESH}"
                     )
             state = files.read_state(manifest, keys)
         except (DamagedError, OSError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -46,6 +46,24 @@ class TokenConfig(RunConfig, ABC):
                 f"got momentum={self.momentum} with optimizer={self.optimizer!r}, expected {type(self).momentum}, "
                 "which has no effect there; pass --optimizer sgd, or leave --momentum out"
             )
+
+    def check_preset(self, preset: Mapping[str, Any]) -> None:
+        """See `RunConfig`: its rates are those of its own optimizer."""
+        rates = [name for name in ("lr", "weight_decay") if name in preset and getattr(self, name) == preset[name]]
+        own = preset.get("optimizer", type(self).optimizer)
+        if rates and self.optimizer != own:
+            given = " and ".join(f"{name}={preset[name]}" for name in rates)
+            raise ValueError(
+                f"got --optimizer {self.optimizer} with a preset for {own}, expected rates that go with it in place of "
+                f"{given}; pass {' and '.join('--' + name.replace('_', '-') for name in rates)}, where --lr 0 and "
+                "--weight-decay -1 are the usual ones of the optimizer"
+            )
+
+    @property
+    def used_choices(self) -> dict[str, Any]:
+        """See `RunConfig`; the momentum with sgd only."""
+        chosen = super().used_choices
+        return chosen if self.optimizer == "sgd" else {n: value for n, value in chosen.items() if n != "momentum"}
 
     @property
     def optimizer_class(self) -> str:

@@ -312,7 +312,7 @@ def test_another_wrapper_is_refused_at_the_door() -> None:
 @pytest.mark.soak
 def test_processes_get_real_signals() -> None:
     """The store ends, too; the worker that is stopped is left out, and joins again."""
-    events = [Kill(20, 0), StoreKill(40, seconds=0.5), Join(60), Stop(150, 1, seconds=3.0)]
+    events = [Kill(20, 0), StoreKill(40, seconds=0.5), Join(60), Stop(150, 1, seconds=6.0)]
     results = Chaos(events, backend="processes", seconds=55).run(train_in_a_process, 3)
     assert sorted(results) == [1, 2, 3]
     assert results[3]["first"] >= 60
@@ -323,7 +323,7 @@ def test_processes_get_real_signals() -> None:
 def train_in_a_process(worker: Worker) -> dict[str, Any]:
     """Until all three have been there again for a while."""
     torch.set_num_threads(1)
-    membership = worker.membership(min_workers=3, timeout=60, min_deadline=1.0)
+    membership = worker.membership(min_workers=3, timeout=60, min_deadline=2.0)
     model = GroupAverageDataParallel(nn.Linear(4, 1), membership=membership, sync_period=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     membership.track(optimizer=optimizer)

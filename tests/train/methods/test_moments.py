@@ -46,6 +46,7 @@ def test_moments_have_the_names_that_torch_gives_them(name: str) -> None:
         (LanguageModelConfig, {"recipe": "wagma"}, "its ranks take steps of their own"),
         (LanguageModelConfig, {"recipe": "ar"}, "its ranks have the same moments already"),
         (LanguageModelConfig, {"recipe": "qgdsgdm", "optimizer": "sgd"}, "its law writes the momentum in every step"),
+        (LanguageModelConfig, {"amp": "float16"}, "with --amp float16 a rank may skip a step by itself"),
         (LanguageModelConfig, {"elastic": True}, "workers who come and go have no average of all optimizers"),
     ],
 )
@@ -63,7 +64,7 @@ def test_moments_that_an_optimizer_lacks_are_refused() -> None:
     ):
         Config(second_moment_period=4)
     with pytest.raises(ValueError, match=r"where Adagrad steps the model, expected 0 and 0: first moments are those"):
-        MomentPeriods(first=1, second=0).check("sgp", "Adagrad", is_elastic=False)
+        MomentPeriods(first=1, second=0).check("sgp", "Adagrad", is_elastic=False, amp="none")
     for make in (Config, partial(LanguageModelConfig, optimizer="sgd")):
         make(first_moment_period=4)
         with pytest.raises(ValueError, match=r"got first_moment_period=4 with momentum=0\.0, expected 0: there is no"):
@@ -75,3 +76,9 @@ def test_moments_that_an_optimizer_lacks_are_refused() -> None:
 def test_checkpoints_from_before_go_on_without_averages_only() -> None:
     assert Config().identity["first_moment_period"] == ""
     assert Config(first_moment_period=4).identity["first_moment_period"] == 4
+
+
+@pytest.mark.parametrize("period", [3.5, True])
+def test_a_period_is_a_whole_number(period: Any) -> None:
+    with pytest.raises(ValueError, match=rf"got first_moment_period={period} and second.*, expected whole numbers of"):
+        Config(first_moment_period=period)

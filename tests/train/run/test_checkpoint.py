@@ -416,7 +416,7 @@ def test_a_manifest_of_before_there_were_plans_still_counts(tmp_path: Path) -> N
     before = {name: value for name, value in identity.items() if name != "plan"}
     path = Checkpoints(tmp_path, Ranks(1)[0], before).save(3, {"x": 1})
     assert Checkpoints(tmp_path, Ranks(1)[0], identity).load([path]) == (path, {"x": 1})
-    with pytest.raises(ValueError, match="of a run with plan='', expected 'another'"):
+    with pytest.raises(ValueError, match=r"of a run with plan='' \(its default\), expected 'another'"):
         Checkpoints(tmp_path, Ranks(1)[0], identity | {"plan": "another"}).load([path])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 
 from gossip_modules.methods import METHODS
+from train.command_line import read_command_line
+from train.job.errors import UsageError
 from train.tasks.language_model.config import LanguageModelConfig
 from train.tasks.language_model.task import LanguageModelTask
 from train.tasks.token_config import TokenConfig
@@ -74,3 +78,27 @@ def test_checkpoints_from_before_there_was_a_choice_go_on_with_the_default_only(
     """A manifest that lacks an option says "" for it."""
     assert LanguageModelConfig().identity["optimizer"] == ""
     assert LanguageModelConfig(optimizer="sgd").identity["optimizer"] == "sgd"
+
+
+def test_a_preset_for_another_optimizer_needs_rates_beside_it() -> None:
+    read = partial(read_command_line, LanguageModelConfig, description=None)
+    arguments = ["--preset", "gpt2", "--optimizer", "sgd"]
+    with pytest.raises(UsageError, match=r"got --optimizer sgd with a preset for adamw, .*; pass --lr and --wei"):
+        read(arguments=arguments)
+    with pytest.raises(UsageError, match=r"in place of weight_decay=0\.1; pass --weight-decay, where"):
+        read(arguments=[*arguments, "--lr", "0.3"])
+    config = read(arguments=[*arguments, "--lr", "0", "--weight-decay", "-1"]).resolved(ANYWHERE)
+    assert (config.lr, config.weight_decay) == (LanguageModelConfig.RATES["sgd"], 0.0)
+    assert read(arguments=arguments[:2]).lr == LanguageModelConfig.PRESETS["gpt2"]["lr"]
+
+
+def test_no_number_is_nan() -> None:
+    config_type: Any = LanguageModelConfig
+    for name in ("weight_decay", "outer_own_weight", "outer_momentum"):
+        with pytest.raises(ValueError, match=f"got {name}=nan, expected a number"):
+            config_type(**{name: math.nan})
+
+
+def test_a_summary_has_the_momentum_where_it_has_an_effect() -> None:
+    assert "momentum" not in LanguageModelConfig().used_choices
+    assert LanguageModelConfig(optimizer="sgd").used_choices["momentum"] == 0.9

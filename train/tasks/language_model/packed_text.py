@@ -141,6 +141,7 @@ def steps_in(text: PackedText, *, length: int, batch_size: int, accumulation_ste
         raise ValueError(
             f"got {len(text.tokens)} tokens of training text as the share of a rank, expected at least "
             f"{length * (num_sequences + 1)}: {num_sequences} sequences of {length} tokens are one step; lower "
-            "--sequence-length, --batch-size or --accumulation-steps, or add text"
+            "--sequence-length, --batch-size or --accumulation-steps, or add text; with --dirichlet-alpha "
+            "long lines make shares unequal, so break them, or pass 0"
         )
     return steps

@@ -19,7 +19,9 @@ def uneven_share_of(files: Sequence[TextFile], rank: int, world_size: int, *, al
 
     The folder of a file, the first of its path, is its class; files that lie in no folder are a class together. The
     text, class by class, is cut into blocks of equal length, of which each is of the class in which it begins.
-    `dirichlet_shards` deals them out. What is left then, less than a block for each rank and one more, nobody reads.
+    `dirichlet_shards` deals them out. A line belongs to the block in which it begins, so where lines are longer than
+    blocks, of at most 4 KiB, shares are not of equal length. What is left then, less than a block for each rank and one
+    more, nobody reads.
 
     Args:
         files: of all ranks.
