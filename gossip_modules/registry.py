@@ -56,7 +56,8 @@ class Method:
         gossiper: makes the gossiper of a method that is one, given (`MethodOptions`, seed); the consensus experiment
             runs it alone. None: the method is more than a gossiper, or has none.
         step_sizes: those that are published, by code.
-        simulated_graph: the name of the graph that the simulator takes for n ranks where none is named.
+        simulated_graph: the name of the graph that the simulator takes where none is named, given (number of ranks,
+            peers per round or a schedule of it).
         codes: the names of the compressors that it takes, its default first.
         needs_fixed_ranks: why no wrapper of it takes a membership, as a clause. "": `make` hands on that of its
             context, and the wrapper itself says what it refuses, see `methods.why_fixed_ranks`.
@@ -78,7 +79,7 @@ class Method:
     pace: Literal["lockstep", "shared_steps", "shared_rounds"] = "lockstep"
     gossiper: Callable[..., Any] | None = None
     step_sizes: StepSizes = field(default_factory=dict)
-    simulated_graph: Callable[[int], str] | None = None
+    simulated_graph: Callable[[int, int | Mapping[int, int]], str] | None = None
     codes: tuple[str, ...] = ()
     needs_fixed_ranks: str = ""
     aliases: tuple[str, ...] = ()

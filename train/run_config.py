@@ -142,8 +142,6 @@ class RunConfig(MethodOptions, ABC):
         *METHOD_OPTIONS,
     )
     """What a run shares with every checkpoint it can go on from."""
-    LATER: ClassVar[tuple[str, ...]] = ("first_moment_period", "second_moment_period")
-    """Those of them that older checkpoints lack, which reads as "": the default is written down as that too."""
     SETTINGS: ClassVar[tuple[str, ...]] = (
         *("label_smoothing", "clip_norm", "compile", "num_threads", "min_workers", "scale_lr"),
     )
@@ -256,10 +254,14 @@ class RunConfig(MethodOptions, ABC):
         """
         config = without_unused(METHODS[self.recipe], self)
         identity = {name: _plain(getattr(config, name)) for name in self.IDENTITY}
-        identity |= {name: "" for name in self.LATER if getattr(config, name) == getattr(type(self), name)}
         if config.plan:  # what it says, not where it lies
             identity["plan"] = repr(MatchaGraph.from_plan(config.plan))
         return identity
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What each of these choices is where it is not made; plain JSON values."""
+        return {name: _plain(getattr(type(self), name)) for name in self.IDENTITY}
 
     @property
     def settings(self) -> dict[str, Any]:

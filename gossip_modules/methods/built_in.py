@@ -113,7 +113,7 @@ BUILT_IN: tuple[Method, ...] = (
         example="GossipDataParallel(model)",
         graph="any",
         options=PLAIN,
-        simulated_graph=lambda n: "npeer-exponential",
+        simulated_graph=lambda n, peers: "npeer-exponential",
     ),
     Method(
         "osgp",
@@ -127,7 +127,7 @@ BUILT_IN: tuple[Method, ...] = (
         graph="any",
         options=PLAIN,
         always_overlaps=True,
-        simulated_graph=lambda n: "npeer-exponential",
+        simulated_graph=lambda n, peers: "npeer-exponential",
     ),
     Method(
         "matcha",
@@ -145,7 +145,7 @@ BUILT_IN: tuple[Method, ...] = (
         example="GossipDataParallel(model, graph=MatchaGraph(base, budget=0.5))",
         graph="undirected, static",
         options=ROUNDS | {"budget", "plan", "overlap", "wire_dtype"},
-        simulated_graph=lambda n: "ring",
+        simulated_graph=lambda n, peers: "ring",
     ),
     Method(
         "choco",
@@ -242,7 +242,7 @@ BUILT_IN: tuple[Method, ...] = (
         graph="bipartite",
         options=frozenset({"graph"}),
         pace="shared_steps",
-        simulated_graph=lambda n: "bipartite-complete" if n % 2 else "bipartite-exponential",
+        simulated_graph=lambda n, peers: "bipartite-complete" if n % 2 else "bipartite-exponential",
     ),
     Method(
         "wagma",

@@ -34,12 +34,15 @@ class AllAnchors(Anchor):
     """The anchors of all ranks, one after the other. What a rank compresses is of that rank alone."""
 
     def compress(self, x: Sequence[Tensor], compressor: Compressor) -> None:
-        """See `Anchor`; without messages."""
+        """See `Anchor`; without messages: `gradients` become what they would mean."""
         for own, meant in zip(x, self.gradients, strict=True):
             rows = own.view(self.num_ranks, -1)
             meant.copy_(code_rows(compressor, rows, self._num_compressed).flatten())
             own.sub_(meant)
         self._num_compressed += 1
+
+    def read_messages(self, compressor: Compressor) -> None:
+        """See `Anchor`: `compress` has written it."""
 
 
 class OuterSimulation(LockstepMethod):

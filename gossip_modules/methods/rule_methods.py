@@ -134,7 +134,7 @@ def _method(name: str, title: str, summary: str, rule: UpdateRule, paper: Paper)
         graph="undirected, static" if rule.needs_static_graph else "undirected",
         options=_GRAPH if rule.needs_sgd else _GRAPH | _NODES,
         needs_sgd=rule.needs_sgd,
-        simulated_graph=(lambda n: "ring") if rule.default_mixing(4) else pairs,
+        simulated_graph=(lambda n, peers: "ring") if rule.default_mixing(4) else pairs,
     )
 
 
@@ -215,6 +215,6 @@ RULE_METHODS: tuple[Method, ...] = (
         example="GossipDataParallel(model, gossiper=RelaySGD())",
         graph="tree",
         options=_GRAPH | _NODES,
-        simulated_graph=lambda n: "double-binary-tree",
+        simulated_graph=lambda n, peers: "double-binary-tree",
     ),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeAlias
+
 from ..graph_manager.base import GraphManager
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..graph_manager.named_graphs import default_graph_name, named_graph
@@ -31,16 +34,20 @@ from .compressors import (
 from .controlled_simulation import gossip_of, schedule_of
 from .options import MethodOptions
 
+PeersPerItr: TypeAlias = int | Mapping[int, int]
+"""Peers per round, or a schedule of it."""
 MAX_MATCHA_RANKS = 512
 """For more, the plan of a MATCHA graph, dense linear algebra, takes longer than all other methods together."""
 
 
-def pairs(world_size: int) -> str:
+def pairs(world_size: int, peers_per_itr: PeersPerItr = 1) -> str:
     """The graph of D-PSGD where none is named: pairs, or in small odd worlds a ring."""
-    return default_graph_name(world_size, push_sum=False) if world_size > 1 else "bipartite-exponential"
+    if world_size == 1:
+        return "bipartite-exponential"
+    return default_graph_name(world_size, push_sum=False, peers_per_itr=peers_per_itr)
 
 
-def static(world_size: int) -> str:
+def static(world_size: int, peers_per_itr: PeersPerItr = 1) -> str:
     """The best undirected graph that never changes."""
     if world_size & (world_size - 1) == 0:
         return "hypercube"

@@ -81,6 +81,6 @@ SPARTA_METHOD: Method = replace(
     simulate=simulate_sparta,
     make=partial(wrap_gossip, whom=everyone_or_neighbours, what=partial(code, gossiper=sparta)),
     example="GossipDataParallel(model, gossiper=Sparta())",
-    simulated_graph=lambda n: "complete",
+    simulated_graph=lambda n, peers: "complete",
 )
 """Its entry."""

@@ -93,7 +93,7 @@ class Anchor:
             torch.sub(phi, own, out=drift)
 
     def compress_drift(self, compressor: Compressor, *, decay: float) -> None:
-        """Error feedback: e <- decay e + sent; messages and sent <- C(e); e <- e - C(e).
+        """Error feedback: e <- decay e + sent; messages <- C(e); e <- e - C(e).
 
         e is the memory "error", at first zeros: what the messages of this rank have left out so far. Buffers stay as
         they are.
@@ -114,19 +114,24 @@ class Anchor:
         self._num_compressed = 0
 
     def compress(self, x: Sequence[Tensor], compressor: Compressor) -> None:
-        """messages <- C(x), sent <- C(x), which is what they mean, and x <- x - C(x), which is what they leave out.
+        """messages <- C(x), and x <- x - C(x), which is what they leave out.
 
         Args:
             x: like `gradients`, but other tensors; mutated.
             compressor: C. Its round is the number of calls so far, which is the same on all ranks.
         """
         self.messages = [_with_padding(compressor.message_like(own)) for own in x]
-        for own, meant, padded in zip(x, self.gradients, self.messages, strict=True):
+        for own, padded in zip(x, self.messages, strict=True):
             message = padded[: compressor.num_bytes(own.numel(), own.dtype)]
             compressor.compress(own, message, t=self._num_compressed)
-            compressor.add_decompressed(message, meant.zero_())
-            own.sub_(meant)
+            compressor.add_decompressed(message, own, alpha=-1.0)
         self._num_compressed += 1
+
+    def read_messages(self, compressor: Compressor) -> None:
+        """sent <- what the messages of this rank mean, C(e) of `compress_drift`, where nobody has averaged it yet."""
+        for meant, padded in zip(self.gradients, self.messages, strict=True):
+            message = padded[: compressor.num_bytes(meant.numel(), meant.dtype)]
+            compressor.add_decompressed(message, meant.zero_())
 
     def step(self, gradients: Sequence[Tensor] | None = None) -> None:
         """phi <- a step of the outer optimizer with these gradients; None: `sent`."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..compression.compressor import Compressor
 from .anchor import Anchor
-from .method import OuterMethod
+from .method import OuterMethod, is_number
 from .optimizer import MakeOptimizer
 
 
@@ -82,7 +82,7 @@ class DiLoCo(OuterMethod):
         self._check_optimizer(self.optimizer)
         if self.compressor is not None:
             self._check_error_feedback(self.compressor, error_decay=self.error_decay)
-        elif self.error_decay != DiLoCo.error_decay:
+        elif not is_number(self.error_decay) or self.error_decay != DiLoCo.error_decay:
             raise ValueError(
                 f"{type(self).__name__}: got error_decay={self.error_decay!r} without a compressor, expected one with "
                 "it: without, nothing is left out; pass e.g. compressor=QSGD(4, bucket_size=32, unbiased=True)"

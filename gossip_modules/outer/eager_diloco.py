@@ -59,6 +59,8 @@ class EagerDiLoCo(DiLoCo):
         """See `OuterMethod`: the outer step of this rank, then its drift is what is sent."""
         late = anchor.memory("late")  # of the others, from the outer step before
         super().start(anchor, x)
+        if self.compressor is not None:
+            anchor.read_messages(self.compressor)
         for sent, others in zip(anchor.gradients, late, strict=True):
             others.add_(sent, alpha=1 / anchor.num_ranks)  # G, and the own part is kept in `sent`
         anchor.step(late)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..graph_manager.named_graphs import NAMES, default_graph_name
+from ..graph_manager.named_graphs import NAMES
 from ..registry import METHODS, name_of
 from .gossip import SimulatedMethod
 from .setting import Setting
@@ -49,10 +49,8 @@ class Choice(NamedTuple):
     def resolved(self, world_size: int, peers_per_itr: int | Mapping[int, int] | None = None) -> Choice:
         """With the method's own choices filled in, for so many peers per round; '' where it has no graph or code."""
         method = METHODS[self.method]
-        graph = self.graph or (method.simulated_graph(world_size) if method.simulated_graph else "")
-        has_more_peers = peers_per_itr not in (None, 1)
-        if not self.graph and graph == "bipartite-complete" and method.graph != "bipartite" and has_more_peers:
-            graph = default_graph_name(world_size, push_sum=False, peers_per_itr=peers_per_itr or 1)
+        own = method.simulated_graph
+        graph = self.graph or (own(world_size, peers_per_itr or 1) if own is not None else "")
         return Choice(self.method, graph, self.compressor or next(iter(method.codes), ""))
 
     @property

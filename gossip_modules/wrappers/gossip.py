@@ -90,7 +90,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         module: the model, on its device. Its trained tensors become views of one flat vector; values are kept, or
             are those of rank 0.
         graph: the communication graph: a GraphManager; a class or function of the number of ranks, like `RingGraph`;
-            a name, like "ring"; or a networkx graph. None = one-peer exponential (SGP), pairs (D-PSGD).
+            a name, like "ring"; or a networkx graph. None = one-peer exponential (SGP), pairs or a ring (D-PSGD).
         mixing: the weights W(t): a MixingManager, or a class or function of the graph; None = uniform (SGP),
             Metropolis-Hastings (D-PSGD), the Laplacian of a `MatchaGraph`.
         push_sum: whether the weight w is sent too (SGP, any directed graph) or not (D-PSGD).

@@ -15,12 +15,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gossip_modules.methods import MethodOptions
 from train.job.files import paths_in, remove_file
 from train.job.world import Agreement
 from train.run.rank_files import DamagedError, RankFiles, name_of, step_of
@@ -29,17 +27,24 @@ from train.run.survey import Survey, survey
 SUPERSEDED = "superseded"
 START_AFRESH = "start afresh in another --out-dir, or here with --overwrite"
 
-_DEFAULTS: Mapping[str, Any] = {option.name: option.default for option in fields(MethodOptions)}
 
+def check_identity(
+    path: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Raise ValueError where a checkpoint is of a run that cannot go on here.
 
-def saved_choice(manifest: Mapping[str, Any], name: str) -> Any:
-    """What a run had chosen; its default where the option of a method came later than the run."""
-    return manifest.get(name, _DEFAULTS.get(name, ""))
-
-
-def shown(choice: Any) -> str:
-    """A choice in an error; "" is written down for the default of an option that came later, see `RunConfig.LATER`."""
-    return "'' (its default)" if choice == "" else repr(choice)
+    Args:
+        path: of the checkpoint, for the error.
+        manifest: what the run wrote down.
+        identity, defaults: see `Checkpoints`.
+    """
+    for name, expected in identity.items():
+        found = manifest.get(name, defaults.get(name, ""))
+        if found != expected:
+            raise ValueError(
+                f"got {path} of a run with {name}={found!r}, expected {expected!r} as in this run; resume with the "
+                f"options of that run, or {START_AFRESH}"
+            )
 
 
 class Checkpoints:
@@ -50,6 +55,7 @@ class Checkpoints:
         world: rank and agreement.
         identity: what a run must have in common with a checkpoint to go on from it: world size, recipe, model
             fingerprint and the like, plain JSON values.
+        defaults: of the options among them: an option that is newer than a checkpoint had its default there.
         settings: what may change between them, but no longer gives the run that never stopped: a warning says so.
         keep_last: newest checkpoints kept; the one with the best score is kept as well.
     """
@@ -60,12 +66,13 @@ class Checkpoints:
         world: Agreement,
         identity: Mapping[str, Any],
         *,
+        defaults: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         keep_last: int = 2,
     ) -> None:
         self.folder = folder
         self._world = world
-        self.identity = dict(identity)
+        self.identity, self.defaults = dict(identity), dict(defaults or {})
         self._settings = dict(settings or {})
         self._keep_last = keep_last
 
@@ -228,13 +235,7 @@ class Checkpoints:
             manifest = files.read_manifest()
         except (DamagedError, OSError) as error:
             return str(error)
-        for name, expected in self.identity.items():
-            found = saved_choice(manifest, name)
-            if found != expected:
-                raise ValueError(
-                    f"got {files.state_path} of a run with {name}={shown(found)}, expected {shown(expected)} as in "
-                    f"this run; resume with the options of that run, or {START_AFRESH}"
-                )
+        check_identity(files.state_path, manifest, self.identity, self.defaults)
         try:
             states.append(files.read_state(manifest, keys))
         except (DamagedError, OSError) as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gossip_modules.methods import METHODS
 from train.job.files import paths_in
 from train.job.world import Agreement
-from train.run.checkpoint import START_AFRESH, SUPERSEDED, saved_choice, shown
+from train.run.checkpoint import START_AFRESH, SUPERSEDED, check_identity
 from train.run.rank_files import DamagedError, RankFiles, step_of
 from train.run_config import RunConfig
 
@@ -78,7 +78,12 @@ def check_other_world(config: RunConfig, path: Path, world_size: int) -> None:
 
 
 def load_other_world(
-    path: Path, identity: Mapping[str, Any], *, keys: Collection[str], steps_per_epoch: int
+    path: Path,
+    identity: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    keys: Collection[str],
+    steps_per_epoch: int,
 ) -> dict[str, Any]:
     """The state that any rank begins with: the average of the models and of the optimizers of all that have saved.
 
@@ -87,7 +92,7 @@ def load_other_world(
 
     Args:
         path: folder of the checkpoint.
-        identity: see `Checkpoints`.
+        identity, defaults: see `Checkpoints`.
         keys: what a state must have.
         steps_per_epoch: of this run.
 
@@ -100,16 +105,12 @@ def load_other_world(
     num_ranks, weights = _world_size(path), 0.0
     model: dict[str, Any] = {}
     states: list[Any] = []
+    of_any_world = {name: value for name, value in identity.items() if name not in OF_THE_WORLD}
     for rank in range(num_ranks):
         files = RankFiles(path, rank)
         try:
             manifest = files.read_manifest()
-            for name, expected in identity.items():
-                if name not in OF_THE_WORLD and (found := saved_choice(manifest, name)) != expected:
-                    raise ValueError(
-                        f"got {files.state_path} of a run with {name}={shown(found)}, expected "
-                        f"{shown(expected)} as in this run; resume with the options of that run, or {START_AFRESH}"
-                    )
+            check_identity(files.state_path, manifest, of_any_world, defaults or {})
             state = files.read_state(manifest, keys)
         except (DamagedError, OSError) as error:
             raise ValueError(f"{error}; resume from another one by its name, or {START_AFRESH}") from error

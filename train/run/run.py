@@ -72,6 +72,7 @@ class Run:
                 **config.identity,
                 **task.identity,
             },
+            defaults=config.defaults,
             settings=config.settings,
             keep_last=config.keep_last,
         )
@@ -204,7 +205,11 @@ class Run:
             check_other_world(self.config, path, world.size)
             steps_per_epoch = self.task.steps_per_epoch
             state = load_other_world(
-                path, checkpoints.identity, keys=TrainingState.KEYS, steps_per_epoch=steps_per_epoch
+                path,
+                checkpoints.identity,
+                defaults=checkpoints.defaults,
+                keys=TrainingState.KEYS,
+                steps_per_epoch=steps_per_epoch,
             )
             self.wrapper.flush()
             self.wrapper.module.load_state_dict(state["model"])

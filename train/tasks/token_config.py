@@ -34,7 +34,6 @@ class TokenConfig(RunConfig, ABC):
     ZERO: ClassVar[Mapping[str, str]] = {**RunConfig.ZERO, "lr": "is the usual one of the optimizer"}
     BELOW_ONE: ClassVar[tuple[str, ...]] = (*RunConfig.BELOW_ONE, "dropout", "momentum")
     IDENTITY: ClassVar[tuple[str, ...]] = (*RunConfig.IDENTITY, "optimizer")
-    LATER: ClassVar[tuple[str, ...]] = (*RunConfig.LATER, "optimizer")
     SETTINGS: ClassVar[tuple[str, ...]] = (*RunConfig.SETTINGS, "lr", "momentum", "warmup_steps", "dropout")
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -86,6 +87,17 @@ def test_differences_shrink_where_compressed_rounds_are_allowed(
 
     for first, last in run_ranks(5, body):
         assert last < first / 3
+
+
+def test_a_gossiper_of_ones_own_that_leaves_nothing_out_says_so() -> None:
+    class Own(Sparta):
+        """Of all entries."""
+
+    gossip = partial(GossipDataParallel, process_group=solo_group(), outer=GASLoC(4), graph=RingGraph(1))
+    with pytest.raises(ValueError, match=r"expected no gossiper: the momentum .* says so by is_whole = True"):
+        gossip(mlp(), gossiper=Own(1.0))
+    Own.is_whole = True
+    gossip(mlp(), gossiper=Own(1.0)).close()
 
 
 def test_public_copies_go_with_exact_averages() -> None:

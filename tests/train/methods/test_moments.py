@@ -73,11 +73,6 @@ def test_moments_that_an_optimizer_lacks_are_refused() -> None:
         Config(first_moment_period=-1)
 
 
-def test_checkpoints_from_before_go_on_without_averages_only() -> None:
-    assert Config().identity["first_moment_period"] == ""
-    assert Config(first_moment_period=4).identity["first_moment_period"] == 4
-
-
 @pytest.mark.parametrize("period", [3.5, True])
 def test_a_period_is_a_whole_number(period: Any) -> None:
     with pytest.raises(ValueError, match=rf"got first_moment_period={period} and second.*, expected whole numbers of"):

@@ -9,6 +9,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from train.job.files import sha256, write_atomically
 from train.job.world import agree
 from train.run.checkpoint import Checkpoints
 from train.run.rank_files import RankFiles
+from train.run_config import RunConfig
 from train.tasks.images.config import Config
 from train.tasks.images.models import fingerprint
+from train.tasks.language_model.config import LanguageModelConfig
+from train.tasks.translation.config import TranslationConfig
 
 IDENTITY = {"world_size": 1, "recipe": "sgp", "model_fingerprint": "abc"}
 
@@ -410,24 +414,28 @@ def test_a_manifest_of_before_it_named_its_rank_still_counts(checkpoints: Checkp
     assert checkpoints.load([path]) == (path, {"x": 5})
 
 
-def test_a_manifest_of_before_there_were_plans_still_counts(tmp_path: Path) -> None:
-    identity = Config(recipe="sgp").identity
-    assert identity["plan"] == ""
-    before = {name: value for name, value in identity.items() if name != "plan"}
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (Config(recipe="sgp"), {"plan": "another"}),
+        (Config(recipe="noloco"), {"outer_pull": 0.4, "outer_own_weight": 0.9}),
+        (Config(recipe="localsgd"), {"first_moment_period": 4, "second_moment_period": 8}),
+        (LanguageModelConfig(), {"optimizer": "sgd", "dirichlet_alpha": 0.1}),
+        (TranslationConfig(), {"optimizer": "sgd"}),
+    ],
+    ids=["plans", "options of methods", "moments", "language model", "translation"],
+)
+def test_a_checkpoint_of_before_there_was_an_option_counts_where_it_has_its_default(
+    tmp_path: Path, config: RunConfig, options: dict[str, Any]
+) -> None:
+    before = {name: value for name, value in config.identity.items() if name not in options}
     path = Checkpoints(tmp_path, Ranks(1)[0], before).save(3, {"x": 1})
-    assert Checkpoints(tmp_path, Ranks(1)[0], identity).load([path]) == (path, {"x": 1})
-    with pytest.raises(ValueError, match=r"of a run with plan='' \(its default\), expected 'another'"):
-        Checkpoints(tmp_path, Ranks(1)[0], identity | {"plan": "another"}).load([path])
-
-
-def test_a_manifest_of_before_an_option_of_methods_counts_where_it_has_its_default(tmp_path: Path) -> None:
-    """Numbers too: outer_pull and outer_own_weight came after the first outer methods."""
-    identity = Config(recipe="noloco").identity
-    before = {name: value for name, value in identity.items() if name not in ("outer_pull", "outer_own_weight")}
-    path = Checkpoints(tmp_path, Ranks(1)[0], before).save(3, {"x": 1})
-    assert Checkpoints(tmp_path, Ranks(1)[0], identity).load([path]) == (path, {"x": 1})
-    with pytest.raises(ValueError, match=r"of a run with outer_pull=0.0, expected 0.4 as in this run"):
-        Checkpoints(tmp_path, Ranks(1)[0], identity | {"outer_pull": 0.4}).load([path])
+    make = partial(Checkpoints, tmp_path, Ranks(1)[0], defaults=config.defaults)
+    assert make(config.identity).load([path]) == (path, {"x": 1})
+    for name, value in options.items():
+        message = f"of a run with {name}={getattr(config, name)!r}, expected {value!r} as in this run"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make({**config.identity, name: value}).load([path])
 
 
 def test_a_folder_that_another_rank_removes_meanwhile_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

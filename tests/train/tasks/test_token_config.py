@@ -74,12 +74,6 @@ def test_a_momentum_without_effect_is_refused(config_type: Any) -> None:
         config_type(optimizer="lion")
 
 
-def test_checkpoints_from_before_there_was_a_choice_go_on_with_the_default_only() -> None:
-    """A manifest that lacks an option says "" for it."""
-    assert LanguageModelConfig().identity["optimizer"] == ""
-    assert LanguageModelConfig(optimizer="sgd").identity["optimizer"] == "sgd"
-
-
 def test_a_preset_for_another_optimizer_needs_rates_beside_it() -> None:
     read = partial(read_command_line, LanguageModelConfig, description=None)
     arguments = ["--preset", "gpt2", "--optimizer", "sgd"]

@@ -90,6 +90,7 @@ class ElasticRun:
                 **config.identity,
                 **task.identity,
             },
+            defaults=config.defaults,
             settings=config.settings,
             keep_last=config.keep_last,
         )
@@ -126,8 +127,13 @@ class ElasticRun:
             return None
         if other := find_other_world(config.resume, self.checkpoints.folder, self.world, 1):
             check_other_world(config, other, 1)
-            steps = self.task.steps_per_epoch
-            state = load_other_world(other, self.checkpoints.identity, keys=TrainingState.KEYS, steps_per_epoch=steps)
+            state = load_other_world(
+                other,
+                self.checkpoints.identity,
+                defaults=self.checkpoints.defaults,
+                keys=TrainingState.KEYS,
+                steps_per_epoch=self.task.steps_per_epoch,
+            )
             self.history.first_turn = state["step"]
             return {**state, "wrapper": state["model"]}
         paths = self.checkpoints.choose(config.resume, overwrite=config.overwrite)

@@ -107,7 +107,6 @@ class LanguageModelConfig(TokenConfig):
         *TokenConfig.IDENTITY,
         *("model", "sequence_length", "batch_size", "dirichlet_alpha"),
     )
-    LATER: ClassVar[tuple[str, ...]] = (*TokenConfig.LATER, "dirichlet_alpha")
     SETTINGS: ClassVar[tuple[str, ...]] = (
         *TokenConfig.SETTINGS,
         *("epochs", "weight_decay"),

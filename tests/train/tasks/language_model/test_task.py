@@ -95,7 +95,7 @@ def test_uneven_shares_give_all_ranks_as_many_steps_and_are_the_same_again(
     (alike, *_) = make_tasks(even, 3)
     assert tasks[0].identity["text"][:3] != alike.identity["text"][:3]
     assert tasks[0].identity["text"][3] == alike.identity["text"][3], "of the validation text"
-    assert (even.identity["dirichlet_alpha"], uneven.identity["dirichlet_alpha"]) == ("", 0.1)
+    assert (even.identity["dirichlet_alpha"], uneven.identity["dirichlet_alpha"]) == (0.0, 0.1)
 
 
 def test_bits_per_byte_are_those_of_the_whole_text_whatever_its_tokens(config: LanguageModelConfig) -> None:
