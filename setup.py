@@ -51,7 +51,6 @@ setup(
         "test": [
             "hypothesis>=6.100",
             "pytest>=8.2",
-            "pytest-rerunfailures>=15.0",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             *TRAIN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 from collections.abc import Iterator
@@ -28,6 +29,33 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+_stderr = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """While a test runs, its own standard error is a file of pytest's."""
+    config.stash[_stderr] = os.dup(2)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test whose timeout cannot interrupt it ends with its process, after the stack of each thread is written.
+
+    pytest-timeout raises an exception in the main thread, once: where that waits inside a library, or waits again to
+    clean up, all tests would wait with it, and nobody would learn which test it is.
+    """
+    marker = item.get_closest_marker("timeout")
+    seconds = float(item.config.getini("timeout") if marker is None else marker.args[0])
+    faulthandler.dump_traceback_later(2 * seconds + 60, exit=True, file=item.config.stash[_stderr])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """See `pytest_runtest_setup`."""
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,9 @@ def left_out(
     while open_ones := [a for a in accusations if a.by not in gone and a.of not in gone]:
         count = {worker: sum(worker in (a.by, a.of) for a in open_ones) for worker in candidates if worker not in gone}
         worst = max(count, key=lambda worker: (count[worker], candidates[worker].number))
-        gone[worst] = next(a.why for a in open_ones if worst in (a.by, a.of))
+        gone[worst] = next((a.why for a in open_ones if a.of == worst), None) or next(
+            f"it said of worker {candidates[a.of].number}: {a.why}" for a in open_ones if a.by == worst
+        )
     return gone if is_enough(gone) else None
 
 

@@ -25,6 +25,15 @@ def test_the_majority_goes_on(size: int, accusations: list[tuple[int, int]], rem
     assert set(ids(roster)) == set(remaining)
 
 
+def test_who_goes_for_what_it_said_of_another_is_told_so() -> None:
+    """Of two, the first one remains, though it may be the one that does not answer."""
+    roster = job(2)
+    roster.apply(accuse(1, 0))
+    assert roster.forming is not None
+    assert dict(roster.forming.reasons) == {1: "it said of worker 0: it was silent"}
+    assert ids(formed(roster)) == (0,)
+
+
 def test_a_minority_forms_nothing() -> None:
     roster = job(5)
     for by in (3, 4):
