@@ -23,6 +23,7 @@ from .backend import Backend, Body
 from .worker import Worker, break_off
 
 _START_SECONDS = 60.0  # of a process
+_END_SECONDS = 30.0  # of a process that has closed its connection, or was killed
 _PR_SET_PDEATHSIG = 1
 # What every worker needs; torch loads torch._dynamo in the first step of an optimizer.
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "gossip_modules", "gossip_modules.testing")
@@ -100,7 +101,7 @@ class ProcessBackend(Backend):
 
     def _ended(self, rank: int) -> None:
         process = self._processes[rank]
-        process.join()
+        process.join(_END_SECONDS)
         self._connections.pop(rank).close()
         self.running.discard(rank)
         if rank not in self._killed and rank not in self.results:
@@ -139,7 +140,7 @@ class ProcessBackend(Backend):
         """See `Backend`."""
         if self._server is not None:
             self._server.kill()
-            self._server.join()
+            self._server.join(_END_SECONDS)
             self._server = None
 
     def start_store(self) -> None:
@@ -162,7 +163,7 @@ class ProcessBackend(Backend):
         """See `Backend`."""
         for rank in list(self.running):
             self.kill(rank)
-            self._processes[rank].join()
+            self._processes[rank].join(_END_SECONDS)
             self._connections.pop(rank).close()
             self.running.discard(rank)
         self.kill_store()

@@ -91,8 +91,8 @@ def run_processes(
             outcomes[rank] = outcomes[rank]._replace(exit_code=process.exitcode)
             if process.exitcode is None:
                 process.kill()
-                process.join()
-            process.close()
+                process.join(10)
+            process.close()  # raises where it still runs
     if expect_result:
         assert all(outcome.exit_code == 0 for outcome in outcomes), outcomes
     return outcomes
