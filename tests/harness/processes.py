@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -113,7 +114,10 @@ def _main(
     if backend is not None:
         # A file, not a TCP server in rank 0: no rank is needed by all others.
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
+        # Nobody begins, and maybe ends, while another one still connects.
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+        del os.environ["TORCH_DIST_INIT_BARRIER"]
     start_clock()
     try:
         result = body(rank, *args)
