@@ -36,7 +36,7 @@ class SharedGroup:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a user may be collected, and leave, while another one joins in the same thread
         self._taken: set[int] = set()
         self._next = 0
         self.num_users = 0

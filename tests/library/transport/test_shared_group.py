@@ -24,7 +24,7 @@ from gossip_modules import (
     RingGraph,
     connect,
 )
-from gossip_modules.transport.shared_group import CAN_RELEASE, NUM_CHANNELS
+from gossip_modules.transport.shared_group import CAN_RELEASE, NUM_CHANNELS, SharedGroup
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
@@ -107,6 +107,26 @@ def test_channels_are_given_back_and_run_out_with_a_remedy() -> None:
     kept.append(over(group))
     with pytest.raises(ValueError, match="carries the messages of 32 wrappers already"):
         over(group)
+
+
+def test_a_user_may_be_collected_while_another_one_joins() -> None:
+    """From Python 3.12 on garbage is collected wherever a loop turns."""
+
+    class CollectingSet(set[int]):
+        def __contains__(self, channel: object) -> bool:
+            if 0 in iter(self):
+                shared.leave(0, is_free=True)
+            return super().__contains__(channel)
+
+    shared = SharedGroup()
+    assert [shared.join(), shared.join()] == [0, 1]
+    shared._taken, shared._next = CollectingSet(shared._taken), 0
+
+    joining = threading.Thread(target=shared.join, daemon=True)
+    joining.start()
+    joining.join(TIMEOUT.total_seconds())
+    assert not joining.is_alive()
+    assert (shared._taken, shared.num_users) == ({0, 1}, 2)
 
 
 def test_a_copy_of_what_is_closed_is_closed() -> None:
