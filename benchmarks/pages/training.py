@@ -49,6 +49,7 @@ processor's seconds are those of all processes of a run, which two idle cores sh
 [Language models](../guides/language_models.md) says what is learnt.""",
         {
             "recipe": ("recipe", "s"),
+            "options": ("options", "s"),
             "model": ("model", "s"),
             "ranks": ("ranks", "d"),
             "python": ("Python", "s"),

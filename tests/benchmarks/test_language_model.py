@@ -19,7 +19,10 @@ def test_a_row_has_what_the_run_says_and_what_frequencies_give(tmp_path: Path, m
     rank = {"num_steps": 7, "time_seconds": 2.0, "bytes_sent": 3e6}
     config = {"model": "own", "data_dir": str(tmp_path), "files": ["*.txt"], "validation_share": 0.5}
 
+    taken: list[str] = []
+
     def train(recipe: str, comparison: Comparison) -> dict[str, Any]:
+        taken.extend(comparison.options)
         (comparison.out_dir / recipe).mkdir()
         tokenizer = ByteTokenizer.learn([], vocabulary_size=SMALLEST_VOCABULARY)
         tokenizer.save(comparison.out_dir / recipe / TOKENIZER)
@@ -32,8 +35,10 @@ def test_a_row_has_what_the_run_says_and_what_frequencies_give(tmp_path: Path, m
         }
 
     monkeypatch.setattr(language_model, "train", train)
-    row = language_model.measure("sgp", Comparison(out_dir=tmp_path))
-    assert (row["recipe"], row["ranks"], row["steps"], row["sent_megabytes"]) == ("sgp", 2, 7, 4.0)
+    row = language_model.measure("sgp --max-staleness 2", Comparison(("--seed", "3"), out_dir=tmp_path))
+    assert taken == ["--seed", "3", "--max-staleness", "2"]
+    assert (row["recipe"], row["options"]) == ("sgp", "--max-staleness 2")
+    assert (row["ranks"], row["steps"], row["sent_megabytes"]) == (2, 7, 4.0)
     assert (row["bits_per_byte"], row["training_seconds"]) == (3.0, 2.0)
     # "a" is 4 + 1 of 8 letters, 2 ends and one more of each of 259 tokens: log2(269 / 5); an end is 3 of them.
     assert row["frequencies_bits_per_byte"] == pytest.approx((4 * 5.7496 + 6.4865) / 4, abs=1e-3)
