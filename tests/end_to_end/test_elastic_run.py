@@ -18,9 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300.0
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
-# A process that has imported everything waits for a line before it becomes a worker: a start takes no time then.
+# A process that has imported everything waits for a line before it becomes a worker: it joins while others train.
 PRELOADED = """
-import runpy, sys, train.run.elastic.worker
+import runpy, sys
+import sklearn.datasets, torch._dynamo, torch.utils.tensorboard
+import train.run.elastic.worker, train.tasks.images.task, visualization.curves
 input()
 runpy.run_module(sys.argv.pop(1), run_name="__main__")
 """
