@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +73,7 @@ class _Ranks(Generic[T]):
         self.errors: list[Exception] = []
         self.results: dict[int, T] = {}
         self.groups: dict[int, dist.ProcessGroup] = {}
+        self.connected: set[int] = set()
 
     def run(self) -> list[T]:
         """See `run_ranks`."""
@@ -87,9 +89,12 @@ class _Ranks(Generic[T]):
     def _run_rank(self, rank: int) -> None:
         try:
             self.groups[rank] = thread_group(self.store, rank, self.world_size, self.timeout)
+            self.connected.add(rank)
             self.results[rank] = self.body(self.groups[rank])
         except Exception as error:  # noqa: BLE001 - the first one is raised in `run`, in the calling thread
-            if not isinstance(error, HangUp):
+            if isinstance(error, HangUp):
+                self._wait_until_all_connected()
+            else:
                 self.errors.append(error)  # before the others get errors for it
                 self.done.abort()
             # The locals of the body hold the group, and only its end closes the connections.
@@ -98,3 +103,9 @@ class _Ranks(Generic[T]):
             gc.collect()
         with suppress(threading.BrokenBarrierError):  # another rank failed
             self.done.wait(self.timeout.total_seconds() * 2)
+
+    def _wait_until_all_connected(self) -> None:
+        """A rank that hangs up at once does so when nobody connects to it any more, which would fail."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while len(self.connected) < self.world_size and not self.done.broken and time.monotonic() < deadline:
+            time.sleep(0.001)
