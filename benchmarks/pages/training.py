@@ -44,9 +44,9 @@ of after / before, with its interval of 95 %. "mlp" is six layers of 64: it show
 The default run of `train/language_model.py`, by several methods with the same options: how long it
 takes from the command to its end, and what the averaged model reaches on the validation files, beside
 what the frequencies of the tokens alone give. Learning rates were not tuned for each method. The
-machine did other work in the first four runs and in those by NoLoCo, GASLoC and Eager DiLoCo with its own
-options, so their seconds are no comparison of methods; the processor's seconds are those of all
-processes of a run, which two idle cores share. All are of one seed.
+machine did other work in the first four runs, and in those by NoLoCo, GASLoC and, without options, Eager
+DiLoCo: their seconds are no comparison of methods. The processor's seconds are those of all processes of
+a run, which two idle cores share. All runs have the same seed.
 
 **With a period of ten steps, the default here, the published outer momentum of 0.9 is too much for so short a
 run.** DiLoCo and Eager DiLoCo learn more with 0.5, and local SGD, which has none, more than both.
