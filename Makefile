@@ -75,10 +75,11 @@ compare: $(INSTALLED)
 consensus: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m train.consensus --out-dir $(RUNS)/consensus --overwrite
 
-# Files in their order: by default the longest of all, which has few tests, would come last and alone.
+# Not --dist loadfile: where a process of pytest-xdist 3.8 ends in a test, it waits for ever (its issue 1378).
+PYTEST_PARALLEL = -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 \
-	  --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST_PARALLEL)
 
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m soak
@@ -95,8 +96,8 @@ TORCH_TESTS = --ignore=tests/train --ignore=tests/visualization --ignore=tests/b
 
 # What is not torch's own (pytest, mpirun, ...) is that of .venv.
 test-torch: $(TORCH_INSTALLED)
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest \
-	  --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TORCH_TESTS) $(TESTS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python \
+	  $(PYTEST_PARALLEL) $(TORCH_TESTS) $(TESTS)
 
 venv-torch: $(TORCH_INSTALLED)
 
