@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,20 @@ from gossip_modules.membership.view import View
 from tests.library.membership.test_membership import Job, Worker, close
 
 
-def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back() -> None:
+def serve() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def tell(path: Path, server: dist.TCPStore) -> None:
+    """Now those who ask at "file:path" find this store."""
+    path.write_text(f"127.0.0.1:{server.port}")
+
+
+def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back(tmp_path: Path) -> None:
     """It puts there what it knew, and forms generations alone, before the others, who went on without it, look."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
-    job = Job(f"127.0.0.1:{port}", min_workers=3)
+    address, server = tmp_path / "address", serve()
+    tell(address, server)
+    job = Job(f"file:{address}", min_workers=3)
     stopped, *others = job.start(3)
     job.until_live(job.workers)
     assert stopped.membership is not None
@@ -30,7 +40,7 @@ def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back() -> No
     numbers = others[0].members
     del server
     job.until(lambda: not any(w.membership._log.is_connected for w in others if w.membership), "the store has gone")
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server = serve()
     me = stopped.membership.id
     events: list[dict[str, Any]] = [
         {"event": "accuse", "by": me, "of": worker, "why": "its connection closed", "is_sure": True}
@@ -41,6 +51,7 @@ def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back() -> No
         server.set(f"gossip/job/entry/{i}", json.dumps(event))
     server.add("gossip/job/size", len(events))
     server.compare_set("gossip/job/base", "", json.dumps({"next": 0, "first": 0, "state": stale}))
+    tell(address, server)
     job.until(lambda: all(w.membership.generation > 3 for w in others if w.membership), "the others take it back")
     job.until_live(others)
     assert others[0].members == numbers, "they have not joined anew"
@@ -48,22 +59,23 @@ def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back() -> No
     del server
 
 
-def test_a_worker_that_comes_to_an_empty_store_first_joins_the_job() -> None:
+def test_a_worker_that_comes_to_an_empty_store_first_joins_the_job(tmp_path: Path) -> None:
     """It founds no job of its own, and those who train restore theirs."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
-    job = Job(f"127.0.0.1:{port}", min_workers=2)
+    address, server = tmp_path / "address", serve()
+    tell(address, server)
+    job = Job(f"file:{address}", min_workers=2)
     workers = job.start(2)
     job.until_live(workers)
     del server
     job.until(lambda: not any(w.membership._log.is_connected for w in workers if w.membership), "the store has gone")
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server = serve()
     assert workers[0].membership is not None
     description = workers[0].membership._roster.description
     member = {"id": 7, "number": -1, "host": "node", "pid": 1, "address": ["127.0.0.1", 9]}
     come = {"event": "come", "member": member, "description": description, "min_workers": 2}
     server.set("gossip/job/entry/0", json.dumps(come))
     server.add("gossip/job/size", 1)
+    tell(address, server)
     newcomer, *_ = job.start(1)
     job.until_live([*workers, newcomer])
     assert newcomer.first > 0
