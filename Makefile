@@ -86,7 +86,7 @@ soak: $(INSTALLED)
 
 # The oldest torch that setup.py allows and the newest; each has a torchvision of its own.
 TORCH = 2.15.0
-TORCHVISION_OF_2.6.0 = 0.21.0
+TORCHVISION_OF_2.7.0 = 0.22.0
 TORCHVISION_OF_2.15.0 = 0.29.2
 TORCH_VENV = .venv-torch-$(TORCH)
 TORCH_INSTALLED = $(TORCH_VENV)/.installed

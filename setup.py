@@ -14,7 +14,7 @@ TRAIN = [
     "safetensors>=0.4",
     "scikit-learn>=1.4",
     "tensorboard>=2.15",
-    "torchvision>=0.21",
+    "torchvision>=0.22",
     "tqdm>=4.66",
     "tyro>=1.0",
     *PAIRWISE,
@@ -43,7 +43,7 @@ setup(
     packages=find_packages(include=["gossip_modules", "gossip_modules.*"]),
     package_data={"gossip_modules": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["networkx>=3.0", "numpy>=1.26", "torch>=2.6"],
+    install_requires=["networkx>=3.0", "numpy>=1.26", "torch>=2.7"],
     extras_require={
         "pairwise": PAIRWISE,
         "mpi": MPI,

@@ -18,8 +18,6 @@ from ..transport.agreement import broadcast_state
 from ..transport.base import Transport
 from .outer import OuterEngine
 
-HAS_OLD_TORCH = torch.__version__.startswith("2.6.")
-
 
 class ElasticOuterEngine(OuterEngine):
     """`OuterEngine` on an elastic transport: outer steps are those of the workers that live.
@@ -56,7 +54,7 @@ class ElasticOuterEngine(OuterEngine):
 
     Raises:
         ValueError: as `OuterEngine`; or a method whose drifts are compressed, or eager; or push-sum between outer
-            steps, whose weights have no known sum; or torch 2.6, with a method that averages exactly.
+            steps, whose weights have no known sum.
     """
 
     def __init__(self, gossiper: Mixer, outer: OuterMethod, buffer: FlatBuffer | None = None, **options: Any) -> None:
@@ -73,11 +71,6 @@ class ElasticOuterEngine(OuterEngine):
                 "before an average comes, which may fail; e.g. StreamingDiLoCo"
             )
         if outer.averages_exactly:
-            if HAS_OLD_TORCH:
-                raise ValueError(
-                    f"got {outer} with a membership and torch {torch.__version__}, expected torch 2.7 or later: in 2.6 "
-                    "an average may wait for a worker that has died until its timeout; or NoLoCo or GASLoC"
-                )
             self._mixer = self._scheduled_average
         self._is_agreed, self._has_tried = not outer.averages_exactly, False  # on this transport
         self._loaded_names: list[str] | None = None  # of the tensors of loaded anchors, where they are known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +17,9 @@ CPU = torch.device("cpu")
 def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None) -> Any:
     """A Gloo backend, which has the methods of a process group; returns when all its ranks are connected.
 
-    [Note: groups and the interpreter's lock] torch 2.6 has two defects that threads meet. The constructor of the
-    backend that takes a timeout enters the new object in a table of the process without the lock, so that two threads
-    at once may abort the process; the one that takes options does not. And a group that goes keeps the lock while it
-    joins its backend's threads, which may want it, and then hangs; a backend lets go of it. So the backend lives until
-    its group has gone.
+    [Note: groups and the interpreter's lock] With older torch (2.7) a group that goes keeps the lock while it joins its
+    backend's threads, which may want it, and then hangs; a backend lets go of it. So the backend lives until its group
+    has gone.
 
     Args:
         store: shared by the ranks, for their addresses.
@@ -35,16 +32,11 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     Raises:
         RuntimeError: a rank does not come in time.
     """
+    if host is None:
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    new = dist.ProcessGroupGloo
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if host is not None:
-        options._devices = [new.create_device(hostname=host)]
-    elif interfaces:  # which only the other constructor reads itself
-        options._devices = [new.create_device(interface=name) for name in interfaces]
-    else:
-        options._devices = [new.create_default_device()]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 

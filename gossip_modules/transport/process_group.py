@@ -116,7 +116,8 @@ class ProcessGroupTransport(PointToPoint):
 
     def own_group(self) -> None:
         """The group was made for this transport: release it with its last user, where torch can."""
-        self._use.shared.is_owned = CAN_RELEASE
+        # Older torch can only where it has not named the group.
+        self._use.shared.is_owned = CAN_RELEASE or self.group not in dist.distributed_c10d._world.pg_map
 
     def close(self) -> None:
         """Give back the channel, and the group if it was made for this transport; idempotent, waits for no rank.

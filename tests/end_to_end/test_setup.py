@@ -130,16 +130,16 @@ def test_another_torch_gets_an_environment_of_its_own_beside_the_first(make_venv
     (folder / "log").unlink()
     for _ in range(2):
         done = subprocess.run(
-            ["make", "venv-torch", "TORCH=2.6.0"], cwd=folder, env=env, capture_output=True, text=True
+            ["make", "venv-torch", "TORCH=2.7.0"], cwd=folder, env=env, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-    assert (folder / "log").read_text(encoding="utf-8") == "-m pip install torch==2.6.0 torchvision==0.21.0\n"
+    assert (folder / "log").read_text(encoding="utf-8") == "-m pip install torch==2.7.0 torchvision==0.22.0\n"
     assert (folder / "beside.pth").read_text(encoding="utf-8") == f"{folder}\n"
     done = subprocess.run(["make", "venv-torch", "TORCH=2.5.1"], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode != 0
     assert "got TORCH=2.5.1, expected one whose torchvision the Makefile knows" in done.stderr
     subprocess.run(["make", "clean"], cwd=folder, env=env, capture_output=True, check=True)
-    assert not (folder / ".venv-torch-2.6.0").exists()
+    assert not (folder / ".venv-torch-2.7.0").exists()
 
 
 def test_make_clean_removes_no_environment_but_its_own(make_venv: tuple[Path, dict[str, str]]) -> None:
@@ -198,14 +198,14 @@ def run_gate(repository: Path) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("broken", "accuracy", "last_line"),
     [
-        ("", "97.00", "passed: check, docs, test, soak, torch-2.6, torch-2.15, train"),
+        ("", "97.00", "passed: check, docs, test, soak, torch-2.7, torch-2.15, train"),
         ("check", "98.61", "failed: check"),
         ("test", "98.61", "failed: test"),
         ("soak", "98.61", "failed: soak"),
         ("docs", "98.61", "failed: docs"),
-        ("venv-torch TORCH=2.6.0", "98.61", "failed: torch-2.6"),
+        ("venv-torch TORCH=2.7.0", "98.61", "failed: torch-2.7"),
         ("test-torch TORCH=2.15.0", "98.61", "failed: torch-2.15"),
-        ("test-torch", "98.61", "failed: torch-2.6 torch-2.15"),
+        ("test-torch", "98.61", "failed: torch-2.7 torch-2.15"),
         ("train", "98.61", "failed: train"),
         ("", "96.99", "failed: train"),
         ("", "nan", "failed: train"),

@@ -35,9 +35,6 @@ class NamedGroup(dist.ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self.registered_as = name
 
-    def _has_hooks(self) -> bool:  # torch 2.6 asks what says that it is NCCL
-        return False
-
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         return Patient(self, self.gloo.send(tensors, peer, tag))
 

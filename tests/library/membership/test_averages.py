@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import MetropolisHastingsMixing, PushPull, Schedule
-from gossip_modules.engine.elastic_outer import HAS_OLD_TORCH
 from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.engine.overlap import OverlapEngine
 from gossip_modules.flat.vector import FlatVector
@@ -123,7 +122,6 @@ def averages_again(job: Job, workers: list[Worker]) -> None:
     job.until(lambda: not any(average.has_failed for average in averages), "all average again")
 
 
-@pytest.mark.skipif(HAS_OLD_TORCH, reason="with torch 2.6 an average may wait for its timeout where a worker has died")
 def test_a_wrapper_averages_again_in_the_next_generation() -> None:
     job = Job(dist.HashStore(), min_workers=3, schedule=Schedule(average_every=3))
     founders = job.start(3)

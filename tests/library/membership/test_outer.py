@@ -28,15 +28,13 @@ from gossip_modules import (
     SparseLoCo,
     StreamingDiLoCo,
 )
-from gossip_modules.engine.elastic_outer import HAS_OLD_TORCH, ElasticOuterEngine
+from gossip_modules.engine.elastic_outer import ElasticOuterEngine
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
-
-pytestmark = pytest.mark.skipif(HAS_OLD_TORCH, reason="methods with exact averages are refused with torch 2.6")
 
 SIZE, H = 200, 4
 SECONDS = 20.0

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules import Membership
-from gossip_modules.engine.elastic_outer import HAS_OLD_TORCH
 from gossip_modules.methods import (
     METHODS,
     Context,
@@ -32,7 +31,6 @@ REFUSED = {
     "sparseloco": "expected a method that averages the drifts themselves",
     "relaysgd": "expected a gossiper whose rounds go on without peers that fail",
 }
-NEED_NEW_TORCH = ("diloco", "streamingdiloco", "slowmo")
 
 
 def alone() -> Context:
@@ -42,11 +40,8 @@ def alone() -> Context:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_takes_a_membership_or_its_wrapper_says_why_not(name: str) -> None:
     why = why_fixed_ranks(METHODS[name], MethodOptions())
-    if name in NEED_NEW_TORCH and HAS_OLD_TORCH:
-        assert "expected torch 2.7 or later" in why
-    else:
-        assert REFUSED.get(name, "") in why
-        assert bool(why) == (name in REFUSED)
+    assert REFUSED.get(name, "") in why
+    assert bool(why) == (name in REFUSED)
     if why:
         with pytest.raises(ValueError, match=r"got a membership for .*, expected None, or options .* Cause: "):
             wrap(name, nn.Linear(2, 1), MethodOptions(), alone())
@@ -126,7 +121,6 @@ def test_workers_train_together_by_the_recipes(name: str) -> None:
     assert results[0].isfinite().all()
 
 
-@pytest.mark.skipif(HAS_OLD_TORCH, reason="methods with exact averages are refused with torch 2.6")
 def test_workers_train_together_by_an_outer_method_with_exact_averages() -> None:
     results = train("diloco", MethodOptions(sync_period=2))
     assert torch.equal(results[0], results[1])

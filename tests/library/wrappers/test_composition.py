@@ -119,7 +119,6 @@ def test_all_reduce_keeps_its_module_and_its_names_as_the_others() -> None:
     in_one_process(body)
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # of torch 2.6
 def test_sharding_is_refused_with_what_is_possible() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
@@ -138,7 +137,7 @@ def test_sharding_is_refused_with_what_is_possible() -> None:
         wrapper = GossipDataParallel(mlp())
         fully_shard(wrapper, mesh=mesh)
         with pytest.raises(RuntimeError, match=r"makes it sharded over processes by fully_shard"):
-            wrapper.forward(torch.ones(1, 3))  # without FSDP's hooks, which want a GPU in torch 2.6
+            wrapper(torch.ones(1, 3))
         for is_original in (False, True):
             outer = FullyShardedDataParallel(
                 GossipDataParallel(mlp()),

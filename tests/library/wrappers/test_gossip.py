@@ -216,8 +216,7 @@ def test_a_checkpointed_wrapper_gossips_once_per_step(options: dict[str, Any], g
         for step in range(4):
             x = batch(group.rank(), step)[0].double()
             optimizer.zero_grad()
-            # The state of the generator: threads of torch 2.6 that read it and collect garbage wait for each other.
-            out = checkpoint(wrapper, x, use_reentrant=False, preserve_rng_state=False)
+            out = checkpoint(wrapper, x, use_reentrant=False)
             bare = copy.deepcopy(model)
             out.pow(2).sum().backward()
             bare(x).pow(2).sum().backward()

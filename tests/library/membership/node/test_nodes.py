@@ -32,7 +32,6 @@ from gossip_modules import (
     SignNorm,
     StreamingDiLoCo,
 )
-from gossip_modules.engine.elastic_outer import HAS_OLD_TORCH
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import limits
 from gossip_modules.transport.shared_group import SharedGroup
@@ -66,7 +65,6 @@ class Signs(Choco):
 
 
 SYNC_PERIOD = 3
-needs_averages = pytest.mark.skipif(HAS_OLD_TORCH, reason="methods with exact averages are refused with torch 2.6")
 
 
 class Process:
@@ -163,8 +161,8 @@ def same(name: str, *, atol: float = 0.0, marks: Any = (), **options: Any) -> An
         same("D-PSGD", push_sum=False, graph=RingGraph),
         same("CHOCO", gossiper=Signs, push_sum=False, atol=1e-6),  # with a membership its sums are in another order
         same("PowerGossip overlapped", gossiper=PowerGossip, overlap=True, push_sum=False, atol=1e-6),
-        same("DiLoCo", outer=DiLoCo(SYNC_PERIOD), marks=needs_averages),
-        same("StreamingDiLoCo", outer=StreamingDiLoCo(4, fragments=[["0"], ["2"]], delay=1), marks=needs_averages),
+        same("DiLoCo", outer=DiLoCo(SYNC_PERIOD)),
+        same("StreamingDiLoCo", outer=StreamingDiLoCo(4, fragments=[["0"], ["2"]], delay=1)),
         same("D2", rule=D2()),
         same("QG-DSGDm", rule=QGDSGDm()),
     ],
@@ -225,7 +223,7 @@ def die(process: Process) -> None:
         pytest.param({"overlap": True}, 1, id="Overlap SGP", marks=pytest.mark.soak),
         pytest.param({"gossiper": Signs}, 0, id="CHOCO"),
         pytest.param({"gossiper": PowerGossip, "overlap": True}, 1, id="PowerGossip", marks=pytest.mark.soak),
-        pytest.param({"outer": DiLoCo(SYNC_PERIOD)}, 0, id="DiLoCo", marks=needs_averages),
+        pytest.param({"outer": DiLoCo(SYNC_PERIOD)}, 0, id="DiLoCo"),
         pytest.param({"rule": D2()}, 0, id="D2", marks=pytest.mark.soak),
         pytest.param({"rule": QGDSGDm()}, 0, id="QG-DSGDm"),
     ],
