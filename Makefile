@@ -75,7 +75,7 @@ compare: $(INSTALLED)
 consensus: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m train.consensus --out-dir $(RUNS)/consensus --overwrite
 
-# Not --dist loadfile: where a process of pytest-xdist 3.8 ends in a test, it waits for ever (its issue 1378).
+# Not --dist loadfile: where a process of pytest-xdist 3.8 ends in a test, it may wait for ever (its issue 1378).
 PYTEST_PARALLEL = -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test: $(INSTALLED)

@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None) -> Any:
     """A Gloo backend, which has the methods of a process group; returns when all its ranks are connected.
 
-    [Note: groups and the interpreter's lock] With older torch (2.7) a group that goes keeps the lock while it joins its
-    backend's threads, which may want it, and then hangs; a backend lets go of it. So the backend lives until its group
-    has gone.
+    [Note: groups and the interpreter's lock] In torch 2.7 the destructor of a group holds the interpreter's lock while
+    it joins the threads of its backend. They may need the lock, and then it hangs. The destructor of a backend releases
+    the lock, so the backend lives until its group has gone.
 
     Args:
         store: shared by the ranks, for their addresses.

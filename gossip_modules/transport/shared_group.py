@@ -15,7 +15,7 @@ CHANNEL_BITS = 5  # of a tag
 NUM_CHANNELS = 1 << CHANNEL_BITS
 _RELEASE_SECONDS, _EXIT_SECONDS = 1.0, 10.0
 # An older torch names a group after how many there are: a new one would take the name of one that was released, and
-# find the addresses of its dead connections in the store. There groups stay until the job ends.
+# find the addresses of its dead connections in the store. There, groups that torch has named stay until the job ends.
 _naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 CAN_RELEASE = _naming is None or "pg_names" not in _naming.__code__.co_names
 _lost: list[list[dist.ProcessGroup]] = []
@@ -40,7 +40,7 @@ class SharedGroup:
         self._taken: set[int] = set()
         self._next = 0
         self.num_users = 0
-        self.is_owned = False  # whether our own code has made the group
+        self.is_owned = False  # whether our own code has made the group, and torch can release it
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> SharedGroup:

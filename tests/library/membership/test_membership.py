@@ -26,6 +26,7 @@ from gossip_modules import (
 from gossip_modules.membership import limits
 from gossip_modules.membership.participant import Change
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
+from tests.library.membership.events.stores import serve
 
 SECONDS = 60.0  # of any wait: nothing here should take as long
 PATIENT = 20.0  # of silence, so that a loaded machine declares nobody dead
@@ -335,7 +336,7 @@ def test_who_was_cut_off_joins_again_by_itself() -> None:
 
 
 def test_the_store_may_go_and_come_back_empty() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve()
     port = server.port
     job = Job(f"127.0.0.1:{port}", min_workers=3)
     workers = job.start(3)
@@ -345,7 +346,7 @@ def test_the_store_may_go_and_come_back_empty() -> None:
     steps = [worker.step for worker in workers]
     workers[0].is_killed.set()
     job.until(lambda: all(w.step > s + 20 for w, s in zip(workers[1:], steps[1:], strict=True)), "training goes on")
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server = serve(port)
     job.until_live(workers[1:])
     newcomer, *_ = job.start(1)
     job.until_live([*workers[1:], newcomer])

@@ -13,6 +13,7 @@ from gossip_modules.membership import limits, watching
 from gossip_modules.membership.events import event_log
 from gossip_modules.membership.liveness import door
 from gossip_modules.membership.liveness.probe import LifeSign, probe
+from tests.library.membership.events.stores import serve
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
 
 __all__ = ["_no_thread_stays"]
@@ -160,7 +161,7 @@ def num_sure(member: Membership, *, by: list[Membership]) -> int:
 def test_a_few_go_on_where_most_have_ended(is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """That their connections closed was seen by nobody, or is forgotten with the store: it is found out anew."""
     monkeypatch.setattr(event_log, "_RECONNECT_SECONDS", 0.05)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve()
     port = server.port
     job = Job(f"127.0.0.1:{port}", min_workers=5)
     workers = job.start(5)
@@ -182,7 +183,7 @@ def test_a_few_go_on_where_most_have_ended(is_forgotten: bool, monkeypatch: pyte
             del server
             job.until(lambda: not any(member._log.is_connected for member in members), "the store has gone")
             patch.setattr(Membership, "_form", FORM)
-            server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            server = serve(port)
         job.until_live(others)
     (newcomer,) = job.start(1)
     job.until_live([*others, newcomer])

@@ -13,6 +13,7 @@ from gossip_modules.membership import limits
 from gossip_modules.membership.events import event_log
 from gossip_modules.membership.events.event_log import EventLog
 from gossip_modules.transport.bounded_store import BoundedStore
+from tests.library.membership.events.stores import serve
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -63,7 +64,7 @@ def test_garbage_is_no_event(garbage: bytes) -> None:
 
 
 def test_a_store_that_came_back_begins_with_the_snapshot() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve()
     port = server.port
     log = EventLog(f"127.0.0.1:{port}", name="job", timeout=TIMEOUT)
     assert log.append({"i": 0})
@@ -71,7 +72,7 @@ def test_a_store_that_came_back_begins_with_the_snapshot() -> None:
     del server
     assert not log.append({"i": 1})
     assert not log.is_connected
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server = serve(port)
     early = EventLog(f"127.0.0.1:{port}", name="job", timeout=TIMEOUT)
     assert early.append({"i": "early"})  # a worker that comes now, and knows nothing
     early.restore("nothing")

@@ -14,11 +14,8 @@ import torch.distributed as dist
 from gossip_modules import Membership
 from gossip_modules.membership.events import event_log
 from gossip_modules.membership.view import View
+from tests.library.membership.events.stores import serve
 from tests.library.membership.test_membership import Job, Worker, close
-
-
-def serve() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def tell(path: Path, server: dist.TCPStore) -> None:
@@ -88,7 +85,7 @@ def test_a_worker_that_comes_to_an_empty_store_first_joins_the_job(tmp_path: Pat
 def test_who_waits_comes_again_when_the_store_comes_back_empty(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snapshot that restores the store knows nothing of a worker that has no generation yet."""
     monkeypatch.setattr(event_log, "_RECONNECT_SECONDS", 0.05)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve()
     port = server.port
     job = Job(f"127.0.0.1:{port}", min_workers=2)
     workers = job.start(1 if place == "a founder" else 2)
@@ -113,7 +110,7 @@ def test_who_waits_comes_again_when_the_store_comes_back_empty(place: str, monke
     job.until(lambda: not any(w.membership._log.is_connected for w in workers if w.membership), "the store has gone")
     monkeypatch.undo()
     monkeypatch.setattr(event_log, "_RECONNECT_SECONDS", 0.05)
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server = serve(port)
     if place == "a founder":
         job.until(lambda: any(w.membership._log.is_connected for w in workers if w.membership), "it is back")
         workers += job.start(1)
@@ -138,7 +135,7 @@ def test_a_generation_that_formed_as_the_store_died_begins_for_a_newcomer_too(
         return (is_blind.is_set() and member._is_newcomer and bool(member._formed)) or read(self, restart, apply)
 
     monkeypatch.setattr(event_log.EventLog, "read", read_by)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve()
     port = server.port
     job = Job(f"127.0.0.1:{port}", min_workers=2)
     workers = job.start(2)
@@ -158,7 +155,7 @@ def test_a_generation_that_formed_as_the_store_died_begins_for_a_newcomer_too(
     is_blind.clear()
     job.until(lambda: not any(one.is_connected for one in logs), "the store has gone")
     assert newcomer.membership.generation == 0
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server = serve(port)
     job.until(lambda: all(one._has_base for one in logs if one not in held), "the store is restored")
     held.clear()
     job.until_live([*workers, newcomer])
