@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,11 +33,16 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     Raises:
         RuntimeError: a rank does not come in time.
     """
-    if host is None:
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    new = dist.ProcessGroupGloo
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if host is not None:
+        options._devices = [new.create_device(hostname=host)]
+    elif interfaces:  # which only the constructor without options reads itself
+        options._devices = [new.create_device(interface=name) for name in interfaces]
+    else:
+        options._devices = [new.create_default_device()]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
