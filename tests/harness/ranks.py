@@ -32,8 +32,8 @@ def solo_group() -> dist.ProcessGroup:
 
 
 def assert_no_gossip_threads() -> None:
-    """All of the library's threads end in time: one that connects with a worker that has gone waits up to 30 s."""
-    deadline = time.monotonic() + 2 * TIMEOUT.total_seconds()
+    """All of the library's threads end in time: one that connects with a worker that has gone waits up to 25 s."""
+    deadline = time.monotonic() + 1.5 * TIMEOUT.total_seconds()
     for thread in gossip_threads():
         thread.join(max(deadline - time.monotonic(), 0.0))
     assert gossip_threads() == []

@@ -147,7 +147,7 @@ def test_what_nobody_has_taken_along_is_kept(
 ) -> None:
     """The sum of the models of those who live is what it was, less what the dead held, and what a newcomer brings."""
     for name in ("FORMING", "CONNECT"):  # a loaded machine may take long
-        monkeypatch.setattr(limits, name, 30.0)
+        monkeypatch.setattr(limits, name, 25.0)
     check(Averaging(str(tmp_path), **body), events, "threads")
     gc.collect()
 

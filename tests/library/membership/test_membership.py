@@ -35,7 +35,7 @@ PATIENT = 20.0  # of silence, so that a loaded machine declares nobody dead
 @pytest.fixture(autouse=True)
 def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("FORMING", "CONNECT"):  # a loaded machine may take long
-        monkeypatch.setattr(limits, name, 30.0)
+        monkeypatch.setattr(limits, name, 25.0)
     yield
     assert_no_gossip_threads()
 

@@ -7,7 +7,8 @@ import random
 
 import torch.distributed as dist
 
-_PORTS = range(10_000, 17_000)  # the system gives none of these to who asks for any, who might have it when it is free
+# Below those that Linux gives to sockets that ask for any port, which might have it before the store is back.
+_PORTS = range(10_000, 17_000)
 
 
 def serve(port: int | None = None) -> dist.TCPStore:

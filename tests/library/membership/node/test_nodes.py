@@ -47,7 +47,7 @@ NUM_STEPS = 6
 @pytest.fixture(autouse=True)
 def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("FORMING", "CONNECT"):  # a loaded machine may take long
-        monkeypatch.setattr(limits, name, 30.0)
+        monkeypatch.setattr(limits, name, 25.0)
     yield
     assert_no_gossip_threads()
 
