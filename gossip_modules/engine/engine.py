@@ -70,6 +70,9 @@ class Engine(ABC):
             Whether x was written.
         """
 
+    def set_out(self, x: FlatVector) -> None:
+        """Training begins at x, and rounds will run after optimizer steps: the first one after step 1."""
+
     def flush(self, x: FlatVector) -> bool:
         """x <- x + everything in flight; returns, when nothing is, whether x was written."""
         return False
@@ -216,6 +219,10 @@ class LockstepEngine(Engine):
     def control_stats(self) -> dict[str, float]:
         """See `Engine`."""
         return {} if self._control is None else self._control.law.stats()
+
+    def set_out(self, x: FlatVector) -> None:
+        """See `Engine`."""
+        self.step = 1
 
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
         """Copies of what a worker that joins goes on from: `state_dict()`, without what links to peers keep.

@@ -101,7 +101,7 @@ class OuterEngine(SyncEngine):
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
-        self._set_out(x)
+        self._anchor_at_start(x)
         step = self.step
         starting = self.outer.starting_at(step)
         self._check_finite(starting, x)
@@ -226,8 +226,13 @@ class OuterEngine(SyncEngine):
 
     # Anchors.
 
-    def _set_out(self, x: FlatVector) -> None:
-        """Anchors at x, at the first training forward."""
+    def set_out(self, x: FlatVector) -> None:
+        """See `Engine`."""
+        super().set_out(x)
+        self._anchor_at_start(x)
+
+    def _anchor_at_start(self, x: FlatVector) -> None:
+        """Anchors at x, where training begins."""
         if not self._anchors and not self._loaded:
             self._anchors = self._anchors_at(x)
 

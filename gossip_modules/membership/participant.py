@@ -107,6 +107,9 @@ class ElasticWrapper(Protocol):
     _transport: Any
     _place: tuple[int, int] | None
 
+    @property
+    def rounds(self) -> str: ...
+
     def _reattach(self) -> None: ...
 
     def _choose(self) -> None: ...
@@ -127,6 +130,11 @@ class ModelParticipant(ABC):
     is_in_lockstep = True
 
     def __init__(self, wrapper: ElasticWrapper, membership: Any) -> None:
+        if wrapper.rounds != "forward":
+            raise ValueError(
+                f"got rounds={wrapper.rounds!r} with a membership, expected 'forward': a worker that joins takes the "
+                "state of training before its first forward; leave rounds out"
+            )
         self.wrapper, self.membership = wrapper, membership
         self.weight = 1.0
 

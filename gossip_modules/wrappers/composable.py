@@ -45,6 +45,7 @@ def gossip(module: nn.Module, **options: Any) -> GossipModule:
     module.__dict__["_gossip"] = wrapper  # not a submodule: it would be in the state dict
     module.__class__ = _with_gossip(type(module))
     module.register_forward_pre_hook(_before_forward, prepend=True)
+    module.register_forward_hook(_after_forward)
     assert isinstance(module, GossipModule)
     return module
 
@@ -77,6 +78,19 @@ class GossipModule(nn.Module):
         """See `GossipDataParallel.no_sync`."""
         return self._gossip.no_sync()
 
+    def gossip_step(self) -> None:
+        """See `GossipDataParallel.gossip_step`."""
+        self._gossip.gossip_step()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """See `GossipDataParallel.require_backward_grad_sync`."""
+        return self._gossip.require_backward_grad_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._gossip.require_backward_grad_sync = value
+
     def average_(self) -> None:
         """See `GossipDataParallel.average_`."""
         self._gossip.average_()
@@ -105,15 +119,17 @@ class GossipModule(nn.Module):
         """Become a plain module again, which another wrapper is about to take; when it is closed."""
         self.__class__ = type(self).__mro__[2]
         del self.__dict__["_gossip"]
-        for key in [key for key, hook in self._forward_pre_hooks.items() if hook is _before_forward]:
-            del self._forward_pre_hooks[key]
+        for hooks in (self._forward_pre_hooks, self._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_before_forward, _after_forward)]:
+                del hooks[key]
 
     # What nn.Module does, with a flush before it.
 
     def train(self, mode: bool = True) -> Any:
         """As `nn.Module.train`, after a flush; eval mode also ends the current step."""
         self._gossip.flush()
-        self._gossip._is_step_start |= not mode
+        if not mode:
+            self._gossip._steps.end()
         return super().train(mode)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,6 +173,11 @@ _ADDED = [name for name in vars(GossipModule) if not name.startswith("_") and no
 def _before_forward(module: Any, inputs: Any) -> None:
     """The pre-hook; it finds the module that it is called with, so that it serves copies too."""
     module._gossip._before_forward()
+
+
+def _after_forward(module: Any, inputs: Any, output: Any) -> None:
+    """The forward hook, which torch does not call after a forward that raised."""
+    module._gossip._after_forward()
 
 
 def _check(module: nn.Module, options: Mapping[str, Any]) -> None:
