@@ -61,6 +61,10 @@ class OptimizerSteps:
         rounds: when rounds run.
         name: the class of the wrapper, for messages.
         run: runs the round of a step; called after optimizer steps under `Rounds.STEP`.
+
+    Attributes:
+        has_ended: set to True by the wrapper after each forward that did not raise. (An attribute rather than a method,
+            as torch.compile traces the end of a forward without a break.)
     """
 
     def __init__(self, buffer: FlatBuffer, rounds: Rounds, *, name: str, run: Callable[[], None]) -> None:
@@ -68,8 +72,8 @@ class OptimizerSteps:
         self._buffer, self._name = buffer, name
         self.bind(run)
         self._is_due = rounds is Rounds.FORWARD  # the next training forward begins a step, whatever came before
-        self._is_synced = True  # a forward outside no_sync() has come since the last round
-        self._is_expecting = False  # such a forward has come, so that another one may be of the same step
+        self._is_synced = False  # a training forward outside no_sync() has ended since the last round
+        self._is_last_synced = False  # the last one that began was outside no_sync()
         self._num_extra = 0  # training forwards of this step beyond the first, outside no_sync()
         self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
         self._num_without = 0  # optimizer steps since the last round, or since the start
@@ -78,6 +82,7 @@ class OptimizerSteps:
         self._has_warned = self._has_raised = False
         self._gradient = _WatchedGradient()
         self._held = _HeldParameters()
+        self.has_ended = False
         self._listen()
 
     def bind(self, run: Callable[[], None]) -> None:
@@ -97,6 +102,7 @@ class OptimizerSteps:
     @property
     def is_due(self) -> bool:
         """Whether a training forward now would begin an optimizer step."""
+        self._note_forward()
         if self._is_due:
             return True
         if self._counts or not self._sees_optimizers():
@@ -109,29 +115,39 @@ class OptimizerSteps:
         Args:
             is_synced: whether the forward is outside `no_sync()`.
         """
-        if self.rounds is not Rounds.FORWARD and not self._is_due:
+        is_due = self.is_due
+        self._is_last_synced, self.has_ended = is_synced, False
+        if self.rounds is not Rounds.FORWARD:
             return self._num_left_out()
-        if not self.is_due:
-            self._num_extra += is_synced and self._is_expecting
+        if not is_due:
+            self._num_extra += is_synced and self._is_synced
+            self._gradient.is_doubtful = True
             return 0
         return 1 + self._gradient.num_left_out
+
+    def _note_forward(self) -> None:
+        """What is known of the last training forward. One that raised may be tried again, in the same step."""
+        self._is_synced |= self._is_last_synced and self.has_ended
 
     def _num_left_out(self) -> int:
         """The rounds of steps that were left out, where rounds do not run in forwards."""
         if self.rounds is Rounds.MANUAL:
             return 0
-        if self._is_expecting and not self._counts and not self._sees_optimizers():
+        if self._is_synced and not self._counts and not self._sees_optimizers():
             self._raise_once(
                 "got rounds='step' and no torch.optim.Optimizer over the parameters, expected one whose steps start "
                 "the rounds; pass rounds='forward', or rounds='manual' and call gossip_step() after each update"
             )
-        return int(not self._counts and self._gradient.is_dropped())
+        if self._gradient.is_dropped():
+            return 1
+        self._gradient.is_doubtful = True
+        return 0
 
     def begin(self) -> None:
         """A round has run: what comes now is of the next step."""
         if self._num_extra:
             self._warn_of_extra_forwards()
-        self._is_due = self._is_synced = self._is_expecting = False
+        self._is_due = self._is_synced = self.has_ended = False
         self._num_without = 0
         self._counts.clear()
         self._gradient.watch(self._buffer.parameters)
@@ -141,15 +157,6 @@ class OptimizerSteps:
         with self._gradient.own_write():
             torch.autograd.graph.increment_version(parameters)
 
-    def forwarded(self, *, is_synced: bool) -> None:
-        """A training forward has ended well.
-
-        Args:
-            is_synced: whether it was outside `no_sync()`.
-        """
-        self._is_synced |= is_synced
-        self._is_expecting |= is_synced
-
     def end(self) -> None:
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
         self._is_due = self.rounds is Rounds.FORWARD
@@ -158,7 +165,7 @@ class OptimizerSteps:
         """Take up a loop at a checkpoint, whose next training forward begins a step or does not."""
         self._counts.clear()
         self._is_due = is_due and self.rounds is Rounds.FORWARD
-        self._is_synced = False
+        self._is_synced = self.has_ended = False
 
     def be_quiet(self) -> None:
         """The user has been told that steps have no rounds."""
@@ -229,11 +236,9 @@ class OptimizerSteps:
             raise RuntimeError(message)
 
     def _sees_optimizers(self) -> bool:
-        """Whether a torch optimizer holds parameters of the model: once it steps, or by one search of all objects."""
+        """Whether a torch optimizer holds parameters of the model: it has stepped, or one search of memory finds it."""
         if self._is_watched is None:
-            parameters = self._buffer.parameters
-            optimizers = (x for x in gc.get_objects() if issubclass(type(x), Optimizer))
-            self._is_watched = any(holds_any(x, parameters) for x in optimizers if hasattr(x, "param_groups"))
+            self._is_watched = _is_in_a_parameter_group(self._buffer.parameters[0])
         return self._is_watched
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,6 +249,17 @@ class OptimizerSteps:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._listen()
+
+
+def _is_in_a_parameter_group(parameter: Tensor) -> bool:
+    """Whether an optimizer holds the parameter: a list has it that a dict has under "params".
+
+    Not by `gc.get_objects()`: that holds tuples which another thread is just making, and cannot complete then.
+    """
+    lists = [x for x in gc.get_referrers(parameter) if type(x) is list]
+    return any(
+        type(owner) is dict and owner.get("params") is held for held in lists for owner in gc.get_referrers(held)
+    )
 
 
 def _without_rounds(optimizer: str, name: str) -> str:
@@ -260,11 +276,13 @@ class _WatchedGradient:
     """One gradient of a model, to notice that it was dropped without a step: [Note: Steps that are left out].
 
     Attributes:
+        is_doubtful: whether a forward has come that is of a new step if its backward finds the gradient dropped.
         num_left_out: the steps since the last round that were found to be left out after the forward of the next one.
     """
 
     def __init__(self) -> None:
         self.num_left_out = 0
+        self.is_doubtful = False
         self._parameters: Sequence[Tensor] = ()
         self._parameter: Tensor | None = None
         self._version = 0  # of the parameter, as the round has left it
@@ -275,7 +293,7 @@ class _WatchedGradient:
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
         """A step begins."""
-        self.num_left_out, self._gradient = 0, None
+        self.num_left_out, self.is_doubtful, self._gradient = 0, False, None
         if parameters is not self._parameters:
             self.close()
             self._parameters = parameters
@@ -308,9 +326,10 @@ class _WatchedGradient:
     def _note(self, parameter: Tensor) -> None:
         """After a backward has accumulated the gradient."""
         gradient = parameter.grad
-        if self._gradient is not None and self._parameter is not None and self._parameter._version == self._version:
+        if self.is_doubtful and self._gradient is not None and parameter._version == self._version:
             is_added = gradient is self._gradient and gradient._version == self._gradient_version + 1
             self.num_left_out += not is_added
+        self.is_doubtful = False
         self._gradient, self._gradient_version = gradient, 0 if gradient is None else gradient._version
 
     def close(self) -> None:

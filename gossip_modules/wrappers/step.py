@@ -61,7 +61,7 @@ class TrainingStep(nn.Module):
             is_node = self._node is not None and self._trains and not self._is_closed
             module = self._node.replica if is_node else self.module  # type: ignore[union-attr]
             out = module(*args, **kwargs)
-        self._after_forward()
+        self._steps.has_ended = True
         return out
 
     @torch._disable_dynamo  # torch.compiler.disable, except that it loads torch._dynamo (seconds) when first called
@@ -88,12 +88,6 @@ class TrainingStep(nn.Module):
             self._unsynced_steps.forget()
         for _ in range(self._steps.num_rounds_due(is_synced=self._sync)):
             self._begin_step()
-
-    @torch._disable_dynamo
-    def _after_forward(self) -> None:
-        """The forward has ended well; one that raised may be tried again, as part of the same step."""
-        if self._trains:
-            self._steps.forwarded(is_synced=self._sync)
 
     def _begin_step(self) -> None:
         """The round of an optimizer step, which begins with it."""
