@@ -17,7 +17,7 @@ from ..flat.vector import FlatVector
 from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action, Schedule
-from ..transport.base import Transport, is_elastic
+from ..transport.base import Transport, is_elastic, timeout_of
 from ..transport.state_tree import copied
 from .controlled import ControlledMixer
 
@@ -257,6 +257,15 @@ class LockstepEngine(Engine):
         if action is Action.GOSSIP:
             return self.gossiper
         return self._scheduled_average if action is Action.AVERAGE else None
+
+    def _limit_of(self, mixer: Mixer, t: int) -> dict[str, Any]:
+        """How long to wait for round t in the gossip thread, and what to say then: see `GossipThread.result`."""
+        transport = self.gossiper.transport
+        peers = [transport.names[i] for i in mixer.sources if i != transport.rank]
+        return {
+            "what": f"rank {transport.names[transport.rank]}: round {t} with ranks {peers}",
+            "timeout": timeout_of(transport),
+        }
 
     def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool, is_here: bool = True) -> NoReturn:
         names, rank = self.gossiper.transport.names, self.gossiper.transport.rank

@@ -206,7 +206,8 @@ class OuterEngine(SyncEngine):
         flight = self._flights[0]
         try:
             with record_function("gossip.wait"):
-                is_mixed = flight.future.result()
+                assert self._thread is not None
+                is_mixed = self._thread.result(flight.future, **self._limit_of(self._mixer, self.t))
         except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
             self._flights.clear()
             raise
