@@ -66,6 +66,9 @@ class Participant(Protocol):
     def skipped(self) -> int:
         """How many training steps it has left out since the last call, beside those of `advance`."""
 
+    def expect_forward(self) -> None:
+        """A loop over `steps` begins a step: its first training forward has the round, whatever was stepped before."""
+
     @property
     def is_cut_off(self) -> bool:
         """Whether its rounds with this generation have ended, so that the next one need not wait for its first step."""
@@ -106,6 +109,8 @@ class ElasticWrapper(Protocol):
     _description: dict[str, str]
     _transport: Any
     _place: tuple[int, int] | None
+
+    _steps: Any
 
     @property
     def rounds(self) -> str: ...
@@ -148,6 +153,10 @@ class ModelParticipant(ABC):
             "wrapper": type(self.wrapper).__name__,
             "model": f"{type(self.wrapper.module).__name__} with {size} parameters, signature {digest}",
         }
+
+    def expect_forward(self) -> None:
+        """See `Participant`."""
+        self.wrapper._steps.end()
 
     def at_step(self) -> None:
         """At the safe point of every training step; see `Membership.at_step`."""

@@ -366,9 +366,7 @@ def test_a_job_after_close_is_refused_as_nothing_would_run_it() -> None:
 def test_a_job_that_a_thread_has_lost_or_hangs_in_is_not_waited_for_without_limit() -> None:
     thread, go_on = GossipThread("gossip-test"), threading.Event()
     stuck = thread.submit(lambda: float(go_on.wait(PATIENCE)))
-    with pytest.raises(
-        TimeoutError, match=r"round 3 with ranks \[1\] has not ended after .* gossip-test still runs it"
-    ):
+    with pytest.raises(TimeoutError, match=r"with ranks \[1\] has not ended after .* gossip-test still runs it"):
         thread.result(stuck, what="round 3 with ranks [1]", timeout=timedelta(microseconds=1))
     go_on.set()
     assert thread.result(stuck, what="round 3", timeout=timedelta(seconds=PATIENCE)) == 1.0

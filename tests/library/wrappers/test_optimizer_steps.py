@@ -630,3 +630,20 @@ def membership() -> Iterator[Membership]:
 def test_workers_that_come_and_go_have_rounds_in_forwards(membership: Membership) -> None:
     with pytest.raises(ValueError, match=r"got rounds='manual' with a membership, expected 'forward'"):
         GossipDataParallel(mlp(), membership=membership, rounds="manual")
+
+
+def test_a_step_of_a_membership_is_one_round_also_where_no_optimizer_steps(membership: Membership) -> None:
+    wrapper = GossipDataParallel(mlp(), membership=membership)
+    optimizer = sgd(wrapper)
+    for step in membership.steps(5):
+        with wrapper.no_sync():
+            loss_of(wrapper, 0, step).backward()
+        loss = loss_of(wrapper, 1, step)
+        if step == 2:
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert wrapper._elastic is not None
+    assert wrapper._elastic.step == 5
+    wrapper.close()
