@@ -54,9 +54,7 @@ def test_a_connected_group_accepts_no_stranger_and_goes_on(interfaces: str, monk
             for _ in range(10):
                 assert not is_connected(stack.enter_context(next(strangers))), "each would cost a descriptor"
         control = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        assert is_connected(stack.enter_context(next(strangers_at(control.getsockname())))), (
-            "other sockets are as before"
-        )
+        assert is_connected(stack.enter_context(next(strangers_at(control.getsockname())))), "others are as before"
 
         def add(group: dist.ProcessGroup) -> float:
             x = torch.ones(3)
