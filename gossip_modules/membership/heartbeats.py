@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import ParamSpec
 
-from .background_log import log
+from .liveness.background_log import log
 from .liveness.contact import PACKET, SECRET_BYTES, Address, Contact, Packet, digest
 from .liveness.lifelines import Lifelines, open_listener
 

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from ..transport.waits import Waits
 from . import limits
-from .background_log import log as log
 from .callbacks import Callbacks
 from .events.event_log import EventLog
 from .events.roster import Roster
 from .heartbeats import Heartbeats
 from .links import LinkTransport
+from .liveness.background_log import log as log
 from .liveness.contact import digest
 from .liveness.probe import LifeSign, probe
 from .participant import Change, Participant

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .backend import backend_of, nccl_name
 from .exchange import fail
 from .failure_notes import GONE, FailureNotes
-from .gloo_ports import close_ports_of
+from .ports.gloo_ports import close_ports_of
 from .process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
 
 CPU = torch.device("cpu")

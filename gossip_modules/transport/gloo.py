@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .gloo_ports import close_ports
+from .ports.gloo_ports import close_ports
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import fcntl
 import socket
 import struct
 
-from ...transport.bounded_listener import BACKLOG
+from ...transport.ports.bounded_listener import BACKLOG
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 

@@ -8,7 +8,7 @@ import socket
 import time
 
 from ...flat.layout import FlatLayout
-from ...transport.bounded_listener import HANDSHAKE_SECONDS, MIN_CONNECTIONS, TICK_SECONDS, BoundedListener
+from ...transport.ports.bounded_listener import HANDSHAKE_SECONDS, MIN_CONNECTIONS, TICK_SECONDS, BoundedListener
 from .client_connection import ClientConnection, Reply
 from .listening_socket import address_of, open_listener
 from .message import HEADER_BYTES, Message, MessageError, MessageKind, ModelShape

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...transport.bounded_listener import BACKLOG, HANDSHAKE_SECONDS, MIN_CONNECTIONS, BoundedListener
+from ...transport.ports.bounded_listener import BACKLOG, HANDSHAKE_SECONDS, MIN_CONNECTIONS, BoundedListener
 from .contact import PACKET, Address, Contact, Packet, is_packet
 
 _WELCOME, _FAREWELL = b"+", b"."
@@ -30,7 +30,7 @@ class _Line:
 
 
 @dataclass(eq=False)
-class _Caller:
+class _InboundLine:
     """A connection to the listener of this worker; see `Connection` of `BoundedListener`."""
 
     socket: socket.socket
@@ -76,11 +76,11 @@ class Lifelines:
     ) -> None:
         self._selector, self._job, self._grace = selector, job, grace
         self._greeting, self._expected = (contact.packet(kind, job) for kind in (Packet.GREETING, Packet.WATCH))
-        self._strangers: set[_Caller] = set()  # not welcomed yet
-        self._watchers: set[_Caller] = set()
+        self._strangers: set[_InboundLine] = set()  # not welcomed yet
+        self._watchers: set[_InboundLine] = set()
         self._lines: dict[int, _Line] = {}
         self.has_met = False  # whether any worker has ever greeted this one
-        self._listener: BoundedListener[_Caller] = BoundedListener(
+        self._listener: BoundedListener[_InboundLine] = BoundedListener(
             listener,
             selector,
             data=lambda _: self._listener.accept(),
@@ -180,13 +180,13 @@ class Lifelines:
     # Connections of others.
 
     def _greet(self, other: socket.socket, host: str) -> None:
-        caller = _Caller(other, host, time.monotonic())
+        caller = _InboundLine(other, host, time.monotonic())
         self._strangers.add(caller)
         self._selector.register(other, selectors.EVENT_READ, lambda _: self._hear(caller))
         with contextlib.suppress(OSError):  # it has gone: that is read next
             other.send(self._greeting)
 
-    def _hear(self, caller: _Caller) -> None:
+    def _hear(self, caller: _InboundLine) -> None:
         """A caller says that it is a worker of the job, and nothing after that; or it has gone."""
         if caller not in self._strangers:
             if caller in self._watchers:
@@ -209,7 +209,7 @@ class Lifelines:
             with contextlib.suppress(OSError):  # it has gone: that is read next
                 caller.socket.send(_WELCOME)
 
-    def _hang_up(self, caller: _Caller) -> None:
+    def _hang_up(self, caller: _InboundLine) -> None:
         self._strangers.discard(caller)
         self._watchers.discard(caller)
         self._selector.unregister(caller.socket)

@@ -20,9 +20,9 @@ from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import joining, limits
 from gossip_modules.membership import membership as membership_module
-from gossip_modules.membership.background_log import log
 from gossip_modules.membership.donor import giving, transfer
 from gossip_modules.membership.heartbeats import Heartbeats
+from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.liveness.probe import LifeSign
 from gossip_modules.membership.view import Joiner, View
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, die, member_of, model_of

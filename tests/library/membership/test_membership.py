@@ -24,7 +24,7 @@ from gossip_modules import (
     RingGraph,
 )
 from gossip_modules.membership import limits
-from gossip_modules.membership.background_log import log
+from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.participant import Change
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
 from tests.library.membership.events.stores import serve

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from gossip_modules import Membership
 from gossip_modules.membership import limits, watching
-from gossip_modules.membership.background_log import log
 from gossip_modules.membership.events import event_log
 from gossip_modules.membership.liveness import door
+from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.liveness.probe import LifeSign, probe
 from tests.library.membership.events.stores import serve
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close

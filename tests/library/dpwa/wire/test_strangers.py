@@ -26,7 +26,7 @@ from gossip_modules.dpwa.wire.curve_keys import CurveKeys
 from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageError, MessageKind
 from gossip_modules.dpwa.wire.plain_server import PlainServer
 from gossip_modules.dpwa.wire.server import MAX_REPLIES
-from gossip_modules.transport import bounded_listener
+from gossip_modules.transport.ports import bounded_listener
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads
 from tests.harness.strangers import (
     PING,

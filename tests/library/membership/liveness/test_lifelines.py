@@ -17,8 +17,8 @@ from gossip_modules.membership.heartbeats import Heartbeats
 from gossip_modules.membership.liveness import lifelines
 from gossip_modules.membership.liveness.contact import PACKET, Contact, Packet, digest
 from gossip_modules.membership.liveness.lifelines import Lifelines, open_listener
-from gossip_modules.transport import bounded_listener
-from gossip_modules.transport.bounded_listener import MIN_CONNECTIONS
+from gossip_modules.transport.ports import bounded_listener
+from gossip_modules.transport.ports.bounded_listener import MIN_CONNECTIONS
 
 SECONDS = 30.0
 JOB = digest("job")
@@ -131,7 +131,7 @@ def test_connections_of_strangers_are_bounded_and_a_worker_among_them_is_watched
     assert ended == []
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", bytes(64), "half"])
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", bytes(64), "half"], ids=["", "HTTP", "zeros", "half"])
 def test_a_stranger_is_disconnected_in_time(said: bytes | str, beats: Beats, monkeypatch: pytest.MonkeyPatch) -> None:
     if said in (b"", "half"):  # else at once
         monkeypatch.setattr(lifelines, "HANDSHAKE_SECONDS", 0.1)

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules.transport import gloo_ports
+from gossip_modules import connect
 from gossip_modules.transport.gloo import gloo_backend
+from gossip_modules.transport.ports import gloo_ports
 from tests.harness.ranks import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ports are closed on Linux only")
@@ -74,3 +75,22 @@ def test_a_group_that_connects_later_keeps_its_port(monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
         assert gloo_ports.close_ports(store, 1, 1) == 0, "it is the port of another rank"
         assert gloo_ports.close_ports(store, 0, 1) == 1
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+def test_the_group_of_a_wrapper_is_closed_too_and_that_of_the_user_is_left_alone() -> None:
+    of_the_user = open_ports()
+    transport = connect()
+    (port,) = open_ports() - of_the_user
+    (other,) = of_the_user
+    with ExitStack() as stack:
+        assert not is_connected(stack.enter_context(next(strangers_at(port))))
+        assert is_connected(stack.enter_context(next(strangers_at(other))))
+    transport.close()
