@@ -115,7 +115,9 @@ class GroupAverageDataParallel(GossipWrapper):
 
     _foreign_attributes: ClassVar[Mapping[str, str]] = {
         **GossipWrapper._foreign_attributes,
-        "join": "write `while model.round < num_rounds:` for the loop, with one number on all ranks",
+        **dict.fromkeys(
+            ("join", "join_hook"), "write `while model.round < num_rounds:` for the loop, with one number on all ranks"
+        ),
     }
 
     @foreign_arguments(DDP_ARGUMENTS)

@@ -6,7 +6,7 @@ import contextlib
 import copyreg
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -100,6 +100,13 @@ class GossipModule(nn.Module):
     def comm_stats(self) -> dict[str, float]:
         """See `GossipDataParallel.comm_stats`."""
         return self._gossip.comm_stats()
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """Raises TypeError: `Join` needs a wrapper."""
+        raise TypeError(
+            "got a module of gossip() in Join, expected a wrapper, which tells the others of each step; use "
+            "Join([GossipDataParallel(module)])"
+        )
 
     def _remove_gossip(self) -> None:
         """Become a plain module again, which another wrapper is about to take; when it is closed."""
