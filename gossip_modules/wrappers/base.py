@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from .foreign_attributes import ForeignAttributes
 from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
+from .transformed import refuse_scripting
 from .unsynced_steps import UnsyncedSteps
 
 if TYPE_CHECKING:
@@ -207,6 +208,9 @@ class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
         super().__setstate__(state)
         if not self._is_closed:
             hold(self, is_copy=True)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_scripting(type(self).__name__, "use torch.jit.script(model.module)")
 
     # What AveragingMixin needs.
 

@@ -14,6 +14,7 @@ from ..flat.slots import check_module
 from .composition import check_inside
 from .gossip import GossipDataParallel
 from .state import KEY, warn_stateless
+from .transformed import is_transformed, refuse_scripting
 
 
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
@@ -127,6 +128,9 @@ class GossipModule(nn.Module):
         for key in [key for key, hook in self._forward_pre_hooks.items() if hook is _before_forward]:
             del self._forward_pre_hooks[key]
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_scripting("module of gossip()", "script a plain copy, to which you load model.averaged_state_dict()")
+
     # What nn.Module does, with a flush before it.
 
     def train(self, mode: bool = True) -> Any:
@@ -175,7 +179,8 @@ _ADDED = [name for name in vars(GossipModule) if not name.startswith("_") and no
 
 def _before_forward(module: Any, inputs: Any) -> None:
     """The pre-hook; it finds the module that it is called with, so that it serves copies too."""
-    module._gossip._before_forward()
+    if not is_transformed():
+        module._gossip._before_forward()
 
 
 def _check(module: nn.Module, options: Mapping[str, Any]) -> None:
