@@ -140,7 +140,8 @@ def test_a_training_forward_is_in_no_graph(wrap: Any) -> None:
 
 
 def test_the_module_inside_may_be_in_one_graph() -> None:
-    inner = gm.GossipDataParallel(torch.compile(net(), backend="eager", fullgraph=True), process_group=solo_group())
+    compiled: Any = torch.compile(net(), backend="eager", fullgraph=True)
+    inner = gm.GossipDataParallel(compiled, process_group=solo_group())
     inner(X).sum().backward()
     inner.close()
 
