@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import nn
 
@@ -20,17 +20,20 @@ from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
+from .ddp_arguments import DDP_ATTRIBUTES
+from .foreign_attributes import ForeignAttributes
 from .optimizer_steps import OptimizerSteps, Rounds
 from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
+from .transformed import refuse_scripting
 from .unsynced_steps import UnsyncedSteps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
+class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
     """A module whose parameters are mixed with those of other ranks before its training forwards.
 
     [Note: Where a round runs] At the first training forward of an optimizer step (the wrapped module in train mode,
@@ -64,6 +67,8 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     Raises:
         ValueError: the module is wrapped or sharded by another tool, or has nothing to train.
     """
+
+    _foreign_attributes: ClassVar[Mapping[str, str]] = DDP_ATTRIBUTES
 
     @renamed_argument("num_slices", "num_shards")
     def __init__(
@@ -233,6 +238,9 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         else:
             self._steps.bind(self._round_after_step)
             hold(self, is_copy=True)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_scripting(type(self).__name__, "use torch.jit.script(model.module)")
 
     # What AveragingMixin needs.
 

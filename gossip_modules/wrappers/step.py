@@ -19,6 +19,7 @@ from .debias import Debias
 from .join import UnevenInputs
 from .node import Node
 from .optimizer_steps import OptimizerSteps, Rounds
+from .transformed import call_plain, is_transformed, not_compiled
 from .unsynced_steps import UnsyncedSteps
 from .user_line import levels_to_user
 
@@ -53,7 +54,9 @@ class TrainingStep(nn.Module):
     _trains: bool  # in this forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, after this step's gossip round if it is a training forward."""
+        """The module's forward, after this step's gossip round if it is a training forward; see `is_transformed`."""
+        if is_transformed() or type(args) is not tuple:  # a symbol of torch.fx
+            return call_plain(self.module, args, kwargs, wrapper=type(self).__name__)
         self._before_forward()
         with record_function(f"{type(self).__name__}.forward"):
             # The node's replica averages gradients and shares buffers, so all its processes must call it: in training
@@ -64,7 +67,7 @@ class TrainingStep(nn.Module):
         self._steps.has_ended = True
         return out
 
-    @torch._disable_dynamo  # torch.compiler.disable, except that it loads torch._dynamo (seconds) when first called
+    @not_compiled
     def _before_forward(self) -> None:
         """[Note: One step is one round]"""
         self._to_estimate()  # [Note: a step that raises]; else it does nothing
