@@ -261,11 +261,12 @@ class LockstepEngine(Engine):
     def _limit_of(self, mixer: Mixer, t: int) -> dict[str, Any]:
         """How long to wait for round t in the gossip thread, and what to say then: see `GossipThread.result`."""
         transport = self.gossiper.transport
-        peers = [transport.names[i] for i in mixer.sources if i != transport.rank]
-        return {
-            "what": f"rank {transport.names[transport.rank]}: round {t} with ranks {peers}",
-            "timeout": timeout_of(transport),
-        }
+
+        def what() -> str:
+            peers = [transport.names[i] for i in mixer.sources if i != transport.rank]
+            return f"rank {transport.names[transport.rank]}: round {t} with ranks {peers}"
+
+        return {"what": what, "timeout": timeout_of(transport)}
 
     def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool, is_here: bool = True) -> NoReturn:
         names, rank = self.gossiper.transport.names, self.gossiper.transport.rank

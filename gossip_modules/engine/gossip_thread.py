@@ -46,12 +46,12 @@ class GossipThread:
         self._jobs.put((job, future))
         return future
 
-    def result(self, future: Future[float], *, what: str, timeout: timedelta) -> float:
+    def result(self, future: Future[float], *, what: Callable[[], str], timeout: timedelta) -> float:
         """Wait for a job that was submitted; its result, or the exception that it raised.
 
         Args:
             future: of `submit`.
-            what: the job does, with the ranks that it waits for, for the error.
+            what: says what the job does, and the ranks that it waits for; called for the error.
             timeout: of one wait of the job.
 
         Raises:
@@ -65,7 +65,7 @@ class GossipThread:
             if not done and (seconds > limit or not self._thread.is_alive()):
                 state = "still runs it" if self._thread.is_alive() else "has ended without it"
                 raise TimeoutError(
-                    f"{what} has not ended after {seconds:.1f} s: the thread {self._thread.name} {state}"
+                    f"{what()} has not ended after {seconds:.1f} s: the thread {self._thread.name} {state}"
                 )
         return future.result()
 

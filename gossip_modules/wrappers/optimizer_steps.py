@@ -76,6 +76,7 @@ class OptimizerSteps:
         self._is_last_synced = False  # the last one that began was outside no_sync()
         self._num_extra = 0  # training forwards of this step beyond the first, outside no_sync()
         self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
+        self._is_inside = False  # an optimizer's step, which evaluates a closure as often as it likes
         self._num_without = 0  # optimizer steps since the last round, or since the start
         self._num_owed = 0  # rounds of Rounds.STEP that are to run now, or have failed
         self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
@@ -120,7 +121,7 @@ class OptimizerSteps:
         if self.rounds is not Rounds.FORWARD:
             return self._num_left_out()
         if not is_due:
-            self._num_extra += is_synced and self._is_synced
+            self._num_extra += is_synced and self._is_synced and not self._is_inside
             self._gradient.is_doubtful = True
             return 0
         return 1 + self._gradient.num_left_out
@@ -185,7 +186,7 @@ class OptimizerSteps:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
-        self._is_watched = True
+        self._is_watched = self._is_inside = True
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`.
@@ -193,6 +194,7 @@ class OptimizerSteps:
         Raises:
             RuntimeError: the second step of one optimizer without a round; once.
         """
+        self._is_inside = False
         if self._num_extra:
             self._warn_of_extra_forwards()
         is_first = not self._counts

@@ -367,13 +367,13 @@ def test_a_job_that_a_thread_has_lost_or_hangs_in_is_not_waited_for_without_limi
     thread, go_on = GossipThread("gossip-test"), threading.Event()
     stuck = thread.submit(lambda: float(go_on.wait(PATIENCE)))
     with pytest.raises(TimeoutError, match=r"with ranks \[1\] has not ended after .* gossip-test still runs it"):
-        thread.result(stuck, what="round 3 with ranks [1]", timeout=timedelta(microseconds=1))
+        thread.result(stuck, what=lambda: "round 3 with ranks [1]", timeout=timedelta(microseconds=1))
     go_on.set()
-    assert thread.result(stuck, what="round 3", timeout=timedelta(seconds=PATIENCE)) == 1.0
+    assert thread.result(stuck, what=str, timeout=timedelta(seconds=PATIENCE)) == 1.0
     thread.close()
     lost: Future[float] = Future()
     with pytest.raises(TimeoutError, match=r"round 4 has not ended .* gossip-test has ended without it"):
-        thread.result(lost, what="round 4", timeout=timedelta(seconds=PATIENCE))
+        thread.result(lost, what=lambda: "round 4", timeout=timedelta(seconds=PATIENCE))
     assert_no_gossip_threads()
 
 

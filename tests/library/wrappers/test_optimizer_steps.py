@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,9 +230,7 @@ def test_closures_of_lbfgs_are_of_one_step(kind: str) -> None:
         wrapper.close()
         return counts, rounds
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*no_sync.*")
-        results = run_ranks(3, body)
+    results = run_ranks(3, body)
     assert [rounds for _, rounds in results] == [4, 4, 4]
     assert len({tuple(counts) for counts, _ in results}) > 1, (
         "ranks evaluate closures equally often, which shows nothing"
@@ -647,3 +647,14 @@ def test_a_step_of_a_membership_is_one_round_also_where_no_optimizer_steps(membe
     assert wrapper._elastic is not None
     assert wrapper._elastic.step == 5
     wrapper.close()
+
+
+def test_a_trained_module_is_copied_and_saved_as_if_nobody_watched_its_gradients(tmp_path: Path) -> None:
+    wrapper = wrap(mlp(), solo_group())
+    train_step(wrapper, sgd(wrapper), 0, 0)
+    torch.save(wrapper.module, tmp_path / "module.pt")
+    twin = copy.deepcopy(wrapper.module)
+    loss_of(twin, 0, 0).backward()
+    assert torch.equal(flatten(twin), flatten(wrapper.module))
+    wrapper.close()
+    assert all(not p._post_accumulate_grad_hooks for p in wrapper.module.parameters())
