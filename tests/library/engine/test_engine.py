@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -214,15 +215,14 @@ def test_training_waits_at_the_last_forward(monkeypatch: pytest.MonkeyPatch) -> 
     engine.round(x)
     engine.round(x)
     assert engine.stats.wait_seconds == 0
-    assert engine._flight is not None
-    future, is_waiting = engine._flight.future, threading.Event()
-    result = future.result
+    assert engine._thread is not None
+    result, is_waiting = engine._thread.result, threading.Event()
 
-    def wait() -> float:
+    def wait(*args: Any, **kwargs: Any) -> float:
         is_waiting.set()
-        return result(PATIENCE)
+        return result(*args, **kwargs)
 
-    monkeypatch.setattr(future, "result", wait)
+    monkeypatch.setattr(engine._thread, "result", wait)
     training = threading.Thread(target=engine.round, args=(x,))
     training.start()
     assert is_waiting.wait(PATIENCE)
@@ -305,16 +305,16 @@ def test_an_interrupt_while_waiting_keeps_the_correction(is_complete: bool, monk
     gossiper, transport = scripted()
     engine, x = OverlapEngine(gossiper, Schedule()), vector(2.0)
     engine.round(x)
-    assert engine._flight is not None
+    assert engine._thread is not None
 
-    def interrupted() -> float:
+    def interrupted(*_: Any, **__: Any) -> float:
         if is_complete:
             transport.gates[0].set()
             arrive(engine)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._flight.future, "result", interrupted)
+        patch.setattr(engine._thread, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.flush(x)
     assert engine.is_in_flight
