@@ -50,6 +50,7 @@ class D2(UpdateRule):
     """
 
     vectors = ("c",)
+    scales_with_rate = ("c",)
     needs_static_graph = True
     keeps_sums = True  # that of the c is zero
 

@@ -39,6 +39,7 @@ class ExactDiffusion(UpdateRule):
     """
 
     vectors = ("c",)  # x - psi'
+    scales_with_rate = ("c",)
     needs_static_graph = True
     keeps_sums = True  # that of the c is zero
 

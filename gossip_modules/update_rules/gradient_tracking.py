@@ -46,6 +46,7 @@ class GradientTracking(UpdateRule):
     """
 
     vectors = ("last", "z")  # x after the last round; y - u
+    scales_with_rate = ("z",)
     keeps_sums = True  # that of the y is that of the u
 
     def default_mixing(self, world_size: int) -> MixingManager:
