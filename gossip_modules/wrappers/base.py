@@ -7,7 +7,7 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from .arguments import check_flags
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
 from .setup import Links, open_transport
-from .state import RoundState, check_prefix
+from .state import InnerPlace, RoundState, check_prefix
 from .step import TrainingStep
 from .unsynced_steps import UnsyncedSteps
 
@@ -88,6 +88,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self._place: tuple[int, int] | None = None  # rank and world size, where there are such
         self._description: dict[str, str] = {}  # what ranks agree on, by name
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_shards=num_shards)
+        module.register_load_state_dict_pre_hook(InnerPlace(self))
 
     def _open(self, links: Links, *, init_sync: bool, **options: Any) -> ProcessGroupTransport:
         """See `open_transport`; the ranks agree on the class and on `_description`."""
@@ -147,10 +148,10 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         membership = self._elastic.membership
         return {**super().comm_stats(), **membership.stats(), **membership.wait_stats()}
 
-    def _check_place(self, state: Mapping[str, Any]) -> None:
+    @property
+    def _own_place(self) -> tuple[int, int] | None:
         """See `RoundState`; the workers of a membership may be others than those that saved."""
-        if self._elastic is None:
-            super()._check_place(state)
+        return None if self._elastic is not None else self._place
 
     def extra_repr(self) -> str:
         """The rank and the options, one per line."""
