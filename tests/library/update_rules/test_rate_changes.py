@@ -91,7 +91,7 @@ def train(rule: UpdateRule, rate: Rate, num_steps: int, *, momentum: float = 0.0
         rank, x = group.rank(), nn.Parameter(torch.full((1,), START, dtype=torch.float64))
         module = nn.Module()
         module.x = x
-        module.forward = lambda: curvatures[rank] / 2 * (x - B[rank]).square().sum()  # type: ignore[method-assign]
+        module.forward = lambda: curvatures[rank] / 2 * (x - B[rank]).square().sum()
         model = GossipDataParallel(module, process_group=group, rule=rule, graph=RING)
         optimizer = torch.optim.SGD([x], lr=1.0, momentum=momentum)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -117,7 +117,8 @@ RATES = [(drop, 1e-12), (warm_up, 1e-12), (cosine, 1e-12), (restarts, 1e-10)]
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(("rate", "bound"), RATES)
 def test_every_rank_follows_the_law_at_rates_that_change(rule: UpdateRule, rate: Rate, bound: float) -> None:
-    first = {drop: 240, warm_up: 0, cosine: 280, restarts: 90}[rate]
+    starts: dict[Rate, int] = {drop: 240, warm_up: 0, cosine: 280, restarts: 90}
+    first = starts[rate]
 
     def shifted(k: int) -> float:
         return rate(k + first) / 2
@@ -319,7 +320,7 @@ def test_a_checkpoint_around_a_change_goes_on_to_the_bit(rule: UpdateRule, is_be
         if not is_before_round:
             loss_of(wrapper, rank, 3)
         for to, state in zip(second, first, strict=True):
-            to.load_state_dict(copy.deepcopy(state.state_dict()))  # type: ignore[attr-defined]
+            to.load_state_dict(copy.deepcopy(state.state_dict()))
         for wrapper, optimizer, scheduler in (first, second):
             if not is_before_round:
                 wrapper._is_step_start = True

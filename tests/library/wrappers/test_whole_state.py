@@ -69,7 +69,7 @@ def load(model: GossipDataParallel, key: str, folder: Path) -> None:
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "SGP": dict,
-    "overlap": lambda: {"overlap": True, "max_staleness": 1},
+    "overlap": lambda: {"overlap": True},
     "PowerGossip": lambda: {"gossiper": PowerGossip(), "push_sum": False},
     "PowerGossip overlapped": lambda: {"gossiper": PowerGossip(), "push_sum": False, "overlap": True},
     "CHOCO": lambda: {"gossiper": Choco(SignNorm(), step_size=0.4), "graph": RingGraph},
