@@ -20,6 +20,7 @@ from ..transport.base import Transport, is_elastic
 from ..update_rules.carried import Carried
 from ..update_rules.rule import UpdateRule
 from ..update_rules.sgd_momentum import SGDMomentum, SGDStep
+from ..update_rules.step_rates import StepRates
 from .engine import SyncEngine
 
 
@@ -43,7 +44,8 @@ class RuledEngine(SyncEngine):
     Args:
         gossiper: bound to its peers.
         rule: what a round computes.
-        buffer: the tensors of the model, of which the rule may change the optimizer's momentum.
+        buffer: the tensors of the model, of which the rule may change the optimizer's momentum, and whose learning
+            rates scale what the rule carries; None: the rates are taken to be constant.
         on_nonfinite: "raise" or "spread", see `LockstepEngine`.
 
     Raises:
@@ -61,6 +63,7 @@ class RuledEngine(SyncEngine):
         self._loaded_names: list[str] | None = None  # of its tensors, where a donor gave it
         self._momentum: SGDMomentum | None = None
         self._has_checked_step = False
+        self._rates = StepRates(buffer) if rule.scales_with_rate and buffer is not None else None
         if rule.needs_sgd:
             assert buffer is not None, f"{rule} changes the optimizer of a model"
             self._momentum = SGDMomentum(
@@ -84,7 +87,7 @@ class RuledEngine(SyncEngine):
             if self.on_nonfinite == "raise" and not self.agree_finite(self._is_finite(x)):
                 self._refuse_nonfinite(self.gossiper, self.t, is_own=True)
             carried = self._carried_for(x)
-            carried.take(x)
+            carried.take(x, None if self._rates is None else self._rates.take())
             step = None if self._momentum is None else self._momentum.take_step()
             self.rule.round(carried, lambda: self._mix(carried.sent), step if carried.num_rounds else None)
             self.t += 1
@@ -122,7 +125,7 @@ class RuledEngine(SyncEngine):
                 "from zero",
                 stacklevel=2,
             )
-        carried = Carried(x, self.rule.vectors)
+        carried = Carried(x, self.rule.vectors, scaled=self.rule.scales_with_rate)
         if loaded:
             carried.load_state_dict(loaded)
         self._carried, self._loaded = carried, {}
@@ -155,7 +158,8 @@ class RuledEngine(SyncEngine):
         """See `Engine`; shares memory with the engine, like that of a module."""
         carried = self._loaded if self._carried is None else self._carried.state_dict()
         step = None if self._momentum is None or self._momentum.step is None else list(self._momentum.step)
-        return {**super().state_dict(), "carried": carried, "sgd_step": step}
+        rates = {} if self._rates is None else {"step_rates": self._rates.state_dict()}
+        return {**super().state_dict(), "carried": carried, "sgd_step": step, **rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`; the next round uses it, and checks its shapes.
@@ -166,6 +170,8 @@ class RuledEngine(SyncEngine):
         begins_anew = self.rule.keeps_sums and is_elastic(self.gossiper.transport)
         self._carried, self._loaded = None, {} if begins_anew else copy.deepcopy(state["carried"])
         self._loaded_names = state.get("names")
+        if self._rates is not None:
+            self._rates.load_state_dict(state.get("step_rates", {}))  # older versions have none
         if self._momentum is not None:
             self._momentum.step = None if state["sgd_step"] is None else SGDStep(*state["sgd_step"])
             self._momentum.write(self._loaded["vectors"]["momentum"] if self._loaded else ())
@@ -188,5 +194,6 @@ class RuledEngine(SyncEngine):
         if self._carried is not None:
             self._loaded = self._carried.state_dict()
             self._carried = None
-        if self._momentum is not None:
-            self._momentum.close()
+        for listener in (self._momentum, self._rates):
+            if listener is not None:
+                listener.close()

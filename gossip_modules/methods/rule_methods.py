@@ -61,7 +61,9 @@ class RuleSimulation(LockstepMethod):
     def forward(self, x: Tensor) -> None:
         """See `SimulatedMethod`."""
         models = FlatVector.over(x)
-        carried = self._carried = self._carried or Carried(models, self._update_rule.vectors)
+        carried = self._carried = self._carried or Carried(
+            models, self._update_rule.vectors, scaled=self._update_rule.scales_with_rate
+        )
         carried.take(models)
         step = None
         if self._update_rule.needs_sgd and carried.num_rounds:

@@ -27,11 +27,14 @@ class D2(UpdateRule):
         c_i = x_i - h_i
 
     c_i is all that earlier rounds have changed, x(t) - x(t-1) + u(t-1). Where the models stand still W c = c - u leaves
-    each rank with just what it needs to cancel its own step: with a constant learning rate and exact gradients all
-    ranks reach the optimum of the mean of their losses, however their data differ. The mean of the models moves as the
-    mean of the steps. u is the step of any optimizer: with SGD, lr times the gradient, it is the law of the paper; with
-    momentum the limit is the same; with an optimizer that scales gradients, such as Adam, it is where the mean of the
-    scaled gradients is zero.
+    each rank with just what it needs to cancel its own step: with exact gradients all ranks reach the optimum of the
+    mean of their losses, however their data differ. The mean of the models moves as the mean of the steps. u is the
+    step of any optimizer: with SGD, lr times the gradient, it is the law of the paper; with momentum the limit is the
+    same; with an optimizer that scales gradients, such as Adam, it is where the mean of the scaled gradients is zero.
+
+    What cancels a step is as large as the learning rate. Where the rate changes, on all ranks alike, c is scaled by the
+    ratio of the new one to the old one before the round: see [Note: Units of the learning rate]. The paper has a
+    constant rate.
 
     W must be symmetric, must never change, and all its eigenvalues must be above -1/3, else differences of ranks do not
     die out. A ring of even size with weights of one third has the eigenvalue -1/3. Without graph and mixing a ring is
@@ -50,6 +53,7 @@ class D2(UpdateRule):
     """
 
     vectors = ("c",)
+    scales_with_rate = ("c",)
     needs_static_graph = True
     keeps_sums = True  # that of the c is zero
 

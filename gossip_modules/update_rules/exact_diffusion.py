@@ -26,7 +26,8 @@ class ExactDiffusion(UpdateRule):
     It is `D2` with (I + W) / 2 in the place of W, whose eigenvalues are never below 0: so it has D2's limit, the
     optimum of the mean of all losses, without its condition on the eigenvalues, and agrees about half as fast.
 
-    Without graph and mixing, ranks form a ring with weights of one third.
+    x_i - psi'_i is scaled where the learning rate changes, as the c of D2. Without graph and mixing, ranks form a ring
+    with weights of one third.
 
     Yuan, Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning - Part I: Algorithm
     Development", IEEE Transactions on Signal Processing 2019, arXiv 1702.05122, Algorithm 1.
@@ -39,6 +40,7 @@ class ExactDiffusion(UpdateRule):
     """
 
     vectors = ("c",)  # x - psi'
+    scales_with_rate = ("c",)
     needs_static_graph = True
     keeps_sums = True  # that of the c is zero
 

@@ -24,14 +24,14 @@ class GradientTracking(UpdateRule):
         x_i <- sum_j W_ij (x_j - y_j)            # x: before the step of the optimizer
 
     The mean of the y is the mean of the u at all times, and W makes them equal. So all ranks move alike, and where the
-    models stand still the mean step is zero: with a constant learning rate and exact gradients that is the optimum of
-    the mean of all losses. A round takes two messages to each peer, one after the other: the step cannot be taken back
-    before y is known.
+    models stand still the mean step is zero: with exact gradients that is the optimum of the mean of all losses. A
+    round takes two messages to each peer, one after the other: the step cannot be taken back before y is known.
 
-    In the paper's notation u = eta g and y is eta times its y: with SGD of a constant learning rate the two are the
-    same. u is the step of any optimizer; with one that scales gradients, such as Adam, the limit is where the mean of
-    the scaled gradients is zero. The graph may be directed and may change, if its weights are doubly stochastic; the
-    default is a ring with weights of one third.
+    In the paper's notation u = eta g and y is eta times its y. What is carried, y - u', is in units of the learning
+    rate: where the rate changes, on all ranks alike, it is scaled by the ratio of the new one to the old one before the
+    round, so that the two are the same. See [Note: Units of the learning rate]. u is the step of any optimizer; with
+    one that scales gradients, such as Adam, the limit is where the mean of the scaled gradients is zero. The graph may
+    be directed and may change, if its weights are doubly stochastic; the default is a ring with weights of one third.
 
     Di Lorenzo, Scutari, "NEXT: In-Network Nonconvex Optimization", IEEE Transactions on Signal and Information
     Processing over Networks 2016, arXiv 1602.00591; Xu, Zhu, Soh, Xie, "Augmented Distributed Gradient Methods for
@@ -46,6 +46,7 @@ class GradientTracking(UpdateRule):
     """
 
     vectors = ("last", "z")  # x after the last round; y - u
+    scales_with_rate = ("z",)
     keeps_sums = True  # that of the y is that of the u
 
     def default_mixing(self, world_size: int) -> MixingManager:

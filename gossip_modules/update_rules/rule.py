@@ -31,6 +31,8 @@ class UpdateRule(ABC):
 
     Attributes:
         vectors: the names of the vectors that are carried, each as long as the model; zero at first.
+        scales_with_rate: the names of those that are made of steps, and so are in units of the learning rate. Before a
+            round they are scaled to the rate of the steps since the last one: see `Carried`.
         needs_sgd: whether the rule reads and writes the momentum of the user's optimizer, which must be
             `torch.optim.SGD` then. Other rules work with any optimizer.
         takes_nesterov: whether that may have nesterov=True.
@@ -42,6 +44,7 @@ class UpdateRule(ABC):
     """
 
     vectors: ClassVar[tuple[str, ...]] = ()
+    scales_with_rate: ClassVar[tuple[str, ...]] = ()
     needs_sgd: ClassVar[bool] = False
     takes_nesterov: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = False

@@ -24,7 +24,7 @@ from .ddp_arguments import DDP_ATTRIBUTES
 from .foreign_attributes import ForeignAttributes
 from .optimizer_steps import OptimizerSteps, Rounds
 from .setup import Links, open_transport
-from .state import RoundState, check_prefix
+from .state import InnerPlace, RoundState, check_prefix
 from .step import TrainingStep
 from .transformed import refuse_scripting
 from .unsynced_steps import UnsyncedSteps
@@ -96,6 +96,7 @@ class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
         when = Rounds.of(rounds)
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_shards=num_shards)
         self._steps = OptimizerSteps(self._buffer, when, name=type(self).__name__, run=self._round_after_step)
+        module.register_load_state_dict_pre_hook(InnerPlace(self))
 
     def _open(self, links: Links, *, init_sync: bool, **options: Any) -> ProcessGroupTransport:
         """See `open_transport`; the ranks agree on the class and on `_description`."""
@@ -179,10 +180,10 @@ class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
         membership = self._elastic.membership
         return {**super().comm_stats(), **membership.stats(), **membership.wait_stats()}
 
-    def _check_place(self, state: Mapping[str, Any]) -> None:
+    @property
+    def _own_place(self) -> tuple[int, int] | None:
         """See `RoundState`; the workers of a membership may be others than those that saved."""
-        if self._elastic is None:
-            super()._check_place(state)
+        return None if self._elastic is not None else self._place
 
     def extra_repr(self) -> str:
         """The rank and the options, one per line."""

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ..flat.slots import check_module
 from .composition import check_inside
 from .gossip import GossipDataParallel
-from .state import KEY, warn_stateless
+from .state import KEY, keeps_extra_state, warn_stateless
 from .transformed import is_transformed, refuse_scripting
+from .whole_state import plain
 
 
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
@@ -118,6 +119,7 @@ class GossipModule(nn.Module):
         """See `GossipDataParallel.averaged_state_dict`."""
         state = self._gossip.averaged_state_dict(rank0_only=rank0_only, cpu=cpu)
         getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)  # it is no rank's own state
+        self._gossip.take_place(state, "")
         return state
 
     def consensus_distance(self) -> float:
@@ -163,7 +165,9 @@ class GossipModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]][KEY] = self._gossip.get_extra_state()
+            destination._metadata[prefix[:-1]][KEY] = plain(self._gossip.get_extra_state())
+            if not keeps_extra_state(self):
+                self._gossip.put_place(destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
 from .optimizer_steps import OptimizerSteps
+from .whole_state import WholeState, place_of, place_tensor, plain
 
 KEY = "gossip_state"
+_SUFFIX = "_extra_state"  # torch's own
 
 
 def check_prefix(
@@ -53,30 +56,16 @@ def warn_stateless() -> None:
     )
 
 
-class MetadataState(nn.Module):
-    """`get_extra_state` / `set_extra_state` as in `nn.Module`, but not under a key of the state dict.
+class RoundState(nn.Module):
+    """The state of a wrapper between two forwards: the round counter, the algorithm's own state, and whose it is.
 
-    torch would put them under "_extra_state". A plain model refuses that key once "module." is stripped from the
-    others, and a wrapper that expects it refuses DistributedDataParallel's checkpoints. The metadata travels with the
-    dict through `torch.save` and `torch.load(weights_only=True)`; who loads a dict without it gets
-    `set_extra_state(None)`.
+    [Note: Where the state is] torch would put `get_extra_state()` under the key "_extra_state". It is in the metadata
+    of the state dict instead, which travels with the dict through `torch.save` and `torch.load(weights_only=True)`. So
+    a wrapper loads the checkpoints of DistributedDataParallel; a dict without metadata stands for
+    `set_extra_state(None)`. Under that key is an int64 tensor [1] with the rank and the number of ranks, if there are
+    several: tools that drop the metadata keep it, so that the file of another rank is refused. With a membership there
+    is no such key.
     """
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):  # a plain dict of the caller has none: there the key stays
-            destination._metadata[prefix[:-1]][KEY] = destination.pop(prefix + "_extra_state")
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        if state_dict.setdefault(prefix + "_extra_state", local_metadata.get(KEY)) is None:
-            warn_stateless()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-
-
-class RoundState(MetadataState):
-    """The state of a wrapper between two forwards: the round counter, the algorithm's own state, and whose it is."""
 
     _engine: Engine
     _steps: OptimizerSteps
@@ -91,14 +80,49 @@ class RoundState(MetadataState):
         """Training begins, with the model as it is now."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata, not in its keys."""
+        """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata.
+
+        Among several ranks the key "_extra_state" says whose it is: int64 [1].
+        """
         self.flush()
         return super().state_dict(*args, **kwargs)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # a plain dict of the caller has none: there the key stays
+            destination._metadata[prefix[:-1]][KEY] = plain(destination.pop(prefix + _SUFFIX))
+            self.put_place(destination, prefix)
+
+    def put_place(self, destination: dict[str, Any], prefix: str) -> None:
+        """Say in the keys of a state dict whose it is, among several ranks."""
+        if self._own_place is not None and self._own_place[1] > 1:
+            destination[prefix + _SUFFIX] = place_tensor(*self._own_place)
+
+    def take_place(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Remove that key, where it is there.
+
+        Raises:
+            ValueError: it is the state dict of another rank, or of a world of another size.
+        """
+        if isinstance(place := state_dict.get(prefix + _SUFFIX), Tensor):
+            self._check_place(place_of(place))
+            del state_dict[prefix + _SUFFIX]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self.take_place(state_dict, prefix)
+        if state_dict.setdefault(prefix + _SUFFIX, local_metadata.get(KEY)) is None:
+            warn_stateless()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
     def get_extra_state(self) -> dict[str, Any]:
-        """The round counter, the algorithm's own state, and the rank: plain values and tensors."""
+        """The round counter, the algorithm's own state, and the rank: plain values and tensors.
+
+        "engine", the algorithm's own state, is read like a dict; tools that keep a value per key keep it as one.
+        """
         place = {} if self._place is None else dict(zip(("rank", "world_size"), self._place, strict=True))
-        return {"is_step_start": self._steps.is_due, "engine": self._engine.state_dict(), **place}
+        return {"is_step_start": self._steps.is_due, "engine": WholeState(self._engine.state_dict()), **place}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """Take back what `get_extra_state` gave; None starts anew, as after loading other weights into the module.
@@ -113,17 +137,24 @@ class RoundState(MetadataState):
             return
         self._check_place(state)
         self._steps.go_on(is_due=state["is_step_start"])
-        self._engine.load_state_dict(state["engine"])
+        self._engine.load_state_dict(plain(state["engine"]))
+
+    @property
+    def _own_place(self) -> tuple[int, int] | None:
+        """The rank and the world size that the state belongs to."""
+        return self._place
 
     def _check_place(self, state: Mapping[str, Any]) -> None:
         """Each rank has a model, a push-sum weight and an algorithm's state of its own."""
         found = state.get("rank"), state.get("world_size")
-        if self._place is not None and found != self._place and found != (None, None):
-            (rank, world_size), (own, own_size) = found, self._place
+        if self._own_place is not None and found != self._own_place and found != (None, None):
+            (rank, world_size), (own, own_size) = found, self._own_place
             raise ValueError(
                 f"got the state of rank {rank} of {world_size}, expected that of rank {own} of {own_size}: every rank "
-                "has a model of its own, so each loads what it has saved itself, with as many ranks as then; to start "
-                "from one model everywhere, save averaged_state_dict() and load it into the module before it is wrapped"
+                "has a model of its own, so each loads what it has saved itself, with as many ranks as then (of one "
+                "key, torch.distributed.checkpoint keeps the tensor of one rank: give each rank a key of its own); to "
+                "start from one model everywhere, save averaged_state_dict() and load it into the module before it is "
+                "wrapped"
             )
 
 
@@ -165,3 +196,41 @@ class WeightState(RoundState):
                 'with that; to go on with the ring: graph="ring"',
                 stacklevel=2,
             )
+
+
+class InnerPlace:
+    """A hook of the module inside a wrapper, for state dicts of the wrapper whose keys were cut to those of the module.
+
+    It removes the key that says whose the state dict is, which the module does not know. A pickle of the module is free
+    of it, and needs this library no more than before.
+
+    Args:
+        wrapper: around the module, or gone.
+    """
+
+    def __init__(self, wrapper: RoundState) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Called before `load_state_dict` of the module.
+
+        Raises:
+            ValueError: it is the state dict of another rank, or of a world of another size.
+        """
+        if keeps_extra_state(module):
+            return
+        if (wrapper := self._wrapper()) is not None:
+            wrapper.take_place(state_dict, prefix)
+        elif isinstance(state_dict.get(prefix + _SUFFIX), Tensor):
+            del state_dict[prefix + _SUFFIX]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InnerPlace:
+        return self
+
+    def __reduce__(self) -> Any:
+        return getattr, ("", "format")  # takes any arguments, does nothing, and is there in every process
+
+
+def keeps_extra_state(module: nn.Module) -> bool:
+    """Whether the class of the module puts something of its own under the key "_extra_state"."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state

@@ -117,6 +117,8 @@ def load_other_world(
         weight = _push_sum_weight(state["wrapper"])
         weights += weight
         for name, tensor in state["wrapper"].items():
+            if not name.startswith("module."):  # it says whose the state is
+                continue
             name = name.removeprefix("module.")
             if not _is_averaged(tensor):
                 model.setdefault(name, tensor)

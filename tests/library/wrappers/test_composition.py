@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -392,3 +393,29 @@ def test_torch_distributed_checkpoint_with_a_key_for_each_rank(tmp_path: Path) -
     results = [outcome.result for outcome in run_processes(3, save_with_torch_distributed_checkpoint, str(tmp_path))]
     assert not torch.equal(results[0]["module.0.weight"], results[1]["module.0.weight"])
     assert len({float(result["weight"]) for result in results}) > 1
+
+
+def mix_with_torch_distributed_checkpoint(rank: int, folder: str) -> str:
+    """One key for all ranks: what it keeps is of any of them."""
+    import torch.distributed.checkpoint as dcp
+
+    model = GossipDataParallel(mlp(rank), init_sync=False)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    try:
+        model.load_state_dict(state)
+    except ValueError as error:
+        return str(error)
+    finally:
+        model.close()
+    return ""
+
+
+@pytest.mark.e2e
+def test_one_key_for_all_ranks_is_refused(tmp_path: Path) -> None:
+    outcomes = run_processes(3, mix_with_torch_distributed_checkpoint, str(tmp_path))
+    errors = [outcome.result for outcome in outcomes if outcome.result]
+    assert len(errors) == 2, "only the rank that it is of goes on"
+    for error in errors:
+        assert re.match(r"got the state of rank (\d) of 3, .* give each rank a key of its own", error)

@@ -23,6 +23,7 @@ from gossip_modules import (
     gossip,
 )
 from gossip_modules.wrappers.base import GossipWrapper
+from gossip_modules.wrappers.whole_state import place_of
 from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
@@ -56,6 +57,7 @@ def test_after_a_step_the_module_itself_holds_the_estimate(options: dict[str, An
             if not wrapper.overlap:  # else state_dict() applies a round first
                 inner = {f"module.{key}": x.clone() for key, x in wrapper.module.state_dict().items()}
                 outer = wrapper.state_dict()
+                assert place_of(outer.pop("_extra_state")) == {"rank": group.rank(), "world_size": 3}
                 assert list(inner) == list(outer)
                 assert all(torch.equal(inner[key], outer[key]) for key in inner)
         weight = wrapper.get_extra_state()["weight"]

@@ -100,7 +100,9 @@ class ElasticRun:
         optimizer = task.make_optimizer(module)
         saved = self._saved()
         if saved is not None:  # before it is wrapped: the first worker's model is that of all then
-            module.load_state_dict({name.removeprefix("module."): x for name, x in saved["wrapper"].items()})
+            prefix = "module."  # that of the tensors
+            states = saved["wrapper"].items()
+            module.load_state_dict({name[len(prefix) :]: x for name, x in states if name.startswith(prefix)})
         context = replace(
             context_of(task, config, world),
             steps_per_epoch=max(task.steps_per_epoch // self.founders, 1),

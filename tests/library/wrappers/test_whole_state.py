@@ -1,0 +1,276 @@
+"""State dicts in the hands of other tools: torch.distributed.checkpoint, and whatever keeps tensors by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from gossip_modules import (
+    D2,
+    BilatGossipDataParallel,
+    Choco,
+    ConsensusControl,
+    DeepSqueeze,
+    DiLoCo,
+    GossipDataParallel,
+    GradientTracking,
+    GroupAverageDataParallel,
+    Moniqua,
+    PowerGossip,
+    QGDSGDm,
+    RelaySGD,
+    RingGraph,
+    SignNorm,
+    SlowMo,
+    StreamingDiLoCo,
+    gossip,
+)
+from gossip_modules.wrappers.whole_state import WholeState, place_of, place_tensor
+from tests.harness.problems import loss_of, mlp, net, train_step
+from tests.harness.ranks import run_ranks, solo_group
+from tests.harness.reference import flatten
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+_dcp_lock = threading.Lock()  # ranks are threads here, and it has state of its own in modules
+
+
+def recipe_key(group: dist.ProcessGroup) -> str:
+    return f"rank {group.rank()} of {group.size()}"
+
+
+def save(model: GossipDataParallel, key: str, folder: Path) -> None:
+    """As docs/guides/checkpoints.md has it; ranks have a folder each, so that none waits for another one."""
+    with _dcp_lock:
+        state = {key: {"model": model.state_dict(), "gossip": model.get_extra_state()}}
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def load(model: GossipDataParallel, key: str, folder: Path) -> None:
+    """Its other half."""
+    with _dcp_lock:
+        state: dict[str, Any] = {key: {"model": model.state_dict(), "gossip": model.get_extra_state()}}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    tensors = {name.removeprefix("module."): tensor for name, tensor in state[key]["model"].items()}
+    model.module.load_state_dict(tensors)
+    model.set_extra_state(state[key]["gossip"])
+
+
+METHODS: dict[str, Callable[[], dict[str, Any]]] = {
+    "SGP": dict,
+    "overlap": lambda: {"overlap": True},
+    "PowerGossip": lambda: {"gossiper": PowerGossip(), "push_sum": False},
+    "PowerGossip overlapped": lambda: {"gossiper": PowerGossip(), "push_sum": False, "overlap": True},
+    "CHOCO": lambda: {"gossiper": Choco(SignNorm(), step_size=0.4), "graph": RingGraph},
+    "DeepSqueeze": lambda: {"gossiper": DeepSqueeze(SignNorm(), step_size=0.4), "graph": RingGraph},
+    "Moniqua": lambda: {"gossiper": Moniqua(theta=2.0), "graph": RingGraph},
+    "RelaySGD": lambda: {"gossiper": RelaySGD()},
+    "DiLoCo": lambda: {"outer": DiLoCo(2)},
+    "StreamingDiLoCo": lambda: {"outer": StreamingDiLoCo(4, fragments=2, delay=1)},
+    "SlowMo": lambda: {"outer": SlowMo(2)},
+    "D2": lambda: {"rule": D2()},
+    "gradient tracking": lambda: {"rule": GradientTracking()},
+    "QG-DSGDm": lambda: {"rule": QGDSGDm()},
+    "control": lambda: {"schedule": ConsensusControl(target=0.5)},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_new_wrapper_goes_on_to_the_bit_from_torch_distributed_checkpoint(name: str, tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank, folder = group.rank(), tmp_path / str(group.rank())
+        models = mlp(rank), mlp(7 + rank)
+        runs = []
+        for model in models:
+            wrapper = GossipDataParallel(model, process_group=group, init_sync=name in NEED_INIT, **METHODS[name]())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            runs.append((wrapper, optimizer))
+        (wrapper, optimizer), (fresh, fresh_optimizer) = runs
+        for step in range(5):
+            train_step(wrapper, optimizer, rank, step)
+        wrapper.settle()
+        save(wrapper, recipe_key(group), folder)
+        fresh_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        load(fresh, recipe_key(group), folder)
+        for each, stepped in runs:
+            for step in range(5, 9):
+                train_step(each, stepped, rank, step)
+            each.settle()
+            each.close()
+        assert torch.equal(flatten(models[1]), flatten(models[0]))
+
+    run_ranks(2, body)
+
+
+NEED_INIT = ("RelaySGD", "DiLoCo", "StreamingDiLoCo", "SlowMo", "D2", "gradient tracking", "QG-DSGDm")
+
+
+def test_the_state_of_a_method_is_one_value_that_reads_like_a_dict() -> None:
+    wrapper = GossipDataParallel(mlp(), process_group=solo_group(), rule=D2())
+    state = wrapper.get_extra_state()
+    engine = state["engine"]
+    assert engine["t"] == engine.get("t") == 0
+    assert engine.get("other", 1) == 1
+    assert "t" in engine
+    assert len(engine) == len(list(engine)) == len({**engine}) == len(engine.values())
+    assert engine == dict(engine.items()) == wrapper.get_extra_state()["engine"]
+    assert repr(engine) == repr(dict(engine))
+    for step in range(2):
+        loss_of(wrapper, 0, step)
+    copied = copy.deepcopy(wrapper.get_extra_state())
+    assert isinstance(copied["engine"], WholeState), "which asynchronous saves take"
+    file = io.BytesIO()
+    torch.save(wrapper.get_extra_state(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["engine"]) is OrderedDict, "nothing of ours is in the file"
+    wrapper.set_extra_state(None)
+    wrapper.set_extra_state(loaded)
+    assert str(wrapper.get_extra_state()) == str(copied)
+    wrapper.close()
+
+
+# Whose it is.
+
+
+WRAPPERS: list[Callable[..., Any]] = [
+    GossipDataParallel,
+    BilatGossipDataParallel,
+    GroupAverageDataParallel,
+    gossip,
+]
+
+
+@pytest.mark.filterwarnings("ignore:the state dict holds no gossip state")
+@pytest.mark.parametrize("make", WRAPPERS)
+def test_tensors_of_another_rank_are_refused_by_their_keys_alone(make: Callable[..., Any]) -> None:
+    """By any tool that keeps tensors and no metadata; those of the rank itself load."""
+    files: list[dict[str, torch.Tensor]] = [{}, {}]
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        model = make(mlp(rank), process_group=group, init_sync=False)
+        files[rank] = {name: x.clone() for name, x in model.state_dict().items()}
+        assert place_of(files[rank]["_extra_state"]) == {"rank": rank, "world_size": 2}
+        before = flatten(model)
+        model.consensus_distance()  # both have saved
+        with pytest.raises(
+            ValueError, match=rf"got the state of rank {1 - rank} of 2, expected that of rank {rank} of"
+        ):
+            model.load_state_dict(files[1 - rank])
+        assert torch.equal(flatten(model), before), "nothing was changed"
+        model.load_state_dict(files[rank])
+        model.load_state_dict(model.state_dict())
+        assert "_extra_state" not in model.averaged_state_dict(rank0_only=False)
+        model.settle()
+        model.close()
+
+    run_ranks(2, body)
+
+
+def test_what_torch_distributed_checkpoint_mixes_is_refused(tmp_path: Path) -> None:
+    """It takes each tensor from one rank, and loads into the tensors of the model."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = GossipDataParallel(mlp(group.rank()), process_group=group, init_sync=False)
+        if group.rank() == 1:
+            with _dcp_lock:
+                dcp.save(wrapper.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+        wrapper.consensus_distance()  # it has saved
+        state = wrapper.state_dict()
+        with _dcp_lock:
+            dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        if group.rank() == 1:
+            wrapper.load_state_dict(state)
+        else:
+            with pytest.raises(ValueError, match=r"got the state of rank 1 of 2, .* give each rank a key of its own"):
+                wrapper.load_state_dict(state)
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+def test_keys_cut_to_those_of_the_module_load_into_it_alone() -> None:
+    states: list[dict[str, Any]] = [{}, {}]
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        wrapper = GossipDataParallel(mlp(rank), process_group=group, init_sync=False)
+        states[rank] = {name.removeprefix("module."): x.clone() for name, x in wrapper.state_dict().items()}
+        wrapper.consensus_distance()
+        wrapper.module.load_state_dict(states[rank])
+        with pytest.raises(ValueError, match=r"got the state of rank \d of 2, expected that of rank \d of 2"):
+            wrapper.module.load_state_dict(states[1 - rank])
+        copied = copy.deepcopy(wrapper.module)
+        copied.load_state_dict(states[rank])
+        wrapper.close()
+        assert b"gossip_modules" not in pickle.dumps(copied), "a module needs this library no more than before"
+        pickle.loads(pickle.dumps(copied)).load_state_dict(mlp(3).state_dict())  # noqa: S301
+
+    run_ranks(2, body)
+
+
+def test_a_state_dict_without_the_key_still_loads() -> None:
+    """Of an older version, or of DistributedDataParallel."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper, other = (GossipDataParallel(net(k), process_group=group) for k in range(2))
+        for step in range(2):
+            loss_of(wrapper, group.rank(), step)
+        state = wrapper.state_dict()
+        del state["_extra_state"]
+        other.load_state_dict(state)
+        assert other._engine.t == 2
+        assert other.get_extra_state() == wrapper.get_extra_state()
+        for each in (wrapper, other):
+            each.close()
+
+    run_ranks(2, body)
+
+
+class Counting(nn.Linear):
+    """A module with extra state of its own."""
+
+    number = 3
+
+    def get_extra_state(self) -> int:
+        """The number."""
+        return self.number
+
+    def set_extra_state(self, state: int) -> None:
+        """Take the number."""
+        self.number = state
+
+
+def test_the_extra_state_of_a_module_is_left_alone() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        for wrap in (GossipDataParallel, gossip):
+            first, second = Counting(2, 1), Counting(2, 1)
+            second.number = 4
+            one, two = wrap(first, process_group=group), wrap(second, process_group=group)
+            two.load_state_dict(one.state_dict())
+            assert second.number == 3
+            first.number = 5
+            second.load_state_dict(first.state_dict())
+            assert second.number == 5
+            one.close()
+            two.close()
+
+    run_ranks(2, body)
+
+
+def test_a_place_is_one_number() -> None:
+    tensor = place_tensor(1023, 4096)
+    assert tensor.shape == (1,)
+    assert place_of(tensor) == {"rank": 1023, "world_size": 4096}
