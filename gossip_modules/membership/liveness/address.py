@@ -98,8 +98,8 @@ def own_address(store: str, host: str | None = None) -> str:
                 ) from error
             if probe.getsockname()[0] == "0.0.0.0":
                 raise ValueError(
-                    f"got host={host!r}, which is all interfaces of this machine, expected the address of one, at which "
-                    "the other workers reach it"
+                    f"got host={host!r}, which is all interfaces of this machine, expected the address of one at "
+                    "which the other workers reach it"
                 )
         elif not port.isdigit():
             return "127.0.0.1"
