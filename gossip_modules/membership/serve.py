@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.address_file is not None:
         host = socket.gethostname() if options.host in _LOOPBACK else options.host
         write_address(options.address_file, f"{host}:{store.port}")
-    if options.host not in _LOOPBACK and ipaddress.ip_address(store.host).is_loopback:
+    is_name = options.host not in (*_LOOPBACK, store.host, "localhost")
+    if is_name and ipaddress.ip_address(store.host).is_loopback:
         print(f"note: {options.host} is {store.host}, which only this machine reaches; see --host", file=sys.stderr)
     print(f"serving the membership of jobs at {options.host} on port {store.port}", flush=True)
     ended.wait()

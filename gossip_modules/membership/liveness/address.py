@@ -84,7 +84,7 @@ def own_address(store: str, host: str | None = None) -> str:
         host: a name or an address of this machine.
 
     Raises:
-        ValueError: `host` is not this machine.
+        ValueError: `host` is not this machine, or all of its interfaces.
     """
     name, _, port = store.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -96,6 +96,11 @@ def own_address(store: str, host: str | None = None) -> str:
                     f"got host={host!r}, which is no address of this machine ({error}), expected the one at which the "
                     "other workers reach it"
                 ) from error
+            if probe.getsockname()[0] == "0.0.0.0":
+                raise ValueError(
+                    f"got host={host!r}, which is all interfaces of this machine, expected the address of one at "
+                    "which the other workers reach it"
+                )
         elif not port.isdigit():
             return "127.0.0.1"
         else:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gossip_modules.membership.events import event_log
 from gossip_modules.membership.events.event_log import EventLog
-from gossip_modules.membership.liveness.address import connect_store, store_address
+from gossip_modules.membership.liveness.address import connect_store, own_address, store_address
 from gossip_modules.membership.serve import write_address
 
 TIMEOUT = timedelta(seconds=20)
@@ -81,3 +81,10 @@ def test_a_file_without_an_address_is_an_error_after_the_timeout(tmp_path: Path,
 def test_another_form_is_refused(store: str) -> None:
     with pytest.raises(ValueError, match=rf"got store='{store}', expected 'host:port', like .*, or 'file:path'"):
         connect_store(store, TIMEOUT)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", ""])
+def test_all_interfaces_are_no_address_at_which_others_reach_a_worker(host: str) -> None:
+    with pytest.raises(ValueError, match=rf"got host='{host}', which is all interfaces of this machine, expected"):
+        own_address("127.0.0.1:1", host)
+    assert own_address("127.0.0.1:1", "127.0.0.2") == "127.0.0.2"

@@ -27,7 +27,8 @@ def open_ports() -> set[tuple[str, int]]:
 
 def is_connected(stranger: socket.socket) -> bool:
     """On the loopback interface a connection is there as soon as it was asked for, or never."""
-    return bool(select.select([], [stranger], [], 0)[1])
+    is_over = bool(select.select([], [stranger], [], 0)[1])
+    return is_over and stranger.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0  # else refused, by no group
 
 
 def strangers_at(address: tuple[str, int]) -> Iterator[socket.socket]:
@@ -78,19 +79,22 @@ def test_a_group_that_connects_later_keeps_its_port(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def world() -> Iterator[None]:
+def port_of_the_user() -> Iterator[tuple[str, int]]:
+    """Of the default group."""
+    before = open_ports()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+    (port,) = open_ports() - before
+    yield port
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("world")
-def test_the_group_of_a_wrapper_is_closed_too_and_that_of_the_user_is_left_alone() -> None:
-    of_the_user = open_ports()
+def test_the_group_of_a_wrapper_is_closed_too_and_that_of_the_user_is_left_alone(
+    port_of_the_user: tuple[str, int],
+) -> None:
+    before = open_ports()
     transport = connect()
-    (port,) = open_ports() - of_the_user
-    (other,) = of_the_user
+    (port,) = open_ports() - before
     with ExitStack() as stack:
         assert not is_connected(stack.enter_context(next(strangers_at(port))))
-        assert is_connected(stack.enter_context(next(strangers_at(other))))
+        assert is_connected(stack.enter_context(next(strangers_at(port_of_the_user))))
     transport.close()
