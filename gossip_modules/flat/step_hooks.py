@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -38,6 +39,23 @@ def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     """Whether the optimizer holds one of these parameters."""
     ours = {id(parameter) for parameter in parameters}
     return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+
+
+def existing_optimizers() -> list[Optimizer]:
+    """All torch optimizers of the process, by one pass over all objects.
+
+    Objects refer to their class. (`gc.get_objects` would also refer to tuples that other threads are making, which
+    fails there.)
+    """
+    kinds = set(_subclasses_of(Optimizer))
+    found = (x for x in gc.get_referrers(*kinds) if type(x) in kinds)
+    return [optimizer for optimizer in found if hasattr(optimizer, "param_groups")]
+
+
+def _subclasses_of(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _subclasses_of(subclass)
 
 
 class StepHooks:  # one for the process: STEP_HOOKS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -11,12 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import StepHooks
+from ..flat.step_hooks import STEP_HOOKS, existing_optimizers
 
 Rates: TypeAlias = float | Mapping[str, float]
 """One learning rate of all parameters, or those of some of them, by name."""
-
-_hooks = StepHooks()
 
 
 class StepRates:
@@ -41,7 +38,7 @@ class StepRates:
         self._merged: tuple[tuple[Any, ...], Rates | None] = ((), None)
         self._has_looked = False
         self._num_counted = 0
-        _hooks.add(self)
+        STEP_HOOKS.add(self)
 
     def take(self) -> Rates | None:
         """The rates since the last call; None: no optimizer is known, or none that has rates."""
@@ -54,16 +51,10 @@ class StepRates:
         return rates
 
     def _look(self) -> None:
-        """Find the optimizers that exist already: one pass over all objects, once.
-
-        Objects refer to their class. (`gc.get_objects` would also refer to tuples that other threads are making, which
-        fails there.)
-        """
+        """Find the optimizers that exist already, once."""
         self._has_looked = True
-        kinds = set(_subclasses_of(Optimizer))
-        for found in gc.get_referrers(*kinds):
-            if type(found) in kinds and hasattr(found, "param_groups"):
-                self.is_stepped_by(found)
+        for found in existing_optimizers():
+            self.is_stepped_by(found)
 
     def _rates(self) -> Rates | None:
         known = self._known()
@@ -86,6 +77,8 @@ class StepRates:
         return ours if len(ours) < 2 else sorted(ours, key=lambda pair: pair[1].last)
 
     # See `Stepped`.
+
+    order = 0
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`; walks over the parameters where the optimizer is new, or has new ones."""
@@ -121,7 +114,7 @@ class StepRates:
 
     def close(self) -> None:
         """Look at no more steps; idempotent."""
-        _hooks.discard(self)
+        STEP_HOOKS.discard(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "_loaded": tuple(self.state_dict().values()), "_merged": ((), None)}
@@ -130,7 +123,7 @@ class StepRates:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _steppers=weakref.WeakKeyDictionary(), _parameters=[], _has_looked=False)
-        _hooks.add(self)
+        STEP_HOOKS.add(self)
 
 
 class _Stepper:
@@ -186,12 +179,6 @@ def merged(rates: Mapping[str, float | None]) -> Rates | None:
     if len(known) == len(rates) and len(values) == 1:
         return values.pop()
     return known or None
-
-
-def _subclasses_of(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _subclasses_of(subclass)
 
 
 def _sizes(optimizer: Optimizer) -> list[int]:

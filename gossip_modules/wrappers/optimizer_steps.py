@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import warnings
 import weakref
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, holds_any
+from ..flat.step_hooks import STEP_HOOKS, existing_optimizers, holds_any
 from .user_line import levels_to_user
 
 _MANY_STEPS = 100  # without a round, under Rounds.MANUAL
@@ -240,7 +239,8 @@ class OptimizerSteps:
     def _sees_optimizers(self) -> bool:
         """Whether a torch optimizer holds parameters of the model: it has stepped, or one search of memory finds it."""
         if self._is_watched is None:
-            self._is_watched = _is_in_a_parameter_group(self._buffer.parameters[0])
+            parameters = self._buffer.parameters
+            self._is_watched = any(holds_any(optimizer, parameters) for optimizer in existing_optimizers())
         return self._is_watched
 
     def __getstate__(self) -> dict[str, Any]:
@@ -251,17 +251,6 @@ class OptimizerSteps:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._listen()
-
-
-def _is_in_a_parameter_group(parameter: Tensor) -> bool:
-    """Whether an optimizer holds the parameter: a list has it that a dict has under "params".
-
-    Not by `gc.get_objects()`: that holds tuples which another thread is just making, and cannot complete then.
-    """
-    lists = [x for x in gc.get_referrers(parameter) if type(x) is list]
-    return any(
-        type(owner) is dict and owner.get("params") is held for held in lists for owner in gc.get_referrers(held)
-    )
 
 
 def _without_rounds(optimizer: str, name: str) -> str:
