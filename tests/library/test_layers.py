@@ -51,6 +51,11 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         },
         "methods": {*_WRAPPERS, "relay", "sparta", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
         "testing": {"membership", "transport"},
+        # Modules with the names that other systems gave to them.
+        "distributed": {"wrappers"},
+        "ar_distributed": {"wrappers"},
+        "simple_distributed": {"wrappers"},
+        "communicator": {"wrappers", "matcha", "gossiper", "compression", "schedule"},
     },
     "train": {
         "job": set(),
