@@ -21,8 +21,8 @@ class Communicator:
     """What the communicators share: a `GossipDataParallel` around the model, made at the first `communicate`.
 
     The order of a step is that of MATCHA: x <- W(t) (x - lr g). The model stays a plain module, which the loop calls as
-    before. Every rank keeps the parameters that it starts from; `torch.manual_seed` before the model is built makes them
-    equal.
+    before. Every rank keeps the parameters that it starts from; `torch.manual_seed` before the model is built makes
+    them equal.
 
     Args:
         rank: the rank of this process.
@@ -135,7 +135,7 @@ class ChocoCommunicator(Communicator):
 
 
 class centralizedCommunicator(Communicator):
-    """The exact average of all models after every step: `GossipDataParallel(model, schedule=Schedule(average_every=1))`.
+    """The exact average after every step: `GossipDataParallel(model, schedule=Schedule(average_every=1))`.
 
     Args:
         rank: the rank of this process.

@@ -15,10 +15,10 @@ from train.job.errors import UsageError, leave, own_rank, refuse, usage_errors
 from train.job.preemption import ignore_signals
 from train.job.world import World
 from train.option_groups import read_groups
-from train.run.elastic.worker import run_elastic
-from train.run.process import run
 from train.run_config import RunConfig
 from train.tasks.base import Task
+from train.training.elastic.worker import run_elastic
+from train.training.process import run
 
 ConfigType = TypeVar("ConfigType", bound=RunConfig)
 

@@ -17,19 +17,19 @@ from train.job.outputs import EXPORT, clear_outputs
 from train.job.preemption import EXIT_CODE, StopRequest
 from train.job.world import World
 from train.methods.pace import make_pace
-from train.run.checkpoint import Checkpoints
-from train.run.evaluate import Validation, validate
-from train.run.export import export_model
-from train.run.log import EpochRow, RunLog
-from train.run.meters import Meters
-from train.run.other_world import check_other_world, find_other_world, load_other_world, set_aside_other_worlds
-from train.run.report import RankResult, write_report
-from train.run.run_folder import CHECKPOINTS, require_own_folder
-from train.run.state import TrainingState
-from train.run.step import train_step
 from train.run_config import RunConfig
 from train.tasks.base import MicroBatch, Task
 from train.tasks.images.models import fingerprint
+from train.training.checkpoint import Checkpoints
+from train.training.evaluate import Validation, validate
+from train.training.export import export_model
+from train.training.log import EpochRow, RunLog
+from train.training.meters import Meters
+from train.training.other_world import check_other_world, find_other_world, load_other_world, set_aside_other_worlds
+from train.training.report import RankResult, write_report
+from train.training.run_folder import CHECKPOINTS, require_own_folder
+from train.training.state import TrainingState
+from train.training.step import train_step
 
 
 class Run:

@@ -13,9 +13,9 @@ from train.job.errors import usage_errors
 from train.job.outputs import SUMMARY
 from train.job.preemption import EXIT_CODE, StopRequest
 from train.job.world import World, worker_world
-from train.run.elastic.run import ElasticRun
 from train.run_config import RunConfig
 from train.tasks.base import Task
+from train.training.elastic.run import ElasticRun
 
 
 def run_elastic(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:

@@ -19,13 +19,13 @@ from torch import nn
 
 from train.job.files import sha256, write_atomically
 from train.job.world import agree
-from train.run.checkpoint import Checkpoints
-from train.run.rank_files import RankFiles
 from train.run_config import RunConfig
 from train.tasks.images.config import Config
 from train.tasks.images.models import fingerprint
 from train.tasks.language_model.config import LanguageModelConfig
 from train.tasks.translation.config import TranslationConfig
+from train.training.checkpoint import Checkpoints
+from train.training.rank_files import RankFiles
 
 IDENTITY = {"world_size": 1, "recipe": "sgp", "model_fingerprint": "abc"}
 

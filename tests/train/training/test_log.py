@@ -12,9 +12,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from train.compare import compare
-from train.run.log import EpochRow, RunLog
-from train.run.meters import Meters
-from train.run.rng import rng_state, set_rng_state
+from train.training.log import EpochRow, RunLog
+from train.training.meters import Meters
+from train.training.rng import rng_state, set_rng_state
 
 CPU = torch.device("cpu")
 ROW = EpochRow(

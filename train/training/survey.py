@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from train.job.files import paths_in
 from train.job.world import Agreement
-from train.run.rank_files import RankFiles, name_of, step_of
+from train.training.rank_files import RankFiles, name_of, step_of
 
 
 @dataclass(frozen=True)

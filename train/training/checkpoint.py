@@ -21,8 +21,8 @@ from typing import Any
 
 from train.job.files import paths_in, remove_file
 from train.job.world import Agreement
-from train.run.rank_files import DamagedError, RankFiles, name_of, step_of
-from train.run.survey import Survey, survey
+from train.training.rank_files import DamagedError, RankFiles, name_of, step_of
+from train.training.survey import Survey, survey
 
 SUPERSEDED = "superseded"
 START_AFRESH = "start afresh in another --out-dir, or here with --overwrite"

@@ -25,16 +25,16 @@ from tests.harness.ranks import at_the_end
 from tests.library.membership.test_membership import die
 from train.job.errors import UsageError
 from train.job.world import World
-from train.run.elastic import validation
-from train.run.elastic.run import ElasticRun
-from train.run.elastic.shared_count import SharedCount
-from train.run.elastic.worker import run_elastic
-from train.run.evaluate import Validation
 from train.tasks.base import MicroBatch
 from train.tasks.images.config import Config
 from train.tasks.images.task import ImageTask
 from train.tasks.language_model.config import LanguageModelConfig
 from train.tasks.translation.config import TranslationConfig
+from train.training.elastic import validation
+from train.training.elastic.run import ElasticRun
+from train.training.elastic.shared_count import SharedCount
+from train.training.elastic.worker import run_elastic
+from train.training.evaluate import Validation
 from visualization.logs.membership import read_membership
 from visualization.logs.runs import read_run
 
@@ -226,7 +226,7 @@ def test_who_has_not_met_the_others_at_the_end_trains_on_into_the_next_generatio
             tried.append(arguments[2].generation)
         return None if len(tried) == 1 else validation.validate(*arguments, with_average=with_average)
 
-    monkeypatch.setattr("train.run.elastic.run.validate", validate)
+    monkeypatch.setattr("train.training.elastic.run.validate", validate)
     config = replace(config, recipe="adpsgd", min_workers=1, epochs=1, checkpoint_every_steps=0)
     config = replace(config, out_dir=str(tmp_path / "run"))
     first, late = Worker(config, world), Worker(config, world)

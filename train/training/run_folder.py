@@ -7,8 +7,8 @@ from pathlib import Path
 
 from train.job.outputs import SUMMARY, outputs_in, tables_in
 from train.job.world import Agreement
-from train.run.rank_files import name_of, step_of
-from train.run.survey import survey
+from train.training.rank_files import name_of, step_of
+from train.training.survey import survey
 
 CHECKPOINTS = "checkpoints"
 

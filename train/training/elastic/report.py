@@ -12,13 +12,13 @@ import gossip_modules as gm
 from gossip_modules.methods import Wrapper
 from train.job.outputs import EXPORT
 from train.job.world import gather_json
-from train.run.evaluate import Validation
-from train.run.export import export_model
-from train.run.log import RunLog
-from train.run.report import RankResult, write_report
-from train.run.state import TrainingState
 from train.run_config import RunConfig
 from train.tasks.base import Task
+from train.training.evaluate import Validation
+from train.training.export import export_model
+from train.training.log import RunLog
+from train.training.report import RankResult, write_report
+from train.training.state import TrainingState
 
 
 class Finished(Protocol):

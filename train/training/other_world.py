@@ -13,9 +13,9 @@ from torch import Tensor
 from gossip_modules.methods import METHODS
 from train.job.files import paths_in
 from train.job.world import Agreement
-from train.run.checkpoint import START_AFRESH, SUPERSEDED, check_identity
-from train.run.rank_files import DamagedError, RankFiles, step_of
 from train.run_config import RunConfig
+from train.training.checkpoint import START_AFRESH, SUPERSEDED, check_identity
+from train.training.rank_files import DamagedError, RankFiles, step_of
 
 OF_THE_WORLD = ("world_size", "steps_per_epoch", "text")
 """What a manifest says that follows from the number of ranks; `text` has the hashes of their shares."""

@@ -13,15 +13,15 @@ from torch import nn
 
 from tests.harness.processes import run_processes
 from tests.harness.training import gloo_world, train
-from tests.train.run.test_checkpoint import Ranks
-from train.run.checkpoint import Checkpoints
-from train.run.other_world import (
+from tests.train.training.test_checkpoint import Ranks
+from train.tasks.images.config import Config
+from train.training.checkpoint import Checkpoints
+from train.training.other_world import (
     check_other_world,
     find_other_world,
     load_other_world,
     set_aside_other_worlds,
 )
-from train.tasks.images.config import Config
 
 IDENTITY = {"recipe": "sgp", "model_fingerprint": "abc"}
 KEYS = ("step", "wrapper", "optimizer", "scaler", "meters")

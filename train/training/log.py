@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from train.job.files import write_atomically
 from train.job.outputs import TENSORBOARD, csv_path
-from train.run.evaluate import Validation, in_words
-from train.run.meters import Meters
+from train.training.evaluate import Validation, in_words
+from train.training.meters import Meters
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

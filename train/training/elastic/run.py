@@ -29,23 +29,23 @@ from train.job.errors import UsageError, usage_errors
 from train.job.outputs import SUMMARY, clear_outputs
 from train.job.preemption import EXIT_CODE, StopRequest
 from train.job.world import World
-from train.run.checkpoint import START_AFRESH, Checkpoints
-from train.run.elastic.history import History
-from train.run.elastic.membership_log import MembershipLog
-from train.run.elastic.pace import elastic_pace
-from train.run.elastic.report import report
-from train.run.elastic.validation import validate
-from train.run.evaluate import Validation
-from train.run.log import EpochRow, RunLog
-from train.run.meters import Meters
-from train.run.other_world import check_other_world, find_other_world, load_other_world
-from train.run.run import context_of
-from train.run.run_folder import CHECKPOINTS
-from train.run.state import TrainingState
-from train.run.step import train_step
 from train.run_config import RunConfig
 from train.tasks.base import MicroBatch, Task
 from train.tasks.images.models import fingerprint
+from train.training.checkpoint import START_AFRESH, Checkpoints
+from train.training.elastic.history import History
+from train.training.elastic.membership_log import MembershipLog
+from train.training.elastic.pace import elastic_pace
+from train.training.elastic.report import report
+from train.training.elastic.validation import validate
+from train.training.evaluate import Validation
+from train.training.log import EpochRow, RunLog
+from train.training.meters import Meters
+from train.training.other_world import check_other_world, find_other_world, load_other_world
+from train.training.run import context_of
+from train.training.run_folder import CHECKPOINTS
+from train.training.state import TrainingState
+from train.training.step import train_step
 
 
 class ElasticRun:

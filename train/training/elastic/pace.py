@@ -9,9 +9,9 @@ from typing import Any
 
 import gossip_modules as gm
 from gossip_modules.methods import METHODS
-from train.run.elastic.history import History
-from train.run.elastic.shared_count import SharedCount
 from train.run_config import RunConfig
+from train.training.elastic.history import History
+from train.training.elastic.shared_count import SharedCount
 
 _PATIENCE = 30.0  # seconds for which workers at their own pace try to meet at the end of a run
 

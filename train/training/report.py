@@ -18,9 +18,9 @@ import torch
 
 from train.job.files import write_atomically
 from train.job.outputs import SUMMARY, csv_path
-from train.run.evaluate import Validation, in_words, title_of
-from train.run.meters import Meters
 from train.run_config import RunConfig
+from train.training.evaluate import Validation, in_words, title_of
+from train.training.meters import Meters
 
 
 @dataclass(frozen=True)

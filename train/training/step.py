@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import torch
 
 import gossip_modules as gm
-from train.run.state import TrainingState
 from train.run_config import RunConfig
 from train.tasks.base import MicroBatch, Task
 from train.tasks.parameter_groups import clip_gradients, set_learning_rate
+from train.training.state import TrainingState
 
 
 def train_step(

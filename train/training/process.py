@@ -13,10 +13,10 @@ import torch.distributed as dist
 from train.job.errors import usage_errors
 from train.job.preemption import StopRequest
 from train.job.world import World, start_world
-from train.run.run import Run
-from train.run.run_folder import require_own_folder
 from train.run_config import RunConfig
 from train.tasks.base import Task
+from train.training.run import Run
+from train.training.run_folder import require_own_folder
 
 
 def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:

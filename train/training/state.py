@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from gossip_modules.methods import Wrapper
-from train.run.meters import Meters
-from train.run.rng import rng_state, set_rng_state
+from train.training.meters import Meters
+from train.training.rng import rng_state, set_rng_state
 
 
 @dataclass

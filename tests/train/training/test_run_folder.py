@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.run.test_checkpoint import IDENTITY, Member, Ranks, save_steps
+from tests.train.training.test_checkpoint import IDENTITY, Member, Ranks, save_steps
 from train.job.outputs import clear_outputs
-from train.run.checkpoint import Checkpoints
-from train.run.run_folder import CHECKPOINTS, require_own_folder
+from train.training.checkpoint import Checkpoints
+from train.training.run_folder import CHECKPOINTS, require_own_folder
 
 OUTPUTS = ("rank_0000.csv", "rank_0003.csv", "summary.json", "curves.png", "averaged_model.safetensors", "report.html")
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from gossip_modules.membership.serve import serve, write_address
-from train.run.elastic import pace as pace_module
-from train.run.elastic import shared_count
-from train.run.elastic.history import History
-from train.run.elastic.pace import CommonSteps, OwnSteps
-from train.run.elastic.shared_count import SharedCount
-from train.run.elastic.validation import validate
+from train.training.elastic import pace as pace_module
+from train.training.elastic import shared_count
+from train.training.elastic.history import History
+from train.training.elastic.pace import CommonSteps, OwnSteps
+from train.training.elastic.shared_count import SharedCount
+from train.training.elastic.validation import validate
 
 SECONDS = 30.0
 

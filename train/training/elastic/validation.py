@@ -6,8 +6,8 @@ import torch
 
 import gossip_modules as gm
 from gossip_modules.methods import Wrapper
-from train.run.evaluate import Validation
 from train.tasks.base import Task
+from train.training.evaluate import Validation
 
 
 def validate(wrapper: Wrapper, task: Task, membership: gm.Membership, *, with_average: bool) -> Validation | None:
