@@ -15,6 +15,8 @@ from ..flat.vector import FlatVector
 from ..wrappers.arguments import as_timeout
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import hold
+from ..wrappers.ddp_arguments import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
+from ..wrappers.foreign_arguments import foreign_arguments
 from .average_on_demand import AverageOnDemand
 from .config import DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine
@@ -87,6 +89,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
 
     _engine: PairwiseEngine  # in a copy a _PairwiseRecord, which has what is used here
 
+    @foreign_arguments(PAIRWISE_ARGUMENTS, DDP_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,
@@ -125,6 +128,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         hold(self)
 
     @classmethod
+    @foreign_arguments(PAIRWISE_ARGUMENTS, DDP_ARGUMENTS)
     def from_config(
         cls,
         module: nn.Module,

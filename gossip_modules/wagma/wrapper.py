@@ -21,9 +21,11 @@ from ..membership.lockstep import check_links
 from ..membership.membership import Membership
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..wrappers.arguments import as_timeout, as_whole, check_flags, refuse_device_ids
+from ..wrappers.arguments import as_timeout, as_whole, check_flags
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
+from ..wrappers.ddp_arguments import DDP_ARGUMENTS
+from ..wrappers.foreign_arguments import foreign_arguments
 from ..wrappers.setup import Links
 from .at_exit import close_at_exit
 from .elastic import ElasticGroupEngine
@@ -93,7 +95,6 @@ class GroupAverageDataParallel(GossipWrapper):
             that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
             not finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread":
             do not look.
-        device_ids: refused, as the model is on its device already.
 
     Raises:
         ValueError: arguments that do not fit, or ranks that disagree on model or options.
@@ -111,6 +112,7 @@ class GroupAverageDataParallel(GossipWrapper):
         >>> model.close()
     """
 
+    @foreign_arguments(DDP_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,
@@ -127,9 +129,7 @@ class GroupAverageDataParallel(GossipWrapper):
         membership: Membership | None = None,
         gossip_in_eval_mode: bool = False,
         on_nonfinite: str = "raise",
-        device_ids: None = None,
     ) -> None:
-        refuse_device_ids(device_ids, module)
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
         check_flags(wait_avoiding=wait_avoiding, overlap=overlap)
         if as_whole(sync_period, name="sync_period") < 0:

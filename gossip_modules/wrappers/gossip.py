@@ -38,12 +38,13 @@ from .arguments import (
     as_timeout,
     as_whole,
     check_overlap,
-    refuse_device_ids,
 )
 from .base import GossipWrapper
 from .composition import hold
+from .ddp_arguments import DDP_ARGUMENTS
 from .debias import Debias
 from .defaults import Algorithm
+from .foreign_arguments import foreign_arguments
 from .join import UnevenInputs
 from .node import MemberNode, Node, check_node_size, count_nodes, meet_siblings
 from .setup import Links
@@ -122,7 +123,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
         timeout: the limit of every wait; a number = seconds. A `Membership` has its own.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then.
-        device_ids: refused: DistributedDataParallel needs it, here the model is on its device already.
+    Arguments of DistributedDataParallel that are not here are accepted with a warning where they change nothing;
+    for the others an error says what takes their place.
 
     Raises:
         ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
@@ -143,6 +145,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
 
     _debias: Debias
 
+    @foreign_arguments(DDP_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,
@@ -167,9 +170,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         find_unused_parameters: bool = False,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         membership: Membership | None = None,
-        device_ids: None = None,
     ) -> None:
-        refuse_device_ids(device_ids, module)
         check_overlap(overlap, max_staleness)
         g = max(as_whole(nprocs_per_node, name="nprocs_per_node"), 1)  # less is refused below
         super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_shards=g)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +19,7 @@ from .debias import Debias
 from .join import UnevenInputs
 from .node import Node
 from .unsynced_steps import UnsyncedSteps
-
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
-
-def _levels_to_user() -> int:
-    """The `stacklevel` of the caller's warning that names the line of whoever called torch or this library."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame, level = frame.f_back, level + 1
-    return level
+from .user_line import levels_to_user
 
 
 class TrainingStep(nn.Module):
@@ -201,7 +190,7 @@ class TrainingStep(nn.Module):
             )
         warnings.warn(
             f"got a training forward {what}; to evaluate call eval() or use torch.no_grad()",
-            stacklevel=_levels_to_user(),
+            stacklevel=levels_to_user(),
         )
 
     def _check_has_trained(self) -> None:
