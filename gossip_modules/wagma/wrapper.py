@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -111,6 +112,11 @@ class GroupAverageDataParallel(GossipWrapper):
         ...     optimizer.step()
         >>> model.close()
     """
+
+    _foreign_attributes: ClassVar[Mapping[str, str]] = {
+        **GossipWrapper._foreign_attributes,
+        "join": "write `while model.round < num_rounds:` for the loop, with one number on all ranks",
+    }
 
     @foreign_arguments(DDP_ARGUMENTS)
     def __init__(

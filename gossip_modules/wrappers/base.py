@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
+from .ddp_arguments import DDP_ATTRIBUTES
+from .foreign_attributes import ForeignAttributes
 from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
+class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
     """A module whose parameters are mixed with those of other ranks before its training forwards.
 
     [Note: One forward is one round] At a training forward (the wrapped module in train mode, grad enabled, something to
@@ -63,6 +65,8 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     Raises:
         ValueError: the module is wrapped or sharded by another tool, or has nothing to train.
     """
+
+    _foreign_attributes: ClassVar[Mapping[str, str]] = DDP_ATTRIBUTES
 
     @renamed_argument("num_slices", "num_shards")
     def __init__(

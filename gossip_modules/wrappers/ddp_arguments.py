@@ -81,3 +81,31 @@ PAIRWISE_ARGUMENTS: ForeignArguments = {
     ),
 }
 """Those that differ for a wrapper without a process group."""
+
+_NO_REDUCER = "gradients are not averaged, so there are no buckets and no reducer"
+_COUNTS = "model.comm_stats() counts rounds, bytes and waits"
+_SHARED_BUFFERS = "the argument gossip_buffers says whether ranks share buffers"
+
+DDP_ATTRIBUTES: Mapping[str, str] = {
+    "register_comm_hook": f"{_NO_REDUCER}; for smaller messages pass wire_dtype=torch.bfloat16 or "
+    "gossiper=PowerGossip() to GossipDataParallel",
+    "_register_builtin_comm_hook": f"{_NO_REDUCER}; pass wire_dtype=torch.bfloat16 to GossipDataParallel",
+    "_set_static_graph": f"{_NO_REDUCER}, which needs to know it; leave the call out",
+    "reducer": f"{_NO_REDUCER}; {_COUNTS}",
+    "logger": _COUNTS,
+    "_get_ddp_logging_data": _COUNTS,
+    "join": "ranks need not have equally many batches; train, then call close()",
+    "will_sync_module_buffers": _SHARED_BUFFERS,
+    "broadcast_buffers": _SHARED_BUFFERS,
+    "require_forward_param_sync": _SHARED_BUFFERS,
+    "find_unused_parameters": f"{_NO_REDUCER}; parameters without a gradient hold nobody up",
+    "static_graph": f"{_NO_REDUCER}; the graph of a backward may be another one at each step",
+    "gradient_as_bucket_view": _NO_REDUCER,
+    "bucket_bytes_cap": _NO_REDUCER,
+    "device_ids": "a model computes on the device of its parameters; read next(model.parameters()).device",
+    "output_device": "a model computes on the device of its parameters; read next(model.parameters()).device",
+    "device": "a model computes on the device of its parameters; read next(model.parameters()).device",
+    "device_type": "a model computes on the device of its parameters; read next(model.parameters()).device.type",
+    "process_group": "keep the group that you pass as process_group=; torch.distributed.group.WORLD has all ranks",
+}
+"""What takes the place of its attributes and methods, as clauses."""

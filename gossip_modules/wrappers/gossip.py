@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -144,6 +144,10 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     """
 
     _debias: Debias
+    _foreign_attributes: ClassVar[Mapping[str, str]] = {
+        **GossipWrapper._foreign_attributes,
+        "join": "write `with torch.distributed.algorithms.Join([model]):` around the loop",
+    }
 
     @foreign_arguments(DDP_ARGUMENTS)
     def __init__(
