@@ -65,6 +65,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "training": {"tasks", "run_config", "methods", "job"},
         "option_groups": {"run_config"},
         "old_options": {"job"},
+        "call": {"old_options", "training", "tasks", "run_config", "job"},
         "command_line": {"option_groups", "old_options", "training", "tasks", "run_config", "job"},
         "consensus_experiment": set(),
         "consensus": {"consensus_experiment", "training", "job"},

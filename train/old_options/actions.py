@@ -25,6 +25,9 @@ class Same:
     shown: str
     note: str = ""
 
+    def __str__(self) -> str:
+        return f"write {self.shown}{f'; {self.note}' if self.note else ''}"
+
 
 @dataclass(frozen=True)
 class Without:
@@ -36,6 +39,9 @@ class Without:
 
     why: str
 
+    def __str__(self) -> str:
+        return f"leave it out: {self.why}"
+
 
 @dataclass(frozen=True)
 class Gone:
@@ -46,6 +52,9 @@ class Gone:
     """
 
     remedy: str
+
+    def __str__(self) -> str:
+        return self.remedy
 
 
 Action: TypeAlias = Same | Without | Gone

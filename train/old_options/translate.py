@@ -56,7 +56,7 @@ def translated_config(config: Mapping[str, Any], fields: Mapping[str, Any]) -> d
 
     Raises, warns: see `translated`.
     """
-    change = _Translation(fields, written=lambda name, value: f"{name}={value!r}")
+    change = _Translation(fields, written=lambda name, value: f"{name}={_like(fields.get(name, ''), value)!r}")
     own: dict[str, Any] = {}
     for name, value in config.items():
         action = POWERGOSSIP.get(name)

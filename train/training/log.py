@@ -13,6 +13,7 @@ from tqdm import tqdm
 from train.job.files import write_atomically
 from train.job.outputs import TENSORBOARD, csv_path
 from train.training.evaluate import Validation, in_words
+from train.training.listener import NOBODY, Listener
 from train.training.meters import Meters
 
 if TYPE_CHECKING:
@@ -99,10 +100,12 @@ class RunLog:
         folder: of the run.
         rank: this rank; rank 0 also writes TensorBoard and prints, unless `lead` says otherwise.
         step: steps per rank already done; rows of later ones, left by a run that was stopped, are dropped.
+        listener: hears what is measured.
     """
 
-    def __init__(self, folder: Path, *, rank: int, step: int = 0) -> None:
+    def __init__(self, folder: Path, *, rank: int, step: int = 0, listener: Listener = NOBODY) -> None:
         self._path = csv_path(folder, rank)
+        self._rank, self._listener = rank, listener
         self._rows: list[dict[Any, Any]] = []
         if step and self._path.is_file():
             rows = pd.read_csv(self._path)
@@ -127,6 +130,11 @@ class RunLog:
 
             self._board = SummaryWriter(self._folder / TENSORBOARD, purge_step=step)
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the CSV so far, those of an earlier process included."""
+        return [dict(row) for row in self._rows]
+
     def progress(self, epoch: int, *, first_step: int, num_steps: int) -> tqdm[int]:
         """A bar of the steps of an epoch that are left, to be updated by hand; shown on rank 0 of a terminal."""
         return tqdm(
@@ -139,15 +147,17 @@ class RunLog:
         )
 
     def point(self, step: int, **values: float) -> None:
-        """Values within an epoch, for TensorBoard."""
+        """Values within an epoch, for TensorBoard and the listener."""
+        self._listener.metric("train", {"step": step, **values}, rank=self._rank)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"train/{name}", value, step)
 
     def epoch(self, row: EpochRow) -> None:
-        """Add `row` to the CSV; on rank 0 to TensorBoard and to the terminal too."""
+        """Add `row` to the CSV and tell the listener; on rank 0 to TensorBoard and to the terminal too."""
         values = row.columns
         self._rows.append(values)
+        self._listener.metric("epoch", values, rank=self._rank)
         write_atomically(self._path, lambda temporary: pd.DataFrame(self._rows).to_csv(temporary, index=False))
         if self._board is not None:
             for name, value in values.items():

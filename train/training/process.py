@@ -1,4 +1,4 @@
-"""One process of a run whose ranks start and end together: from its start to its exit code."""
+"""One process of a run whose ranks start and end together: from its start to its exit code, or to its result."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from train.job.preemption import StopRequest
 from train.job.world import World, start_world
 from train.run_config import RunConfig
 from train.tasks.base import Task
+from train.training.listener import NOBODY, Listener
+from train.training.result import RunResult
 from train.training.run import Run
 from train.training.run_folder import require_own_folder
 
@@ -28,6 +30,24 @@ def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
 
     Raises:
         UsageError: the run cannot be as `config` says, or all ranks agree that it must end.
+    """
+    # Never closed: the handlers are to outlive this function, see StopRequest.
+    return run_to_result(config, make_task, make_stop=StopRequest).exit_code
+
+
+def run_to_result(
+    config: RunConfig,
+    make_task: Callable[[Any, World], Task],
+    *,
+    make_stop: Callable[[], StopRequest],
+    listener: Listener = NOBODY,
+) -> RunResult:
+    """As `run`, and return what has come of it.
+
+    Args:
+        config, make_task: see `run`.
+        make_stop: makes the request to stop early, when the data are there.
+        listener: hears what is measured.
     """
     torch.set_num_threads(config.num_threads)
     if config.deterministic:
@@ -44,12 +64,11 @@ def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
             task = make_task(config, world)
         try:
             with usage_errors():
-                # Never closed: the handlers are to outlive this function, see StopRequest.
-                training = Run(task, config, world, StopRequest())
+                training = Run(task, config, world, make_stop(), listener=listener)
             try:
-                exit_code = training.train()
+                training.train()
                 training.finish()
-                return exit_code
+                return training.result
             finally:
                 training.close()
         finally:

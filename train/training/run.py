@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,10 +24,12 @@ from train.tasks.images.models import fingerprint
 from train.training.checkpoint import Checkpoints
 from train.training.evaluate import Validation, validate
 from train.training.export import export_model
+from train.training.listener import NOBODY, Listener
 from train.training.log import EpochRow, RunLog
 from train.training.meters import Meters
 from train.training.other_world import check_other_world, find_other_world, load_other_world, set_aside_other_worlds
 from train.training.report import RankResult, write_report
+from train.training.result import RunResult
 from train.training.run_folder import CHECKPOINTS, require_own_folder
 from train.training.state import TrainingState
 from train.training.step import train_step
@@ -40,9 +43,15 @@ class Run:
         config: how, with everything resolved.
         world: by whom.
         stop: a request to stop early.
+        listener: hears what is measured.
     """
 
-    def __init__(self, task: Task, config: RunConfig, world: World, stop: StopRequest) -> None:
+    result: RunResult
+    """What has come of the run; there when `train` has returned."""
+
+    def __init__(
+        self, task: Task, config: RunConfig, world: World, stop: StopRequest, *, listener: Listener = NOBODY
+    ) -> None:
         self.task, self.config, self.world, self.stop = task, config, world, stop
         self.folder = config.run_dir
         world.on_every_rank(lambda: self.folder.mkdir(parents=True, exist_ok=True))
@@ -78,7 +87,8 @@ class Run:
         )
         self.resume()
         self.batches = task.train_stream(self.state.step)
-        self.log = RunLog(self.folder, rank=world.rank, step=self.position)
+        self.log = RunLog(self.folder, rank=world.rank, step=self.position, listener=listener)
+        self.listener = listener
 
     @property
     def position(self) -> int:
@@ -92,11 +102,14 @@ class Run:
             f"{METHODS[config.recipe].title}: {self.task.description}, {world.size} ranks, {world.device.type}, "
             f"{world.backend}, {self.task.steps_per_epoch} steps per epoch, from step {self.position}"
         )
+        place = {"rank": world.rank, "world_size": world.size, "folder": str(self.folder)}
+        self.listener.info({**place, "task": self.task.description, "config": config.used_choices})
         validation: Validation | None = None
         self.wrapper.train()
         for epoch in range(self.position // self.task.steps_per_epoch, config.epochs):
             if not self.train_epoch(epoch):
                 self.log.print(f"told to stop: checkpoint of step {self.position} written; go on with --resume auto")
+                self.result = self._result(EXIT_CODE, None)
                 return EXIT_CODE
             is_last = epoch + 1 == config.epochs
             validation = self.validate() if is_last or (epoch + 1) % config.validate_every == 0 else None
@@ -108,7 +121,11 @@ class Run:
             is_due |= config.checkpoint_every_steps > 0 and self.position % config.checkpoint_every_steps == 0
             if is_due or (is_last and config.checkpoint_every_steps + config.checkpoint_every > 0):
                 self.save(self.task.selection(validation.averaged) if validation else None)
-        self.report(validation or self.validate())
+        validation = validation or self.validate()
+        self.report(validation)
+        self.result = self._result(0, validation)
+        results = {"averaged_test": dict(validation.averaged), "consensus_distance": validation.consensus_distance}
+        self.listener.info({"rank": world.rank, **results})
         return 0
 
     def train_epoch(self, epoch: int) -> bool:
@@ -244,6 +261,19 @@ class Run:
         if self.world.rank == 0:
             write_report(self.folder, self.config, self.task.score, validation, results)
             self.log.hyper_parameters(self.config.used_choices, validation.averaged)
+
+    def _result(self, exit_code: int, validation: Validation | None) -> RunResult:
+        return RunResult(
+            exit_code,
+            self.folder,
+            self.world.rank,
+            self.world.size,
+            self.task.score,
+            averaged_test={} if validation is None else dict(validation.averaged),
+            own_test={} if validation is None else dict(validation.own),
+            consensus_distance=math.nan if validation is None else validation.consensus_distance,
+            epochs=self.log.rows,
+        )
 
     def finish(self) -> None:
         """Collective, before `close`: leave no message on its way, and shut down together."""
