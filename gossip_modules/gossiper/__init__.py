@@ -1,5 +1,6 @@
 """The gossip algorithms in lockstep: D-PSGD, SGP, CHOCO-SGD, DeepSqueeze, Moniqua and PowerGossip."""
 
+from ..old_calls import BilatPushPull
 from .choco import Choco
 from .deep_squeeze import DeepSqueeze
 from .gossiper import Gossiper
@@ -8,4 +9,4 @@ from .power_gossip import PowerGossip
 from .push_pull import PushPull
 from .push_sum import PushSum
 
-__all__ = ["Choco", "DeepSqueeze", "Gossiper", "Moniqua", "PowerGossip", "PushPull", "PushSum"]
+__all__ = ["BilatPushPull", "Choco", "DeepSqueeze", "Gossiper", "Moniqua", "PowerGossip", "PushPull", "PushSum"]

@@ -23,6 +23,7 @@ from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
 from .ddp_arguments import DDP_ATTRIBUTES
 from .foreign_attributes import ForeignAttributes
+from .old_names.attributes import MISSING, OldMethods
 from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
+class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, FlatAveraging):
     """A module whose parameters are mixed with those of other ranks before its training forwards.
 
     [Note: One forward is one round] At a training forward (the wrapped module in train mode, grad enabled, something to
@@ -66,7 +67,7 @@ class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
         ValueError: the module is wrapped or sharded by another tool, or has nothing to train.
     """
 
-    _foreign_attributes: ClassVar[Mapping[str, str]] = DDP_ATTRIBUTES
+    _foreign_attributes: ClassVar[Mapping[str, str]] = {**DDP_ATTRIBUTES, **MISSING}
 
     @renamed_argument("num_slices", "num_shards")
     def __init__(
