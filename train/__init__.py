@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from train.job.listener import LogInfo, LogMetric
+    from train.job.result import RunResult
     from train.run_config import RunConfig
-    from train.training.listener import LogInfo, LogMetric
-    from train.training.result import RunResult
 
 config: dict[str, Any] = {}
 """What `main` trains: options of this project or keys of PowerGossip, by name. What is not there has its default."""

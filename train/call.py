@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from train.job.errors import UsageError, usage_errors
+from train.job.listener import LogInfo, LogMetric, RunListener
 from train.job.preemption import SIGNALS, StopRequest
 from train.job.rank_environment import rank_environment
+from train.job.result import RunResult
 from train.old_options.tables import OPTIONS
 from train.old_options.translate import translated_config
 from train.run_config import RunConfig
-from train.training.listener import Listener, LogInfo, LogMetric
 from train.training.process import run_to_result
-from train.training.result import RunResult
 
 TASKS: Mapping[str, tuple[str, str]] = {
     "images": ("config.Config", "task.ImageTask"),
@@ -48,7 +48,7 @@ def run(
             "start python -m train.gossip_sgd --elastic for each"
         )
     with _settings_kept() as make_stop:
-        listener = Listener(log_metric, log_info)
+        listener = RunListener(log_metric, log_info)
         return run_to_result(chosen, _task_of(chosen), make_stop=make_stop, listener=listener)
 
 

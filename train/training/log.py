@@ -11,9 +11,9 @@ import pandas as pd
 from tqdm import tqdm
 
 from train.job.files import write_atomically
+from train.job.listener import NOBODY, RunListener
 from train.job.outputs import TENSORBOARD, csv_path
 from train.training.evaluate import Validation, in_words
-from train.training.listener import NOBODY, Listener
 from train.training.meters import Meters
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class RunLog:
         listener: hears what is measured.
     """
 
-    def __init__(self, folder: Path, *, rank: int, step: int = 0, listener: Listener = NOBODY) -> None:
+    def __init__(self, folder: Path, *, rank: int, step: int = 0, listener: RunListener = NOBODY) -> None:
         self._path = csv_path(folder, rank)
         self._rank, self._listener = rank, listener
         self._rows: list[dict[Any, Any]] = []

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from train.job.errors import usage_errors
+from train.job.listener import NOBODY, RunListener
 from train.job.preemption import StopRequest
+from train.job.result import RunResult
 from train.job.world import World, start_world
 from train.run_config import RunConfig
 from train.tasks.base import Task
-from train.training.listener import NOBODY, Listener
-from train.training.result import RunResult
 from train.training.run import Run
 from train.training.run_folder import require_own_folder
 
@@ -40,7 +40,7 @@ def run_to_result(
     make_task: Callable[[Any, World], Task],
     *,
     make_stop: Callable[[], StopRequest],
-    listener: Listener = NOBODY,
+    listener: RunListener = NOBODY,
 ) -> RunResult:
     """As `run`, and return what has come of it.
 

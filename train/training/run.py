@@ -14,8 +14,10 @@ from tqdm import tqdm
 
 from gossip_modules.methods import METHODS, Context, wrap
 from train.job.addresses import own_host
+from train.job.listener import NOBODY, RunListener
 from train.job.outputs import EXPORT, clear_outputs
 from train.job.preemption import EXIT_CODE, StopRequest
+from train.job.result import RunResult
 from train.job.world import World
 from train.methods.pace import make_pace
 from train.run_config import RunConfig
@@ -24,12 +26,10 @@ from train.tasks.images.models import fingerprint
 from train.training.checkpoint import Checkpoints
 from train.training.evaluate import Validation, validate
 from train.training.export import export_model
-from train.training.listener import NOBODY, Listener
 from train.training.log import EpochRow, RunLog
 from train.training.meters import Meters
 from train.training.other_world import check_other_world, find_other_world, load_other_world, set_aside_other_worlds
 from train.training.report import RankResult, write_report
-from train.training.result import RunResult
 from train.training.run_folder import CHECKPOINTS, require_own_folder
 from train.training.state import TrainingState
 from train.training.step import train_step
@@ -50,7 +50,7 @@ class Run:
     """What has come of the run; there when `train` has returned."""
 
     def __init__(
-        self, task: Task, config: RunConfig, world: World, stop: StopRequest, *, listener: Listener = NOBODY
+        self, task: Task, config: RunConfig, world: World, stop: StopRequest, *, listener: RunListener = NOBODY
     ) -> None:
         self.task, self.config, self.world, self.stop = task, config, world, stop
         self.folder = config.run_dir

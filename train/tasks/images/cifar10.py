@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -27,14 +27,18 @@ _EXPECTED = (
 )
 
 
-class Split(NamedTuple):
+class LabelledImages(NamedTuple):
     """Images, uint8 [N, 3, 32, 32], and their labels, int64 [N]; class 0 is airplane, 9 truck."""
 
     images: np.ndarray
     labels: np.ndarray
 
 
-def read_cifar10(path: Path, *, read_python: Callable[[Path], tuple[Split, Split]]) -> tuple[Split, Split]:
+Splits: TypeAlias = tuple[LabelledImages, LabelledImages]
+"""The training set and the test set."""
+
+
+def read_cifar10(path: Path, *, read_python: Callable[[Path], Splits]) -> Splits:
     """The training set and the test set below `path`, of which nothing is written to or fetched.
 
     Args:
@@ -72,7 +76,7 @@ def _is_archive(name: str) -> bool:
     return name.lower().endswith(_ARCHIVES)
 
 
-def _read_archive(path: Path, read_python: Callable[[Path], tuple[Split, Split]]) -> tuple[Split, Split]:
+def _read_archive(path: Path, read_python: Callable[[Path], Splits]) -> Splits:
     try:
         with TemporaryDirectory() as folder:
             if not _unpack_python(path, Path(folder)):
@@ -129,7 +133,7 @@ def _files_below(folder: Path) -> Iterator[tuple[tuple[str, ...], bytes]]:
             yield path.parts, path.read_bytes()
 
 
-def _of_images(files: Iterator[tuple[tuple[str, ...], bytes]], where: Path) -> tuple[Split, Split]:
+def _of_images(files: Iterator[tuple[tuple[str, ...], bytes]], where: Path) -> Splits:
     """Images as <train or test>/<class>/<name>, in the order of their names."""
     found: dict[bool, list[tuple[str, str, np.ndarray]]] = {True: [], False: []}
     for parts, data in files:
@@ -159,10 +163,10 @@ def _of_images(files: Iterator[tuple[tuple[str, ...], bytes]], where: Path) -> t
     return train, test
 
 
-def _split(images: list[tuple[str, str, np.ndarray]], classes: list[str]) -> Split:
+def _split(images: list[tuple[str, str, np.ndarray]], classes: list[str]) -> LabelledImages:
     images.sort(key=lambda image: image[:2])
     pixels = np.stack([pixels for *_, pixels in images]).transpose(0, 3, 1, 2)
-    return Split(np.ascontiguousarray(pixels), np.array([classes.index(kind) for kind, *_ in images]))
+    return LabelledImages(np.ascontiguousarray(pixels), np.array([classes.index(kind) for kind, *_ in images]))
 
 
 def _binary_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -185,8 +189,8 @@ def _rows(folder: Path, names: tuple[str, ...]) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def _of_rows(train: np.ndarray, test: np.ndarray) -> tuple[Split, Split]:
+def _of_rows(train: np.ndarray, test: np.ndarray) -> Splits:
     first, second = (
-        Split(rows[:, 1:].reshape(-1, 3, SIDE, SIDE), rows[:, 0].astype(np.int64)) for rows in (train, test)
+        LabelledImages(rows[:, 1:].reshape(-1, 3, SIDE, SIDE), rows[:, 0].astype(np.int64)) for rows in (train, test)
     )
     return first, second

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.tasks.images.cifar10 import NUM_CLASSES, Split, read_cifar10
+from train.tasks.images.cifar10 import NUM_CLASSES, LabelledImages, Splits, read_cifar10
 from train.tasks.images.folder_images import CroppedImages, ShiftedImages
 from train.tasks.images.images import BatchKey, Images, TensorImages
 from train.tasks.images.loader import Batches
@@ -200,7 +200,7 @@ def _cifar10(source: Source) -> tuple[Images, Images]:
     )
 
 
-def _torchvision_cifar10(folder: Path, *, download: bool = False) -> tuple[Split, Split]:
+def _torchvision_cifar10(folder: Path, *, download: bool = False) -> Splits:
     """By torchvision, which compares the checksum of each file of cifar-10-batches-py before it reads it."""
     from torchvision.datasets import CIFAR10
 
@@ -212,7 +212,7 @@ def _torchvision_cifar10(folder: Path, *, download: bool = False) -> tuple[Split
             raise ValueError(
                 f"got no CIFAR-10 in {str(folder)!r} ({error}), expected cifar-10-batches-py/, whole"
             ) from error
-        splits.append(Split(raw.data.transpose(0, 3, 1, 2), np.asarray(raw.targets, dtype=np.int64)))
+        splits.append(LabelledImages(raw.data.transpose(0, 3, 1, 2), np.asarray(raw.targets, dtype=np.int64)))
     return splits[0], splits[1]
 
 

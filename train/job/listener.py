@@ -1,4 +1,4 @@
-"""Listener: functions of a caller that hear what a run measures while it trains."""
+"""RunListener: functions of a caller that hear what a run measures while it trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LogInfo: TypeAlias = Callable[[Mapping[str, Any]], object]
 
 
 @dataclass(frozen=True)
-class Listener:
+class RunListener:
     """What is called on every rank; an exception that one raises ends the run.
 
     Args:
@@ -36,4 +36,4 @@ class Listener:
             self.log_info(values)
 
 
-NOBODY = Listener()
+NOBODY = RunListener()
