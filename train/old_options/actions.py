@@ -127,3 +127,12 @@ def only(expected: Collection[str], remedy: str) -> Same:
         return {}
 
     return Same(write, f"(left out; other values: {remedy})")
+
+
+def powergossip_task(value: str) -> New:
+    """PowerGossip's task, whose network for text was an LSTM."""
+    if value == "Cifar":
+        return {"dataset": "cifar10", "model": "resnet20"}
+    if value == "LSTM":
+        return {"task": "language_model", "model": "lstm"}
+    raise ValueError("pass Cifar or LSTM, or a task of this project: images, translation, language_model")

@@ -16,6 +16,7 @@ from train.old_options.actions import (
     one_of,
     only,
     peers,
+    powergossip_task,
     staleness,
 )
 
@@ -163,12 +164,7 @@ POWERGOSSIP: Mapping[str, Action] = {
     ),
     "distributed_backend": named("backend"),
     "distributed_init_file": Gone(_LAUNCHER),
-    "task": Same(
-        lambda value: {"Cifar": {"dataset": "cifar10", "model": "resnet20"}, "LSTM": {"task": "language_model"}}.get(
-            value, {"task": value}
-        ),
-        'dataset="cifar10" and model="resnet20" (Cifar), task="language_model" (LSTM)',
-    ),
+    "task": Same(powergossip_task, 'dataset="cifar10" and model="resnet20" (Cifar), task="language_model" (LSTM)'),
     "task_architecture": one_of("model", {"ResNet20": "resnet20", "resnet20": "resnet20"}),
     "use_decentralized_data": Gone("set dirichlet_alpha, small for uneven data"),
     "decentralized_data_shuffled_ratio": Gone("set dirichlet_alpha, small for uneven data"),

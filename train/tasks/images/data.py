@@ -192,7 +192,7 @@ def _cifar10(source: Source) -> tuple[Images, Images]:
         try:
             splits = read_cifar10(Path(source.folder), read_python=_torchvision_cifar10)
         except ValueError as error:
-            raise ValueError(f"{error}; point --data-dir there, or pass --download") from error
+            raise ValueError(f"{error}; pass --download, or --data-dir with what has it") from error
     train, test = splits
     return (
         TensorImages(_normalised(train.images), train.labels, num_classes=NUM_CLASSES, max_shift=4, flip=True),
