@@ -20,7 +20,7 @@ __all__ = ["ChocoCommunicator", "FixedProcessor", "MatchaProcessor", "centralize
 class Communicator:
     """What the communicators share: a `GossipDataParallel` around the model, made at the first `communicate`.
 
-    The order of a step is that of MATCHA: x <- W(t) (x - lr g). The model stays a plain module, which the loop calls as
+    A step is in the order of MATCHA: x <- W(t) (x - lr g). The model stays a plain module, which the loop calls as
     before. Every rank keeps the parameters that it starts from; `torch.manual_seed` before the model is built makes
     them equal.
 

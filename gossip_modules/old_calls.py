@@ -24,7 +24,7 @@ MIXING_ARGUMENTS: Mapping[str, str] = {"device": "weights are numbers, on no dev
 """The same of its mixings."""
 MATCHA_ARGUMENTS: Mapping[str, str] = {
     "rank": GRAPH_ARGUMENTS["rank"],
-    "size": "the number of ranks is that of the graph",
+    "size": "the graph has the number of ranks",
     "iterations": "rounds are drawn one by one, and have no end",
     "issubgraph": "matchings and graphs are told apart by their types",
 }

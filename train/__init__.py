@@ -1,6 +1,6 @@
 """The main job: scripts a person reads top to bottom. Start at gossip_sgd.py; `train.run(...)` trains from Python.
 
-`config`, `output_dir`, `log_metric`, `log_info` and `main` are those of PowerGossip's train.py.
+`config`, `output_dir`, `log_metric`, `log_info` and `main` are names of PowerGossip's train.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from train.run_config import RunConfig
 
 config: dict[str, Any] = {}
-"""What `main` trains: options of this project or keys of PowerGossip, by name. What is not there has its default."""
+"""The options of `main`, by their names here or in PowerGossip. Options that are not there have their defaults."""
 output_dir: str = ""
 """The folder that `main` writes to; empty: the option out_dir."""
 log_metric: LogMetric | None = None
-"""What `main` calls with what is measured, see `run`."""
+"""A function that `main` calls with measurements, see `run`; None: there is none."""
 log_info: LogInfo | None = None
-"""What `main` calls with what the run is and has come to, see `run`."""
+"""A function that `main` calls with the configuration and the results, see `run`; None: there is none."""
 
 
 def run(
@@ -31,19 +31,19 @@ def run(
 ) -> RunResult:
     """Train from Python, as the scripts do: alone, as in a notebook, or as one rank under torchrun, mpirun or srun.
 
-    torch.distributed is initialised for the run, and not after it; nor are the signal handlers and the number of
-    threads of the run there any more. torch's global generator is seeded.
+    The run initialises torch.distributed and ends it. Signal handlers and the number of threads are as before
+    afterwards. The run seeds torch's global generator.
 
     Args:
-        config: of the run: a configuration of a task (`train.tasks.images.config.Config`, and those of translation and
-            language_model), or options by name, such as {"recipe": "sgp", "epochs": 2}, with "task", one of images,
-            translation and language_model, images where it is not given, and "preset".
+        config: a configuration of a task, such as `train.tasks.images.config.Config`; or options by name, such as
+            {"recipe": "sgp", "epochs": 2}. "task" is images (the default), translation or language_model, and "preset"
+            one of its presets.
         log_metric: called on every rank with a name, values and tags: "train" at every `log_every` steps, "epoch" with
             the columns of the table of this rank after every epoch; the tag is rank.
-        log_info: called on every rank with what the run is, before its first step, and with its results at the end.
+        log_info: called on every rank with the configuration, before the first step, and with the results at the end.
 
     Returns:
-        What has come of it.
+        The results.
 
     Raises:
         ValueError: the run cannot be as `config` says, or all ranks agree that it must end.

@@ -1,4 +1,4 @@
-"""A training run that is called from Python: what `train.run` and `train.main` do."""
+"""A training run that is called from Python: the functions behind `train.run` and `train.main`."""
 
 from __future__ import annotations
 

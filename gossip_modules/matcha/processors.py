@@ -85,7 +85,7 @@ class MatchaProcessor(MatchaGraph):
 class FixedProcessor(MatchaProcessor):
     """`MatchaGraph(base_graph, budget=commBudget, periodic=True)`: D-PSGD; a round uses all matchings, or none.
 
-    With `commBudget=1` every round uses the whole graph. The arguments are those of `MatchaProcessor`.
+    With `commBudget=1` every round uses the whole graph. See `MatchaProcessor` for the arguments.
     """
 
     _is_fixed = True

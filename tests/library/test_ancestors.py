@@ -150,8 +150,12 @@ def test_every_argument_of_the_wrappers(wrapper: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("wrapper", "options", "message"),
     [
-        (gm.GossipDataParallel, {"rank": 3}, r"got rank=3, expected none: .*, 0 here; leave it out"),
-        (gm.GossipDataParallel, {"world_size": 8}, r"got world_size=8, expected none: .*, 1 here; leave it out"),
+        (gm.GossipDataParallel, {"rank": 3}, r"got rank=3, expected none: .*, which is 0 here; leave it out"),
+        (
+            gm.GossipDataParallel,
+            {"world_size": 8},
+            r"got world_size=8, expected none: .*, which is 1 here; leave it out",
+        ),
         (gm.GossipDataParallel, {"synch_freq": 2}, r"pass overlap=True, max_staleness=2"),
         (gm.GossipDataParallel, {"distributed": False}, r"call the module itself"),
         (gm.BilatGossipDataParallel, {"num_peers": 2}, r"one peer at a time"),

@@ -1,4 +1,4 @@
-"""RunListener: functions of a caller that hear what a run measures while it trains."""
+"""RunListener: functions of a caller that a run calls with its measurements."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LogInfo: TypeAlias = Callable[[Mapping[str, Any]], object]
 
 @dataclass(frozen=True)
 class RunListener:
-    """What is called on every rank; an exception that one raises ends the run.
+    """Functions that are called on every rank; an exception in one of them ends the run.
 
     Args:
         log_metric: called with a name, values and tags: "train" with step, loss and learning_rate at every `log_every`
             steps, and "epoch" with the columns of the table of this rank after every epoch. The tag is rank. None:
             nobody listens.
-        log_info: called once with what the run is, before its first step, and once with its results. None: as above.
+        log_info: called once with the configuration, before the first step, and once with the results. None: as above.
     """
 
     log_metric: LogMetric | None = None
@@ -31,7 +31,7 @@ class RunListener:
             self.log_metric(name, known, {"rank": rank})
 
     def info(self, values: Mapping[str, Any]) -> None:
-        """Pass on what the run is, or its results."""
+        """Pass on the configuration, or the results."""
         if self.log_info is not None:
             self.log_info(values)
 

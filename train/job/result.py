@@ -1,4 +1,4 @@
-"""RunResult: what a run has come to, for the code that called it."""
+"""RunResult: the results of a run, for the code that called it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.job.outputs import EXPORT
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one rank knows at the end of a run."""
+    """The results of a run, as one rank knows them."""
 
     exit_code: int
     """0: the run is complete; 75: it was told to stop, and has a checkpoint."""
@@ -29,7 +29,7 @@ class RunResult:
     consensus_distance: float
     """sqrt(mean_i ||x_i - mean_j x_j||^2); NaN where the run was told to stop."""
     epochs: Sequence[Mapping[str, Any]]
-    """The rows of the table of this rank, one for each epoch, those of an earlier process of the run included."""
+    """The rows of the table of this rank, one for each epoch, also of an earlier process of the run."""
 
     @property
     def is_complete(self) -> bool:

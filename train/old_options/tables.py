@@ -65,15 +65,15 @@ SGP: Mapping[str, Action] = {
     "no_cuda_streams": Without("the library chooses its streams"),
     "single_threaded": flag({}, {}, "(left out: a round runs in the training thread unless --overlap says otherwise)"),
     "distributed": only(("True", ""), "start python -m train.gossip_sgd without a launcher for a world of one"),
-    "resume_epoch": Gone("pass --resume FOLDER, that of a run or of one of its checkpoints"),
+    "resume_epoch": Gone("pass --resume FOLDER, of a run or of one of its checkpoints"),
     "bs_fpath": Gone("start the same command again with --resume auto; job_scripts/ does so after a preemption"),
     "shared_fpath": Without("ranks count their steps together in the store of the job"),
     "user_name": Without("jobs are submitted by job_scripts/"),
     "dist_avg": one_of("recipe", {"allreduce": "ar", "allreduce2": "ar", "gossip": "sgp", "simple_gossip": "sgp"}),
     "dist_process": Gone("pass --nprocs-per-node N, the number of processes that average gradients and gossip as one"),
 }
-"""Of gossip_sgd.py and gossip_sgd_adpsgd.py of Stochastic Gradient Push, and of its fairseq scripts; those of the same
-name and meaning, such as --lr and --momentum, are left out."""
+"""Of gossip_sgd.py and gossip_sgd_adpsgd.py of Stochastic Gradient Push, and of its fairseq scripts; options of the
+same name and meaning, such as --lr and --momentum, are left out."""
 
 MATCHA: Mapping[str, Action] = {
     "matcha": flag({"recipe": "matcha"}, {}, "--recipe matcha", "--lr is for a global batch of 256 here"),
@@ -102,7 +102,7 @@ WAGMA: Mapping[str, Action] = {
     "regime": Gone("pass --preset imagenet-resnet50, or --milestones, --milestone-factor and --warmup-epochs"),
     "lrmult": Gone("pass --lr, the learning rate for a global batch of 256"),
     "dwu": Gone("pass --warmup-epochs 0"),
-    "start_epoch": Gone("pass --resume FOLDER, that of a run or of one of its checkpoints"),
+    "start_epoch": Gone("pass --resume FOLDER, of a run or of one of its checkpoints"),
     "aug": Gone("leave it out: training images are cropped or shifted, and mirrored"),
     "saug": Gone("leave it out: training images are cropped or shifted, and mirrored"),
     "tas": Gone("pass --group-size and --sync-period, with --recipe wagma"),
@@ -153,7 +153,7 @@ POWERGOSSIP: Mapping[str, Action] = {
     "optimizer_compressor": one_of("compressor", {"top-k": "topk", "sign-and-norm": "sign"}),
     "optimizer_keep_ratio": named("compression_ratio"),
     "optimizer_theta": named("theta"),
-    "optimizer_round_weights": Gone("leave it out: weights are those of the graph"),
+    "optimizer_round_weights": Gone("leave it out: the graph has the weights"),
     "topology": one_of("graph", {"ring": "ring", "torus": "torus", "fully-connected": "complete"}),
     "num_epochs": named("epochs"),
     "learning_rate": Gone(_POWERGOSSIP_LR),
@@ -172,10 +172,10 @@ POWERGOSSIP: Mapping[str, Action] = {
     "spectrum_logging_epochs": _SPECTRUM,
     "spectrum_logging_params": _SPECTRUM,
 }
-"""The keys of `train.config` of PowerGossip that differ; n_workers and rank are compared with those of the launcher."""
+"""The keys of `train.config` of PowerGossip that differ; the launcher tells n_workers and rank."""
 
 OPTIONS: Mapping[str, Action] = {**OTHERS, **DPWA, **WAGMA, **MATCHA, **SGP}
-"""Of all command lines. `_own_values` has the options whose names are those of today, and whose values are not."""
+"""Of all command lines. An option of today with a value as of old is in `translate`."""
 
 _METHODS = ("all_reduce", "bilat", "compress", "matcha", "push_sum")
 """Those that choose the method, the first that is given: --all_reduce True --push_sum False is AllReduce SGD."""

@@ -10,27 +10,29 @@ import torch.distributed as dist
 from ..foreign_arguments import Action, ForeignArguments, Ignored, Refused, Renamed, Replaced
 
 _LEVELS = Ignored("there are no levels of messages to choose from")
-_PLACE = "rank and number of ranks are those of process_group, or of all of torch.distributed"
+_PLACE = "process_group, or torch.distributed, tells the rank and the number of ranks"
 _OWN_OPTIMIZER = Refused(
-    "the optimizer is that of your loop; pass it to torch.optim.SGD(model.parameters(), lr=..., momentum=...)"
+    "your loop has the optimizer; pass it to torch.optim.SGD(model.parameters(), lr=..., momentum=...)"
 )
 _MEETING = Ignored("ranks meet by torch.distributed, which is initialised before")
 _INTERFACE = Refused(
-    "the network interface is that of torch.distributed; set the environment variable GLOO_SOCKET_IFNAME or "
+    "torch.distributed chooses the network interface; set the environment variable GLOO_SOCKET_IFNAME or "
     "NCCL_SOCKET_IFNAME"
 )
 
 
 def _rank(value: Any, given: Mapping[str, Any]) -> Action:
+    """Leave it out: process_group, or torch.distributed, tells the rank."""
     return _same(value, given, dist.get_rank)
 
 
 def _world_size(value: Any, given: Mapping[str, Any]) -> Action:
+    """Leave it out: process_group, or torch.distributed, tells the number of ranks."""
     return _same(value, given, dist.get_world_size)
 
 
 def _same(value: Any, given: Mapping[str, Any], ask: Any) -> Action:
-    """Nothing is changed by the rank or the number of ranks that hold anyway; others would be another process."""
+    """The value that holds anyway changes nothing; another one would be another process."""
     group = given.get("process_group")
     if isinstance(group, dist.ProcessGroup):
         actual = group.rank() if ask is dist.get_rank else group.size()
@@ -38,10 +40,11 @@ def _same(value: Any, given: Mapping[str, Any], ask: Any) -> Action:
         actual = ask() if dist.is_initialized() else value
     if value == actual:
         return Ignored(_PLACE)
-    return Refused(f"{_PLACE}, {actual} here; leave it out")
+    return Refused(f"{_PLACE}, which is {actual} here; leave it out")
 
 
 def _synch_freq(value: Any, given: Mapping[str, Any]) -> Action:
+    """Write overlap=True, max_staleness=n; leave 0 out, which is the default."""
     if value == 0:
         return Ignored("it is the default: training waits for each overlapped round at the next forward")
     if given.get("overlap") is True:
@@ -50,18 +53,21 @@ def _synch_freq(value: Any, given: Mapping[str, Any]) -> Action:
 
 
 def _distributed(value: Any, given: Mapping[str, Any]) -> Action:
+    """Leave True out; call the module itself where you had False."""
     if value:
         return Ignored("a wrapper is always one of several ranks, or the only one")
     return Refused("one process trains without a wrapper; call the module itself")
 
 
 def _num_peers(value: Any, given: Mapping[str, Any]) -> Action:
+    """Leave it out: a rank exchanges its model with one peer at a time."""
     if value == 1:
         return Ignored("a rank exchanges its model with one peer at a time")
     return Refused("a rank exchanges its model with one peer at a time; leave it out")
 
 
 def _comm_device(value: Any, given: Mapping[str, Any]) -> Action:
+    """Leave it out: messages travel through the memory of the host."""
     if str(value) == "cpu":
         return Ignored("messages travel through the memory of the host")
     return Refused("messages travel through the memory of the host; leave it out")

@@ -150,7 +150,7 @@ def _of_images(files: Iterator[tuple[tuple[str, ...], bytes]], where: Path) -> S
         if pixels.shape != (SIDE, SIDE, 3):
             raise ValueError(
                 f"got {'/'.join(parts[-3:])} in {str(where)!r} of {pixels.shape[1]} x {pixels.shape[0]} pixels, "
-                f"expected {SIDE} x {SIDE}, those of CIFAR-10; pass --dataset imagefolder for other images"
+                f"expected {SIDE} x {SIDE}, as in CIFAR-10; pass --dataset imagefolder for other images"
             )
         found[split in _TRAIN].append((kind, name, pixels))
     classes = sorted({kind for images in found.values() for kind, *_ in images})
