@@ -37,7 +37,7 @@ class Communicator:
     def __init__(self, rank: int, size: int, **options: Any) -> None:
         self.rank, self.size = rank, size
         self.wrapper: GossipDataParallel | None = None
-        self._options = {"push_sum": False, "init_sync": False, **options}
+        self._options = {"push_sum": False, "init_sync": False, "rounds": "manual", **options}
 
     def communicate(self, model: nn.Module) -> float:
         """Collective: one round of `model`, in place, after `optimizer.step()`.
@@ -60,7 +60,7 @@ class Communicator:
                 f"got another {type(model).__name__} than in the first communicate(model), expected the same module; "
                 "make a communicator for each model"
             )
-        self.wrapper._step_start()
+        self.wrapper.gossip_step()
         return time.perf_counter() - start
 
     def close(self) -> None:

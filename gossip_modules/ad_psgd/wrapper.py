@@ -64,6 +64,7 @@ class BilatGossipDataParallel(GossipWrapper):
         init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
         gossip_buffers: whether pairs average floating-point buffers (BatchNorm statistics) too, or each keeps its own.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled train as well, so that they ask a peer.
+        rounds: when a rank asks a peer: see `GossipDataParallel`.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then,
             which exist for any, and all begin with the model of the first worker.
 
@@ -98,10 +99,12 @@ class BilatGossipDataParallel(GossipWrapper):
         on_nonfinite: str = "raise",
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
+        rounds: str = "forward",
         init_sync: bool = True,
         membership: Membership | None = None,
     ) -> None:
-        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
+        super().__init__(module, **flags, rounds=rounds)
         self._on_nonfinite = check_policy(on_nonfinite)
         if membership is not None:
             given = {"group": process_group, "init_sync": init_sync, "timeout": as_timeout(timeout)}
@@ -156,6 +159,7 @@ class BilatGossipDataParallel(GossipWrapper):
     def _start(self, weights: MixingManager) -> BilateralEngine:
         vector, policy = self._buffer.vector, self._on_nonfinite
         engine = self._engine = BilateralEngine(weights, self._transport, vector, on_nonfinite=policy)
+        self._set_out()
         hold(self)
         return engine
 

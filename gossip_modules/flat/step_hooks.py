@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 class Stepped(Protocol):
     """Who is told of steps."""
+
+    order: int
+    """Members of a higher order are told of the end of a step after those of a lower one."""
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the steps of this optimizer concern it."""
@@ -36,7 +40,7 @@ def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
 
-class StepHooks:
+class StepHooks:  # one for the process: STEP_HOOKS
     """Objects that are told of every optimizer step in the process that concerns them, by one pair of global hooks.
 
     The hooks are there while there are such objects. torch walks over its hooks during a step, and must not find them
@@ -93,7 +97,7 @@ class StepHooks:
     def _stepped_by(self, optimizer: Optimizer) -> list[Stepped]:
         with self._lock:
             members = list(self._members)
-        return [member for member in members if member.is_stepped_by(optimizer)]
+        return sorted((member for member in members if member.is_stepped_by(optimizer)), key=_order)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steppers.add(threading.get_ident())
@@ -105,4 +109,6 @@ class StepHooks:
             member.after_step(optimizer)
 
 
+STEP_HOOKS = StepHooks()
+_order = attrgetter("order")
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__  # what torch puts around every step, to call the hooks

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import StepHooks, holds_any
+from ..flat.step_hooks import STEP_HOOKS, holds_any
 from ..flat.vector import FlatVector
-
-_hooks = StepHooks()
 
 
 class SGDStep(NamedTuple):
@@ -55,7 +53,7 @@ class SGDMomentum:
         self._vector: FlatVector | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # each parameter and its view of the vector
         self._next: Sequence[Tensor] = ()  # what the vector is to start from, by dtype
-        _hooks.add(self)
+        STEP_HOOKS.add(self)
 
     def write(self, momentum: Sequence[Tensor]) -> None:
         """The buffers of the optimizer <- `momentum`, a flat tensor for each dtype, now and where they come to be."""
@@ -95,6 +93,8 @@ class SGDMomentum:
 
     # See `Stepped`.
 
+    order = 0
+
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
         return holds_any(optimizer, self.buffer.parameters)
@@ -125,7 +125,7 @@ class SGDMomentum:
 
     def close(self) -> None:
         """Let the optimizer step alone from now on."""
-        _hooks.discard(self)
+        STEP_HOOKS.discard(self)
 
     def _views(self) -> list[tuple[Tensor, Tensor]]:
         vector = self._vector
@@ -153,4 +153,4 @@ class SGDMomentum:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _hooks.add(self)
+        STEP_HOOKS.add(self)

@@ -87,6 +87,7 @@ class GroupAverageDataParallel(GossipWrapper):
         gossip_buffers: whether group averages include floating-point buffers (BatchNorm statistics).
         gossip_in_eval_mode: whether a forward in eval mode counts as one of training where grad is enabled, for
             frozen BatchNorm statistics.
+        rounds: when rounds run: see `GossipDataParallel`.
         process_group: a group that carries nothing else, and of Gloo if wait-avoiding; None = a new one over all ranks.
         comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
             the group has NCCL.
@@ -116,7 +117,9 @@ class GroupAverageDataParallel(GossipWrapper):
 
     _foreign_attributes: ClassVar[Mapping[str, str]] = {
         **GossipWrapper._foreign_attributes,
-        "join": "write `while model.round < num_rounds:` for the loop, with one number on all ranks",
+        **dict.fromkeys(
+            ("join", "join_hook"), "write `while model.round < num_rounds:` for the loop, with one number on all ranks"
+        ),
     }
 
     @foreign_arguments(DDP_ARGUMENTS, WAGMA_ARGUMENTS)
@@ -135,9 +138,11 @@ class GroupAverageDataParallel(GossipWrapper):
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         membership: Membership | None = None,
         gossip_in_eval_mode: bool = False,
+        rounds: str = "forward",
         on_nonfinite: str = "raise",
     ) -> None:
-        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
+        super().__init__(module, **flags, rounds=rounds)
         check_flags(wait_avoiding=wait_avoiding, overlap=overlap)
         if as_whole(sync_period, name="sync_period") < 0:
             raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
@@ -157,6 +162,7 @@ class GroupAverageDataParallel(GossipWrapper):
             links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
             self._start_among(links, group_size, wait_avoiding=wait_avoiding, init_sync=init_sync, **options)
         self.register_load_state_dict_post_hook(_publish_loaded)
+        self._set_out()
         hold(self)
 
     def _start_among(

@@ -90,16 +90,18 @@ class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As DistributedDataParallel."""
-        if self.training and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._num_steps += 1
-            if self._is_finite is not None and not self._is_finite.of_all(self._parameters_and_buffers[0]):
-                raise FloatingPointError(
-                    f"rank {dist.get_rank(self.process_group)}: before step {self._num_steps - 1} the model holds "
-                    "infinities or NaN, on all ranks, as gradients are averaged; expected finite ones. Go on from "
-                    "a checkpoint with a smaller learning rate, clipped gradients or a GradScaler; "
-                    "on_nonfinite='spread' does not look"
-                )
-        return super().forward(*args, **kwargs)
+        is_step = self.training and torch.is_grad_enabled() and self.require_backward_grad_sync
+        is_finite = self._is_finite if is_step else None
+        if is_finite is not None and not is_finite.of_all(self._parameters_and_buffers[0]):
+            raise FloatingPointError(
+                f"rank {dist.get_rank(self.process_group)}: before step {self._num_steps} the model holds "
+                "infinities or NaN, on all ranks, as gradients are averaged; expected finite ones. Go on from "
+                "a checkpoint with a smaller learning rate, clipped gradients or a GradScaler; "
+                "on_nonfinite='spread' does not look"
+            )
+        output = super().forward(*args, **kwargs)
+        self._num_steps += is_step
+        return output
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__, is_stateless=True)

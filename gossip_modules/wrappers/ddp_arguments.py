@@ -94,7 +94,7 @@ DDP_ATTRIBUTES: Mapping[str, str] = {
     "reducer": f"{_NO_REDUCER}; {_COUNTS}",
     "logger": _COUNTS,
     "_get_ddp_logging_data": _COUNTS,
-    "join": "ranks need not have equally many batches; train, then call close()",
+    **dict.fromkeys(("join", "join_hook"), "ranks need not have equally many batches; train, then call close()"),
     "will_sync_module_buffers": _SHARED_BUFFERS,
     "broadcast_buffers": _SHARED_BUFFERS,
     "require_forward_param_sync": _SHARED_BUFFERS,

@@ -69,7 +69,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         z = x / w                                          # the de-biased estimate; x itself in D-PSGD, where w is 1
         forward and backward at z; then optimizer.step() on x
 
-    One training forward is one round, of the same number on all ranks; the optimizer and the loop are the user's own.
+    One optimizer step is one round, of the same number on all ranks; the optimizer and the loop are the user's own.
 
     | method       | arguments                                                     |
     |--------------|---------------------------------------------------------------|
@@ -117,6 +117,9 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged like parameters.
         gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward, which starts a
             round: for training with frozen BatchNorm statistics.
+        rounds: when rounds run. "forward": before the first training forward of each optimizer step, see [Note: One
+            step is one round]. "step": after each step of the torch optimizer that holds the parameters. "manual": in
+            `gossip_step()` only.
         on_nonfinite: the reaction to infinities and NaN, which gossip would hand to all ranks in a few rounds.
             "raise": FloatingPointError at the rank that has them, before others get them (with overlap, also at those
             that were sent them, before they are applied). "skip": leave out such rounds, which `comm_stats()` counts;
@@ -171,6 +174,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         init_sync: bool = True,
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
+        rounds: str = "forward",
         on_nonfinite: str = "raise",
         find_unused_parameters: bool = False,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
@@ -178,7 +182,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     ) -> None:
         check_overlap(overlap, max_staleness)
         g = max(as_whole(nprocs_per_node, name="nprocs_per_node"), 1)  # less is refused below
-        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_shards=g)
+        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
+        super().__init__(module, **flags, rounds=rounds, num_shards=g)
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         algorithm = Algorithm(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule)
@@ -258,6 +263,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._engine: LockstepEngine = engine if self._node is None else self._node.engine_of(engine)
         self._averager = self._engine.averager
         self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
+        self._set_out()
         hold(self)
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:

@@ -301,6 +301,17 @@ def test_the_loop_of_sgp() -> None:
     model.close()
 
 
+def test_transfer_params_runs_the_round_where_the_loop_says_when() -> None:
+    model = wrapped(rounds="manual")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(4, 2)).square().mean().backward()
+        optimizer.step()
+        said(model.transfer_params)
+    assert model.comm_stats()["num_rounds"] == 3
+    model.close()
+
+
 def test_the_adapter_of_dpwa(tmp_path: Path) -> None:
     pytest.importorskip("zmq")
     path = tmp_path / "nodes.yaml"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..user_line import levels_to_user
 
 WORKING: Mapping[str, str] = {
-    "transfer_params": "rounds run by themselves, at the next training forward; leave the call out",
+    "transfer_params": "rounds run by themselves; leave the call out, or with rounds='manual' write model.gossip_step()",
     "sync_comms": "write model.flush()",
     "block": "write torch.distributed.barrier()",
     "communicator_warmup": "connections are made in the constructor; leave the call out",
@@ -44,8 +44,11 @@ class OldMethods(nn.Module):
     """A base of a wrapper: the methods and attributes of Stochastic Gradient Push that have a meaning here."""
 
     def transfer_params(self, mix: bool = True) -> bool:
-        """Nothing, and True: a round runs by itself at the next training forward."""
+        """True; with `rounds="manual"` after `gossip_step()`, otherwise rounds run by themselves."""
         self._say("transfer_params")
+        if getattr(self, "rounds", "") == "manual":
+            step: Any = self.gossip_step
+            step()
         return True
 
     def sync_comms(self) -> None:
