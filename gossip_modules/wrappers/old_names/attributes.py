@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..user_line import levels_to_user
 
 WORKING: Mapping[str, str] = {
-    "transfer_params": "rounds run by themselves; leave the call out, or with rounds='manual' write model.gossip_step()",
+    "transfer_params": "rounds run by themselves, so leave it out; with rounds='manual' write model.gossip_step()",
     "sync_comms": "write model.flush()",
     "block": "write torch.distributed.barrier()",
     "communicator_warmup": "connections are made in the constructor; leave the call out",
