@@ -8,17 +8,18 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NoReturn, TypeVar
 
 from train.job.errors import UsageError, leave, own_rank, refuse, usage_errors
 from train.job.preemption import ignore_signals
 from train.job.world import World
+from train.old_options.translate import translated
 from train.option_groups import read_groups
-from train.run.elastic.worker import run_elastic
-from train.run.process import run
 from train.run_config import RunConfig
 from train.tasks.base import Task
+from train.training.elastic.worker import run_elastic
+from train.training.process import run
 
 ConfigType = TypeVar("ConfigType", bound=RunConfig)
 
@@ -63,7 +64,7 @@ def read_command_line(
     """The configuration that `arguments` describe.
 
     `--preset NAME`, an entry of `config_type.PRESETS`, sets the defaults, and `--import MODULE` imports a module that
-    registers methods; every other option is a field.
+    registers methods; every other option is a field, or one of another system, see `old_options.translate.translated`.
 
     Args:
         config_type: what is configured.
@@ -88,6 +89,8 @@ def read_command_line(
     if config_type.PRESETS:
         shown["preset NAME"] = f"Other defaults of the options; one of {', '.join(config_type.PRESETS)}."
     with usage_errors():
-        config = read_groups(replace(config_type(), **preset), description=description, arguments=others, shown=shown)
+        default = replace(config_type(), **preset)
+        others = translated(others, {option.name: getattr(default, option.name) for option in fields(default)})
+        config = read_groups(default, description=description, arguments=others, shown=shown)
         config.check_preset(preset)
         return config

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gossip_modules.methods import METHODS, name_of
 from train.job.errors import UsageError, refuse
 from train.job.outputs import outputs_in, tables_in
-from train.run.evaluate import title_of
-from train.run.report import table
+from train.training.evaluate import title_of
+from train.training.report import table
 from visualization.command import read_arguments
 from visualization.curves import draw
 

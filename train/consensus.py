@@ -42,7 +42,7 @@ from gossip_modules.testing import CPU, run_ranks
 from train.consensus_experiment.data import DATA, make_matrices
 from train.consensus_experiment.methods import VARIANTS, Variant
 from train.job.errors import UsageError, refuse, usage_errors
-from train.run.report import table
+from train.training.report import table
 from visualization.command import read_arguments
 from visualization.consensus import THRESHOLDS, best_runs, draw
 

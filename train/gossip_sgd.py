@@ -27,7 +27,8 @@ dpwa; or, to compare with, by AllReduce SGD and Local SGD.
         --peers-per-itr 0:2,30:1 --resume auto
 
 Everything goes to --out-dir: one CSV per rank, tensorboard/, checkpoints/, and at the end
-summary.json, curves.png and averaged_model.safetensors (train/run/export.py says how to load it).
+summary.json, curves.png and averaged_model.safetensors (train/training/export.py says how to load
+it).
 The last line on standard output is `averaged model: test accuracy NN.NN %`.
 
 A folder that has an earlier run is refused, unless this one goes on from there (--resume auto) or

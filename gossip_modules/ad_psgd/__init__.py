@@ -5,3 +5,7 @@ The algorithm stands in `engine.BilateralEngine`, whose docstring shows one step
 ranks learn which of them failed first, and `watched_transport` ends collectives because of that. With a membership
 `participant` turns the engine to the links of each generation.
 """
+
+from .wrapper import BilatGossipDataParallel
+
+__all__ = ["BilatGossipDataParallel"]

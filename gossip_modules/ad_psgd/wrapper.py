@@ -22,6 +22,7 @@ from ..wrappers.composition import hold
 from ..wrappers.ddp_arguments import DDP_ARGUMENTS
 from ..wrappers.defaults import choose_bipartite_mixing
 from ..wrappers.foreign_arguments import foreign_arguments
+from ..wrappers.old_names.arguments import AD_PSGD_ARGUMENTS
 from ..wrappers.setup import Links
 from .engine import BilateralEngine
 from .participant import BilateralParticipant
@@ -86,7 +87,7 @@ class BilatGossipDataParallel(GossipWrapper):
     _transport: Any
     _watched: WatchedTransport | None = None
 
-    @foreign_arguments(DDP_ARGUMENTS)
+    @foreign_arguments(DDP_ARGUMENTS, AD_PSGD_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,

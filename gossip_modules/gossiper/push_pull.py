@@ -11,6 +11,7 @@ from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
 from ..flat.renamed import Renamed, renamed_argument
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
+from ..old_calls import GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY, refused_arguments
 from .gossiper import Gossiper, Messages
 from .pipelined import chunkwise
 
@@ -46,6 +47,7 @@ class PushPull(Gossiper):
     is_elastic = True
     piece_bytes = Renamed("chunk_bytes")
 
+    @refused_arguments(GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY)
     @renamed_argument("piece_bytes", "chunk_bytes")
     def __init__(self, *, wire_dtype: torch.dtype | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         if wire_dtype not in (None, torch.bfloat16, torch.float16):

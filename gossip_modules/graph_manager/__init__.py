@@ -3,6 +3,9 @@
 The random graph of MATCHA, which is planned from one of these, is `gossip_modules.MatchaGraph` in the package `matcha`.
 """
 
+import importlib
+from typing import Any
+
 from .base import GraphManager
 from .base_graph import BaseGraph
 from .butterfly_groups import ButterflyGroups
@@ -66,3 +69,12 @@ __all__ = [
     "networkx_graph",
     "select_graph",
 ]
+
+_ABOVE = {"FixedProcessor": "..matcha.processors", "MatchaProcessor": "..matcha.processors"}
+"""Names that MATCHA's code has in this module, with the module of a package above that has them here."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ABOVE[name], __name__), name)

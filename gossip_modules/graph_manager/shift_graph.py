@@ -10,6 +10,7 @@ from math import gcd
 from operator import eq
 from typing import overload
 
+from ..old_calls import GRAPH_ARGUMENTS, old_arguments
 from .base import GraphManager, row_period, window
 
 
@@ -27,6 +28,7 @@ class ShiftGraph(GraphManager):
     (2,)
     """
 
+    @old_arguments(GRAPH_ARGUMENTS, leading="rank")
     def __init__(self, world_size: int, *, peers_per_itr: int | Mapping[int, int] = 1) -> None:
         super().__init__(world_size, peers_per_itr=peers_per_itr)
         self._rows = {p: self.shifts(p) if p else () for p in self._segments.values()}

@@ -10,11 +10,14 @@ from .activation import activation_probabilities, matching_costs
 from .graph import MatchaGraph
 from .joint_activation import ActivationPlan, joint_probabilities
 from .laplacians import MixingWeight, contraction, dpsgd_weight, laplacian, mixing_weight, periodic_dpsgd_weight
+from .processors import FixedProcessor, MatchaProcessor
 
 __all__ = [
     "ActivationPlan",
     "Edge",
+    "FixedProcessor",
     "MatchaGraph",
+    "MatchaProcessor",
     "Matching",
     "MixingWeight",
     "activation_probabilities",

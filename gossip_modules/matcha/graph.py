@@ -17,6 +17,7 @@ from ..graph_manager.base import GraphManager
 from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, world_size
 from ..graph_manager.predefined_graphs import matchings_of
 from ..graph_manager.random_graph import as_seed, random_bits, unit_interval
+from ..old_calls import MATCHA_ARGUMENTS, old_arguments
 from .activation import best_connected, budget_limit, matching_costs
 from .joint_activation import ActivationPlan, smallest_rho
 from .laplacians import as_probabilities, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
@@ -86,6 +87,7 @@ class MatchaGraph(GraphManager):
     matchings: tuple[Matching, ...]
     probabilities: tuple[float, ...]
 
+    @old_arguments(MATCHA_ARGUMENTS, renamed={"commBudget": "budget"})
     def __init__(
         self,
         base: nx.Graph | Sequence[Sequence[Edge]],

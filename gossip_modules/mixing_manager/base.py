@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..graph_manager.base import GraphManager
 from ..graph_manager.weighted_graph import WeightedGraph
+from ..old_calls import MIXING_ARGUMENTS, old_arguments
 
 _ROUNDING = 1e-12  # tolerance for sums and products of weights in float64
 
@@ -162,6 +163,7 @@ class UniformMixing(MixingManager):
     MixingWeights(own=0.5, inp={3: 0.5})
     """
 
+    @old_arguments(MIXING_ARGUMENTS, trailing="device")
     def __init__(self, graph: GraphManager) -> None:
         refuse_weighted(graph, type(self).__name__)
         super().__init__(graph)

@@ -27,6 +27,7 @@ from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
 from ..wrappers.ddp_arguments import DDP_ARGUMENTS
 from ..wrappers.foreign_arguments import foreign_arguments
+from ..wrappers.old_names.arguments import WAGMA_ARGUMENTS
 from ..wrappers.setup import Links
 from .at_exit import close_at_exit
 from .elastic import ElasticGroupEngine
@@ -121,7 +122,7 @@ class GroupAverageDataParallel(GossipWrapper):
         ),
     }
 
-    @foreign_arguments(DDP_ARGUMENTS)
+    @foreign_arguments(DDP_ARGUMENTS, WAGMA_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,

@@ -21,6 +21,8 @@ from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
 from .foreign_arguments import ForeignArguments, Refused, foreign_arguments
 from .gradient_group import NamedReplica
+from .old_names.arguments import ALL_REDUCE_ARGUMENTS
+from .old_names.attributes import OldMethods
 from .state import check_prefix
 
 _GOSSIP_ARGUMENTS: ForeignArguments = {
@@ -32,7 +34,7 @@ _GOSSIP_ARGUMENTS: ForeignArguments = {
 }
 
 
-class AllReduceDataParallel(NamedReplica, AveragingMixin):
+class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
     """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
 
     What it adds is what the gossip wrappers have too: `flush`, `close`, `average_`, `averaged`, `consensus_distance`
@@ -54,7 +56,7 @@ class AllReduceDataParallel(NamedReplica, AveragingMixin):
         TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
     """
 
-    @foreign_arguments(_GOSSIP_ARGUMENTS, passed_on_to=DistributedDataParallel.__init__)
+    @foreign_arguments(_GOSSIP_ARGUMENTS, ALL_REDUCE_ARGUMENTS, passed_on_to=DistributedDataParallel.__init__)
     def __init__(
         self,
         module: nn.Module,

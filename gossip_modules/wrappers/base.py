@@ -22,6 +22,7 @@ from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
 from .ddp_arguments import DDP_ATTRIBUTES
 from .foreign_attributes import ForeignAttributes
+from .old_names.attributes import MISSING, OldMethods
 from .optimizer_steps import OptimizerSteps, Rounds
 from .setup import Links, open_transport
 from .state import InnerPlace, RoundState, check_prefix
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
+class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, FlatAveraging):
     """A module whose parameters are mixed with those of other ranks before its training forwards.
 
     [Note: Where a round runs] At the first training forward of an optimizer step (the wrapped module in train mode,
@@ -68,7 +69,7 @@ class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
         ValueError: the module is wrapped or sharded by another tool, or has nothing to train.
     """
 
-    _foreign_attributes: ClassVar[Mapping[str, str]] = DDP_ATTRIBUTES
+    _foreign_attributes: ClassVar[Mapping[str, str]] = {**DDP_ATTRIBUTES, **MISSING}
 
     @renamed_argument("num_slices", "num_shards")
     def __init__(

@@ -140,7 +140,7 @@ def _translate(
         action = table[argument]
         if callable(action):
             action = action(value, given)
-        got = f"got {argument}={_short.repr(value)}"
+        got = f"got {argument}={' '.join(_short.repr(value).split())}"
         if isinstance(action, Refused):
             raise ValueError(f"{got}, expected none: {action.remedy}")
         if isinstance(action, Ignored):

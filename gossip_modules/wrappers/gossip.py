@@ -47,6 +47,7 @@ from .defaults import Algorithm
 from .foreign_arguments import foreign_arguments
 from .join import UnevenInputs
 from .node import MemberNode, Node, check_node_size, count_nodes, meet_siblings
+from .old_names.arguments import SGP_ARGUMENTS
 from .setup import Links
 from .state import WeightState
 
@@ -152,7 +153,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         "join": "write `with torch.distributed.algorithms.Join([model]):` around the loop",
     }
 
-    @foreign_arguments(DDP_ARGUMENTS)
+    @foreign_arguments(DDP_ARGUMENTS, SGP_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,

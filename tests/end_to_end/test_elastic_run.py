@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
 PRELOADED = """
 import runpy, sys
 import sklearn.datasets, torch._dynamo, torch.utils.tensorboard
-import train.run.elastic.worker, train.tasks.images.task, visualization.curves
+import train.training.elastic.worker, train.tasks.images.task, visualization.curves
 input()
 runpy.run_module(sys.argv.pop(1), run_name="__main__")
 """

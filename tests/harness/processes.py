@@ -20,7 +20,7 @@ PRELOADED = [
     *("torch", "torch.distributed", "torch.nn.parallel", "gossip_modules"),
     "torch._dynamo",  # the first optimizer or training forward loads it
     # What a training run imports when it needs it.
-    *("train.run.process", "train.tasks.images.task", "train.tasks.translation.task", "torch.utils.tensorboard"),
+    *("train.training.process", "train.tasks.images.task", "train.tasks.translation.task", "torch.utils.tensorboard"),
     *("visualization.curves", "sklearn.datasets", "transformers.models.marian.modeling_marian"),
 ]
 

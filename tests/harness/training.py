@@ -8,9 +8,9 @@ import torch.distributed as dist
 import gossip_modules as gm
 from train.job.preemption import StopRequest
 from train.job.world import World
-from train.run.run import Run
 from train.tasks.images.config import Config
 from train.tasks.images.task import ImageTask
+from train.training.run import Run
 
 
 def gloo_world() -> World:

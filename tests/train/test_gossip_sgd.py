@@ -27,20 +27,20 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from tests.harness.processes import run_processes
-from tests.train.run.test_checkpoint import Ranks
+from tests.train.training.test_checkpoint import Ranks
 from train.job.preemption import EXIT_CODE, StopRequest
 from train.job.stop import LockstepStop
 from train.job.world import World
-from train.run.export import export_model
-from train.run.meters import Meters
-from train.run.run import Run
-from train.run.step import train_step
 from train.tasks.base import MicroBatch
 from train.tasks.images.config import Config
 from train.tasks.images.images import TensorImages
 from train.tasks.images.models import MODELS
 from train.tasks.images.task import ImageTask
 from train.tasks.precision import Precision
+from train.training.export import export_model
+from train.training.meters import Meters
+from train.training.run import Run
+from train.training.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "train" / "gossip_sgd.py")

@@ -27,12 +27,12 @@ from tests.harness.processes import run_processes
 from tests.train.test_gossip_sgd import leaves
 from train.job.preemption import StopRequest
 from train.job.world import World
-from train.run.run import Run
 from train.run_config import RunConfig
 from train.tasks.base import Task
 from train.tasks.translation.config import TranslationConfig
 from train.tasks.translation.number_words import number_words
 from train.tasks.translation.task import TranslationTask
+from train.training.run import Run
 from train.translate_text import TrainedTranslator, translate_lines
 
 ROOT = Path(__file__).resolve().parents[2]

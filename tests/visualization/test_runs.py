@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tests.harness.finished_runs import rank_table, write_run
-from train.run.evaluate import Validation
-from train.run.log import EpochRow, RunLog
-from train.run.meters import Meters
-from train.run.report import RankResult, write_report
 from train.tasks.images.config import Config
+from train.training.evaluate import Validation
+from train.training.log import EpochRow, RunLog
+from train.training.meters import Meters
+from train.training.report import RankResult, write_report
 from visualization.logs.runs import COLUMNS, find_runs, read_run, read_runs
 from visualization.logs.tables import read_columns, read_numbers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from types import FrameType
 
 EXIT_CODE = 75
@@ -25,12 +26,15 @@ class StopRequest:
 
     Handlers stay in place until `close`, so that torchrun, which sends SIGTERM to the others as soon as one process has
     left, ends nobody who still writes a checkpoint.
+
+    Args:
+        signals: those that ask; none in a thread that is not the main one, which may handle no signal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         self.is_made = False
         """Whether anyone has asked."""
-        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in signals}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.request()

@@ -6,7 +6,7 @@ import ipaddress
 
 import pytest
 
-from tests.train.run.test_checkpoint import Ranks
+from tests.train.training.test_checkpoint import Ranks
 from train.job import addresses
 from train.job.addresses import interface_address, own_host, source_address
 

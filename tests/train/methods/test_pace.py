@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.train.run.test_checkpoint import Ranks
+from tests.train.training.test_checkpoint import Ranks
 from train.job.preemption import StopRequest
 from train.job.stop import StoreStop
 from train.methods.pace import Meeting, SharedSteps

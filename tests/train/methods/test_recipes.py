@@ -22,12 +22,12 @@ from gossip_modules.matcha.__main__ import main as write_plan
 from gossip_modules.methods import METHOD_OPTIONS, METHODS, Context, MethodOptions, used_options, wrap
 from gossip_modules.methods.graphs import base_graph, make_graph, make_static_graph, make_undirected_graph
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
-from tests.train.run.test_checkpoint import Ranks
+from tests.train.training.test_checkpoint import Ranks
 from train.job.addresses import own_host
 from train.job.preemption import StopRequest
 from train.methods.pace import make_pace
-from train.run.run import context_of
 from train.tasks.images.config import Config
+from train.training.run import context_of
 
 WRAP = "gossip_modules.methods.wrapping"
 UNDIRECTED: dict[str, dict[str, Any]] = {

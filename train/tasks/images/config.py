@@ -18,9 +18,10 @@ class Config(RunConfig):
     """Train an image classifier by gossip. The defaults train handwritten digits by SGP within a minute."""
 
     dataset: str = "digits"
-    """digits (inside scikit-learn), cifar10 (torchvision), imagefolder (a tree with train/ and val/ or test/)."""
+    """digits (inside scikit-learn), cifar10, imagefolder (a tree with train/ and val/ or test/)."""
     data_dir: str = "data"
-    """Folder of the data set; digits needs none."""
+    """Folder of the data set; digits needs none. Of cifar10 also an archive: the batches of its authors, for Python or
+    binary, or train/ and test/ with a folder of images for each class, as folders or in an archive."""
     download: bool = False
     """Let torchvision fetch cifar10 into data_dir."""
     image_size: int = 0

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train.tasks.images.cifar10 import NUM_CLASSES, LabelledImages, Splits, read_cifar10
 from train.tasks.images.folder_images import CroppedImages, ShiftedImages
 from train.tasks.images.images import BatchKey, Images, TensorImages
 from train.tasks.images.loader import Batches
@@ -110,7 +111,7 @@ class Source:
     Args:
         dataset: a key of DATASETS.
         folder: of the data set; digits needs none.
-        download: whether torchvision may fetch cifar10 into the folder.
+        download: whether torchvision may fetch cifar10 into the folder; otherwise nothing is fetched.
         image_size: side of the images of an imagefolder in pixels.
     """
 
@@ -184,25 +185,40 @@ def _digits(source: Source) -> tuple[Images, Images]:
 
 
 def _cifar10(source: Source) -> tuple[Images, Images]:
-    """CIFAR-10 through torchvision, held in memory; shifts of up to four pixels and mirroring."""
+    """CIFAR-10, held in memory; shifts of up to four pixels and mirroring."""
+    if source.download:
+        splits = _torchvision_cifar10(Path(source.folder), download=True)
+    else:
+        try:
+            splits = read_cifar10(Path(source.folder), read_python=_torchvision_cifar10)
+        except ValueError as error:
+            raise ValueError(f"{error}; pass --download, or --data-dir with what has it") from error
+    train, test = splits
+    return (
+        TensorImages(_normalised(train.images), train.labels, num_classes=NUM_CLASSES, max_shift=4, flip=True),
+        TensorImages(_normalised(test.images), test.labels, num_classes=NUM_CLASSES),
+    )
+
+
+def _torchvision_cifar10(folder: Path, *, download: bool = False) -> Splits:
+    """By torchvision, which compares the checksum of each file of cifar-10-batches-py before it reads it."""
     from torchvision.datasets import CIFAR10
 
-    splits: list[TensorImages] = []
+    splits = []
     for is_train in (True, False):
         try:
-            raw = CIFAR10(source.folder, train=is_train, download=source.download)
+            raw = CIFAR10(folder, train=is_train, download=download)
         except RuntimeError as error:
             raise ValueError(
-                f"got no CIFAR-10 in {source.folder!r} ({error}), expected cifar-10-batches-py/ there; pass "
-                "--download, or --data-dir with the folder that has it"
+                f"got no CIFAR-10 in {str(folder)!r} ({error}), expected cifar-10-batches-py/, whole"
             ) from error
-        images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).float() / 255
-        images = (images - _per_channel(CIFAR10_MEAN)) / _per_channel(CIFAR10_STD)
-        labels = np.asarray(raw.targets, dtype=np.int64)
-        splits.append(
-            TensorImages(images, labels, num_classes=10, max_shift=4 if is_train else 0, flip=is_train),
-        )
+        splits.append(LabelledImages(raw.data.transpose(0, 3, 1, 2), np.asarray(raw.targets, dtype=np.int64)))
     return splits[0], splits[1]
+
+
+def _normalised(images: np.ndarray) -> Tensor:
+    """Float32 of mean 0 and standard deviation 1, from uint8 [N, 3, H, W]."""
+    return (torch.from_numpy(images).float() / 255 - _per_channel(CIFAR10_MEAN)) / _per_channel(CIFAR10_STD)
 
 
 def _per_channel(values: tuple[float, ...]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 
 import gossip_modules as gm
 from tests.harness.ranks import CPU
-from tests.train.run.test_checkpoint import Ranks
+from tests.train.training.test_checkpoint import Ranks
 from train.command_line import read_command_line
 from train.job.errors import UsageError
 from train.tasks.byte_tokenizer import PAD, SMALLEST_VOCABULARY

@@ -18,10 +18,8 @@ from torch import Tensor
 
 import gossip_modules as gm
 from tests.harness.ranks import CPU
-from tests.train.run.test_checkpoint import Ranks
+from tests.train.training.test_checkpoint import Ranks
 from train.command_line import read_command_line
-from train.run.meters import Meters
-from train.run.step import train_step
 from train.tasks.base import MicroBatch
 from train.tasks.byte_tokenizer import END, PAD, START
 from train.tasks.token_scores import count_tokens, nll, token_accuracy_percent
@@ -32,6 +30,8 @@ from train.tasks.translation.task import TranslationTask
 from train.tasks.translation.token_batches import micro_batch
 from train.tasks.translation.tokenization import BytePairs
 from train.tasks.translation.transformer import SIZES, Beam, Size, Translator
+from train.training.meters import Meters
+from train.training.step import train_step
 
 # Of 60 numbers, the same for learning, validation and test: what is learnt is not the question here.
 NUMBERS = range(0, 6000, 100)

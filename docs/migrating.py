@@ -1,0 +1,101 @@
+"""The tables of docs/guides/migrating.md, from the tables in the code: `python docs/migrating.py` writes them anew."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gossip_modules.old_calls import GRAPH_ARGUMENTS, MATCHA_ARGUMENTS, MIXING_ARGUMENTS  # noqa: E402
+from gossip_modules.wrappers.foreign_arguments import Ignored, Refused, Renamed  # noqa: E402
+from gossip_modules.wrappers.old_names.arguments import (  # noqa: E402
+    AD_PSGD_ARGUMENTS,
+    ALL_REDUCE_ARGUMENTS,
+    SGP_ARGUMENTS,
+    WAGMA_ARGUMENTS,
+)
+from gossip_modules.wrappers.old_names.attributes import MISSING, WORKING  # noqa: E402
+from train.old_options.actions import Action, Gone, Same  # noqa: E402
+from train.old_options.tables import DPWA, MATCHA, POWERGOSSIP, SGP, WAGMA  # noqa: E402
+
+PAGE = ROOT / "docs" / "guides" / "migrating.md"
+
+
+def table(head: str, rows: Iterable[tuple[str, str, str]]) -> str:
+    """A Markdown table: the old name, what to write or do, and what happens if you type the old name."""
+    lines = [f"| {head} | here | if you type it |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {here} | {outcome} |" for name, here, outcome in rows)])
+
+
+def arguments(actions: Mapping[str, Any]) -> str:
+    """Of a table of constructor arguments."""
+    return table("argument", ((f"{name}=", *_argument(action)) for name, action in actions.items()))
+
+
+def _argument(action: Any) -> tuple[str, str]:
+    if isinstance(action, Ignored):
+        return f"leave it out: {action.why}", "a warning"
+    if isinstance(action, Refused):
+        return action.remedy, "an error"
+    if isinstance(action, Renamed):
+        return f"`{action.new}=`", "works, with a warning"
+    text = " ".join(action.__doc__.split()).rstrip(".")
+    return text[0].lower() + text[1:], "a warning, or an error by its value"
+
+
+def left_out(reasons: Mapping[str, str]) -> str:
+    """Of a table of arguments that change nothing."""
+    return table("argument", ((f"{name}=", f"leave it out: {why}", "a warning") for name, why in reasons.items()))
+
+
+def attributes() -> str:
+    """Of the methods and attributes of the wrappers."""
+    rows = [(name, remedy, "works, with a warning") for name, remedy in WORKING.items()]
+    return table("method or attribute", [*rows, *((name, remedy, "an error") for name, remedy in MISSING.items())])
+
+
+def options(actions: Mapping[str, Action], *, dashes: str = "--") -> str:
+    """Of a table of options of a script."""
+    return table("option", ((dashes + name, *_option(action)) for name, action in actions.items()))
+
+
+def _option(action: Action) -> tuple[str, str]:
+    if isinstance(action, Gone):
+        return action.remedy, "an error"
+    if isinstance(action, Same):
+        return action.shown + (f"; {action.note}" if action.note else ""), "works, with a warning"
+    return f"leave it out: {action.why}", "a warning"
+
+
+TABLES: Mapping[str, str] = {
+    "sgp-arguments": arguments(SGP_ARGUMENTS),
+    "adpsgd-arguments": arguments(AD_PSGD_ARGUMENTS),
+    "allreduce-arguments": arguments(ALL_REDUCE_ARGUMENTS),
+    "graph-arguments": left_out({**GRAPH_ARGUMENTS, **MIXING_ARGUMENTS}),
+    "attributes": attributes(),
+    "sgp-options": options(SGP),
+    "matcha-arguments": left_out(MATCHA_ARGUMENTS),
+    "matcha-options": options(MATCHA),
+    "wagma-arguments": arguments(WAGMA_ARGUMENTS),
+    "wagma-options": options(WAGMA, dashes="-"),
+    "powergossip-keys": options(POWERGOSSIP, dashes=""),
+    "dpwa-options": options(DPWA),
+}
+
+
+def rendered(text: str) -> str:
+    """The text of the page, with each table as it is now."""
+
+    def replace(match: re.Match[str]) -> str:
+        return f"{match[1]}\n\n{TABLES[match[2]]}\n\n{match[3]}"
+
+    return re.sub(r"(<!-- table: ([\w-]+) -->)\n.*?(<!-- end -->)", replace, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""The adapter of dpwa, in the package where dpwa has it."""
