@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.renamed import renamed_argument
+from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
@@ -28,6 +29,9 @@ from .unsynced_steps import UnsyncedSteps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_DEFAULT = Selection()
 
 
 class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
@@ -56,7 +60,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
 
     Args:
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
-        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are mixed too, or stay local.
+        selection: the buffers that are mixed too, and the parameters and buffers that stay local.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled are training forwards too.
         num_shards: the vector is padded to this many equal shards.
 
@@ -69,13 +73,13 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self,
         module: nn.Module,
         *,
-        gossip_buffers: bool = True,
+        selection: Selection = _DEFAULT,
         gossip_in_eval_mode: bool = False,
         num_shards: int = 1,
     ) -> None:
         super().__init__()
         check_inside(module, wrapper=type(self).__name__)
-        check_flags(gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        check_flags(gossip_in_eval_mode=gossip_in_eval_mode)
         self.module = module
         self.gossip_in_eval_mode = gossip_in_eval_mode
         self._unsynced_steps = UnsyncedSteps()
@@ -87,7 +91,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self._trains = False  # in this forward
         self._place: tuple[int, int] | None = None  # rank and world size, where there are such
         self._description: dict[str, str] = {}  # what ranks agree on, by name
-        self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_shards=num_shards)
+        self._buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
 
     def _open(self, links: Links, *, init_sync: bool, **options: Any) -> ProcessGroupTransport:
         """See `open_transport`; the ranks agree on the class and on `_description`."""
@@ -211,6 +215,11 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self._share_buffers()
         self._to_numerator()
         return self._buffer.vector
+
+    def _sum_over_ranks(self, x: Tensor) -> None:
+        super()._sum_over_ranks(x)
+        if self._node is not None:  # whose processes sum with those of the same place in other nodes
+            self._node.share_buffers([x])
 
     def _write(self, vector: FlatVector) -> None:
         self._to_estimate()
