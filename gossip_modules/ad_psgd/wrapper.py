@@ -191,7 +191,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._meet("waiting until no rank answers")
 
     def _meet(self, what: str) -> None:
-        self._averager.transport.all_reduce(torch.zeros(1), what=what)
+        self._averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._withdraw()

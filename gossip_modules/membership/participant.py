@@ -203,7 +203,7 @@ class ModelParticipant(ABC):
         """See `Participant`; who was in an earlier life of the job gives up its own rounds and weight."""
         vector = self.wrapper._buffer.vector
         self.wrapper._to_estimate()
-        counts = torch.tensor([self.wrapper._engine.t, self.step])
+        counts = torch.tensor([self.wrapper._engine.t, self.step], device="cpu")
         broadcast_tensors(self.membership.transport, [vector.raw, counts, *self._others()])
         vector.push_sum_weight.fill_(1.0)
         self._go_to(*counts.tolist())

@@ -234,7 +234,7 @@ class AveragingMixin(ABC):
             mean = vector.clone()
             self._averager.mix(mean, 0)
             self._write(vector)
-            squared = torch.zeros(1, dtype=torch.float64)
+            squared = torch.zeros(1, dtype=torch.float64, device="cpu")
             for x, y in zip(self._parameters_of(vector), self._parameters_of(mean), strict=True):
                 squared += torch.linalg.vector_norm(y.sub_(x), dtype=torch.float64).cpu() ** 2
             transport = self._averager.transport

@@ -48,12 +48,22 @@ WRAPPERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "wait-avoiding WAGMA": (GroupAverageDataParallel, {}),
     "AR": (AllReduceDataParallel, {}),
 }
+
+
+def set_list(module: Any, names: list[str]) -> dict[str, Any]:
+    module._ddp_params_and_buffers_to_ignore = names
+    return {}
+
+
+def call_function(module: nn.Module, names: list[str]) -> dict[str, Any]:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    return {}
+
+
 LISTS: dict[str, Callable[[nn.Module, list[str]], dict[str, Any]]] = {
     "ignore": lambda module, names: {"ignore": names},
-    "DDP's list": lambda module, names: setattr(module, "_ddp_params_and_buffers_to_ignore", names) or {},
-    "DDP's function": lambda module, names: (
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) or {}
-    ),
+    "DDP's list": set_list,
+    "DDP's function": call_function,
 }
 
 
@@ -67,7 +77,7 @@ class Personal(nn.Module):
         self.scale = nn.Parameter(torch.full((2,), float(1 + rank)))
         self.frozen = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
         self.norm = nn.BatchNorm1d(2, affine=False)
-        nn.init.constant_(self.norm.running_mean, float(rank))
+        nn.init.constant_(self.norm.get_buffer("running_mean"), float(rank))
         self.register_buffer("table", torch.full((2,), float(rank)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,7 +186,7 @@ def test_the_lists_of_ranks_differ() -> None:
 
 @pytest.mark.parametrize("make", [GossipDataParallel, BilatGossipDataParallel, GroupAverageDataParallel, gossip])
 def test_an_entry_that_matches_nothing_is_refused_before_ranks_meet(make: Make) -> None:
-    with pytest.raises(ValueError, match="got ignore with 'scales', which matches no.* did you mean 'scale'"):
+    with pytest.raises(ValueError, match=r"got ignore with 'scales', which matches no.* did you mean 'scale'"):
         make(Personal(0), ignore=["scales"])
 
 
@@ -192,7 +202,7 @@ def test_dpwa_merges_what_is_not_ignored() -> None:
     pytest.importorskip("zmq")
     with contextlib.ExitStack() as workers:
         modules = [Personal(rank) for rank in range(2)]
-        nn.init.constant_(modules[1].shared.weight, 5.0)
+        nn.init.constant_(modules[1].get_parameter("shared.weight"), 5.0)
         models = [
             wrap(workers, f"w{rank}", module, ignore=["own.*", "scale", "norm.*"], init_from_peers=False)
             for rank, module in enumerate(modules)
@@ -203,7 +213,7 @@ def test_dpwa_merges_what_is_not_ignored() -> None:
         while models[0].comm_stats()["num_rounds"] == 0:
             for model in models:
                 model(torch.ones(2, 2)).sum().backward()
-        assert modules[0].shared.weight.max() > 1
+        assert modules[0].get_parameter("shared.weight").max() > 1
         state, expected = modules[0].state_dict(), Personal(0).state_dict()
         for name in ("own.weight", "own.bias", "scale"):
             assert torch.equal(state[name], expected[name])

@@ -138,7 +138,7 @@ def test_buffers_that_are_named_travel() -> None:
 
 
 def test_buffers_of_another_shape_than_those_of_rank_0_are_refused_on_all_ranks() -> None:
-    def body(group: dist.ProcessGroup) -> list[list[float]]:
+    def body(group: dist.ProcessGroup) -> list[float]:
         module = Bank(group.rank())
         wrapper = GossipDataParallel(module, process_group=group, init_sync=False)
         if group.rank() == 1:
@@ -213,21 +213,22 @@ def test_the_averaged_model_is_pruned_as_rank_0_has_pruned_its_own(name: str) ->
 
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
         module = nn.Sequential(fill_(nn.Linear(4, 8), 0), nn.Tanh(), fill_(nn.Linear(8, 1), 1))
+        layer: Any = module[0]
         # AD-PSGD refuses to choose anew while it trains.
         at = -1 if make is BilatGossipDataParallel else 4
         if at < 0:
             with torch.no_grad():
-                module[0].weight.add_(torch.rand(8, 4, generator=torch.Generator().manual_seed(group.rank())))
+                layer.weight.add_(torch.rand(8, 4, generator=torch.Generator().manual_seed(group.rank())))
             prune.l1_unstructured(module[0], "weight", amount=0.5)
         wrapper = make(module, process_group=group, init_sync=False, **options)
         train(wrapper, module, group.rank(), 8, prune_at=at)
         wrapper.settle()
-        own = module[0].weight_mask.clone()
+        own = layer.weight_mask.clone()
         wrapper.eval()
         with wrapper.averaged(), torch.no_grad():
             wrapper(torch.ones(1, 4))
-            mask, weight = module[0].weight_mask.clone(), module[0].weight.clone()
-        assert torch.equal(module[0].weight_mask, own)
+            mask, weight = layer.weight_mask.clone(), layer.weight.clone()
+        assert torch.equal(layer.weight_mask, own)
         wrapper.close()
         return own, mask, weight
 

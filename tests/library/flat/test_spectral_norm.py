@@ -57,6 +57,6 @@ def test_a_weight_of_one_dimension_and_a_broken_one_end() -> None:
     vector.register_parameter("weight", nn.Parameter(torch.ones(3)))
     parametrizations.spectral_norm(vector)
     broken = parametrizations.spectral_norm(nn.Linear(2, 2))
-    nn.init.constant_(broken.parametrizations.weight.original, float("nan"))  # type: ignore[union-attr]
+    nn.init.constant_(broken.get_parameter("parametrizations.weight.original"), float("nan"))
     refresh_spectral_norms(nn.Sequential(vector, broken))
     assert len(singular_vectors(vector)) == 0
