@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .aliases import check_shared_memory, find_aliases, move_aliases
 from .layout import FlatLayout
 from .renamed import Renamed, renamed_argument
 from .selection import Selection
@@ -24,7 +25,8 @@ class FlatBuffer:
     per dtype: matrices first, those of one shape side by side, then parameters of one dimension, then buffers, so that
     codes of matrices work in few batches. Frozen parameters and all other buffers stay where they are, and so do
     running statistics that hold an infinity or NaN: see [Note: kinds of buffers] of `Selection`. A tensor shared by
-    several modules is taken once. Strides are kept, so `channels_last` stays `channels_last`.
+    several modules is taken once. Strides are kept, so `channels_last` stays `channels_last`. Other tensors in the same
+    memory, such as `weight.detach()`, move too, so that they go on showing the values of the module.
 
     `.to()`, `.half()`, `load_state_dict(assign=True)` and `copy.deepcopy` make tensors that no longer view the
     vector: `is_attached()` notices, and `reattach()` takes in the new ones, with their values. `requires_grad_()` and
@@ -44,7 +46,8 @@ class FlatBuffer:
 
     Raises:
         ValueError: a selection that names what is not there, a TorchScript module, nothing to train, tensors on several
-            devices, on the meta device, uninitialised or sharded, or distinct parameters that overlap in memory.
+            devices, on the meta device, uninitialised or sharded, in memory that other processes or tensors share, or
+            distinct parameters that overlap in memory.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -190,6 +193,9 @@ class FlatBuffer:
         self._lay_out(slots)
 
     def _lay_out(self, slots: list[Slot]) -> None:
+        check_shared_memory(slots)
+        self._views = []  # which are not to be taken for tensors of others
+        aliases = find_aliases(slots)
         dtypes = list(dict.fromkeys(real_dtype(slot.tensor) for slot in slots))
         groups = {dtype: [slot for slot in slots if real_dtype(slot.tensor) == dtype] for dtype in dtypes}
         specs = {dtype: [slot.spec for slot in group] for dtype, group in groups.items()}
@@ -208,6 +214,7 @@ class FlatBuffer:
                     slot.tensor.data = view
                     views[id(slot.tensor)] = view
                     offset += real_numel(slot.tensor)
+            move_aliases(aliases)
         self._slots, self._views, self.vector = slots, [views[id(slot.tensor)] for slot in slots], vector
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
