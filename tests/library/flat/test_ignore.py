@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from gossip_modules import (
     DiLoCo,
     GossipDataParallel,
     GroupAverageDataParallel,
+    Membership,
     QGDSGDm,
     TopK,
     gossip,
 )
 from tests.harness.problems import fill_
+from tests.harness.processes import run_processes
 from tests.harness.ranks import run_ranks
 from tests.library.dpwa.workers import introduce, wrap
 
@@ -217,3 +220,54 @@ def test_dpwa_merges_what_is_not_ignored() -> None:
         state, expected = modules[0].state_dict(), Personal(0).state_dict()
         for name in ("own.weight", "own.bias", "scale"):
             assert torch.equal(state[name], expected[name])
+
+
+def test_workers_of_a_membership_begin_with_their_own() -> None:
+    store, x = dist.HashStore(), torch.ones(2, 2)
+
+    def work(rank: int) -> dict[str, Tensor]:
+        module = Personal(rank)
+        membership = Membership(store, min_workers=2, timeout=20.0)
+        model = GossipDataParallel(module, membership=membership, ignore=NAMES)
+        with torch.no_grad():
+            module.get_parameter("shared.bias").fill_(float(rank))
+        for _ in membership.steps(2):
+            model(x).sum().backward()
+        model.settle()
+        state = {name: value.clone() for name, value in module.state_dict().items()}
+        model.close()
+        return state
+
+    with ThreadPoolExecutor(2) as pool:
+        states = list(pool.map(work, range(2)))
+    torch.testing.assert_close(states[0]["shared.bias"], states[1]["shared.bias"])
+    for rank, state in enumerate(states):
+        for name in ("own.weight", "own.bias", "scale", "frozen", "table"):
+            assert torch.equal(state[name], Personal(rank).state_dict()[name])
+
+
+def in_a_node(rank: int) -> list[float]:
+    module = Personal(rank)
+    model = GossipDataParallel(module, nprocs_per_node=2, ignore=["scale", "own.*", "frozen"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 2), float(rank))).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        module.get_buffer("table").fill_(float(rank))
+    with model.averaged():
+        inside = module.get_buffer("table")[0].item()
+    model.close()
+    assert not hasattr(module, "_ddp_params_and_buffers_to_ignore")
+    own = module.get_parameter("own.weight")[0, 0].item()
+    return [own, module.frozen[0].item(), inside, module.get_buffer("table")[0].item()]
+
+
+@pytest.mark.e2e
+def test_in_a_node_what_is_ignored_is_of_each_process() -> None:
+    outcomes = run_processes(4, in_a_node)
+    assert not any(outcome.error for outcome in outcomes)
+    results = [outcome.result for outcome in outcomes]
+    assert len({own for own, *_ in results}) == 4
+    assert [rest for _, *rest in results] == [[float(rank), 0.0, float(rank)] for rank in range(4)]
