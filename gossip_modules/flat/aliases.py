@@ -79,12 +79,14 @@ def _with_more_owners(slots: Sequence[Slot]) -> Mapping[int, list[Slot]]:
     for slot in slots:
         if slot.tensor.numel():
             groups.setdefault(slot.tensor.untyped_storage()._cdata, []).append(slot)
-    # One more: the object of Python that is asked.
-    return {
-        key: group
-        for key, group in groups.items()
-        if torch._C._storage_Use_Count(group[0].tensor.untyped_storage()._cdata) > len(group) + 1
-    }
+    # The storage's object of Python counts as well, with some versions of torch.
+    others = _num_owners(torch.empty(1, device="cpu")) - 1
+    return {key: group for key, group in groups.items() if _num_owners(group[0].tensor) > len(group) + others}
+
+
+def _num_owners(x: Tensor) -> int:
+    """How many tensors have the storage of `x`, and perhaps one."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
 def _overlapping(groups: Mapping[int, list[Slot]], slots: Sequence[Slot]) -> Iterator[tuple[Tensor, list[Slot]]]:
