@@ -15,7 +15,7 @@ class Carried:
     """The parameters of a rank, the vector that is mixed, and what is carried from round to round.
 
     Carried vectors and `sent` have at least float32 where the model is narrower: they hold differences of models. The
-    floating-point buffers of the model travel with `sent`, and no rule touches them.
+    running statistics of the model travel with `sent`, and no rule touches them.
 
     Args:
         x: the model; only its layout and device matter.
