@@ -21,6 +21,7 @@ from .engine.outer import OuterEngine
 from .engine.overlap import OverlapEngine
 from .engine.ruled import RuledEngine
 from .flat.buffer import FlatBuffer
+from .flat.selection import Selection
 from .flat.vector import FlatVector
 from .gossiper.choco import Choco
 from .gossiper.deep_squeeze import DeepSqueeze
@@ -186,6 +187,7 @@ __all__ = [
     "RuledEngine",
     "SGDStep",
     "Schedule",
+    "Selection",
     "SignNorm",
     "SimpleGossipDataParallel",
     "SlowMo",

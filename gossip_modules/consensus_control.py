@@ -137,8 +137,8 @@ class Differences:
         n = mixing.graph.world_size
         self._is_known = n <= _MAX_KNOWN_RANKS
         size = n if self._is_known else 0
-        self._directions = torch.eye(size, dtype=torch.float64) - 1 / max(n, 1)  # I - J
-        self.covariance = torch.zeros(size, size, dtype=torch.float64)
+        self._directions = torch.eye(size, dtype=torch.float64, device="cpu") - 1 / max(n, 1)  # I - J
+        self.covariance = torch.zeros(size, size, dtype=torch.float64, device="cpu")
 
     def step(self, num_steps: int) -> None:
         """Ranks have taken so many steps."""
@@ -153,7 +153,7 @@ class Differences:
         before = self.covariance
         if before.trace() < _ROUNDING:  # an exact average by rounds of gossip: what is left is rounding
             before = self._directions
-        correction = matrix - torch.eye(len(matrix), dtype=torch.float64)
+        correction = matrix - torch.eye(len(matrix), dtype=torch.float64, device="cpu")
         self.covariance = matrix @ self.covariance @ matrix.T
         squared = torch.sum((correction @ before) * correction).item()
         return squared / max(before.trace().item(), _ROUNDING)

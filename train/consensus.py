@@ -179,7 +179,7 @@ def run(method: Variant, step_size: float, matrices: list[Tensor], *, steps: int
     mixing = ring(len(matrices))
     theta = 2 * largest_difference(matrices, mixing)
     if method.mixes:
-        eye = torch.eye(len(matrices), dtype=torch.float64)
+        eye = torch.eye(len(matrices), dtype=torch.float64, device="cpu")
         mixing = gm.MatrixMixing(mixing.graph, eye - step_size * (eye - mixing.matrix(0)))
 
     def body(group: dist.ProcessGroup) -> None:

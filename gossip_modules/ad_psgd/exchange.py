@@ -124,7 +124,7 @@ class BilateralAverage:
         Raises:
             TimeoutError, ConnectionError: the exchange failed; names the peer and the round, or the rank that died.
         """
-        reply = torch.empty(1, dtype=torch.int64)
+        reply = torch.empty(1, dtype=torch.int64, device="cpu")
         status, what = _CLOSED, f"asking in round {t}"
         with self._exchanging(peer, what):
             pending = self.presence.request(peer, t, _bits(weight), reply=reply, what=what)
@@ -207,7 +207,7 @@ class BilateralAverage:
                 is_closed = self._is_closing or self.presence.failed.done()
                 status = _CLOSED if is_closed else _READY if self.shared.is_open else _NOT_YET
                 self.is_serving = status == _READY
-            reply = torch.tensor([status])
+            reply = torch.tensor([status], device="cpu")
             self._wait(self.transport.exchange({source: [reply]}, {}, tag=_CONTROL_TAG, what=what))
             if status == _READY:
                 with torch.profiler.record_function("gossip.round", f"t={t}"):
@@ -289,8 +289,8 @@ class BilateralAverage:
 
 
 def _bits(weight: float) -> int:
-    return int(torch.tensor([weight], dtype=torch.float64).view(torch.int64).item())
+    return int(torch.tensor([weight], dtype=torch.float64, device="cpu").view(torch.int64).item())
 
 
 def _weight(bits: int) -> float:
-    return torch.tensor([bits]).view(torch.float64).item()
+    return torch.tensor([bits], device="cpu").view(torch.float64).item()

@@ -84,7 +84,7 @@ class Presence:
         Raises:
             ConnectionError: the peer is gone.
         """
-        message = torch.tensor([_REQUEST, first, second])
+        message = torch.tensor([_REQUEST, first, second], device="cpu")
         with self._sending:
             if peer in self._shut_down:
                 return None
@@ -148,7 +148,7 @@ class Presence:
 
     def _post(self, peer: int, kind: int, first: int, second: int) -> None:
         """Post without waiting, with `_sending`. A peer whose connection is closed needs no message."""
-        message = torch.tensor([kind, first, second])
+        message = torch.tensor([kind, first, second], device="cpu")
         try:
             self._posted.append(self.transport.exchange({peer: [message]}, {}, tag=self._tag, what=SHUTDOWN))
         except (ConnectionError, LinkClosedError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..flat.nonfinite import check_policy
+from ..flat.selection import Selection
 from ..gossiper.mixer import GlobalAverage
 from ..membership.links import alone
 from ..membership.lockstep import check_elastic
@@ -62,7 +64,10 @@ class BilatGossipDataParallel(GossipWrapper):
             FloatingPointError at both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do
             not look.
         init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
-        gossip_buffers: whether pairs average floating-point buffers (BatchNorm statistics) too, or each keeps its own.
+        gossip_buffers: whether pairs average running statistics (BatchNorm) too, or each keeps its own; a sequence of
+            names or patterns = those floating-point buffers in their place; see `Selection`.
+        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
+            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled train as well, so that they ask a peer.
         rounds: when a rank asks a peer: see `GossipDataParallel`.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then,
@@ -97,14 +102,15 @@ class BilatGossipDataParallel(GossipWrapper):
         mixing: MixingLike | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         on_nonfinite: str = "raise",
-        gossip_buffers: bool = True,
+        gossip_buffers: bool | Sequence[str] = True,
+        ignore: Sequence[str] = (),
         gossip_in_eval_mode: bool = False,
         rounds: str = "forward",
         init_sync: bool = True,
         membership: Membership | None = None,
     ) -> None:
-        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
-        super().__init__(module, **flags, rounds=rounds)
+        flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
+        super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
         self._on_nonfinite = check_policy(on_nonfinite)
         if membership is not None:
             given = {"group": process_group, "init_sync": init_sync, "timeout": as_timeout(timeout)}
@@ -151,7 +157,8 @@ class BilatGossipDataParallel(GossipWrapper):
             "graph": weights.graph,
             "mixing": weights,
             "on_nonfinite": self._on_nonfinite,
-            "gossip_buffers": self._buffer.include_buffers,
+            "gossip_buffers": self._buffer.selection.gossip_buffers,
+            **({"ignore": ignored} if (ignored := self._buffer.selection.ignore) else {}),
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
         }
         self._description = {name: str(value) for name, value in options.items()}
@@ -188,7 +195,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._meet("waiting until no rank answers")
 
     def _meet(self, what: str) -> None:
-        self._averager.transport.all_reduce(torch.zeros(1), what=what)
+        self._averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._withdraw()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..flat.buffer import FlatBuffer
+from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..wrappers.composition import check_inside, hold, let_go
 from .average_on_demand import AverageOnDemand
@@ -26,7 +28,7 @@ class PairwiseAverager(PairwiseWorker):
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
         config: as the arguments of `PairwiseDataParallel`.
         init_from_peers: see there.
-        gossip_buffers: see there.
+        gossip_buffers, ignore: see there.
 
     Raises:
         ImportError, ValueError, ConnectionError, RuntimeError: see there.
@@ -43,11 +45,17 @@ class PairwiseAverager(PairwiseWorker):
     """
 
     def __init__(
-        self, module: nn.Module, config: PairwiseConfig, *, init_from_peers: bool = True, gossip_buffers: bool = True
+        self,
+        module: nn.Module,
+        config: PairwiseConfig,
+        *,
+        init_from_peers: bool = True,
+        gossip_buffers: bool | Sequence[str] = True,
+        ignore: Sequence[str] = (),
     ) -> None:
         check_inside(module, wrapper=type(self).__name__)
         self.module = module
-        self._buffer = FlatBuffer(module, include_buffers=gossip_buffers)
+        self._buffer = FlatBuffer(module, selection=Selection(gossip_buffers, ignore))
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
         hold(self)

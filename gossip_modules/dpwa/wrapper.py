@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..engine.engine import IdleEngine
+from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..wrappers.arguments import as_timeout
 from ..wrappers.base import GossipWrapper
@@ -67,7 +68,10 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             `timeout`, but 10 s at least.
         init_from_peers: start from the model of a live peer if there is one: for workers that start late or restart.
             Workers that start at the same time start from their own: give them equal weights by `torch.manual_seed`.
-        gossip_buffers: whether floating-point buffers (BatchNorm statistics) travel too.
+        gossip_buffers: whether running statistics (BatchNorm) travel too; a sequence of names or patterns = those
+            floating-point buffers in their place; see `Selection`.
+        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
+            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
         gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
             are training forwards too.
         rounds: when a worker merges: see `GossipDataParallel`.
@@ -107,7 +111,8 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         max_distance: float = DEFAULT_MAX_DISTANCE,
         average_timeout: timedelta | float | None = None,
         init_from_peers: bool = True,
-        gossip_buffers: bool = True,
+        gossip_buffers: bool | Sequence[str] = True,
+        ignore: Sequence[str] = (),
         gossip_in_eval_mode: bool = False,
         rounds: str = "forward",
     ) -> None:
@@ -124,8 +129,8 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             max_distance,
             None if average_timeout is None else as_timeout(average_timeout, name="average_timeout"),
         )
-        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
-        super().__init__(module, **flags, rounds=rounds)
+        flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
+        super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
         self._set_out()
@@ -145,7 +150,8 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         max_distance: float = DEFAULT_MAX_DISTANCE,
         average_timeout: timedelta | None = None,
         init_from_peers: bool = True,
-        gossip_buffers: bool = True,
+        gossip_buffers: bool | Sequence[str] = True,
+        ignore: Sequence[str] = (),
         gossip_in_eval_mode: bool = False,
         rounds: str = "forward",
     ) -> Self:
@@ -164,6 +170,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             **vars(config),
             init_from_peers=init_from_peers,
             gossip_buffers=gossip_buffers,
+            ignore=ignore,
             gossip_in_eval_mode=gossip_in_eval_mode,
             rounds=rounds,
         )

@@ -155,7 +155,7 @@ class ElasticOuterEngine(OuterEngine):
 
     def _stamps_of_all(self, transport: Transport) -> torch.Tensor:
         """int64 [ranks, fragments]."""
-        mine = torch.tensor(self._stamps)
+        mine = torch.tensor(self._stamps, device="cpu")
         stamps = mine.new_empty(transport.world_size * len(mine))
         transport.all_gather(stamps, mine, what="the last outer steps")
         return stamps.view(transport.world_size, -1)

@@ -65,7 +65,7 @@ class SharedModel:
 
     def host_vector(self) -> FlatVector:
         """A new vector like y: zeros in host memory, pinned if parameters are on a GPU."""
-        raw = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        raw = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu")
         return FlatVector(self._layout, raw)
 
     def publish(self, x: FlatVector) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .aliases import check_shared_memory, find_aliases, move_aliases
 from .layout import FlatLayout
 from .renamed import Renamed, renamed_argument
+from .selection import Selection
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
 from .vector import FlatVector
 
@@ -19,11 +21,12 @@ from .vector import FlatVector
 class FlatBuffer:
     """The trained tensors of a module as views of one FlatVector: gossip on the vector is gossip on the module.
 
-    Trainable parameters and persistent floating-point buffers (BatchNorm statistics) are re-pointed into one
-    contiguous vector with one segment per dtype: matrices first, those of one shape side by side, then parameters of
-    one dimension, then buffers, so that codes of matrices work in few batches. Frozen parameters, integer buffers,
-    non-persistent buffers and buffers that hold an infinity or NaN (attention masks) stay where they are. A tensor
-    shared by several modules is taken once. Strides are kept, so `channels_last` stays `channels_last`.
+    Trainable parameters and running statistics (BatchNorm) are re-pointed into one contiguous vector with one segment
+    per dtype: matrices first, those of one shape side by side, then parameters of one dimension, then buffers, so that
+    codes of matrices work in few batches. Frozen parameters and all other buffers stay where they are, and so do
+    running statistics that hold an infinity or NaN: see [Note: kinds of buffers] of `Selection`. A tensor shared by
+    several modules is taken once. Strides are kept, so `channels_last` stays `channels_last`. Other tensors in the same
+    memory, such as `weight.detach()`, move too, so that they go on showing the values of the module.
 
     `.to()`, `.half()`, `load_state_dict(assign=True)` and `copy.deepcopy` make tensors that no longer view the
     vector: `is_attached()` notices, and `reattach()` takes in the new ones, with their values. `requires_grad_()` and
@@ -32,7 +35,8 @@ class FlatBuffer:
 
     Args:
         module: mutated: `.data` of its trained tensors is re-pointed. Values do not change.
-        include_buffers: whether floating-point buffers travel too.
+        include_buffers: whether running statistics travel too; a short form of a `selection`.
+        selection: what travels besides, and what is left alone; None = `Selection(gossip_buffers=include_buffers)`.
         num_shards: the vector is padded to this many equal, aligned shards.
 
     Attributes:
@@ -41,8 +45,9 @@ class FlatBuffer:
         parameter_segments: the parameters of each segment.
 
     Raises:
-        ValueError: a TorchScript module, nothing to train, tensors on several devices, on the meta device,
-            uninitialised or sharded, or distinct parameters that overlap in memory.
+        ValueError: a selection that names what is not there, a TorchScript module, nothing to train, tensors on several
+            devices, on the meta device, uninitialised or sharded, in memory that other processes or tensors share, or
+            distinct parameters that overlap in memory.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -53,18 +58,26 @@ class FlatBuffer:
     num_slices = Renamed("num_shards")
 
     @renamed_argument("num_slices", "num_shards")
-    def __init__(self, module: nn.Module, *, include_buffers: bool = True, num_shards: int = 1) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        include_buffers: bool = True,
+        selection: Selection | None = None,
+        num_shards: int = 1,
+    ) -> None:
         check_module(module)
         self.module = module
-        self.include_buffers = include_buffers
+        self.selection = Selection(include_buffers) if selection is None else selection
+        self.selection.check(module)
         self.num_shards = num_shards
-        self._excluded: frozenset[str] = frozenset(self._non_finite_buffers()) if include_buffers else frozenset()
+        self._excluded = frozenset(self._non_finite_buffers())
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
         self._slots: list[Slot] = []
         self._views: list[Tensor] = []  # of the vector, one per slot
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
-        self._choice = _Choice(module)
+        self._choice = _Choice(module, self.selection.ignored_ids(module))
         self.vector: FlatVector
         self.parameters: list[Tensor] = []
         self.parameter_segments: tuple[Tensor, ...] = ()
@@ -149,7 +162,8 @@ class FlatBuffer:
 
     def is_trained(self) -> bool:
         """Whether the module has a parameter that is trained now; walks the module up to the first one."""
-        return any(parameter.requires_grad for parameter in self.module.parameters())
+        ignored = self.selection.ignored_ids(self.module)
+        return any(x.requires_grad for x in self.module.parameters() if id(x) not in ignored)
 
     def has_all(self) -> bool:
         """Whether all of the module's trained tensors are in the vector, if beside others; walks the module."""
@@ -157,13 +171,13 @@ class FlatBuffer:
 
     def keep(self) -> None:
         """Go on with the tensors that are in the vector, whatever is frozen meanwhile."""
-        self._choice = _Choice(self.module)
+        self._choice = _Choice(self.module, self.selection.ignored_ids(self.module))
 
     def attach(self) -> None:
         """Choose which tensors are trained, and make them views of a new vector, keeping their values and strides."""
         slots = in_order(self._trained_tensors())
         check(slots)
-        self._choice = _Choice(self.module)
+        self._choice = _Choice(self.module, self.selection.ignored_ids(self.module))
         self._lay_out(slots)
 
     def reattach(self) -> None:
@@ -179,6 +193,9 @@ class FlatBuffer:
         self._lay_out(slots)
 
     def _lay_out(self, slots: list[Slot]) -> None:
+        check_shared_memory(slots)
+        self._views = []  # which are not to be taken for tensors of others
+        aliases = find_aliases(slots)
         dtypes = list(dict.fromkeys(real_dtype(slot.tensor) for slot in slots))
         groups = {dtype: [slot for slot in slots if real_dtype(slot.tensor) == dtype] for dtype in dtypes}
         specs = {dtype: [slot.spec for slot in group] for dtype, group in groups.items()}
@@ -197,6 +214,7 @@ class FlatBuffer:
                     slot.tensor.data = view
                     views[id(slot.tensor)] = view
                     offset += real_numel(slot.tensor)
+            move_aliases(aliases)
         self._slots, self._views, self.vector = slots, [views[id(slot.tensor)] for slot in slots], vector
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
@@ -209,7 +227,7 @@ class FlatBuffer:
         return {**self.__dict__, "_views": []}  # a copy's tensors are no views; attach() makes them so
 
     def _trained_tensors(self) -> Iterator[Slot]:
-        seen: set[int] = set()
+        seen = set(self.selection.ignored_ids(self.module))
         for prefix, owner in self.module.named_modules():
             tables: tuple[tuple[dict[str, Any], bool], ...] = ((owner._parameters, True), (owner._buffers, False))
             for table, is_parameter in tables:
@@ -217,17 +235,16 @@ class FlatBuffer:
                     name = f"{prefix}.{attribute}" if prefix else attribute
                     if tensor is None or id(tensor) in seen:
                         continue
-                    if tensor.requires_grad if is_parameter else self._travels(owner, attribute, name, tensor):
+                    if tensor.requires_grad if is_parameter else self._travels(owner, attribute, name):
                         seen.add(id(tensor))
                         yield Slot(owner, attribute, name, tensor, is_parameter)
 
-    def _travels(self, owner: nn.Module, attribute: str, name: str, buffer: Tensor) -> bool:
-        persistent = attribute not in owner._non_persistent_buffers_set
-        return self.include_buffers and persistent and buffer.is_floating_point() and name not in self._excluded
+    def _travels(self, owner: nn.Module, attribute: str, name: str) -> bool:
+        return name not in self._excluded and self.selection.averages(owner, attribute, name)
 
     def _non_finite_buffers(self) -> Iterator[str]:
-        for name, buffer in self.module.named_buffers():
-            if buffer.is_floating_point() and not buffer.is_meta and not bool(torch.isfinite(buffer).all()):
+        for name, buffer in self.selection.averaged(self.module).items():
+            if not buffer.is_meta and not bool(torch.isfinite(buffer).all()):
                 yield name
 
 
@@ -236,9 +253,10 @@ class _Choice:
 
     Args:
         module: looked at as it is now.
+        ignored: the ids of parameters that never travel, whether they are trained or not.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[int]) -> None:
         owners = list(module.modules())
         self._tables: list[tuple[dict[str, Any], int]] = [
             (table, len(table)) for owner in owners for table in (owner._parameters, owner._buffers, owner._modules)
@@ -248,6 +266,7 @@ class _Choice:
             (owner._parameters, name, parameter is not None and parameter.requires_grad)
             for owner in owners
             for name, parameter in owner._parameters.items()
+            if id(parameter) not in ignored
         ]
 
     def is_current(self) -> bool:

@@ -78,7 +78,7 @@ class FiniteCheck:
             return bool(torch.isfinite(total)) or look()
         answer = True
         if self._flag is None:
-            self._flag = torch.ones(1, dtype=torch.bool, pin_memory=True)
+            self._flag = torch.ones(1, dtype=torch.bool, pin_memory=True, device="cpu")
             self._copied = torch.cuda.Event()
         else:
             self._copied.synchronize()  # queued a whole step ago

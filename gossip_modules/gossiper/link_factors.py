@@ -125,9 +125,13 @@ class LinkFactors:
 
     def _draw(self, number: int, side: int, iterations: Sequence[int]) -> Tensor:
         """Standard normal factors [links, ...], float64 on the CPU, a pure function of (seed, link, its iteration)."""
-        draws = torch.empty(len(self._peers), *self._batches[number].factor_shape(side), dtype=torch.float64)
+        draws = torch.empty(
+            len(self._peers), *self._batches[number].factor_shape(side), dtype=torch.float64, device="cpu"
+        )
         for link, peer, iteration in zip(draws, self._peers, iterations, strict=True):
             key = (self._seed, min(self._rank, peer), max(self._rank, peer), iteration, number, side)
             seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
-            torch.randn(link.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, out=link)
+            torch.randn(
+                link.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, out=link, device="cpu"
+            )
         return draws

@@ -51,7 +51,7 @@ def measure_link_times(
     """
     matchings = _checked_matchings(base, transport, num_bytes=num_bytes, num_repeats=num_repeats)
     own = _own_seconds(transport, matchings, torch.zeros(num_bytes, dtype=torch.uint8, device=device), num_repeats)
-    gathered = torch.empty(transport.world_size * len(own), dtype=torch.float64)
+    gathered = torch.empty(transport.world_size * len(own), dtype=torch.float64, device="cpu")
     transport.all_gather(gathered, own, what="measure_link_times")
     seconds = gathered.view(transport.world_size, -1).tolist()
     links = ((index, u, v) for index, matching in enumerate(matchings) for u, v in matching)
@@ -77,9 +77,9 @@ def _checked_matchings(
 def _own_seconds(transport: Transport, matchings: Sequence[Matching], outgoing: Tensor, num_repeats: int) -> Tensor:
     """The seconds of this rank's link in each matching, float64 [M, at least 1]; 0 where it has none."""
     incoming = torch.empty_like(outgoing)
-    own = torch.zeros(max(len(matchings), 1), dtype=torch.float64)
+    own = torch.zeros(max(len(matchings), 1), dtype=torch.float64, device="cpu")
     for index, matching in enumerate(matchings):
-        transport.all_reduce(torch.zeros(1), what=f"start of matching {index} of measure_link_times")
+        transport.all_reduce(torch.zeros(1, device="cpu"), what=f"start of matching {index} of measure_link_times")
         peer = next((u + v - transport.rank for u, v in matching if transport.rank in (u, v)), None)
         if peer is not None:
             times = [_exchange_seconds(transport, peer, outgoing, incoming, tag=i) for i in range(num_repeats + 1)]

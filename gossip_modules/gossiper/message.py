@@ -53,7 +53,7 @@ class Header:
     """
 
     def __init__(self, number: int = 0, checksum: int = 0, *, device: torch.device) -> None:
-        words = torch.tensor([number % WORD, checksum % WORD], dtype=torch.int64)
+        words = torch.tensor([number % WORD, checksum % WORD], dtype=torch.int64, device="cpu")
         # Stored as int32 with the same bits, since torch has few operations on unsigned numbers.
         self.raw = torch.where(words < WORD // 2, words, words - WORD).to(device, torch.int32)
 

@@ -243,4 +243,6 @@ class ElasticAverage(GlobalAverage):
 
     def _sum(self, s: FlatVector) -> None:
         super()._sum(s)
-        self.transport.all_reduce(torch.zeros(1), what=f"end of the global average in round {self._round}")
+        self.transport.all_reduce(
+            torch.zeros(1, device="cpu"), what=f"end of the global average in round {self._round}"
+        )

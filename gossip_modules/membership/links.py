@@ -158,7 +158,7 @@ class LinkTransport(PointToPoint):
     def _end_waits(self, peer: int) -> None:
         with contextlib.suppress(RuntimeError, LinkClosedError):  # it is closed already, or was never open
             group, other = self.route(peer)
-            group.recv([torch.empty(1, dtype=torch.uint8)], other, PROBE_TAG).wait(_BREAK)
+            group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, PROBE_TAG).wait(_BREAK)
         self._own_waits.give_up(peer)
 
     def end_waits(self) -> None:

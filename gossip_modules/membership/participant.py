@@ -220,7 +220,7 @@ class ModelParticipant(ABC):
         """See `Participant`; who was in an earlier life of the job gives up its own rounds and weight."""
         vector = self.wrapper._buffer.vector
         self.wrapper._to_estimate()
-        counts = torch.tensor([self.wrapper._engine.t, self.step])
+        counts = torch.tensor([self.wrapper._engine.t, self.step], device="cpu")
         broadcast_tensors(self.membership.transport, [vector.raw, counts, *self._others()])
         vector.push_sum_weight.fill_(1.0)
         self._go_to(*counts.tolist())
@@ -250,7 +250,7 @@ class ModelParticipant(ABC):
             "others": [tensor.detach().clone() for tensor in self._others()],
             "engine": self._engine_state(),
             "travels": wrapper._buffer.signature(),
-            "trained": [name for name, tensor in wrapper.module.named_parameters() if tensor.requires_grad],
+            "trained": [name for name, tensor in self._named().items() if tensor.requires_grad],
         }
         vector.push_sum_weight.copy_(weight)  # at last, as a copy may fail
         return state
@@ -293,7 +293,7 @@ class ModelParticipant(ABC):
                 trained than travels.
             trained: the names of the parameters that the donor trains.
         """
-        buffer, named = self.wrapper._buffer, dict(self.wrapper.module.named_parameters())
+        buffer, named = self.wrapper._buffer, self._named()
         if buffer.signature() != travels:
             travelling = {text.split(" ", 1)[0] for text in travels}
             for name, parameter in named.items():
@@ -309,8 +309,12 @@ class ModelParticipant(ABC):
         for name, parameter in named.items():
             parameter.requires_grad_(name in trained)
 
+    def _named(self) -> dict[str, Tensor]:
+        """The parameters that are not ignored, by name."""
+        ignored = self.wrapper._buffer.selection.ignored_ids(self.wrapper.module)
+        return {name: x for name, x in self.wrapper.module.named_parameters() if id(x) not in ignored}
+
     def _others(self) -> list[Tensor]:
-        """Parameters and buffers that do not travel: frozen ones, counters."""
-        module, in_buffer = self.wrapper.module, {id(tensor) for tensor in self.wrapper._buffer.tensors}
-        tensors = (*module.parameters(), *module.buffers())
-        return list({id(x): x for x in tensors if id(x) not in in_buffer}.values())
+        """Parameters and buffers that neither travel nor are ignored: frozen ones, counters."""
+        buffer = self.wrapper._buffer
+        return list(buffer.selection.others(self.wrapper.module, buffer.tensors).values())

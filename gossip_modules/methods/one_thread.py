@@ -165,7 +165,7 @@ def measured_message(make: Callable[[], Gossiper], num_parameters: int, links: L
     Its time to encode and decode is that of its compressor, if it has one that was measured, else that of a slow one.
     """
     rule = GossiperRule(make, MetropolisHastingsMixing(RingGraph(2)))
-    rule.difference(torch.randn(2, _SAMPLE_ENTRIES, generator=torch.Generator().manual_seed(0)), t=0)
+    rule.difference(torch.randn(2, _SAMPLE_ENTRIES, generator=torch.Generator().manual_seed(0), device="cpu"), t=0)
     num_bytes = rule.transports[0].num_bytes_sent * num_parameters / _SAMPLE_ENTRIES
     compressor: Any = getattr(rule.gossipers[0], "compressor", None)
     encode, decode = CODE_PASSES.get(type(compressor), UNKNOWN_PASSES)

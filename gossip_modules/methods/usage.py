@@ -95,7 +95,7 @@ def why_fixed_ranks(method: Method, options: MethodOptions) -> str:
 def _refusal(make: Callable[..., Wrapper], options: MethodOptions) -> str:
     """Cached, as MATCHA plans a graph for each number of workers."""
     try:
-        wrapper = make(nn.Linear(1, 1), options, Context(membership=_Trial()))
+        wrapper = make(nn.Linear(1, 1, device="cpu"), options, Context(membership=_Trial()))
     except _Taken:
         return ""
     except (ValueError, RuntimeError) as error:

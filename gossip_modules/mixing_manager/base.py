@@ -55,7 +55,7 @@ class MixingManager(ABC):
 
     def matrix(self, t: int) -> Tensor:
         """W(t), float64 [n, n]: for tests, analysis and plots."""
-        matrix = torch.zeros(self.graph.world_size, self.graph.world_size, dtype=torch.float64)
+        matrix = torch.zeros(self.graph.world_size, self.graph.world_size, dtype=torch.float64, device="cpu")
         for rank in range(self.graph.world_size):
             own, inp = self.weights(rank, t)
             matrix[rank, rank] = own
@@ -113,7 +113,7 @@ class MixingManager(ABC):
         # The product of the W(t) - J differs from P - J by u 1^T or 1 u^T with sum(u) = 0, so its eigenvalues are the
         # same. For large T, those of P would be lost in the rounding of its eigenvalue 1. The scale of the product is
         # kept in a separate number against underflow.
-        log_scale, product = 0.0, torch.eye(self.graph.world_size, dtype=torch.float64)
+        log_scale, product = 0.0, torch.eye(self.graph.world_size, dtype=torch.float64, device="cpu")
         for t in range(total):
             product = (self.matrix(t) - 1 / self.graph.world_size) @ product
             scale = float(torch.linalg.matrix_norm(product))

@@ -98,7 +98,7 @@ def blocks(rows: Sequence[Sequence[Tensor]]) -> Tensor:
 
 def identity_like(w: Tensor) -> Tensor:
     """The identity, as large as these matrices [..., m, m]."""
-    return torch.eye(w.shape[-1], dtype=w.dtype).expand_as(w)
+    return torch.eye(w.shape[-1], dtype=w.dtype, device="cpu").expand_as(w)
 
 
 def _cycles(mixing: MixingManager) -> Sequence[range]:
@@ -110,15 +110,16 @@ def _cycles(mixing: MixingManager) -> Sequence[range]:
 
 def _differences(n: int) -> Tensor:
     """An orthonormal basis [n, n-1] of vectors that sum to zero: a reflection takes e_0 to the mean."""
-    v = torch.full((n,), -1 / math.sqrt(n), dtype=torch.float64)
+    v = torch.full((n,), -1 / math.sqrt(n), dtype=torch.float64, device="cpu")
     v[0] += 1
-    return torch.eye(n, dtype=torch.float64)[:, 1:] - torch.outer(v, v[1:]) * (2 / v.dot(v))
+    return torch.eye(n, dtype=torch.float64, device="cpu")[:, 1:] - torch.outer(v, v[1:]) * (2 / v.dot(v))
 
 
 def _of_eigenvalues(w: Tensor, law: Law, *, is_symmetric: bool) -> float:
     """Of a W - J that never changes: the blocks of its law commute, so that each eigenvalue has a law of its own."""
     eigenvalues = (torch.linalg.eigvalsh if is_symmetric else torch.linalg.eigvals)(w)
-    is_of_mean = torch.arange(len(w)) == eigenvalues.abs().argmin()  # the one that subtracting J has made 0
+    # The one that subtracting J has made 0.
+    is_of_mean = torch.arange(len(w), device="cpu") == eigenvalues.abs().argmin()
     return _rounded(float(torch.linalg.eigvals(law(eigenvalues[~is_of_mean, None, None])).abs().max()))
 
 
@@ -143,7 +144,7 @@ def _sampled(matrix: Callable[[int], Tensor], rounds: range) -> float:
         step = matrix(rounds.start + k)
         if x is None:
             generator = torch.Generator().manual_seed(0)
-            x = torch.randn(len(step), _NUM_VECTORS, generator=generator, dtype=torch.float64)
+            x = torch.randn(len(step), _NUM_VECTORS, generator=generator, dtype=torch.float64, device="cpu")
         x = step @ x
         scale = float(torch.linalg.matrix_norm(x))
         if scale < _VANISHED:

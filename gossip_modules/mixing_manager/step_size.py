@@ -27,6 +27,6 @@ def best_step_size(mixing: MixingManager) -> float:
             f"got {n} ranks, expected at most {_MAX_RANKS} for the best step size, which takes the eigenvalues of a "
             "dense matrix; give a step_size"
         )
-    eigenvalues = torch.linalg.eigvalsh(torch.eye(n, dtype=torch.float64) - mixing.matrix(0))
+    eigenvalues = torch.linalg.eigvalsh(torch.eye(n, dtype=torch.float64, device="cpu") - mixing.matrix(0))
     positive = eigenvalues[eigenvalues > _ZERO].tolist()
     return round(2 / (positive[0] + positive[-1]), 6) if positive else 1.0

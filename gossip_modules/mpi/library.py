@@ -96,7 +96,7 @@ def message_of(x: Tensor, *, fill: bool = True) -> Tensor:
     torch.cuda.current_stream(x.device).synchronize()  # queued kernels may read or write x
     if is_cuda_aware():
         return x
-    staging = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    staging = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
     return staging.copy_(x) if fill else staging
 
 

@@ -110,7 +110,7 @@ class OuterMethod(ABC):
         """
         if not dtypes:  # nothing is trained
             return str(self)
-        optimizer = made_optimizer(self.make_optimizer, [torch.zeros(1, dtype=dtype) for dtype in dtypes])
+        optimizer = made_optimizer(self.make_optimizer, [torch.zeros(1, dtype=dtype, device="cpu") for dtype in dtypes])
         return f"{self}, {described(optimizer)}"
 
     @property

@@ -46,7 +46,7 @@ class AsynchronousMethod(OwnPace):
         self._waited[ranks] += self._pass_seconds
         seconds = self.compute.step_seconds(self.tick, num_ranks=self.num_ranks)
         self._arrivals[ranks] = self._starts[ranks] + seconds[ranks]
-        self.is_stepping = torch.zeros(self.num_ranks, dtype=torch.bool)
+        self.is_stepping = torch.zeros(self.num_ranks, dtype=torch.bool, device="cpu")
         self.is_stepping[torch.from_numpy(ranks)] = True
         self.tick += 1
 

@@ -84,12 +84,12 @@ def _qsgd(compressor: QSGD, x: Tensor, t: int) -> Tensor:
     """As `QSGD` does it, with the same dither for all rows: it depends on (seed, t) only."""
     result = torch.empty_like(x)
     # What level 1 means, in norms: the highest level is all that a vector of one entry has.
-    step = float(_decompressed(compressor, torch.ones(1, dtype=torch.float64), t)) / compressor.num_levels
+    step = float(_decompressed(compressor, torch.ones(1, dtype=torch.float64, device="cpu"), t)) / compressor.num_levels
     generator = torch.Generator().manual_seed(random_words(compressor.seed, t, 1)[0])
     for start, stop, buckets in chunks(x[0], compressor.bucket_size):
         rows = x[:, start:stop].reshape(len(x), buckets.stop - buckets.start, -1)
         norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64).float()
-        dither = torch.empty(rows.shape[1:], dtype=x.dtype).uniform_(generator=generator)
+        dither = torch.empty(rows.shape[1:], dtype=x.dtype, device="cpu").uniform_(generator=generator)
         levels = (rows / norms).mul_(compressor.num_levels).add_(dither).floor_()
         levels.clamp_(-compressor.num_levels, compressor.num_levels).nan_to_num_(nan=0.0)
         result[:, start:stop] = levels.mul_(norms.to(x.dtype) * step).flatten(1)

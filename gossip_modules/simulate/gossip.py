@@ -234,7 +234,7 @@ class LockstepMethod(SimulatedMethod):
         super().__init__(len(clock.starts))
         self.rule, self.mixing, self.schedule, self.clock, self.overlap = rule, mixing, schedule, clock, overlap
         is_push_sum = mixing is not None and rule.needs_push_sum and not mixing.is_doubly_stochastic
-        self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64) if is_push_sum else None
+        self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_push_sum else None
         self.is_overlapped = overlap
         self.options = rule.options
         self._t = 0  # rounds so far

@@ -41,7 +41,7 @@ class PowerGossipRule(Rule):
         self._generator = torch.Generator().manual_seed(seed)
         self._numbers: dict[tuple[int, int], int] = {}  # of links
         self._iterations = np.zeros(0, dtype=np.int64)
-        self._factors = [torch.empty(0, side, self.rank, dtype=torch.float64) for side in shape]
+        self._factors = [torch.empty(0, side, self.rank, dtype=torch.float64, device="cpu") for side in shape]
 
     def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
         """See `Rule`."""
@@ -73,7 +73,7 @@ class PowerGossipRule(Rule):
     def _iterate(self, links: Tensor, differences: Tensor, side: int) -> Tensor:
         """Half a power iteration of each link, which computes its new factor on that side."""
         old = self._factors[1 - side].index_select(0, links)
-        draw = torch.randn(old.shape, generator=self._generator, dtype=torch.float64)
+        draw = torch.randn(old.shape, generator=self._generator, dtype=torch.float64, device="cpu")
         basis = orthonormalize(old, draw).to(differences.dtype)
         factor = (differences.mT if side else differences) @ basis
         self._factors[side].index_copy_(0, links, factor.double())

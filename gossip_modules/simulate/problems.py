@@ -83,7 +83,7 @@ class Consensus(Problem):
 
     def __init__(self, *, seed: int = 0) -> None:
         self.seed = seed
-        self._mean = torch.zeros(())
+        self._mean = torch.zeros((), device="cpu")
         self._distance = 0.0
 
     def start(self, num_ranks: int) -> Tensor:
@@ -154,7 +154,7 @@ class Digits(Problem):
 
     def start(self, num_ranks: int) -> Tensor:
         """See `Problem`."""
-        return torch.zeros(num_ranks, math.prod(self.shape))
+        return torch.zeros(num_ranks, math.prod(self.shape), device="cpu")
 
     def update(self, z: Tensor, step: int) -> Tensor | None:
         """See `Problem`: - learning_rate * gradient of the cross-entropy on each worker's batch."""

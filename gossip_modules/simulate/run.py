@@ -97,7 +97,7 @@ def _run_to(
     method: SimulatedMethod, problem: Problem, x: Tensor, target: float, max_steps: int
 ) -> tuple[Tensor, float, float]:
     """Train until the error is at most the target: the steps of each worker, when the first began, the last error."""
-    num_steps, first_start, error = torch.zeros(len(x)), 0.0, math.inf
+    num_steps, first_start, error = torch.zeros(len(x), device="cpu"), 0.0, math.inf
     for step in range(max_steps + 1):
         method.forward(x)
         if step == 0:

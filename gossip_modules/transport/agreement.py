@@ -82,11 +82,11 @@ def broadcast_state(transport: Transport, state: Any, *, source: int, what: str)
         TimeoutError, ConnectionError: a rank is late or gone.
     """
     is_source = transport.rank == source
-    text, tensors = pack(state) if is_source else (torch.empty(0, dtype=torch.uint8), [])
-    size = torch.tensor([text.numel()])
+    text, tensors = pack(state) if is_source else (torch.empty(0, dtype=torch.uint8, device="cpu"), [])
+    size = torch.tensor([text.numel()], device="cpu")
     transport.broadcast(size, source=source, what=what)
     if not is_source:
-        text = torch.empty(int(size), dtype=torch.uint8)
+        text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     transport.broadcast(text, source=source, what=what)
     header, tensors = (None, tensors) if is_source else unpack(text)
     for x in tensors:

@@ -154,7 +154,7 @@ class Listener:
 
     def _read(self, peer: int) -> None:
         """The body of the reader of a peer; `_present` is changed by who takes the messages, which comes first."""
-        message = torch.empty(self._num_integers, dtype=torch.int64)
+        message = torch.empty(self._num_integers, dtype=torch.int64, device="cpu")
         tag = self.transport.wire_tag(self.tag, message.numel() * message.element_size())
         start = time.monotonic()
         try:
@@ -185,7 +185,7 @@ class Listener:
     def _exit(self) -> None:
         """[Note: readers at exit]"""
         self._exiting.set()
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for peer in self._may_read:
             # Of Gloo; the first to time out closes the connections of its group.
             with contextlib.suppress(RuntimeError, LinkClosedError):

@@ -65,7 +65,7 @@ def meet(group: dist.ProcessGroup, what: str, *, timeout: timedelta, tag: int, w
     rank, n = group.rank(), group.size()
     peers = [j for j in range(n) if j != rank]
     mine = _message(what)
-    names = torch.zeros(n, _NAME_BYTES, dtype=torch.uint8)
+    names = torch.zeros(n, _NAME_BYTES, dtype=torch.uint8, device="cpu")
     rows = list(names.unbind())
     works: list[tuple[int, dist.Work]] = []
     peer = -1

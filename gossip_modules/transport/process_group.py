@@ -214,7 +214,7 @@ class ProcessGroupTransport(PointToPoint):
         for peer in range(self.world_size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError, ValueError):  # they are closed already
-                    self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, PROBE_TAG).wait(_AT_ONCE)
+                    self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, PROBE_TAG).wait(_AT_ONCE)
         if self.waits is not None:
             self.waits.close()
 
@@ -227,7 +227,7 @@ class ProcessGroupTransport(PointToPoint):
         for peer in range(self.world_size) if self.backend == "gloo" else ():
             try:
                 if peer != self.rank:
-                    self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, PROBE_TAG)
+                    self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, PROBE_TAG)
             except RuntimeError:
                 closed.append(peer)
         return closed

@@ -119,7 +119,7 @@ def unpack(text: Tensor, *, max_bytes: int = 1 << 40) -> tuple[Any, list[Tensor]
         total += math.prod(shape) * dtype.itemsize
         if total > max_bytes:
             raise ValueError(f"got a state of more than {max_bytes} bytes, expected less: it is of another job")
-        tensors.append(torch.empty(shape, dtype=dtype))
+        tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
     return header, tensors
 
 

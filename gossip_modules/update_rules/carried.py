@@ -16,7 +16,7 @@ class Carried:
     """The parameters of a rank, the vector that is mixed, and what is carried from round to round.
 
     Carried vectors and `sent` have at least float32 where the model is narrower: they hold differences of models. The
-    floating-point buffers of the model travel with `sent`, and no rule touches them.
+    running statistics of the model travel with `sent`, and no rule touches them.
 
     [Note: Units of the learning rate] A vector that is made of steps is as large as the learning rate that they were
     taken with. Before a round it is scaled to the rate of the steps that the round is about, each parameter by its own.

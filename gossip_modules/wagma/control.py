@@ -158,7 +158,7 @@ class ControlChannel:
         Raises:
             ConnectionError: the connection closed before the last message.
         """
-        buffer = torch.empty(len(ControlMessage._fields), dtype=torch.int64)
+        buffer = torch.empty(len(ControlMessage._fields), dtype=torch.int64, device="cpu")
         is_over = False
         while not is_over:
             receiving = self.transport.exchange({}, {peer: (buffer,)}, tag=_TAG, what="listening")
@@ -181,6 +181,6 @@ class ControlChannel:
         self.transport.close_connections()
 
     def _post(self, message: ControlMessage, peers: Sequence[int]) -> Pending:
-        tensor = torch.tensor(message)
+        tensor = torch.tensor(message, device="cpu")
         what = f"sending {message.kind.name} of round {message.round}"
         return self.transport.exchange(dict.fromkeys(peers, (tensor,)), {}, tag=_TAG, what=what)

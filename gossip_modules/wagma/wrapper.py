@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.engine import SyncEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
+from ..flat.selection import Selection
 from ..gossiper.mixer import GlobalAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..membership.links import alone
@@ -84,7 +86,10 @@ class GroupAverageDataParallel(GossipWrapper):
         overlap: whether a group's average is taken one step later, by the law x <- x + (average - y), instead of being
             waited for. Not in the paper.
         init_sync: whether all ranks begin with the model of rank 0, its buffers included; with a membership they do.
-        gossip_buffers: whether group averages include floating-point buffers (BatchNorm statistics).
+        gossip_buffers: whether group averages include running statistics (BatchNorm); a sequence of names or patterns
+            = those floating-point buffers in their place; see `Selection`.
+        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
+            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
         gossip_in_eval_mode: whether a forward in eval mode counts as one of training where grad is enabled, for
             frozen BatchNorm statistics.
         rounds: when rounds run: see `GossipDataParallel`.
@@ -132,7 +137,8 @@ class GroupAverageDataParallel(GossipWrapper):
         wait_avoiding: bool = True,
         overlap: bool = False,
         init_sync: bool = True,
-        gossip_buffers: bool = True,
+        gossip_buffers: bool | Sequence[str] = True,
+        ignore: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
         comm_device: torch.device | str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
@@ -141,15 +147,17 @@ class GroupAverageDataParallel(GossipWrapper):
         rounds: str = "forward",
         on_nonfinite: str = "raise",
     ) -> None:
-        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
-        super().__init__(module, **flags, rounds=rounds)
+        flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
+        selection = Selection(gossip_buffers, ignore)
+        super().__init__(module, selection=selection, **flags)
         check_flags(wait_avoiding=wait_avoiding, overlap=overlap)
         if as_whole(sync_period, name="sync_period") < 0:
             raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
         self._description = {
             "groups": f"ButterflyGroups(n, group_size={group_size})",
             "sync_period, wait_avoiding, overlap": str((sync_period, wait_avoiding, overlap)),
-            "init_sync, gossip_buffers, comm_device": str((init_sync, gossip_buffers, str(comm_device))),
+            "init_sync, comm_device": str((init_sync, str(comm_device))),
+            "gossip_buffers, ignore": str((selection.gossip_buffers, selection.ignore)),
             "gossip_in_eval_mode, on_nonfinite": str((gossip_in_eval_mode, check_policy(on_nonfinite))),
         }
         options: dict[str, Any] = {"sync_period": sync_period, "overlap": overlap, "on_nonfinite": on_nonfinite}
@@ -245,8 +253,18 @@ class GroupAverageDataParallel(GossipWrapper):
 
     def consensus_distance(self) -> float:
         """See `AveragingMixin`."""
-        try:
+        with self._explaining():
             return super().consensus_distance()
+
+    def _sum_over_ranks(self, x: Tensor) -> None:
+        with self._explaining():
+            super()._sum_over_ranks(x)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Errors of collectives inside name who is at fault."""
+        try:
+            yield
         except (ConnectionError, TimeoutError) as error:
             if isinstance(self._engine, WaitAvoidingEngine):
                 self._engine.worker.detector.explain(error)

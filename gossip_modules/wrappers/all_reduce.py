@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..flat.nonfinite import FiniteCheck, check_policy
+from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import GlobalAverage
 from ..transport.connect import CPU, connect
@@ -20,7 +21,7 @@ from .arguments import as_timeout, check_process_group
 from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
 from .foreign_arguments import ForeignArguments, Refused, foreign_arguments
-from .gradient_group import NamedReplica
+from .gradient_group import NamedReplica, leaving_alone
 from .old_names.arguments import ALL_REDUCE_ARGUMENTS
 from .old_names.attributes import OldMethods
 from .state import check_prefix
@@ -47,6 +48,8 @@ class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
         on_nonfinite: what to do about parameters that hold infinities or NaN, which one rank's gradients bring to all.
             "raise": FloatingPointError at the next training forward, on all ranks; "spread": do not look, as
             DistributedDataParallel.
+        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
+            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
         ddp_options: any argument of DistributedDataParallel.
 
     Raises:
@@ -56,6 +59,8 @@ class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
         TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
     """
 
+    _chosen: Selection
+
     @foreign_arguments(_GOSSIP_ARGUMENTS, ALL_REDUCE_ARGUMENTS, passed_on_to=DistributedDataParallel.__init__)
     def __init__(
         self,
@@ -63,6 +68,7 @@ class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
         *,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         on_nonfinite: str = "raise",
+        ignore: Sequence[str] = (),
         **ddp_options: Any,
     ) -> None:
         check_inside(module, wrapper=type(self).__name__)
@@ -80,9 +86,12 @@ class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
             group = dist.group.WORLD
         transport = self._transport = connect(group, module_device=device, timeout=as_timeout(timeout))
         self._averager = GlobalAverage(transport)
-        super().__init__(module, transport, what="making an AllReduceDataParallel", **ddp_options)
+        self.__dict__["_chosen"] = Selection(ignore=ignore)  # before nn.Module has its own
+        self._chosen.check(module)
+        with leaving_alone(module, self._chosen):
+            super().__init__(module, transport, what="making an AllReduceDataParallel", **ddp_options)
         n = dist.get_world_size(self.process_group)
-        num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        num_bytes = sum(p.numel() * p.element_size() for p in self._trained)
         self._bytes_per_step = 2 * (n - 1) * num_bytes // n
         self._num_steps = 0
         self._is_finite = FiniteCheck() if on_nonfinite == "raise" else None
@@ -130,8 +139,13 @@ class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
 
     @property
     def _parameters_and_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        return parameters, [b for b in self.module.buffers() if b.is_floating_point()]
+        ignored = self._selection.ignored_ids(self.module)
+        parameters = [p for p in self.module.parameters() if p.requires_grad and id(p) not in ignored]
+        return parameters, list(self._selection.averaged(self.module).values())
+
+    @property
+    def _selection(self) -> Selection:
+        return self._chosen
 
     @property
     def _trained(self) -> Sequence[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
+from ..flat.kept_buffers import KeptBuffers
+from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
@@ -76,7 +78,9 @@ class AveragingMixin(ABC):
             transport.calling = ""
 
     def average_(self) -> None:
-        """Every rank's parameters and floating-point buffers <- their exact average over all ranks; collective.
+        """Every rank's parameters and running statistics <- their exact average over all ranks; collective.
+
+        Other persistent buffers <- those of rank 0; see [Note: kinds of buffers] of `Selection`.
 
         What a method keeps of the models from before starts anew with the next round, else it would take ranks apart
         again: anchors and outer momentum of NoLoCo and GASLoC, what update rules carry, the momentum that they write
@@ -85,6 +89,8 @@ class AveragingMixin(ABC):
         a drift that is under way still takes ranks apart until it has come to all.
         """
         self._average()
+        with self._calling("average_()"):
+            self._average_kept(KeptBuffers(self.module, self._selection))
 
     def _average(self) -> None:
         """As `average_`, for a while: nothing starts anew."""
@@ -120,7 +126,7 @@ class AveragingMixin(ABC):
         """
         transport = self._lockstep_transport
         wanted = _names_of(names)
-        state = list(_averaged_state(optimizer, wanted))
+        state = list(_averaged_state(optimizer, wanted, ignored=self._selection.ignored_ids(self.module)))
         with self._calling("average_optimizer_state()"), torch.no_grad():
             self.settle()  # a round in flight may have collectives of its own
             listing = [f"{k}.{name} {tuple(x.shape)} {x.dtype}" for k, name, x in state]
@@ -149,7 +155,9 @@ class AveragingMixin(ABC):
     def averaged(self) -> Iterator[Self]:
         """Inside, the model is the average over all ranks; afterwards each rank goes on from where it was.
 
-        Collective on entry. Costs one copy of the model. Train in it and the changes are lost.
+        Collective on entry. Costs one copy of the model. Train in it and the changes are lost. Parameters and running
+        statistics are averages, and other persistent buffers those of rank 0, but for u and v of `spectral_norm`, which
+        are those of the averaged weight; see [Note: kinds of buffers] of `Selection`.
 
         Example:
             >>> with model.averaged():
@@ -160,19 +168,24 @@ class AveragingMixin(ABC):
             saved = self._read().clone()
             self._average()
         was_averaged, self._is_averaged = self._is_averaged, True
+        kept = KeptBuffers(self.module, self._selection)
         try:
+            with self._calling("averaged()"):
+                self._average_kept(kept)
             yield self
         finally:
             vector = self._read()
             self._is_averaged = was_averaged
             vector.copy_(saved)
+            kept.restore()
             self._write(vector)
 
     def averaged_state_dict(self, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
         """The state dict of the averaged model, under the names of the bare module: what to save of a trained model.
 
-        Collective. The parameters and floating-point buffers are averages over all ranks; whatever else the module
-        keeps (integer buffers, frozen parameters) is this rank's own. Loads into the module without a wrapper.
+        Collective. The parameters and running statistics are averages over all ranks, other persistent buffers those of
+        rank 0, as in `averaged()`; frozen parameters and what is ignored are this rank's own. Loads into the module
+        without a wrapper.
 
         Args:
             rank0_only: whether ranks other than 0 get an empty dict and copy nothing.
@@ -196,6 +209,19 @@ class AveragingMixin(ABC):
             return state
 
     @property
+    @abstractmethod
+    def _selection(self) -> Selection:
+        """What travels, and what always stays local."""
+
+    def _average_kept(self, kept: KeptBuffers) -> None:
+        """The buffers that do not travel <- those of the averaged model; after `_average`."""
+        transport, device = self._averager.transport, self._trained[0].device
+        kept.average_(self._sum_over_ranks, rank=transport.rank, world_size=transport.world_size, device=device)
+
+    def _sum_over_ranks(self, x: Tensor) -> None:
+        self._averager.transport.all_reduce(x, what="the buffers of rank 0")
+
+    @property
     def _rank(self) -> int:
         """This rank among those that average."""
         return self._averager.transport.rank
@@ -208,7 +234,7 @@ class AveragingMixin(ABC):
             mean = vector.clone()
             self._averager.mix(mean, 0)
             self._write(vector)
-            squared = torch.zeros(1, dtype=torch.float64)
+            squared = torch.zeros(1, dtype=torch.float64, device="cpu")
             for x, y in zip(self._parameters_of(vector), self._parameters_of(mean), strict=True):
                 squared += torch.linalg.vector_norm(y.sub_(x), dtype=torch.float64).cpu() ** 2
             transport = self._averager.transport
@@ -226,11 +252,19 @@ def _names_of(names: object) -> list[str] | None:
     return sorted(set(found)) if all(isinstance(name, str) for name in found) else None
 
 
-def _averaged_state(optimizer: torch.optim.Optimizer, names: Sequence[str] | None) -> Iterator[tuple[int, str, Tensor]]:
-    """What of its state is as large as its parameter, after the parameter's number and the name. names: None is all."""
+def _averaged_state(
+    optimizer: torch.optim.Optimizer, names: Sequence[str] | None, *, ignored: Collection[int] = ()
+) -> Iterator[tuple[int, str, Tensor]]:
+    """What of its state is as large as its parameter, after the parameter's number and the name.
+
+    Args:
+        optimizer: whose state it is.
+        names: of the entries; None is all.
+        ignored: the ids of parameters that stay local.
+    """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for k, parameter in enumerate(parameters):
-        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+        for name, value in () if id(parameter) in ignored else sorted(optimizer.state.get(parameter, {}).items()):
             is_state = isinstance(value, Tensor) and value.is_floating_point() and name != "step"
             if is_state and value.shape == parameter.shape and (names is None or name in names):
                 yield k, name, value
@@ -288,6 +322,10 @@ class FlatAveraging(AveragingMixin):
             "consensus_distance": self._last_consensus_distance,
             **self._engine.control_stats(),
         }
+
+    @property
+    def _selection(self) -> Selection:
+        return self._buffer.selection
 
     @property
     def _trained(self) -> Sequence[Tensor]:

@@ -10,11 +10,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.renamed import renamed_argument
+from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
@@ -32,6 +33,9 @@ from .unsynced_steps import UnsyncedSteps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_DEFAULT = Selection()
 
 
 class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, FlatAveraging):
@@ -60,7 +64,7 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
 
     Args:
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
-        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are mixed too, or stay local.
+        selection: the buffers that are mixed too, and the parameters and buffers that stay local.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled are training forwards too.
         rounds: when rounds run: see `Rounds`.
         num_shards: the vector is padded to this many equal shards.
@@ -76,14 +80,14 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
         self,
         module: nn.Module,
         *,
-        gossip_buffers: bool = True,
+        selection: Selection = _DEFAULT,
         gossip_in_eval_mode: bool = False,
         rounds: str = "forward",
         num_shards: int = 1,
     ) -> None:
         super().__init__()
         check_inside(module, wrapper=type(self).__name__)
-        check_flags(gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        check_flags(gossip_in_eval_mode=gossip_in_eval_mode)
         self.module = module
         self.gossip_in_eval_mode = gossip_in_eval_mode
         self._unsynced_steps = UnsyncedSteps()
@@ -95,7 +99,7 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
         self._place: tuple[int, int] | None = None  # rank and world size, where there are such
         self._description: dict[str, str] = {}  # what ranks agree on, by name
         when = Rounds.of(rounds)
-        self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_shards=num_shards)
+        self._buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
         self._steps = OptimizerSteps(self._buffer, when, name=type(self).__name__, run=self._round_after_step)
         module.register_load_state_dict_pre_hook(InnerPlace(self))
 
@@ -251,6 +255,11 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
         self._share_buffers()
         self._to_numerator()
         return self._buffer.vector
+
+    def _sum_over_ranks(self, x: Tensor) -> None:
+        super()._sum_over_ranks(x)
+        if self._node is not None:  # whose processes sum with those of the same place in other nodes
+            self._node.share_buffers([x])
 
     def _write(self, vector: FlatVector) -> None:
         self._to_estimate()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..flat.aliases import has_memory
 from .averaging import AveragingMixin
 
 _REMEDY = "one wrapper keeps the models of all ranks together: remove the other one, and wrap the plain module once"
@@ -112,7 +113,10 @@ def check_optimizers(module: nn.Module, parameter: Tensor) -> None:
 
 def _check_is_free(module: nn.Module, *, wrapper: str) -> None:
     """Refuse parameters that another wrapper keeps: both would point them into vectors of their own, in turn."""
-    names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    names = {id(parameter): name for name, parameter in trained.items()}
+    # The parameters of a twin, which are others in the same memory.
+    names |= {parameter.data_ptr(): name for name, parameter in trained.items() if has_memory(parameter)}
     if _taken(names) is None:
         return
     gc.collect()  # a wrapper that nobody has any more may wait for it: gossip() and its module refer to each other
@@ -127,7 +131,7 @@ def _taken(names: Mapping[int, str]) -> tuple[str, str] | None:
     """The name of the first parameter that a wrapper keeps, and the class of that wrapper.
 
     Args:
-        names: of parameters, by id.
+        names: of parameters, by id, and by the address of their elements.
     """
     # Until the function has returned, and so holds no wrapper any more: a thread that drops one meanwhile must not find
     # it still there when its own turn comes.
@@ -138,8 +142,9 @@ def _taken(names: Mapping[int, str]) -> tuple[str, str] | None:
 def _first_taken(names: Mapping[int, str]) -> tuple[str, str] | None:
     for other in _live:
         for parameter in other._trained:
-            if id(parameter) in names:
-                return names[id(parameter)], type(other).__name__
+            for key in (id(parameter), parameter.data_ptr() if has_memory(parameter) else 0):
+                if key in names:
+                    return names[key], type(other).__name__
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from ..engine.outer import OuterEngine
 from ..engine.overlap import OverlapEngine
 from ..engine.ruled import RuledEngine
 from ..flat.nonfinite import check_policy
+from ..flat.selection import Selection
 from ..gossiper.gossiper import Gossiper
 from ..membership.links import alone
 from ..membership.lockstep import LockstepParticipant, check_elastic
@@ -114,7 +115,11 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             gossips for all, by any method that takes a membership, and only its `state_dict()` has all of the node's.
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
         init_sync: whether all ranks start from the parameters and buffers of rank 0; with a membership they always do.
-        gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged like parameters.
+        gossip_buffers: whether running statistics (BatchNorm) are averaged like parameters; a sequence of names or
+            patterns = those floating-point buffers in their place. The other buffers of an averaged model are those of
+            rank 0, see `Selection`.
+        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
+            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
         gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward, which starts a
             round: for training with frozen BatchNorm statistics.
         rounds: when rounds run. "forward": before the first training forward of each optimizer step, see [Note: One
@@ -172,7 +177,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         nprocs_per_node: int = 1,
         comm_device: torch.device | str | None = None,
         init_sync: bool = True,
-        gossip_buffers: bool = True,
+        gossip_buffers: bool | Sequence[str] = True,
+        ignore: Sequence[str] = (),
         gossip_in_eval_mode: bool = False,
         rounds: str = "forward",
         on_nonfinite: str = "raise",
@@ -182,8 +188,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     ) -> None:
         check_overlap(overlap, max_staleness)
         g = max(as_whole(nprocs_per_node, name="nprocs_per_node"), 1)  # less is refused below
-        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
-        super().__init__(module, **flags, rounds=rounds, num_shards=g)
+        flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
+        super().__init__(module, selection=Selection(gossip_buffers, ignore), num_shards=g, **flags)
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         algorithm = Algorithm(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule)
@@ -205,7 +211,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         mixing, gossiper = algorithm.choose(num_nodes, **options, **policies)
         self._describe(algorithm, mixing, gossiper, **options, comm_device=links.comm_device)
         self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
-        self._node = None if g == 1 else Node(self.module, links, g, find_unused_parameters=find_unused)
+        kept: dict[str, Any] = {"selection": self._selection, "find_unused_parameters": find_unused}
+        self._node = None if g == 1 else Node(self.module, links, g, **kept)
         self._start(algorithm, mixing, gossiper)
 
     def _start_elastic(
@@ -228,7 +235,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         if g > 1:
             device, what = self._buffer.vector.raw.device, self._elastic.describe()
             siblings = meet_siblings(membership, links, g, description=what, device=device)
-            self._node = MemberNode(self.module, siblings, find_unused_parameters=find_unused)
+            kept: dict[str, Any] = {"selection": self._selection, "find_unused_parameters": find_unused}
+            self._node = MemberNode(self.module, siblings, **kept)
         self._transport: Any = alone(membership.timeout)
         try:
             self._start(algorithm, choose(1), gossiper)
@@ -248,7 +256,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             "schedule": algorithm.schedule,
             "overlap": self.overlap,
             "max_staleness": self.max_staleness,
-            "gossip_buffers": self._buffer.include_buffers,
+            "gossip_buffers": self._buffer.selection.gossip_buffers,
+            **({"ignore": ignored} if (ignored := self._buffer.selection.ignore) else {}),
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
             **({} if self._outer is None else {"outer": self._outer.describe(anchor_dtypes(self._buffer.vector))}),

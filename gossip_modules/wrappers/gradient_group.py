@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..flat.selection import Selection
 from ..transport.process_group import ProcessGroupTransport
 
 _OF_NETWORK = re.compile(r"gloo/|timed out|connection", re.IGNORECASE)
@@ -124,6 +125,23 @@ class NamedFailure:
             raise error
         doing = f"{what} among ranks {list(self._transport.names)}"
         self._transport.fail(error, doing, time.monotonic() - start, timeout=self._timeout)
+
+
+@contextlib.contextmanager
+def leaving_alone(module: nn.Module, selection: Selection) -> Iterator[None]:
+    """Inside, a DistributedDataParallel that is made of the module leaves alone what the selection ignores."""
+    name = "_ddp_params_and_buffers_to_ignore"
+    before = vars(module).get(name)
+    ignored = selection.ignored(module)
+    # It looks up parameters of the module itself with a point in front of their names, and everything without.
+    setattr(module, name, [*ignored, *(f".{key}" for key in ignored)])
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
 
 
 class NamedReplica(DistributedDataParallel):

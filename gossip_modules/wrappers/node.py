@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..engine.engine import LockstepEngine
 from ..engine.following import FollowingEngine
+from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import GlobalAverage
 from ..membership.membership import Membership
@@ -21,7 +22,7 @@ from ..membership.node.collectives import NodeCollectives
 from ..membership.node.siblings import PATIENCE, Siblings
 from ..transport.agreement import check_agreement
 from ..transport.connect import CPU
-from .gradient_group import NamedReplica
+from .gradient_group import NamedReplica, leaving_alone
 from .setup import Links
 
 
@@ -38,12 +39,16 @@ class Node:
         module: already flat; DistributedDataParallel adds hooks to its parameters.
         links: as for `open_transport`.
         num_shards: g, the number of processes per node; consecutive ranks form a node.
+        selection: what each process keeps for itself.
         find_unused_parameters: as for DistributedDataParallel.
     """
 
     is_whole = False  # whether one process gossips the whole vector
 
-    def __init__(self, module: nn.Module, links: Links, num_shards: int, *, find_unused_parameters: bool) -> None:
+    def __init__(
+        self, module: nn.Module, links: Links, num_shards: int, *, selection: Selection, find_unused_parameters: bool
+    ) -> None:
+        self.selection = selection
         first = dist.get_rank() // num_shards * num_shards
         self.local_rank = dist.get_rank() - first
         self.num_shards = num_shards
@@ -107,14 +112,15 @@ class Node:
         return num_infinite.item() == 0.0
 
     def _replicate(self, module: nn.Module) -> NamedReplica:
-        return NamedReplica(
-            module,
-            self.transport,
-            what="making a node",
-            process_group=self.transport.group,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=True,
-        )
+        with leaving_alone(module, self.selection):
+            return NamedReplica(
+                module,
+                self.transport,
+                what="making a node",
+                process_group=self.transport.group,
+                find_unused_parameters=self.find_unused_parameters,
+                gradient_as_bucket_view=True,
+            )
 
 
 class MemberNode(Node):
@@ -123,6 +129,7 @@ class MemberNode(Node):
     Args:
         module: as for `Node`.
         siblings: the processes of the node.
+        selection: what each process keeps for itself.
         find_unused_parameters: as for DistributedDataParallel.
     """
 
@@ -130,7 +137,10 @@ class MemberNode(Node):
     is_weighted = False  # whether push-sum weights move
     _engine: LockstepEngine
 
-    def __init__(self, module: nn.Module, siblings: Siblings, *, find_unused_parameters: bool) -> None:
+    def __init__(
+        self, module: nn.Module, siblings: Siblings, *, selection: Selection, find_unused_parameters: bool
+    ) -> None:
+        self.selection = selection
         self.siblings, self.transport, self.control = siblings, siblings.data, siblings.control
         self.local_rank, self.num_shards = siblings.data.rank, siblings.data.world_size
         self.find_unused_parameters = find_unused_parameters

@@ -77,7 +77,8 @@ def open_transport(
         buffer: the module's flat buffer.
         description: the options that must be equal on all ranks, by name.
         links: how the ranks reach each other.
-        init_sync: whether all parameters and buffers of the module, also those outside `buffer`, start as on rank 0.
+        init_sync: whether all parameters and buffers of the module, also those outside `buffer`, start as on rank 0;
+            but for those that its selection ignores.
         ranks: the global ranks of a new group, this one among them; None = all.
 
     Raises:
@@ -87,11 +88,11 @@ def open_transport(
     device = buffer.vector.raw.device
     existing = connect(group_or_world(links.process_group), module_device=device, timeout=links.timeout)
     try:
-        check_agreement(existing, {**description, "model": buffer.signature()})
+        others = buffer.selection.others(buffer.module, buffer.tensors) if init_sync else {}
+        shapes = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in others.items()]
+        check_agreement(existing, {**description, "model": buffer.signature(), "beside what travels": shapes})
         if init_sync:
-            in_buffer = {id(tensor) for tensor in buffer.tensors}
-            others = [x for x in (*buffer.module.parameters(), *buffer.module.buffers()) if id(x) not in in_buffer]
-            broadcast_tensors(existing, [buffer.vector.raw, *others])
+            broadcast_tensors(existing, [buffer.vector.raw, *others.values()])
     finally:
         existing.close()
     return links.connect(device, ranks=ranks)

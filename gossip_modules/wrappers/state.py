@@ -188,7 +188,7 @@ class WeightState(RoundState):
                 "wrap as when it was saved, or load the model alone: module.load_state_dict"
             )
         super().set_extra_state(state)
-        self._buffer.vector.push_sum_weight.copy_(torch.ones(1) if state is None else state["weight"])
+        self._buffer.vector.push_sum_weight.copy_(torch.ones(1, device="cpu") if state is None else state["weight"])
         if state is not None and "graph" not in state and self._was_on_a_ring:
             warnings.warn(
                 f"got a checkpoint of an older version, where ranks mixed on a ring if no graph was named; now it is "

@@ -15,11 +15,11 @@ _DEFAULT_SIZE = 100
 
 def _normal(seed: int, rank: int, size: int) -> Tensor:
     key = int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))
-    return torch.randn(size, size, generator=torch.Generator().manual_seed(key))
+    return torch.randn(size, size, generator=torch.Generator().manual_seed(key), device="cpu")
 
 
 def _sparse(seed: int, rank: int, size: int) -> Tensor:
-    matrix = torch.zeros(size, size)
+    matrix = torch.zeros(size, size, device="cpu")
     matrix.view(-1)[rank] = 1.0
     return matrix
 

@@ -39,7 +39,7 @@ class LockstepStop:
 
     def should_stop(self) -> bool:
         """Collective, once per iteration: whether to write a checkpoint and leave now."""
-        flag = torch.tensor([self._request.is_made], dtype=torch.uint8)
+        flag = torch.tensor([self._request.is_made], dtype=torch.uint8, device="cpu")
         start = time.monotonic()
         try:
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)

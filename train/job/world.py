@@ -75,10 +75,10 @@ def gather_json(transport: Gathering, value: Any) -> list[Any]:
     """Collective: the value of every rank, in the order of ranks, see `World.gather`."""
     what = "gathering values of all ranks"
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = torch.zeros(transport.world_size, dtype=torch.int64)
-    transport.all_gather(sizes, torch.tensor([len(text)]), what=what)
+    sizes = torch.zeros(transport.world_size, dtype=torch.int64, device="cpu")
+    transport.all_gather(sizes, torch.tensor([len(text)], device="cpu"), what=what)
     longest = int(sizes.max())
-    texts = torch.zeros(transport.world_size * longest, dtype=torch.uint8)
+    texts = torch.zeros(transport.world_size * longest, dtype=torch.uint8, device="cpu")
     padded = F.pad(text, (0, longest - len(text)))
     transport.all_gather(texts, padded, what=what)
     rows = zip(texts.view(transport.world_size, longest), sizes.tolist(), strict=True)

@@ -87,7 +87,7 @@ def is_finite(x: FlatVector) -> bool:
 def _rms(y: FlatVector, x: FlatVector | None) -> float:
     """The root mean square of y - x, or of y, in float32 where they are: infinite where that overflows."""
     wide = [a for a in y.segments if a.element_size() >= 4]
-    scratch = {a.dtype: torch.empty(min(SCRATCH_NUMEL, a.numel()), dtype=a.dtype) for a in wide}
+    scratch = {a.dtype: torch.empty(min(SCRATCH_NUMEL, a.numel()), dtype=a.dtype, device="cpu") for a in wide}
     total = 0.0
     for a, b in _chunks(y, x):
         if a.element_size() < 4:

@@ -36,7 +36,7 @@ class ModelFetcher:
         self.timeout = timeout
         self._future: Future[Fetched | None] | None = None
         self._jobs: queue.SimpleQueue[Future[Fetched | None] | None] = queue.SimpleQueue()
-        raw = torch.zeros(x.layout.num_bytes, dtype=torch.uint8, pin_memory=x.raw.is_cuda)
+        raw = torch.zeros(x.layout.num_bytes, dtype=torch.uint8, pin_memory=x.raw.is_cuda, device="cpu")
         self._inbox = self._arrived = FlatVector(x.layout, raw)
         if x.raw.is_cuda:
             self._arrived = x.like()

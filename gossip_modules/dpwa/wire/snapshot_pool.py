@@ -98,6 +98,6 @@ class SnapshotPool:
                 return snapshot
         assert len(self.snapshots) < self.max_snapshots, "fewer replies are sent at once than there are snapshots"
         # Zeros, not empty memory: the padding between segments is sent too, and must not reveal what was there before.
-        raw = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
+        raw = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, pin_memory=self.is_pinned, device="cpu")
         self.snapshots.append(Snapshot(FlatVector(self.layout, raw)))
         return self.snapshots[-1]

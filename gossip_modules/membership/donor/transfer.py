@@ -26,7 +26,7 @@ def send(group: dist.ProcessGroup, state: Any, *, timeout: timedelta) -> int:
     text, tensors = pack(state)
     contents = (bytes_of(x.detach().cpu()) for x in tensors)
     total = 0
-    for chunk in (torch.tensor([text.numel()]), text, *(chunk for x in contents for chunk in _chunks(x))):
+    for chunk in (torch.tensor([text.numel()], device="cpu"), text, *(chunk for x in contents for chunk in _chunks(x))):
         group.send([chunk], 1, 0).wait(timeout)
         total += chunk.nbytes
     return total
@@ -49,11 +49,11 @@ def receive(
         else:
             waits.wait(work, timeout)
 
-    size = torch.zeros(1, dtype=torch.int64)
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
     await_chunk(size)
     if not 0 < int(size) <= _MAX_HEADER:
         raise ValueError(f"got a state with a header of {int(size)} bytes, expected 1 to {_MAX_HEADER}")
-    text = torch.empty(int(size), dtype=torch.uint8)
+    text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     await_chunk(text)
     header, tensors = unpack(text, max_bytes=max_bytes)
     for x in tensors:

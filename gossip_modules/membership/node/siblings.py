@@ -129,7 +129,7 @@ class Siblings:
                 result = act()
             except Exception as raised:  # noqa: BLE001 (told to the others, and raised below)
                 error, self._has_failed = raised, True
-        numbers = torch.tensor([error is not None, result, *rounds.progress()], dtype=torch.float64)
+        numbers = torch.tensor([error is not None, result, *rounds.progress()], dtype=torch.float64, device="cpu")
         try:
             self.control.broadcast(numbers, source=0, what="a round of the node")
             failed, result, *progress = numbers.tolist()
@@ -174,7 +174,7 @@ class Siblings:
         own = self.membership.own_stats() if self.leads else dict.fromkeys(self.stats, 0.0)
         membership = self.membership
         before = membership._steps_before if self.leads else 0
-        header = torch.tensor([news, membership.is_leaving, before, *own.values()], dtype=torch.float64)
+        header = torch.tensor([news, membership.is_leaving, before, *own.values()], dtype=torch.float64, device="cpu")
         self.control.all_reduce(header, what="a training step of the node")
         kind, leaving, before, *stats = header.tolist()
         membership._steps_before = int(before)

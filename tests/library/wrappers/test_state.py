@@ -418,8 +418,8 @@ def test_the_averaged_state_dict_is_that_of_a_bare_model(make: Callable[..., Gos
         assert states[1] == {}
 
 
-def test_the_estimate_is_averaged_and_integers_are_kept() -> None:
-    """With weights that move the average is that of the numerators; BatchNorm's counter is this rank's own."""
+def test_the_estimate_is_averaged_and_integers_are_those_of_rank_0() -> None:
+    """With weights that move the average is that of the numerators; BatchNorm's counter is that of rank 0."""
 
     def body(group: dist.ProcessGroup) -> dict[str, Tensor]:
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -222,7 +222,7 @@ def _normalised(images: np.ndarray) -> Tensor:
 
 
 def _per_channel(values: tuple[float, ...]) -> Tensor:
-    return torch.tensor(values)[None, :, None, None]
+    return torch.tensor(values, device="cpu")[None, :, None, None]
 
 
 def _image_folder(source: Source) -> tuple[Images, Images]:

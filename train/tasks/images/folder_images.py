@@ -64,6 +64,7 @@ class FolderImages(Images):
             (len(indices), self.num_channels, self.size, self.size),
             dtype=torch.uint8,
             memory_format=torch.channels_last,
+            device="cpu",
         )
         if get_worker_info() is not None:
             images.share_memory_()  # while it is empty: the way to the training process copies nothing then
@@ -84,7 +85,7 @@ class ShiftedImages(FolderImages):
         """See `FolderImages`."""
         if generator is None:
             return self._read_parts(indices, [whole] * len(indices), [False] * len(indices))
-        is_mirrored = (torch.rand(len(indices), generator=generator) < 0.5).tolist()
+        is_mirrored = (torch.rand(len(indices), generator=generator, device="cpu") < 0.5).tolist()
         images = self._read_parts(indices, [whole] * len(indices), is_mirrored)
         return random_shift(images, self.size // 8, generator)
 
@@ -100,9 +101,11 @@ class CroppedImages(FolderImages):
         """See `FolderImages`."""
         if generator is None:
             return self._read_parts(indices, [center] * len(indices), [False] * len(indices))
-        is_mirrored = (torch.rand(len(indices), generator=generator) < 0.5).tolist()
+        is_mirrored = (torch.rand(len(indices), generator=generator, device="cpu") < 0.5).tolist()
         # In float64, where rounding never reaches 1: a part never ends past the edge.
-        draws = torch.rand(len(indices), 2 * NUM_TRIES + 2, generator=generator, dtype=torch.float64).tolist()
+        draws = torch.rand(
+            len(indices), 2 * NUM_TRIES + 2, generator=generator, dtype=torch.float64, device="cpu"
+        ).tolist()
         return self._read_parts(indices, [functools.partial(random_part, draws=row) for row in draws], is_mirrored)
 
 

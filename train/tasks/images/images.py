@@ -77,7 +77,7 @@ class TensorImages(Images):
             generator = torch.Generator().manual_seed(key.seed)
             images = random_shift(images, self.max_shift, generator)
             if self.flip:
-                mirrored = torch.rand(len(images), generator=generator) < 0.5
+                mirrored = torch.rand(len(images), generator=generator, device="cpu") < 0.5
                 images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         return images, torch.from_numpy(self.labels[key.indices])
 
@@ -96,9 +96,9 @@ def random_shift(images: Tensor, max_shift: int, generator: torch.Generator) -> 
     if not max_shift:
         return images
     num_images, _, height, width = images.shape
-    shifts = torch.randint(0, 2 * max_shift + 1, (2, num_images, 1), generator=generator)
-    rows = (shifts[0] + torch.arange(height))[:, :, None]
-    columns = (shifts[1] + torch.arange(width))[:, None, :]
+    shifts = torch.randint(0, 2 * max_shift + 1, (2, num_images, 1), generator=generator, device="cpu")
+    rows = (shifts[0] + torch.arange(height, device="cpu"))[:, :, None]
+    columns = (shifts[1] + torch.arange(width, device="cpu"))[:, None, :]
     padded = F.pad(images, [max_shift] * 4)
     # Indexing with a slice between index tensors moves the channels last: [B, H, W, C].
-    return padded[torch.arange(num_images)[:, None, None], :, rows, columns].permute(0, 3, 1, 2)
+    return padded[torch.arange(num_images, device="cpu")[:, None, None], :, rows, columns].permute(0, 3, 1, 2)

@@ -38,7 +38,7 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
     def __init__(self, images: Images, keys: Iterable[BatchKey], *, num_workers: int, timeout_seconds: float) -> None:
         self.num_workers = num_workers
         self.timeout_seconds = timeout_seconds
-        self._worker_pids = torch.zeros(num_workers, dtype=torch.int64).share_memory_()
+        self._worker_pids = torch.zeros(num_workers, dtype=torch.int64, device="cpu").share_memory_()
         # batch_size=None: a key is a whole batch. The generator of our own keeps the loader from drawing a seed for its
         # workers from the global one, which a resumed run has just restored.
         self._loader: DataLoader[Any] = DataLoader(

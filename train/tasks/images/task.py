@@ -127,10 +127,10 @@ class ImageTask(Task):
         Returns:
             int64 [2] on the CPU: right answers, images.
         """
-        counts = torch.zeros(2, dtype=torch.int64)
+        counts = torch.zeros(2, dtype=torch.int64, device="cpu")
         for images, labels in batches:
             answers = model(*self.prepare((self.precision.prepare(images),))).argmax(1).cpu()
-            counts += torch.tensor([int((answers == labels).sum()), len(labels)])
+            counts += torch.tensor([int((answers == labels).sum()), len(labels)], device="cpu")
         return counts
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ class LanguageModelTask(Task):
     def evaluate_averaged(self, model: nn.Module) -> dict[str, float]:
         """See `Task`; every rank reads sequence rank, rank + size, ... of the validation set."""
         counts = self._count(model, self._validation_starts()[self.world.rank :: self.world.size])
-        return self._metrics(torch.tensor(self.world.gather(counts.tolist()), dtype=torch.float64).sum(0))
+        return self._metrics(torch.tensor(self.world.gather(counts.tolist()), dtype=torch.float64, device="cpu").sum(0))
 
     def selection(self, averaged: Mapping[str, float]) -> float:
         """See `Task`; fewer bits are better."""
@@ -137,7 +137,7 @@ class LanguageModelTask(Task):
 
     def _count(self, model: nn.Module, starts: np.ndarray) -> Tensor:
         """What `count_tokens` counts in the sequences that begin at `starts`, float64 [3] on the CPU."""
-        length, counts = self.config.sequence_length, torch.zeros(3, dtype=torch.float64)
+        length, counts = self.config.sequence_length, torch.zeros(3, dtype=torch.float64, device="cpu")
         rows = max(1, EVALUATION_TOKENS // length)
         for first in range(0, len(starts), rows):
             inputs, targets = self.on_device(self.validation.sequences(starts[first : first + rows], length))

@@ -141,7 +141,7 @@ class TranslationTask(Task):
         # Dealt out one by one, so collected row by row; the last row may be short.
         rows = zip_longest(*shares)
         self.translations = [text for row in rows for text in row if text is not None]
-        validation_counts, test_counts = torch.tensor(all_counts, dtype=torch.float64).sum(0)
+        validation_counts, test_counts = torch.tensor(all_counts, dtype=torch.float64, device="cpu").sum(0)
         return {
             "validation_nll": nll(validation_counts),
             "nll": nll(test_counts),
@@ -158,7 +158,7 @@ class TranslationTask(Task):
 
     def _count(self, model: nn.Module, text: TokenizedText, indices: np.ndarray) -> Tensor:
         """What `count_tokens` counts in the pairs of `text` at `indices`, float64 [3] on the CPU."""
-        counts = torch.zeros(3, dtype=torch.float64)
+        counts = torch.zeros(3, dtype=torch.float64, device="cpu")
         for places in by_length(text.sizes[indices], EVALUATION_TOKENS):
             inputs, targets = self.on_device(micro_batch(text, indices[places]))
             counts += count_tokens(model(*inputs), targets)

@@ -95,7 +95,8 @@ class Translator(nn.Module):
             )
         )
         # Zeros that nothing trains: they need neither travel nor be saved.
-        self.network.register_buffer("final_logits_bias", torch.zeros(1, num_tokens), persistent=False)
+        zeros = torch.zeros(1, num_tokens, device=next(self.network.parameters()).device)
+        self.network.register_buffer("final_logits_bias", zeros, persistent=False)
 
     def forward(self, source: Tensor, source_mask: Tensor, decoder_input: Tensor) -> Tensor:
         """Logits of the next token after each of the decoder's.

@@ -1,0 +1,168 @@
+"""Which tensors of a module travel, which of its buffers an average takes from rank 0, and which always stay local."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+_STATISTIC = re.compile(r"(^|_)(running|moving)_(mean|var|variance|std)$")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What of a module travels, beside its trained parameters, and what is left alone.
+
+    [Note: kinds of buffers] A mean over ranks means something for running statistics, and nothing for singular
+    vectors, masks, queues or counters. So the kind of a buffer says what becomes of it:
+
+    | buffers                                                   | in a round | in an average of all ranks    |
+    |-----------------------------------------------------------|------------|-------------------------------|
+    | running statistics: `running_` or `moving_` and `mean`,   | averaged   | averaged                      |
+    | `var`, `variance` or `std`, of any module                 |            |                               |
+    | named by `gossip_buffers=[...]`                           | averaged   | averaged                      |
+    | u and v of `spectral_norm`, hook and parametrization      | local      | those of the averaged weight  |
+    | other persistent ones: masks of `prune`, queues, memory   | local      | those of rank 0, whole        |
+    | banks, counters, codebooks, constants                     |            |                               |
+    | not persistent, ignored, and all if `gossip_buffers=False`| local      | local                         |
+
+    Args:
+        gossip_buffers: True: running statistics travel. False: no buffer does. A sequence of names, or of patterns as
+            in `fnmatch`: those floating-point buffers do, in place of the running statistics.
+        ignore: the names of parameters and buffers of the module that always stay local, or patterns; also those that
+            `DistributedDataParallel` is told to leave alone by the module's `_ddp_params_and_buffers_to_ignore`.
+
+    Raises:
+        ValueError: an argument of another kind.
+    """
+
+    gossip_buffers: bool | Sequence[str] = True
+    ignore: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.gossip_buffers, bool):
+            expected = "True or False, or a sequence of names of buffers, such as ['quantizer.*']"
+            object.__setattr__(self, "gossip_buffers", _names("gossip_buffers", self.gossip_buffers, expected))
+        expected = "a sequence of names or patterns of parameters and buffers, such as ['head.bias', 'adapter.*']"
+        object.__setattr__(self, "ignore", _names("ignore", self.ignore, expected))
+
+    def check(self, module: nn.Module) -> None:
+        """Raise ValueError where an entry matches nothing of the module; names those that are nearest."""
+        floats = [name for name, buffer in _buffers(module) if buffer.is_floating_point()]
+        _check_found("ignore", self.ignore, [name for name, _ in _tensors(module)], "parameter or buffer", module)
+        if not isinstance(self.gossip_buffers, bool):
+            _check_found("gossip_buffers", self.gossip_buffers, floats, "floating-point buffer", module)
+
+    def ignored(self, module: nn.Module) -> dict[str, Tensor]:
+        """The parameters and buffers that always stay local, by every name that they have in the module."""
+        # DistributedDataParallel looks up parameters of the module itself with a point in front of their names.
+        listed = {name.removeprefix(".") for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+        if not (listed or self.ignore):
+            return {}
+        named = list(_tensors(module))
+        found = {id(x) for name, x in named if name in listed or _matches(name, self.ignore)}
+        return {name: x for name, x in named if id(x) in found}
+
+    def ignored_ids(self, module: nn.Module) -> frozenset[int]:
+        """The ids of what `ignored` gives."""
+        return frozenset(map(id, self.ignored(module).values()))
+
+    def averages(self, owner: nn.Module, attribute: str, name: str) -> bool:
+        """Whether that buffer of `owner` travels, which `ignore` does not name; see [Note: kinds of buffers]."""
+        buffer = owner._buffers[attribute]
+        if buffer is None or not buffer.is_floating_point():
+            return False
+        if not isinstance(self.gossip_buffers, bool):
+            return _matches(name, self.gossip_buffers)
+        is_persistent = attribute not in owner._non_persistent_buffers_set
+        return self.gossip_buffers and is_persistent and _STATISTIC.search(attribute) is not None
+
+    def averaged(self, module: nn.Module) -> dict[str, Tensor]:
+        """The buffers that travel, by name."""
+        ignored = self.ignored_ids(module)
+        return {
+            name: buffer
+            for owner, attribute, name, buffer in _owned(module)
+            if id(buffer) not in ignored and self.averages(owner, attribute, name)
+        }
+
+    def kept(self, module: nn.Module) -> dict[str, Tensor]:
+        """The persistent buffers that do not travel and are not ignored, by name."""
+        left = self.ignored_ids(module) | frozenset(map(id, self.averaged(module).values()))
+        return {
+            name: buffer
+            for owner, attribute, name, buffer in _owned(module)
+            if id(buffer) not in left and attribute not in owner._non_persistent_buffers_set
+        }
+
+    def copied(self, module: nn.Module) -> dict[str, Tensor]:
+        """Those of `kept` that an average of all ranks takes from rank 0."""
+        return {} if self.gossip_buffers is False else self.kept(module)
+
+    def others(self, module: nn.Module, travelling: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Parameters and buffers that neither travel nor are ignored: frozen ones, counters; each once, by name."""
+        left = {id(x) for x in travelling} | self.ignored_ids(module)
+        others: dict[int, tuple[str, Tensor]] = {}
+        for name, x in (*module.named_parameters(), *module.named_buffers()):
+            if id(x) not in left:
+                others.setdefault(id(x), (name, x))
+        return dict(others.values())
+
+
+def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """Every buffer once: who has it, under which attribute, and its name in the module."""
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for attribute, buffer in owner._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, buffer
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """By every name: tied ones have several."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from _buffers(module)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _names(argument: str, value: object, expected: str) -> tuple[str, ...]:
+    """The entries, once each, in order.
+
+    Raises:
+        ValueError: it is no sequence of names.
+    """
+    is_sequence = isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes)
+    if not is_sequence or not all(isinstance(entry, str) for entry in value):  # type: ignore[attr-defined]
+        raise ValueError(f"got {argument}={value!r}, expected {expected}")
+    return tuple(sorted(set(value)))  # type: ignore[call-overload]
+
+
+def _check_found(argument: str, entries: Sequence[str], names: Sequence[str], what: str, module: nn.Module) -> None:
+    for entry in entries:
+        if any(_matches(name, [entry]) for name in names):
+            continue
+        inside = f"{entry}.*"
+        near = [inside] if any(fnmatchcase(name, inside) for name in names) else _nearest(entry, names)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has no {what}"
+        raise ValueError(
+            f"got {argument} with {entry!r}, which matches no {what} of a {type(module).__name__}, expected names as "
+            f"in named_parameters() and named_buffers() of the module without a wrapper, or patterns of them; {hint}"
+        )
+
+
+def _nearest(entry: str, names: Sequence[str]) -> list[str]:
+    """Up to three names, the nearest first."""
+    by_end = [name for name in names if name and (name.endswith(f".{entry}") or entry.endswith(f".{name}"))]
+    return list(dict.fromkeys([*by_end, *difflib.get_close_matches(entry, names, n=3, cutoff=0.0)]))[:3]
