@@ -10,6 +10,7 @@ from torch import nn
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..wrappers.composition import check_inside, hold, let_go
+from ..wrappers.weight_copies import WeightCopies
 from .average_on_demand import AverageOnDemand
 from .config import PairwiseConfig
 from .engine import PairwiseEngine
@@ -48,6 +49,7 @@ class PairwiseAverager(PairwiseWorker):
         check_inside(module, wrapper=type(self).__name__)
         self.module = module
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers)
+        self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
         hold(self)
@@ -94,6 +96,7 @@ class PairwiseAverager(PairwiseWorker):
     def close(self) -> None:
         """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
         let_go(self)
+        self._copies.close()
         self._engine.close()
         self._averager.close()
 

@@ -8,10 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import StepHooks, holds_any
+from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
 from ..outer.method import OuterMethod
-
-_hooks = StepHooks()
 
 
 class InnerRate:
@@ -36,9 +34,11 @@ class InnerRate:
 
     def _listen(self) -> None:
         if self._is_open:
-            _hooks.add(self)
+            STEP_HOOKS.add(self)
 
     # See `Stepped`.
+
+    order = 0
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
@@ -49,7 +49,8 @@ class InnerRate:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
-        self.rate = self._outer.inner_rate(optimizer)
+        if not is_left_out(optimizer):
+            self.rate = self._outer.inner_rate(optimizer)
 
     # State.
 
@@ -64,7 +65,7 @@ class InnerRate:
     def close(self) -> None:
         """Listen no more; idempotent."""
         self._is_open = False
-        _hooks.discard(self)
+        STEP_HOOKS.discard(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

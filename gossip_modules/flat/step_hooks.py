@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch.utils.hooks import RemovableHandle
 class Stepped(Protocol):
     """Who is told of steps."""
 
+    order: int
+    """Members of a higher order are told of the end of a step after those of a lower one."""
+
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the steps of this optimizer concern it."""
         ...
@@ -26,7 +30,7 @@ class Stepped(Protocol):
         ...
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Called after a step that ended well."""
+        """Called after a step that ended well, also after one that has changed nothing: see `is_left_out`."""
         ...
 
 
@@ -36,7 +40,19 @@ def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
 
-class StepHooks:
+def is_left_out(optimizer: Optimizer) -> bool:
+    """Whether the step that has just ended has changed nothing, because gradients held infinities or NaN.
+
+    Optimizers that unscale gradients themselves (`fused=True`) do so inside `step()`: GradScaler calls it in any case,
+    with what it has found in `found_inf`, float32 [1] or scalar, which is there during the call only. Other optimizers
+    are not called for such a step. Waits for the device, as GradScaler does for the others; without GradScaler it looks
+    at nothing.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
+class StepHooks:  # one for the process: STEP_HOOKS
     """Objects that are told of every optimizer step in the process that concerns them, by one pair of global hooks.
 
     The hooks are there while there are such objects. torch walks over its hooks during a step, and must not find them
@@ -93,7 +109,7 @@ class StepHooks:
     def _stepped_by(self, optimizer: Optimizer) -> list[Stepped]:
         with self._lock:
             members = list(self._members)
-        return [member for member in members if member.is_stepped_by(optimizer)]
+        return sorted((member for member in members if member.is_stepped_by(optimizer)), key=_order)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steppers.add(threading.get_ident())
@@ -105,4 +121,6 @@ class StepHooks:
             member.after_step(optimizer)
 
 
+STEP_HOOKS = StepHooks()
+_order = attrgetter("order")
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__  # what torch puts around every step, to call the hooks

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import StepHooks, holds_any
+from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
 from ..flat.vector import FlatVector
-
-_hooks = StepHooks()
 
 
 class SGDStep(NamedTuple):
@@ -36,7 +34,8 @@ class SGDMomentum:
     """The `momentum_buffer` of every parameter of one model as views of one vector.
 
     Hooks on optimizer steps find the optimizer: before a step its buffers are made views of the vector, if they are
-    not, and after it the rates are noted. A learning rate of 0 moves nothing, so such a step counts as none.
+    not, and after it the rates are noted. A step that moves nothing counts as none: one with a learning rate of 0, or
+    one that GradScaler leaves out.
 
     Args:
         buffer: has the parameters.
@@ -55,7 +54,7 @@ class SGDMomentum:
         self._vector: FlatVector | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # each parameter and its view of the vector
         self._next: Sequence[Tensor] = ()  # what the vector is to start from, by dtype
-        _hooks.add(self)
+        STEP_HOOKS.add(self)
 
     def write(self, momentum: Sequence[Tensor]) -> None:
         """The buffers of the optimizer <- `momentum`, a flat tensor for each dtype, now and where they come to be."""
@@ -95,6 +94,8 @@ class SGDMomentum:
 
     # See `Stepped`.
 
+    order = 0
+
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
         return holds_any(optimizer, self.buffer.parameters)
@@ -118,14 +119,14 @@ class SGDMomentum:
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         group = optimizer.param_groups[0]
-        lr = float(group["lr"])
+        lr = 0.0 if is_left_out(optimizer) else float(group["lr"])
         self.step = SGDStep(lr, float(group["momentum"])) if lr else None
         if not lr:
             self.write(self._next)
 
     def close(self) -> None:
         """Let the optimizer step alone from now on."""
-        _hooks.discard(self)
+        STEP_HOOKS.discard(self)
 
     def _views(self) -> list[tuple[Tensor, Tensor]]:
         vector = self._vector
@@ -153,4 +154,4 @@ class SGDMomentum:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _hooks.add(self)
+        STEP_HOOKS.add(self)

@@ -25,6 +25,7 @@ from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
 from .unsynced_steps import UnsyncedSteps
+from .weight_copies import WeightCopies
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,6 +89,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self._place: tuple[int, int] | None = None  # rank and world size, where there are such
         self._description: dict[str, str] = {}  # what ranks agree on, by name
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_shards=num_shards)
+        self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)
 
     def _open(self, links: Links, *, init_sync: bool, **options: Any) -> ProcessGroupTransport:
         """See `open_transport`; the ranks agree on the class and on `_description`."""
@@ -131,6 +133,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
                 self.flush()
             finally:
                 self._is_closed = True
+                self._copies.close()
                 let_go(self)
                 self._engine.close()
                 self._release()
@@ -201,7 +204,9 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not self._is_closed:
+        if self._is_closed:
+            self._copies.close()
+        else:
             hold(self, is_copy=True)
 
     # What AveragingMixin needs.

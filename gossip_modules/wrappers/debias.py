@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import StepHooks, holds_any
+from ..flat.step_hooks import STEP_HOOKS, holds_any
 
 
 class Form(Enum):
@@ -97,7 +97,9 @@ class Debias:
         """Optimizers step on z from now on: the weight is not exchanged any more."""
         self.to_estimate()
         self._is_stopped = True
-        _watched.discard(self)
+        STEP_HOOKS.discard(self)
+
+    order = 0
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer holds one of our parameters."""
@@ -116,11 +118,8 @@ class Debias:
 
     def _watch(self) -> None:
         if self.is_needed and not self._is_stopped:
-            _watched.add(self)
+            STEP_HOOKS.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._watch()
-
-
-_watched = StepHooks()

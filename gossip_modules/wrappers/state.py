@@ -12,6 +12,7 @@ from torch import nn
 
 from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
+from .weight_copies import WeightCopies
 
 KEY = "gossip_state"
 
@@ -78,6 +79,7 @@ class RoundState(MetadataState):
     """The state of a wrapper between two forwards: the round counter, the algorithm's own state, and whose it is."""
 
     _engine: Engine
+    _copies: WeightCopies | None
     _is_step_start: bool  # whether the next training forward starts an optimizer step
     _place: tuple[int, int] | None  # rank and world size, where there are such
 
@@ -93,7 +95,8 @@ class RoundState(MetadataState):
     def get_extra_state(self) -> dict[str, Any]:
         """The round counter, the algorithm's own state, and the rank: plain values and tensors."""
         place = {} if self._place is None else dict(zip(("rank", "world_size"), self._place, strict=True))
-        return {"is_step_start": self._is_step_start, "engine": self._engine.state_dict(), **place}
+        copies = {} if self._copies is None else self._copies.state_dict()
+        return {"is_step_start": self._is_step_start, "engine": self._engine.state_dict(), **copies, **place}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """Take back what `get_extra_state` gave; None starts anew, as after loading other weights into the module.
@@ -103,11 +106,15 @@ class RoundState(MetadataState):
         """
         if state is None:
             self._is_step_start = True
+            if self._copies is not None:
+                self._copies.load_state_dict({})
             self._engine.reset()
             return
         self._check_place(state)
         self._is_step_start = state["is_step_start"]
         self._engine.load_state_dict(state["engine"])
+        if self._copies is not None:
+            self._copies.load_state_dict(state)
 
     def _check_place(self, state: Mapping[str, Any]) -> None:
         """Each rank has a model, a push-sum weight and an algorithm's state of its own."""

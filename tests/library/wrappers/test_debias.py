@@ -28,7 +28,7 @@ from tests.library.wrappers.wrapping import irregular
 @pytest.fixture(autouse=True)
 def _watched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks of objects that tests of other files left alive do not count."""
-    monkeypatch.setattr(debias_module, "_watched", StepHooks())
+    monkeypatch.setattr(debias_module, "STEP_HOOKS", StepHooks())
 
 
 class StepError(Exception):
@@ -52,7 +52,7 @@ def num_hooks() -> int:
         *torch_optimizer._global_optimizer_pre_hooks.values(),
         *torch_optimizer._global_optimizer_post_hooks.values(),
     ]
-    return sum(getattr(hook, "__self__", None) is debias_module._watched for hook in hooks)
+    return sum(getattr(hook, "__self__", None) is debias_module.STEP_HOOKS for hook in hooks)
 
 
 def weighted(seed: int = 0, weight: float = 0.5) -> tuple[nn.Module, Debias]:

@@ -1,0 +1,18 @@
+"""The line of the user's program that a warning is about."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def levels_to_user() -> int:
+    """The `stacklevel` of the caller's warning that names the first line outside of torch and of this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
