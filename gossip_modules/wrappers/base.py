@@ -21,6 +21,7 @@ from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
+from .own_weights import OwnWeights
 from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
@@ -89,6 +90,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self._place: tuple[int, int] | None = None  # rank and world size, where there are such
         self._description: dict[str, str] = {}  # what ranks agree on, by name
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_shards=num_shards)
+        self._own_weights = OwnWeights(self._buffer, self._add_again)
         self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)
 
     def _open(self, links: Links, *, init_sync: bool, **options: Any) -> ProcessGroupTransport:
@@ -111,8 +113,12 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
             self._sync = before
 
     def train(self, mode: bool = True) -> GossipWrapper:
-        """As `nn.Module.train`, after a flush; eval mode also ends the current step."""
-        self.flush()
+        """As `nn.Module.train`, after a flush; eval mode also ends the current step.
+
+        Where other weights stand in the parameters, as an average that is evaluated, corrections stay in flight: see
+        [Note: Swapped weights].
+        """
+        self._flush_own()
         self._is_step_start = self._is_step_start or not mode
         return super().train(mode)
 
@@ -124,6 +130,11 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
             self._reattach()
         self._apply_in_flight()
 
+    def _flush_own(self) -> None:
+        """As `flush()`, if the parameters are those of training: [Note: Swapped weights]."""
+        if self._is_closed or not self._own_weights.is_replaced():
+            self.flush()
+
     def close(self) -> None:
         """See `AveragingMixin`. Forwards after it are local; a training forward warns, once."""
         if not self._is_closed:
@@ -133,6 +144,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
                 self.flush()
             finally:
                 self._is_closed = True
+                self._own_weights.close()
                 self._copies.close()
                 let_go(self)
                 self._engine.close()
@@ -167,6 +179,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__)
         self.flush()
+        self._own_weights.forget()
         self._unsynced_steps.forget()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -207,6 +220,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         if self._is_closed:
             self._copies.close()
         else:
+            self._own_weights.bind(self._add_again)
             hold(self, is_copy=True)
 
     # What AveragingMixin needs.
