@@ -10,7 +10,7 @@ from torch import nn
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..wrappers.composition import check_inside, hold, let_go
-from ..wrappers.weight_copies import WeightCopies
+from ..wrappers.weights.copies import WeightCopies
 from .average_on_demand import AverageOnDemand
 from .config import PairwiseConfig
 from .engine import PairwiseEngine

@@ -16,7 +16,7 @@ from ..flat.vector import FlatVector
 from ..gossiper.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport
-from .weight_copies import WeightCopies
+from .weights.copies import WeightCopies
 
 if TYPE_CHECKING:
     from typing_extensions import Self

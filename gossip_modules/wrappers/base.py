@@ -21,12 +21,12 @@ from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
-from .own_weights import OwnWeights
 from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
 from .unsynced_steps import UnsyncedSteps
-from .weight_copies import WeightCopies
+from .weights.copies import WeightCopies
+from .weights.own import OwnWeights
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
-from .weight_copies import WeightCopies
+from .weights.copies import WeightCopies
 
 KEY = "gossip_state"
 

@@ -20,8 +20,8 @@ from .composition import check_optimizers, check_outside
 from .debias import Debias
 from .join import UnevenInputs
 from .node import Node
-from .own_weights import OwnWeights
 from .unsynced_steps import UnsyncedSteps
+from .weights.own import OwnWeights
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 

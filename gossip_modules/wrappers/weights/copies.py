@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, holds_any
-from .debias import Debias, Form
-from .master_weights import MasterWeights, correct_, is_rounded, sample
-from .user_line import levels_to_user
+from ...flat.buffer import FlatBuffer
+from ...flat.step_hooks import STEP_HOOKS, holds_any
+from ..debias import Debias, Form
+from ..user_line import levels_to_user
+from .masters import MasterWeights, correct_, is_rounded, sample
 
 _NUM_LOOKS = 32  # the steps that move the parameters and after which state is compared with them
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, holds_any
-from ..flat.vector import FlatVector
+from ...flat.buffer import FlatBuffer
+from ...flat.step_hooks import STEP_HOOKS, holds_any
+from ...flat.vector import FlatVector
 
 _SAMPLE = 256  # elements of each dtype that are compared
 
