@@ -19,6 +19,7 @@ from ..debias import Debias, Form
 from ..user_line import levels_to_user
 from .masters import MasterWeights, correct_, is_rounded, sample
 
+_MASTERS = "param_groups"  # in place of a name of state: what the optimizer steps
 _NUM_LOOKS = 32  # the steps that move the parameters and after which state is compared with them
 
 
@@ -120,7 +121,8 @@ class WeightCopies:
             return not type(optimizer).__module__.startswith("torch.optim")
         if self._is_held or threading.get_ident() != self._thread:
             return False
-        masters = MasterWeights.of(optimizer, self._buffer.module, parameters)
+        is_known = _MASTERS in self._loaded
+        masters = MasterWeights.of(optimizer, self._buffer.module, parameters, is_known=is_known)
         if masters is not None:
             self._masters[optimizer] = masters
         return masters is not None
@@ -293,6 +295,8 @@ class WeightCopies:
     def state_dict(self) -> dict[str, Any]:
         """The names of copies, where there are some, so that a checkpoint's first step knows of them."""
         names = set(self._loaded).union(*(watch.names for watch in list(self._watches.values())))
+        if any(masters.is_known for masters in list(self._masters.values())):
+            names.add(_MASTERS)
         return {"copies": sorted(names)} if names else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -23,19 +23,30 @@ class MasterWeights:
         pairs: each q, or its part of a flat one, and its p.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, is_known: bool = False) -> None:
         self._pairs = pairs
-        self._before = [sample(parameter).clone() for _, parameter in pairs]
+        self._before = [] if is_known else [sample(parameter).clone() for _, parameter in pairs]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the parameters have changed, so that these are masters."""
+        return not self._before
 
     @classmethod
-    def of(cls, optimizer: Optimizer, module: nn.Module, parameters: Sequence[Tensor]) -> MasterWeights | None:
-        """What this optimizer steps, if it equals these parameters of the module; else None."""
+    def of(
+        cls, optimizer: Optimizer, module: nn.Module, parameters: Sequence[Tensor], *, is_known: bool = False
+    ) -> MasterWeights | None:
+        """What this optimizer steps, if it equals these parameters of the module; else None.
+
+        is_known: whether it is known from a checkpoint that there are masters: shapes are compared then, since a round
+        may have corrected the parameters by the first step.
+        """
         ours = {id(parameter) for parameter in parameters}
         in_order = [parameter for parameter in module.parameters() if id(parameter) in ours]
         pairs = _paired([x for group in optimizer.param_groups for x in group["params"]], in_order)
-        if not pairs or not all(_are_near(q, p) for q, p in pairs):
+        if not pairs or not (is_known or all(_are_near(q, p) for q, p in pairs)):
             return None
-        return cls(pairs) if any(sample(p).any() for _, p in pairs) else None
+        return cls(pairs, is_known=is_known) if any(sample(p).any() for _, p in pairs) else None
 
     @torch.no_grad()
     def correct(self) -> None:
@@ -49,7 +60,7 @@ class MasterWeights:
 
 
 def _paired(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter after its master of the same shape and value, in order; or after its part of a flat master."""
+    """Each parameter after its master, which has its shape and is nearest; or after its part of a flat master."""
     if len(masters) == 1 and masters[0].dim() == 1:
         flat = masters[0].detach()
         sizes = [parameter.numel() for parameter in parameters]
@@ -62,12 +73,17 @@ def _paired(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tup
         return []
     left, pairs = list(parameters), []
     for q in masters:
-        own = next((p for p in left if q.shape == p.shape and _are_near(q, p)), None)
+        own = min((p for p in left if q.shape == p.shape), key=lambda p: _distance(q, p), default=None)
         if own is None:
             return []
         left = [p for p in left if p is not own]
         pairs.append((q.detach(), own))
     return pairs
+
+
+def _distance(master: Tensor, parameter: Tensor) -> float:
+    other = sample(parameter).to(master.device, master.dtype)
+    return float(torch.linalg.vector_norm(sample(master) - other))
 
 
 def _are_near(master: Tensor, parameter: Tensor) -> bool:

@@ -37,6 +37,13 @@ class MasterSGD(_Optimizer):
         assert parameter.grad is not None
         parameter.copy_(state["master"].add_(parameter.grad.float(), alpha=-lr))
 
+    def copies(self) -> list[Tensor]:
+        return [self.state[parameter]["master"] for parameter in self.param_groups[0]["params"]]
+
+    def load_copies(self, copies: list[Tensor]) -> None:
+        for parameter, master in zip(self.param_groups[0]["params"], copies, strict=True):
+            self.state[parameter]["master"] = master
+
 
 class ScheduleFreeSGD(_Optimizer):
     """Parameters are between z, which is stepped, and the average of z."""
@@ -79,6 +86,14 @@ class SteppedMasters:
         self.is_flat = is_flat
         self.stepped = [torch.cat([x.flatten() for x in self.masters])] if is_flat else self.masters
         self.optimizer = torch.optim.SGD([x.requires_grad_() for x in self.stepped], lr=LEARNING_RATE)
+
+    def copies(self) -> list[Tensor]:
+        return [x.detach() for x in self.stepped]
+
+    @torch.no_grad()
+    def load_copies(self, copies: list[Tensor]) -> None:
+        for own, master in zip(self.stepped, copies, strict=True):
+            own.copy_(master)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
