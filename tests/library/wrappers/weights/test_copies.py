@@ -75,7 +75,8 @@ def test_float32_masters_of_a_bfloat16_model_train_as_a_float32_model_does(make:
 
 
 def test_a_round_leaves_a_master_what_rounding_has_left_out_of_the_parameter() -> None:
-    module = fill_(nn.Linear(3, 3), 0).bfloat16()
+    module = nn.Linear(3, 3)
+    fill_(module, 0).bfloat16()
     wrapper = wrap(module, solo_group())
     optimizer = MasterSGD(wrapper.parameters())
     train_alone(wrapper, optimizer)
@@ -83,7 +84,7 @@ def test_a_round_leaves_a_master_what_rounding_has_left_out_of_the_parameter() -
     before, rest = module.weight.detach().clone(), master - module.weight.float()
     assert rest.any()
     with torch.no_grad():
-        module.weight += 0.25  # as a round does
+        module.weight.add_(0.25)  # as a round does
     change = module.weight.detach().float() - before.float()
     expected = master + change - LEARNING_RATE * train_alone(wrapper, optimizer)
     torch.testing.assert_close(optimizer.state[module.weight]["master"], expected)
@@ -208,7 +209,7 @@ def test_momentum_counters_and_zeros_are_left_alone() -> None:
         optimizer.zero_grad()
         wrapper().backward()
         with torch.no_grad():
-            module.p += 0.125  # as a round does; the gradient is of before
+            module.p.add_(0.125)  # as a round does; the gradient is of before
         m = 0.5 * m + p
         p = p + 0.125 - LEARNING_RATE * m
         optimizer.step()
