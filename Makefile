@@ -3,9 +3,11 @@
 # make compare    the exact recipes on the same data and budget, as a table and a picture
 # make consensus  how fast workers agree, by every way to compress, in steps and in bits
 # make test       the tests
+# make quick      the tests of the algorithms, under a minute and without processes: for the loop of editing
+# make gate       what .ci/run has no time for: make soak, and the library's tests with the oldest and the newest torch
 # make soak       those that take longer: whole jobs that are killed, preempted and go on, examples, the table of faults
 # make test-torch TORCH=2.15.0  the tests that touch the library, with that torch from .venv-torch-2.15.0, which it makes
-#                 TESTS="-m 'not soak and not e2e'" leaves out those that start processes
+#                 (by default without those that start processes; TESTS="-m 'not soak'" takes them in)
 # make check      ruff and mypy
 # make docs       the documentation as pages in build/docs; open build/docs/index.html
 # make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
@@ -35,7 +37,7 @@ CLUSTER_INSTALLED = $(CLUSTER_VENV)/.installed
 PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .DELETE_ON_ERROR:
-.PHONY: venv train compare consensus test soak test-torch venv-torch check docs bench faults chaos cluster cluster-venv clean
+.PHONY: venv train compare consensus test quick gate soak test-torch smoke-torch venv-torch check docs bench faults chaos cluster cluster-venv clean
 
 venv: $(INSTALLED)
 
@@ -81,6 +83,16 @@ PYTEST_PARALLEL = -m pytest --numprocesses auto --maxprocesses 4 --dist workstea
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST_PARALLEL)
 
+# Graphs, weights, codes, vectors, algorithms, and the wrappers against the dense oracle.
+QUICK_TESTS = $(addprefix tests/library/,test_layers.py test_schedule.py flat graph_manager mixing_manager compression \
+  gossiper update_rules outer wrappers/test_oracle.py wrappers/test_optimizer_steps.py)
+
+quick: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST_PARALLEL) --durations=5 -m "not soak and not e2e" $(QUICK_TESTS)
+
+gate: $(INSTALLED)
+	bash .ci/run gate
+
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m soak
 
@@ -94,10 +106,18 @@ TORCH_INSTALLED = $(TORCH_VENV)/.installed
 TORCH_TESTS = --ignore=tests/train --ignore=tests/visualization --ignore=tests/benchmarks \
   $(addprefix --ignore=tests/end_to_end/,test_job_scripts.py test_setup.py test_slurm.py)
 
+TESTS = -m 'not soak and not e2e'
+# Autograd, optimizers, compilation, collectives, messages, state: some sixty tests.
+SMOKE_TESTS = $(addprefix tests/library/,wrappers/test_training_tools.py transport/test_process_group.py \
+  transport/test_state_tree.py)
+WITH_TORCH = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python
+
 # What is not torch's own (pytest, mpirun, ...) is that of .venv.
 test-torch: $(TORCH_INSTALLED)
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python \
-	  $(PYTEST_PARALLEL) $(TORCH_TESTS) $(TESTS)
+	$(WITH_TORCH) $(PYTEST_PARALLEL) $(TORCH_TESTS) $(TESTS)
+
+smoke-torch: $(TORCH_INSTALLED)
+	$(WITH_TORCH) $(PYTEST_PARALLEL) $(TESTS) $(SMOKE_TESTS)
 
 venv-torch: $(TORCH_INSTALLED)
 

@@ -1,6 +1,6 @@
 """Nodes that die and come back as one, each with several processes that train one model.
 
-    python -m gossip_modules.membership.serve &                            # the store, once
+    python -m gossip_modules.membership.serve --host 127.0.0.1 &           # the store, once
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic_nodes.py
     torchrun --standalone --nproc-per-node 2 examples/elastic_nodes.py

@@ -192,16 +192,16 @@ class StoreProcess:
     """A process that workers meet in; it may be killed, and started again at its address. `close()` it.
 
     Args:
-        command: what python runs. It takes `--port`, and prints a line of which the last word is the port.
+        command: what python runs; None: the store of a membership. It takes `--port`, and prints a line of which the
+            last word is the port.
         host: that it lives in; None: this machine.
     """
 
-    def __init__(
-        self, command: Sequence[str] = ("-m", "gossip_modules.membership.serve"), host: NetworkHost | None = None
-    ) -> None:
+    def __init__(self, command: Sequence[str] | None = None, host: NetworkHost | None = None) -> None:
         place = () if host is None else ("ip", "netns", "exec", host.namespace)
-        self._command = [*place, sys.executable, *command]
         self._host = "127.0.0.1" if host is None else host.address
+        command = command or ("-m", "gossip_modules.membership.serve", "--host", self._host)
+        self._command = [*place, sys.executable, *command]
         self.port = 0
         self.start()
 

@@ -16,10 +16,12 @@ from ..membership.lockstep import check_elastic
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..wrappers.arguments import GraphLike, MixingLike, as_timeout, refuse_device_ids
+from ..wrappers.arguments import GraphLike, MixingLike, as_timeout
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
+from ..wrappers.ddp_arguments import DDP_ARGUMENTS
 from ..wrappers.defaults import choose_bipartite_mixing
+from ..wrappers.foreign_arguments import foreign_arguments
 from ..wrappers.setup import Links
 from .engine import BilateralEngine
 from .participant import BilateralParticipant
@@ -55,13 +57,13 @@ class BilatGossipDataParallel(GossipWrapper):
         process_group: a Gloo group that carries nothing else; None = a new one over all ranks.
         timeout: the limit of every wait on a peer, in seconds or as a timedelta. The death of a
             process is raised at the next step, without waiting for it. A `Membership` has its own.
-        device_ids: refused: the model is on its device already.
         on_nonfinite: the reaction to a difference of two models that holds infinities or NaN. "raise":
             FloatingPointError at both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do
             not look.
         init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
         gossip_buffers: whether pairs average floating-point buffers (BatchNorm statistics) too, or each keeps its own.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled train as well, so that they ask a peer.
+        rounds: when a rank asks a peer: see `GossipDataParallel`.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then,
             which exist for any, and all begin with the model of the first worker.
 
@@ -84,6 +86,7 @@ class BilatGossipDataParallel(GossipWrapper):
     _transport: Any
     _watched: WatchedTransport | None = None
 
+    @foreign_arguments(DDP_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,
@@ -92,15 +95,15 @@ class BilatGossipDataParallel(GossipWrapper):
         graph: GraphLike | None = None,
         mixing: MixingLike | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
-        device_ids: None = None,
         on_nonfinite: str = "raise",
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
+        rounds: str = "forward",
         init_sync: bool = True,
         membership: Membership | None = None,
     ) -> None:
-        refuse_device_ids(device_ids, module)
-        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
+        super().__init__(module, **flags, rounds=rounds)
         self._on_nonfinite = check_policy(on_nonfinite)
         if membership is not None:
             given = {"group": process_group, "init_sync": init_sync, "timeout": as_timeout(timeout)}
@@ -155,6 +158,7 @@ class BilatGossipDataParallel(GossipWrapper):
     def _start(self, weights: MixingManager) -> BilateralEngine:
         vector, policy = self._buffer.vector, self._on_nonfinite
         engine = self._engine = BilateralEngine(weights, self._transport, vector, on_nonfinite=policy)
+        self._set_out()
         hold(self)
         return engine
 

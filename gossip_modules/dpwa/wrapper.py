@@ -15,6 +15,8 @@ from ..flat.vector import FlatVector
 from ..wrappers.arguments import as_timeout
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import hold
+from ..wrappers.ddp_arguments import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
+from ..wrappers.foreign_arguments import foreign_arguments
 from .average_on_demand import AverageOnDemand
 from .config import DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine
@@ -68,6 +70,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) travel too.
         gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
             are training forwards too.
+        rounds: when a worker merges: see `GossipDataParallel`.
 
     Raises:
         ImportError: pyzmq is missing.
@@ -87,6 +90,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
 
     _engine: PairwiseEngine  # in a copy a _PairwiseRecord, which has what is used here
 
+    @foreign_arguments(PAIRWISE_ARGUMENTS, DDP_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,
@@ -105,6 +109,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         init_from_peers: bool = True,
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
+        rounds: str = "forward",
     ) -> None:
         config = PairwiseConfig(
             name,
@@ -119,12 +124,15 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             max_distance,
             None if average_timeout is None else as_timeout(average_timeout, name="average_timeout"),
         )
-        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
+        super().__init__(module, **flags, rounds=rounds)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
+        self._set_out()
         hold(self)
 
     @classmethod
+    @foreign_arguments(PAIRWISE_ARGUMENTS, DDP_ARGUMENTS)
     def from_config(
         cls,
         module: nn.Module,
@@ -139,6 +147,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         init_from_peers: bool = True,
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
+        rounds: str = "forward",
     ) -> Self:
         """Worker `name` of a YAML file of dpwa: see `PairwiseConfig.from_yaml`."""
         config = PairwiseConfig.from_yaml(
@@ -156,6 +165,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             init_from_peers=init_from_peers,
             gossip_buffers=gossip_buffers,
             gossip_in_eval_mode=gossip_in_eval_mode,
+            rounds=rounds,
         )
 
     def train(self, mode: bool = True) -> Self:

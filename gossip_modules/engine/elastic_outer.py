@@ -98,7 +98,7 @@ class ElasticOuterEngine(OuterEngine):
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
         t, step = self.t, self.step
-        self._set_out(x)
+        self._anchor_at_start(x)
         has_changed = False
         if not (self._is_agreed or self._has_tried):
             self._check_finite(range(self.outer.num_fragments), x)  # of which any may take its outer step now

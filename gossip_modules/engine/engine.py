@@ -17,7 +17,7 @@ from ..flat.vector import FlatVector
 from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action, Schedule
-from ..transport.base import Transport, is_elastic
+from ..transport.base import Transport, is_elastic, timeout_of
 from ..transport.state_tree import copied
 from .controlled import ControlledMixer
 
@@ -69,6 +69,9 @@ class Engine(ABC):
         Returns:
             Whether x was written.
         """
+
+    def set_out(self, x: FlatVector) -> None:
+        """Training begins at x, and rounds will run after optimizer steps: the first one after step 1."""
 
     def flush(self, x: FlatVector) -> bool:
         """x <- x + everything in flight; returns, when nothing is, whether x was written."""
@@ -228,6 +231,10 @@ class LockstepEngine(Engine):
         """See `Engine`."""
         return {} if self._control is None else self._control.law.stats()
 
+    def set_out(self, x: FlatVector) -> None:
+        """See `Engine`."""
+        self.step = 1
+
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
         """Copies of what a worker that joins goes on from: `state_dict()`, without what links to peers keep.
 
@@ -261,6 +268,16 @@ class LockstepEngine(Engine):
         if action is Action.GOSSIP:
             return self.gossiper
         return self._scheduled_average if action is Action.AVERAGE else None
+
+    def _limit_of(self, mixer: Mixer, t: int) -> dict[str, Any]:
+        """How long to wait for round t in the gossip thread, and what to say then: see `GossipThread.result`."""
+        transport = self.gossiper.transport
+
+        def what() -> str:
+            peers = [transport.names[i] for i in mixer.sources if i != transport.rank]
+            return f"rank {transport.names[transport.rank]}: round {t} with ranks {peers}"
+
+        return {"what": what, "timeout": timeout_of(transport)}
 
     def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool, is_here: bool = True) -> NoReturn:
         names, rank = self.gossiper.transport.names, self.gossiper.transport.rank

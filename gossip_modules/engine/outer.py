@@ -101,7 +101,7 @@ class OuterEngine(SyncEngine):
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
-        self._set_out(x)
+        self._anchor_at_start(x)
         step = self.step
         starting = self.outer.starting_at(step)
         self._check_finite(starting, x)
@@ -206,7 +206,8 @@ class OuterEngine(SyncEngine):
         flight = self._flights[0]
         try:
             with record_function("gossip.wait"):
-                is_mixed = flight.future.result()
+                assert self._thread is not None
+                is_mixed = self._thread.result(flight.future, **self._limit_of(self._mixer, self.t))
         except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
             self._flights.clear()
             raise
@@ -226,8 +227,13 @@ class OuterEngine(SyncEngine):
 
     # Anchors.
 
-    def _set_out(self, x: FlatVector) -> None:
-        """Anchors at x, at the first training forward."""
+    def set_out(self, x: FlatVector) -> None:
+        """See `Engine`."""
+        super().set_out(x)
+        self._anchor_at_start(x)
+
+    def _anchor_at_start(self, x: FlatVector) -> None:
+        """Anchors at x, where training begins."""
         if not self._anchors and not self._loaded:
             self._anchors = self._anchors_at(x)
 

@@ -180,7 +180,8 @@ class OverlapEngine(LockstepEngine):
         start = time.perf_counter()
         with record_function("gossip.wait"):
             try:
-                alpha = flight.future.result()
+                assert self._thread is not None
+                alpha = self._thread.result(flight.future, **self._limit_of(flight.mixer, flight.t))
             except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
                 self._flight = None
                 raise

@@ -68,6 +68,7 @@ class Gossiper(Mixer):
     sends_shares: bool = False  # columns of W sum to one, and not rows: see [Note: lost peers]
     phase: int = 0  # of the round that runs, for `encode` and `decode`
     received: Sequence[FlatVector] = ()  # where messages are vectors: those of the in-peers, in their order
+    _in_peers: tuple[int, ...] = ()  # of the last round that was started
     _pending: Pending | None = None
     _is_elastic: bool = False  # the transport
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from . import limits
 from .events.roster import MARGIN
 from .links import connect_links
+from .liveness.contact import Contact
 from .participant import Change
 from .view import View
 from .worker_state import WorkerState, log
@@ -154,18 +155,18 @@ class Generations(WorkerState):
         """Watch the peers of the generation that trains, and of those that are due."""
         assert self._participant is not None
         assert self._heartbeats is not None
-        watched: dict[int, tuple[str, int]] = {}
+        watched: dict[int, Contact] = {}
         forming = self._roster.forming
         for view in (self._active, *(view for view, _ in self._due), forming):
             if view is not None and view.has(self.id):
                 for rank in self._participant.peers(view.ids.index(self.id), len(view.members)):
                     member = view.members[rank]
-                    watched[member.id] = member.address
+                    watched[member.id] = member.contact
         watched.pop(self.id, None)
         lost = set() if self._active is None or self._transport is None else {
             self._active.ids[rank] for rank in self._transport.lost
         }  # fmt: skip
-        self._heartbeats.watch({worker: address for worker, address in watched.items() if worker not in lost})
+        self._heartbeats.watch({worker: contact for worker, contact in watched.items() if worker not in lost})
 
     def _hurry(self, forming: View) -> None:
         """Leave out those that have not come to form a generation."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import logging
+import hmac
 import math
+import secrets
 import selectors
 import statistics
 import threading
@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import ParamSpec
 
-from .liveness.lifelines import GREETING, Lifelines, open_listener
+from .liveness.background_log import log
+from .liveness.contact import PACKET, SECRET_BYTES, Address, Contact, Packet, digest
+from .liveness.lifelines import Lifelines, open_listener
 
-log = logging.getLogger("gossip_modules.membership")
 P = ParamSpec("P")
 _NUM_GAPS = 64
 _GRACE = 2  # intervals: see `Lifelines`
@@ -30,7 +31,8 @@ _LATE_SELF = 4  # intervals: who was late itself has no opinion of others
 class _Peer:
     """What is known of one worker."""
 
-    address: tuple[str, int]
+    contact: Contact
+    packet: bytes  # its heartbeat
     last: float
     deadline: float  # seconds of silence, as of the last beat
     was_heard: bool = False
@@ -51,10 +53,13 @@ class Heartbeats:
     UDP, is never silent: then only the timeout of the connection is left. A process that ends is noticed by its
     lifeline, without a deadline.
 
+    A datagram counts that comes from the address of the worker, with a code that strangers cannot make: see
+    [Note: secrets of workers].
+
     Args:
-        worker: of this worker.
-        job: name of the job; datagrams of others are dropped.
-        host: the address that this worker is reached at.
+        worker: the id of this worker.
+        job: the name of the job; datagrams of others are dropped.
+        host: the address of this machine at which this worker is reached; it listens and sends there only.
         on_silent: called by the thread with the worker and the seconds of who has been silent for too long; once. If it
             is a method, all ends with its object: a worker that was lost without `close` is not to seem alive.
         on_ended: called by the thread with a worker whose process has ended; once.
@@ -73,17 +78,18 @@ class Heartbeats:
         interval: float = 0.05,
         floor: float = 0.2,
     ) -> None:
-        self._socket, listener = open_listener()
-        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
+        self._socket, listener = open_listener(host)
+        self.address: Address = (host, self._socket.getsockname()[1])
+        self._worker, self._secret = worker, secrets.token_bytes(SECRET_BYTES)
         self._job = digest(job)
-        self._packet = GREETING.pack(self._job, worker)
+        self._packet = self.contact.packet(Packet.HEARTBEAT, self._job)
         self._interval, self._floor = interval, floor
         self._lock = threading.Lock()
         self._peers: dict[int, _Peer] = {}
         self._on_silent, self._on_ended = _weak(on_silent), _weak(on_ended)
         self._selector = selectors.DefaultSelector()
         self._lifelines = Lifelines(
-            self._selector, listener, greeting=self._packet, job=self._job, grace=_GRACE * interval
+            self._selector, listener, contact=self.contact, job=self._job, grace=_GRACE * interval
         )
         self.has_said_farewell = False
         self._last_beat = time.monotonic()
@@ -91,14 +97,19 @@ class Heartbeats:
         self._thread = threading.Thread(target=self._run, name="gossip-heartbeats", daemon=True)
         self._thread.start()
 
-    def watch(self, peers: Mapping[int, tuple[str, int]]) -> None:
-        """Watch these workers, by worker, with their addresses, and no others; what is known of them is kept."""
-        now = time.monotonic()
+    @property
+    def contact(self) -> Contact:
+        """Where others reach this worker, and how they know it."""
+        return Contact(self._worker, self.address, self._secret)
+
+    def watch(self, peers: Mapping[int, Contact]) -> None:
+        """Watch these workers, by worker, and no others; what is known of them is kept."""
         with self._lock:
-            self._peers = {
-                worker: self._peers.get(worker) or _Peer(address, now, self._first_deadline)
-                for worker, address in peers.items()
-            }
+            self._peers = {worker: self._peers.get(worker) or self._peer(of) for worker, of in peers.items()}
+
+    def _peer(self, contact: Contact) -> _Peer:
+        packet = contact.packet(Packet.HEARTBEAT, self._job)
+        return _Peer(contact, packet, time.monotonic(), self._first_deadline)
 
     def forget(self, peer: int) -> None:
         """Watch it no more."""
@@ -140,7 +151,7 @@ class Heartbeats:
             while not self._is_closed.is_set() and self._on_silent() is not None:
                 try:
                     self._turn()
-                except Exception:  # without it, this worker would seem dead, and all others alive
+                except Exception:  # noqa: BLE001 (without it, this worker would seem dead, and all others alive)
                     log.exception("heartbeats of a worker go on after an error")
                     self._is_closed.wait(self._interval)
             self._lifelines.close(with_farewell=self.has_said_farewell)
@@ -164,17 +175,17 @@ class Heartbeats:
         now = time.monotonic()
         for _ in range(256):  # then it is time to send
             try:
-                packet, _ = self._socket.recvfrom(64)
+                packet, source = self._socket.recvfrom(64)
             except BlockingIOError:
                 return
             except OSError:  # an earlier datagram found nobody, or no way there
                 continue
-            if len(packet) != GREETING.size:
+            if len(packet) != PACKET.size:
                 continue
-            job, sender = GREETING.unpack(packet)
+            _, sender, _ = PACKET.unpack(packet)
             with self._lock:
                 peer = self._peers.get(sender)
-                if peer is None or job != self._job:
+                if peer is None or source != peer.contact.address or not hmac.compare_digest(packet, peer.packet):
                     continue
                 if peer.was_heard:
                     peer.gaps.append(now - peer.last)
@@ -190,8 +201,9 @@ class Heartbeats:
                 peer.deadline = self._deadline(peer)
         for peer in peers.values():
             with contextlib.suppress(OSError):  # no route, or a full buffer: as if it were lost on its way
-                self._socket.sendto(self._packet, peer.address)
-        self._lifelines.watch({worker: peer.address for worker, peer in peers.items()})
+                self._socket.sendto(self._packet, peer.contact.address)
+        self._lifelines.close_expired()
+        self._lifelines.watch({worker: peer.contact for worker, peer in peers.items()})
         for worker in self._lifelines.ended():
             self.forget(worker)
             on_ended = self._on_ended()
@@ -211,8 +223,3 @@ class Heartbeats:
 def _weak(function: Callable[P, None]) -> Callable[[], Callable[P, None] | None]:
     """A reference to a function; one to a method does not keep its object."""
     return weakref.WeakMethod(function) if isinstance(function, MethodType) else lambda: function
-
-
-def digest(job: str) -> bytes:
-    """Eight bytes that stand for a job in datagrams and greetings."""
-    return hashlib.sha256(job.encode()).digest()[:8]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -43,10 +45,10 @@ class Joining(Giving):
             **self._heartbeat_options,
         )
         self._heartbeats = heartbeats
-        me = Member(self.id, host=socket.gethostname(), pid=os.getpid(), address=heartbeats.address)
+        member = json.loads(json.dumps(asdict(self._myself(heartbeats))))  # as it is read from the log
         event = {
             "event": "come",
-            "member": {"id": me.id, "number": -1, "host": me.host, "pid": me.pid, "address": list(me.address)},
+            "member": member,
             "description": self._description,
             "min_workers": self.min_workers,
         }
@@ -64,6 +66,10 @@ class Joining(Giving):
             self._begin_anew()
         self._is_newcomer = not self._due
         self._raise_if_refused()
+
+    def _myself(self, heartbeats: Heartbeats, number: int = -1) -> Member:
+        contact = heartbeats.contact
+        return Member(self.id, number, socket.gethostname(), os.getpid(), contact.address, contact.secret.hex())
 
     def _nobody_came(self) -> Exception:
         if self._closed.is_set():
@@ -275,7 +281,7 @@ class Joining(Giving):
         self._say({"event": "leave", "id": self.id, "why": "it could not join"})
         with self._lock:
             generation = max(before.generation, self._roster.last_generation)
-            me = Member(self.id, number, socket.gethostname(), os.getpid(), self._heartbeats.address)
+            me = self._myself(self._heartbeats, number)
             self._active = View(generation, (me,), start=clock, turns=before.turns_before(clock))
             self._transport = alone(self.timeout)
             self._is_excluded = self._is_cut_off = self._has_joined = True

@@ -171,6 +171,7 @@ class Membership(Turns):
             self._is_ahead = True
             step = self._participant.step
             if step < num_steps:
+                self._participant.expect_forward()
                 yield step
                 if self._participant.step < num_steps:
                     self._raise_if_closed_in(step)

@@ -66,6 +66,9 @@ class Participant(Protocol):
     def skipped(self) -> int:
         """How many training steps it has left out since the last call, beside those of `advance`."""
 
+    def expect_forward(self) -> None:
+        """A loop over `steps` begins a step: its first training forward has the round, whatever was stepped before."""
+
     @property
     def is_cut_off(self) -> bool:
         """Whether its rounds with this generation have ended, so that the next one need not wait for its first step."""
@@ -107,6 +110,11 @@ class ElasticWrapper(Protocol):
     _transport: Any
     _place: tuple[int, int] | None
 
+    _steps: Any
+
+    @property
+    def rounds(self) -> str: ...
+
     def _reattach(self) -> None: ...
 
     def _choose(self) -> None: ...
@@ -127,6 +135,11 @@ class ModelParticipant(ABC):
     is_in_lockstep = True
 
     def __init__(self, wrapper: ElasticWrapper, membership: Any) -> None:
+        if wrapper.rounds != "forward":
+            raise ValueError(
+                f"got rounds={wrapper.rounds!r} with a membership, expected 'forward': a worker that joins takes the "
+                "state of training before its first forward; leave rounds out"
+            )
         self.wrapper, self.membership = wrapper, membership
         self.weight = 1.0
 
@@ -140,6 +153,10 @@ class ModelParticipant(ABC):
             "wrapper": type(self.wrapper).__name__,
             "model": f"{type(self.wrapper.module).__name__} with {size} parameters, signature {digest}",
         }
+
+    def expect_forward(self) -> None:
+        """See `Participant`."""
+        self.wrapper._steps.end()
 
     def at_step(self) -> None:
         """At the safe point of every training step; see `Membership.at_step`."""

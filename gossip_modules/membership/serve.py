@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import ipaddress
 import os
 import signal
 import socket
@@ -13,7 +15,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..transport.ports.bounded_listener import BACKLOG
+
 DEFAULT_PORT = 29400
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by address of all interfaces
 
 
 def shorten_lookups() -> None:
@@ -25,38 +30,61 @@ def shorten_lookups() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def serve(port: int = DEFAULT_PORT) -> dist.TCPStore:
+def serve(port: int = DEFAULT_PORT, *, host: str = "127.0.0.1") -> dist.TCPStore:
     """A key-value store that answers for as long as the object lives.
 
     Args:
-        port: on all interfaces; 0: a free one, see `.port`.
+        port: the port that it listens at; 0: a free one, see `.port`.
+        host: a name or an address of this machine. The store listens there only; "0.0.0.0": on all interfaces. It
+            knows no passwords and believes everyone who reaches it: see the guide to security.
 
     Raises:
-        RuntimeError: the port is taken.
+        ValueError: `host` is no name or address of this machine.
+        RuntimeError: the port is taken, or is not allowed.
     """
-    return dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(
+                f"got host {host!r}, expected a name or an address of this machine at which the workers reach it "
+                f"({error})"
+            ) from error
+        raise RuntimeError(f"got port {port} at {host}, expected a free one: {error}") from error
+    own, port = listener.getsockname()[:2]
+    own = _LOOPBACK.get(own, own)  # at which the store of this process reaches itself
+    return dist.TCPStore(own, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal ends it; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m gossip_modules.membership.serve", description=__doc__)
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="of the store on all interfaces; 0: a free one")
-    parser.add_argument("--host", default=socket.gethostname(), help="at which workers reach it (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="where the store listens; 0: a free one")
+    parser.add_argument(
+        "--host",
+        default=socket.gethostname(),
+        help="a name or an address of this machine, at which workers reach it. The store listens there only; 0.0.0.0: "
+        "on all interfaces (default: %(default)s)",
+    )
     parser.add_argument("--address-file", type=Path, help="write host:port there, for workers with store='file:...'")
     options = parser.parse_args(arguments)
     port: int = options.port
     shorten_lookups()
     try:
-        store = serve(port)
-    except RuntimeError as error:
-        print(f"error: got --port {port}, expected a free one: {str(error).splitlines()[0]}", file=sys.stderr)
+        store = serve(port, host=options.host)
+    except (RuntimeError, ValueError) as error:
+        print(f"error: {str(error).splitlines()[0]}; see --host and --port", file=sys.stderr)
         return 2
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     if options.address_file is not None:
-        write_address(options.address_file, f"{options.host}:{store.port}")
-    print(f"serving the membership of jobs on port {store.port}", flush=True)
+        host = socket.gethostname() if options.host in _LOOPBACK else options.host
+        write_address(options.address_file, f"{host}:{store.port}")
+    if options.host not in _LOOPBACK and ipaddress.ip_address(store.host).is_loopback:
+        print(f"note: {options.host} is {store.host}, which only this machine reaches; see --host", file=sys.stderr)
+    print(f"serving the membership of jobs at {options.host} on port {store.port}", flush=True)
     ended.wait()
     return 0
 

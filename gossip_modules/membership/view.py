@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .liveness.contact import Address, Contact
+
 
 @dataclass(frozen=True)
 class Member:
@@ -18,13 +20,20 @@ class Member:
         host: of the process.
         pid: of the process.
         address: of its heartbeats, (host, port).
+        secret: its random number in hexadecimal digits; see [Note: secrets of workers].
     """
 
     id: int
     number: int = -1
     host: str = ""
     pid: int = 0
-    address: tuple[str, int] = ("", 0)
+    address: Address = ("", 0)
+    secret: str = field(default="", repr=False)
+
+    @property
+    def contact(self) -> Contact:
+        """Where it is reached, and how it is known."""
+        return Contact(self.id, self.address, bytes.fromhex(self.secret))
 
     def __str__(self) -> str:
         return f"worker {self.number} ({self.host}, process {self.pid})"
@@ -108,7 +117,8 @@ def member_of(state: Mapping[str, Any]) -> Member:
     ipaddress.IPv4Address(host)
     if not 0 < port < 1 << 16 or not 0 <= worker < 1 << 64:
         raise ValueError(f"got worker {worker} at port {port}, expected one that fits a packet")
-    return Member(worker, int(state["number"]), str(state["host"]), int(state["pid"]), (host, port))
+    secret = bytes.fromhex(state.get("secret", "")).hex()
+    return Member(worker, int(state["number"]), str(state["host"]), int(state["pid"]), (host, port), secret)
 
 
 def accusation_of(state: Mapping[str, Any]) -> Accusation:

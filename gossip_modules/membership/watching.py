@@ -14,7 +14,7 @@ from typing import Any
 from . import limits
 from .events.roster import GARBAGE, Roster
 from .generations import Generations
-from .heartbeats import digest
+from .liveness.contact import digest
 from .liveness.probe import LifeSign, probe
 from .worker_state import log, wait_for_connecting
 
@@ -215,9 +215,9 @@ class Watching(Generations):
         with self._lock:
             view, beats = self._roster.view, self._heartbeats
         self._next_probe = now + limits.RETRY
-        addresses = {} if view is None else {member.id: member.address for member in view.members}
+        contacts = {} if view is None else {member.id: member.contact for member in view.members}
         has_met = self._has_met or (beats is not None and beats.has_met)  # else no listener may be in anybody's reach
-        signs = probe(addresses, job=digest(self.name), seconds=limits.PROBE)
+        signs = probe(contacts, job=digest(self.name), seconds=limits.PROBE)
         self._can_rejoin = LifeSign.LIVES in signs.values() or (bool(signs) and not has_met)
         if not (self._can_rejoin or self._is_cut_off):
             self._is_cut_off = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
 import random
 import threading
@@ -17,13 +17,14 @@ from . import limits
 from .callbacks import Callbacks
 from .events.event_log import EventLog
 from .events.roster import Roster
-from .heartbeats import Heartbeats, digest
+from .heartbeats import Heartbeats
 from .links import LinkTransport
+from .liveness.background_log import log as log
+from .liveness.contact import digest
 from .liveness.probe import LifeSign, probe
 from .participant import Change, Participant
 from .view import Joiner, Member, View
 
-log = logging.getLogger("gossip_modules.membership")
 _connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _starting = threading.Lock()  # no thread is there that has not started
 
@@ -278,9 +279,11 @@ class WorkerState:
             why: as others are told.
             is_accused: of anything else; then it is only said again if it has ended.
         """
-        addresses = {member.id: member.address for member in self._known_members() if member.id == worker}
-        signs = probe(addresses, job=digest(self.name), seconds=limits.PROBE)
-        has_ended = signs.get(worker) is LifeSign.ENDED
+        contacts = {member.id: member.contact for member in self._known_members() if member.id == worker}
+        has_ended = False
+        with contextlib.suppress(OSError):  # no descriptor is left here: nothing says that it has ended
+            signs = probe(contacts, job=digest(self.name), seconds=limits.PROBE)
+            has_ended = signs.get(worker) is LifeSign.ENDED
         if has_ended or not is_accused:
             self._say_accusation(worker, why, is_sure=has_ended)
 

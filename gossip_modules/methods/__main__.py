@@ -1,4 +1,4 @@
-"""Print the table of methods, in Markdown, and the step sizes that are published.
+"""Print the table of methods, in Markdown, the step sizes that are published, and which methods take a membership.
 
 python -m gossip_modules.methods
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..registry import METHODS, Method
+from .options import MethodOptions
+from .usage import why_fixed_ranks
 
 
 def methods_table() -> str:
@@ -26,6 +28,24 @@ def step_sizes_table() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def membership_table() -> str:
+    """A row for each wrapper: its methods that take a membership, and the others, with what their wrapper says."""
+    taken: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for method in METHODS.values():
+        wrapper = f"`{method.example.partition('(')[0]}`" if method.example else "of your own"
+        why = why_fixed_ranks(method, MethodOptions())
+        for rows in (taken, refused):
+            rows.setdefault(wrapper, [])
+        if why:
+            refused[wrapper].append(f"{method.title}: {why.rpartition(' with a membership, ')[2]}")
+        else:
+            taken[wrapper].append(method.title)
+    table = [("wrapper", "with a membership", "only without one"), ("---",) * 3]
+    table += [(name, ", ".join(taken[name]) or "-", "<br>".join(refused[name]) or "-") for name in taken]
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+
+
 def _row(method: Method) -> tuple[str, ...]:
     paper = ""
     if method.paper is not None:
@@ -41,3 +61,5 @@ if __name__ == "__main__":
     print(methods_table())
     print()
     print(step_sizes_table())
+    print()
+    print(membership_table())

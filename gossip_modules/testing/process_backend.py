@@ -206,7 +206,7 @@ def _serve(host: Host, port: int, connection: Connection) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
-            store = serve(port)
+            store = serve(port, host=host.address)
             break
         except RuntimeError:  # the port of the one before is not free yet
             if time.monotonic() > deadline:

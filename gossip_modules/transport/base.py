@@ -48,6 +48,11 @@ def lost_peers(transport: Transport) -> Set[int]:
     return getattr(transport, "lost", frozenset())
 
 
+def timeout_of(transport: Transport) -> timedelta:
+    """The limit of each of its waits; five minutes where it says none."""
+    return getattr(transport, "timeout", timedelta(minutes=5))
+
+
 class Transport(Protocol):
     """What gossip needs of a network; ranks are those of the group, tensors are contiguous."""
 

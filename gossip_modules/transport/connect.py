@@ -12,6 +12,7 @@ import torch.distributed as dist
 from .backend import backend_of, nccl_name
 from .exchange import fail
 from .failure_notes import GONE, FailureNotes
+from .ports.gloo_ports import close_ports_of
 from .process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -53,6 +54,8 @@ def connect(
     # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
     transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
     transport.num_bytes_sent = 0
+    if transport.backend == "gloo":
+        close_ports_of(group)
     return transport
 
 

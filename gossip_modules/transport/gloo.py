@@ -12,11 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .ports.gloo_ports import close_ports
+
 CPU = torch.device("cpu")
 
 
 def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None) -> Any:
     """A Gloo backend, which has the methods of a process group; returns when all its ranks are connected.
+
+    From then on its ports accept no connection: see [Note: ports of Gloo].
 
     [Note: groups and the interpreter's lock] In torch 2.7 the destructor of a group holds the interpreter's lock while
     it joins the threads of its backend. They may need the lock, and then it hangs. The destructor of a backend releases
@@ -43,7 +47,9 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
         options._devices = [new.create_device(interface=name) for name in interfaces]
     else:
         options._devices = [new.create_default_device()]
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    close_ports(store, rank, len(options._devices))
+    return backend
 
 
 def gloo_group(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ from ..membership.lockstep import check_links
 from ..membership.membership import Membership
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..wrappers.arguments import as_timeout, as_whole, check_flags, refuse_device_ids
+from ..wrappers.arguments import as_timeout, as_whole, check_flags
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
+from ..wrappers.ddp_arguments import DDP_ARGUMENTS
+from ..wrappers.foreign_arguments import foreign_arguments
 from ..wrappers.setup import Links
 from .at_exit import close_at_exit
 from .elastic import ElasticGroupEngine
@@ -83,6 +86,7 @@ class GroupAverageDataParallel(GossipWrapper):
         gossip_buffers: whether group averages include floating-point buffers (BatchNorm statistics).
         gossip_in_eval_mode: whether a forward in eval mode counts as one of training where grad is enabled, for
             frozen BatchNorm statistics.
+        rounds: when rounds run: see `GossipDataParallel`.
         process_group: a group that carries nothing else, and of Gloo if wait-avoiding; None = a new one over all ranks.
         comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
             the group has NCCL.
@@ -93,7 +97,6 @@ class GroupAverageDataParallel(GossipWrapper):
             that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
             not finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread":
             do not look.
-        device_ids: refused, as the model is on its device already.
 
     Raises:
         ValueError: arguments that do not fit, or ranks that disagree on model or options.
@@ -111,6 +114,14 @@ class GroupAverageDataParallel(GossipWrapper):
         >>> model.close()
     """
 
+    _foreign_attributes: ClassVar[Mapping[str, str]] = {
+        **GossipWrapper._foreign_attributes,
+        **dict.fromkeys(
+            ("join", "join_hook"), "write `while model.round < num_rounds:` for the loop, with one number on all ranks"
+        ),
+    }
+
+    @foreign_arguments(DDP_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,
@@ -126,11 +137,11 @@ class GroupAverageDataParallel(GossipWrapper):
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         membership: Membership | None = None,
         gossip_in_eval_mode: bool = False,
+        rounds: str = "forward",
         on_nonfinite: str = "raise",
-        device_ids: None = None,
     ) -> None:
-        refuse_device_ids(device_ids, module)
-        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode)
+        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
+        super().__init__(module, **flags, rounds=rounds)
         check_flags(wait_avoiding=wait_avoiding, overlap=overlap)
         if as_whole(sync_period, name="sync_period") < 0:
             raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
@@ -150,6 +161,7 @@ class GroupAverageDataParallel(GossipWrapper):
             links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
             self._start_among(links, group_size, wait_avoiding=wait_avoiding, init_sync=init_sync, **options)
         self.register_load_state_dict_post_hook(_publish_loaded)
+        self._set_out()
         hold(self)
 
     def _start_among(

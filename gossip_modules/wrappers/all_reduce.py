@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..flat.nonfinite import FiniteCheck, check_policy
 from ..flat.vector import FlatVector
@@ -18,8 +19,17 @@ from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import as_timeout, check_process_group
 from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
+from .foreign_arguments import ForeignArguments, Refused, foreign_arguments
 from .gradient_group import NamedReplica
 from .state import check_prefix
+
+_GOSSIP_ARGUMENTS: ForeignArguments = {
+    "membership": Refused(
+        "a step needs the gradients of all ranks; take GossipDataParallel, or torchft for an all-reduce that survives "
+        "its workers"
+    ),
+    "gossip_buffers": Refused("buffers are those of rank 0; write broadcast_buffers=False where each rank has its own"),
+}
 
 
 class AllReduceDataParallel(NamedReplica, AveragingMixin):
@@ -44,6 +54,7 @@ class AllReduceDataParallel(NamedReplica, AveragingMixin):
         TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
     """
 
+    @foreign_arguments(_GOSSIP_ARGUMENTS, passed_on_to=DistributedDataParallel.__init__)
     def __init__(
         self,
         module: nn.Module,
@@ -52,7 +63,6 @@ class AllReduceDataParallel(NamedReplica, AveragingMixin):
         on_nonfinite: str = "raise",
         **ddp_options: Any,
     ) -> None:
-        _refuse_membership(ddp_options)
         check_inside(module, wrapper=type(self).__name__)
         if check_policy(on_nonfinite) == "skip":
             raise ValueError(
@@ -78,16 +88,18 @@ class AllReduceDataParallel(NamedReplica, AveragingMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As DistributedDataParallel."""
-        if self.training and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._num_steps += 1
-            if self._is_finite is not None and not self._is_finite.of_all(self._parameters_and_buffers[0]):
-                raise FloatingPointError(
-                    f"rank {dist.get_rank(self.process_group)}: before step {self._num_steps - 1} the model holds "
-                    "infinities or NaN, on all ranks, as gradients are averaged; expected finite ones. Go on from "
-                    "a checkpoint with a smaller learning rate, clipped gradients or a GradScaler; "
-                    "on_nonfinite='spread' does not look"
-                )
-        return super().forward(*args, **kwargs)
+        is_step = self.training and torch.is_grad_enabled() and self.require_backward_grad_sync
+        is_finite = self._is_finite if is_step else None
+        if is_finite is not None and not is_finite.of_all(self._parameters_and_buffers[0]):
+            raise FloatingPointError(
+                f"rank {dist.get_rank(self.process_group)}: before step {self._num_steps} the model holds "
+                "infinities or NaN, on all ranks, as gradients are averaged; expected finite ones. Go on from "
+                "a checkpoint with a smaller learning rate, clipped gradients or a GradScaler; "
+                "on_nonfinite='spread' does not look"
+            )
+        output = super().forward(*args, **kwargs)
+        self._num_steps += is_step
+        return output
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__, is_stateless=True)
@@ -137,11 +149,3 @@ class AllReduceDataParallel(NamedReplica, AveragingMixin):
             is_pair = parameter.is_complex()
             numels[parameter.dtype.to_real() if is_pair else parameter.dtype] += parameter.numel() * (1 + is_pair)
         return [x[: numels[x.dtype]] for x in vector.segments]
-
-
-def _refuse_membership(options: Mapping[str, object]) -> None:
-    if "membership" in options:
-        raise ValueError(
-            "got a membership for AllReduceDataParallel, expected none: a step needs the gradients of all ranks; take "
-            "GossipDataParallel, or torchft for an all-reduce that survives its workers"
-        )

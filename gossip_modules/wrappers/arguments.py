@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..compression.compressor import Compressor
 from ..consensus_control import ConsensusControl
@@ -205,16 +204,6 @@ def check_process_group(process_group: object) -> None:
         f"got process_group={process_group!r}, expected a ProcessGroup; make one with "
         "torch.distributed.new_group(ranks), take mesh.get_group() of a device mesh, or pass None for all ranks"
     )
-
-
-def refuse_device_ids(device_ids: object, module: nn.Module) -> None:
-    """Raise ValueError where `device_ids` is given, which DistributedDataParallel needs."""
-    if device_ids is not None:
-        device = next((parameter.device for parameter in module.parameters()), "none yet")
-        raise ValueError(
-            f"got device_ids={device_ids!r}, expected none: a model computes on the device of its parameters ({device} "
-            "here); call module.to(device) before wrapping, and leave device_ids out"
-        )
 
 
 def as_whole(number: int, *, name: str) -> int:

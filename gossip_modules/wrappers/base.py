@@ -8,9 +8,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-import torch
 from torch import nn
 
 from ..engine.engine import Engine, IdleEngine
@@ -21,9 +20,13 @@ from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
+from .ddp_arguments import DDP_ATTRIBUTES
+from .foreign_attributes import ForeignAttributes
+from .optimizer_steps import OptimizerSteps, Rounds
 from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
+from .transformed import refuse_scripting
 from .unsynced_steps import UnsyncedSteps
 from .weights.copies import WeightCopies
 from .weights.own import OwnWeights
@@ -32,15 +35,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
+class GossipWrapper(ForeignAttributes, TrainingStep, RoundState, FlatAveraging):
     """A module whose parameters are mixed with those of other ranks before its training forwards.
 
-    [Note: One forward is one round] At a training forward (the wrapped module in train mode, grad enabled, something to
-    train) the parameters are exactly "after optimizer.step()", so the round runs there and needs no handle on the
-    optimizer; a GradScaler that skips a step on one rank skips no round. Inside `no_sync()` a forward belongs to the
-    same optimizer step as the next one: the round runs at the first forward of each step, like mixing after the
-    previous `step()`. The mode is that of the wrapped module, since trainers put modules in train mode without the
-    wrapper's knowledge. A forward in eval mode starts no round unless `gossip_in_eval_mode`; training so is an error.
+    [Note: Where a round runs] At the first training forward of an optimizer step (the wrapped module in train mode,
+    grad enabled, something to train) the parameters are exactly "after optimizer.step()", so the round runs there, like
+    mixing after the previous `step()`. [Note: One step is one round] says which forward begins a step; a GradScaler
+    that skips a step on one rank skips no round. The mode is that of the wrapped module, since trainers put modules in
+    train mode without the wrapper's knowledge. A forward in eval mode starts no round unless `gossip_in_eval_mode`;
+    training so is an error. With `rounds="step"` the round runs after the optimizer's step, and with "manual" in
+    `gossip_step()` alone.
 
     [Note: What travels] is what is trained at a training forward: the first one after `requires_grad_()`, or after
     layers have come or gone, makes a new vector on all ranks alike. Nothing else does: a `flush()`, which one rank may
@@ -50,8 +54,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
 
     [Note: Safe point] Gossip writes parameters in place, through storage that autograd does not watch. So it bumps
     their version: a backward through a graph that was built before the round fails with autograd's own "modified by
-    an inplace operation" instead of computing wrong gradients. For two forwards per step put all but the last in
-    `no_sync()`.
+    an inplace operation" instead of computing wrong gradients.
 
     A subclass makes `_engine`, which says when rounds run, and `_averager`, and ends its constructor with
     `hold(self)`, after which no other wrapper takes the module. What a training forward does is in `TrainingStep`.
@@ -60,11 +63,14 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are mixed too, or stay local.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled are training forwards too.
+        rounds: when rounds run: see `Rounds`.
         num_shards: the vector is padded to this many equal shards.
 
     Raises:
         ValueError: the module is wrapped or sharded by another tool, or has nothing to train.
     """
+
+    _foreign_attributes: ClassVar[Mapping[str, str]] = DDP_ATTRIBUTES
 
     @renamed_argument("num_slices", "num_shards")
     def __init__(
@@ -73,6 +79,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         *,
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
+        rounds: str = "forward",
         num_shards: int = 1,
     ) -> None:
         super().__init__()
@@ -82,22 +89,44 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self.gossip_in_eval_mode = gossip_in_eval_mode
         self._unsynced_steps = UnsyncedSteps()
         self._sync = True
-        self._is_step_start = True
         self._is_closed = False
         self._is_checked = False  # what is around it
         self._has_trained = False
         self._trains = False  # in this forward
         self._place: tuple[int, int] | None = None  # rank and world size, where there are such
         self._description: dict[str, str] = {}  # what ranks agree on, by name
+        when = Rounds.of(rounds)
         self._buffer = FlatBuffer(module, include_buffers=gossip_buffers, num_shards=num_shards)
         self._own_weights = OwnWeights(self._buffer, self._add_again)
         self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)
+        self._steps = OptimizerSteps(self._buffer, when, name=type(self).__name__, run=self._round_after_step)
 
     def _open(self, links: Links, *, init_sync: bool, **options: Any) -> ProcessGroupTransport:
         """See `open_transport`; the ranks agree on the class and on `_description`."""
         check_flags(init_sync=init_sync)
-        whole = {"wrapper": type(self).__name__, **self._description}
+        whole = {"wrapper": type(self).__name__, "rounds": self.rounds, **self._description}
         return open_transport(self._buffer, whole, links, init_sync=init_sync, **options)
+
+    @property
+    def rounds(self) -> str:
+        """When rounds run: "forward", "step" or "manual"."""
+        return self._steps.rounds.value
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a forward is outside `no_sync()`; may be set instead, as for DistributedDataParallel.
+
+        Example:
+            >>> for k, (x, y) in enumerate(micro_batches):
+            ...     model.require_backward_grad_sync = k == len(micro_batches) - 1
+            ...     criterion(model(x), y).backward()
+        """
+        return self._sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        check_flags(require_backward_grad_sync=value)
+        self._sync = value
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -106,11 +135,12 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         Gradient accumulation as with DistributedDataParallel: all micro-batches but the last go in here. `eval()` ends
         a step, so an epoch that breaks off inside leaves no rank out of step with the others.
         """
-        before, self._sync = self._sync, False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._sync = before
+            self.require_backward_grad_sync = before
 
     def train(self, mode: bool = True) -> GossipWrapper:
         """As `nn.Module.train`, after a flush; eval mode also ends the current step.
@@ -119,7 +149,8 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         [Note: Swapped weights].
         """
         self._flush_own()
-        self._is_step_start = self._is_step_start or not mode
+        if not mode:
+            self._steps.end()
         return super().train(mode)
 
     def flush(self) -> None:
@@ -132,7 +163,8 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
 
     def _flush_own(self) -> None:
         """As `flush()`, if the parameters are those of training: [Note: Swapped weights]."""
-        if self._is_closed or not self._own_weights.is_replaced():
+        self._to_estimate()  # [Note: a step that raises]
+        if not self._own_weights.is_replaced():
             self.flush()
 
     def close(self) -> None:
@@ -146,6 +178,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
                 self._is_closed = True
                 self._own_weights.close()
                 self._copies.close()
+                self._steps.close()
                 let_go(self)
                 self._engine.close()
                 self._release()
@@ -218,10 +251,15 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._is_closed:
+            self._steps.close()
             self._copies.close()
         else:
             self._own_weights.bind(self._add_again)
+            self._steps.bind(self._round_after_step)
             hold(self, is_copy=True)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_scripting(type(self).__name__, "use torch.jit.script(model.module)")
 
     # What AveragingMixin needs.
 
@@ -233,7 +271,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
 
     def _write(self, vector: FlatVector) -> None:
         self._to_estimate()
-        torch.autograd.graph.increment_version(self._buffer.parameters)
+        self._steps.write(self._buffer.parameters)
 
 
 def close_when_collected(wrapper: object, engine: Engine) -> None:

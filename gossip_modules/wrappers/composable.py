@@ -6,7 +6,7 @@ import contextlib
 import copyreg
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -14,15 +14,16 @@ from ..flat.slots import check_module
 from .composition import check_inside
 from .gossip import GossipDataParallel
 from .state import KEY, warn_stateless
+from .transformed import is_transformed, refuse_scripting
 
 
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
     """As `GossipDataParallel(module, **options)`, but the module itself is changed, and returned.
 
     A forward pre-hook runs the round before each training forward, so the arithmetic is that of `GossipDataParallel`
-    bit for bit. Names have no "module." in front. The class of the module becomes a subclass of it and of
-    `GossipModule`, which has the methods of the wrapper, as with `torch.distributed.fsdp.fully_shard`. `Join` needs a
-    wrapper.
+    bit for bit. Names have no "module." in front. The type of the module becomes a subclass of its class and of
+    `GossipModule`, which has the methods of the wrapper, as with `torch.distributed.fsdp.fully_shard`. The name of the
+    type, and `module.__class__`, stay what they were. `Join` needs a wrapper.
 
     Args:
         module: the model, on its device; changed in place.
@@ -43,8 +44,9 @@ def gossip(module: nn.Module, **options: Any) -> GossipModule:
     _check(module, options)
     wrapper = GossipDataParallel(module, **options)
     module.__dict__["_gossip"] = wrapper  # not a submodule: it would be in the state dict
-    module.__class__ = _with_gossip(type(module))
+    _become(module, _with_gossip(type(module)))
     module.register_forward_pre_hook(_before_forward, prepend=True)
+    module.register_forward_hook(_after_forward)
     assert isinstance(module, GossipModule)
     return module
 
@@ -56,10 +58,22 @@ class GossipModule(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module: containers make others of their class, as in `model[:2]`, which do not gossip."""
-        plain: Any = cls.__mro__[2]
+        plain: Any = _plain(cls)
         self = plain.__new__(plain)
         self.__init__(*args, **kwargs)
         return self
+
+    @property
+    def __class__(self) -> Any:
+        """The plain class, for tools that go by the class of a module or save its name; `isinstance` knows both.
+
+        Setting it makes the module one of that class, and of `GossipModule` as before.
+        """
+        return _plain(type(self))
+
+    @__class__.setter
+    def __class__(self, plain: Any) -> None:
+        _become(self, _with_gossip(plain))
 
     def flush(self) -> None:
         """See `GossipDataParallel.flush`."""
@@ -76,6 +90,19 @@ class GossipModule(nn.Module):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """See `GossipDataParallel.no_sync`."""
         return self._gossip.no_sync()
+
+    def gossip_step(self) -> None:
+        """See `GossipDataParallel.gossip_step`."""
+        self._gossip.gossip_step()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """See `GossipDataParallel.require_backward_grad_sync`."""
+        return self._gossip.require_backward_grad_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._gossip.require_backward_grad_sync = value
 
     def average_(self) -> None:
         """See `GossipDataParallel.average_`."""
@@ -101,19 +128,31 @@ class GossipModule(nn.Module):
         """See `GossipDataParallel.comm_stats`."""
         return self._gossip.comm_stats()
 
+    def join_hook(self, **_: Any) -> NoReturn:
+        """Raises TypeError: `Join` needs a wrapper."""
+        raise TypeError(
+            "got a module of gossip() in Join, expected a wrapper, which tells the others of each step; use "
+            "Join([GossipDataParallel(module)])"
+        )
+
     def _remove_gossip(self) -> None:
         """Become a plain module again, which another wrapper is about to take; when it is closed."""
-        self.__class__ = type(self).__mro__[2]
+        _become(self, _plain(type(self)))
         del self.__dict__["_gossip"]
-        for key in [key for key, hook in self._forward_pre_hooks.items() if hook is _before_forward]:
-            del self._forward_pre_hooks[key]
+        for hooks in (self._forward_pre_hooks, self._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_before_forward, _after_forward)]:
+                del hooks[key]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_scripting("module of gossip()", "script a plain copy, to which you load model.averaged_state_dict()")
 
     # What nn.Module does, with a flush before it.
 
     def train(self, mode: bool = True) -> Any:
         """As `nn.Module.train`, after a flush; eval mode also ends the current step."""
         self._gossip._flush_own()
-        self._gossip._is_step_start |= not mode
+        if not mode:
+            self._gossip._steps.end()
         return super().train(mode)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +187,7 @@ class GossipModule(nn.Module):
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         if reduced[0].__module__ != copyreg.__name__:  # the class makes its copies itself: they are plain modules
             return reduced
-        return _blank, (type(self).__mro__[2],), *reduced[2:]
+        return _blank, (_plain(type(self)),), *reduced[2:]
 
 
 _classes: dict[type, type[GossipModule]] = {}
@@ -157,7 +196,13 @@ _ADDED = [name for name in vars(GossipModule) if not name.startswith("_") and no
 
 def _before_forward(module: Any, inputs: Any) -> None:
     """The pre-hook; it finds the module that it is called with, so that it serves copies too."""
-    module._gossip._before_forward()
+    if not is_transformed():
+        module._gossip._before_forward()
+
+
+def _after_forward(module: Any, inputs: Any, output: Any) -> None:
+    """The forward hook, which torch does not call after a forward that raised."""
+    module._gossip._steps.has_ended = True
 
 
 def _check(module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -203,20 +248,30 @@ def _check_class(module: nn.Module) -> None:
     """Raise ValueError where the module cannot become one of the class with gossip; it is as it was in any case."""
     plain = type(module)
     try:
-        module.__class__ = _with_gossip(plain)
+        _become(module, _with_gossip(plain))
     except TypeError as error:
         raise ValueError(
             f"got a {plain.__name__}, of which gossip() can make no subclass: {error}; expected a module of a class "
             "that is open to subclasses; use GossipDataParallel(module), which leaves the class as it is"
         ) from error
-    module.__class__ = plain
+    _become(module, plain)
 
 
 def _with_gossip(plain: type[nn.Module]) -> type[GossipModule]:
     """The subclass of both, one for each class of modules."""
     if plain not in _classes:
-        _classes[plain] = type(f"Gossip{plain.__name__}", (GossipModule, plain), {"__module__": plain.__module__})
+        names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _classes[plain] = type(plain.__name__, (GossipModule, plain), names)
     return _classes[plain]
+
+
+def _plain(cls: type) -> type[nn.Module]:
+    """The class of modules of which `cls` is the subclass with gossip."""
+    plain: type[nn.Module] = cls.__mro__[2]
+    return plain
+
+
+_become = vars(object)["__class__"].__set__  # whatever a class says of its `__class__`
 
 
 def _blank(plain: type[nn.Module]) -> nn.Module:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,13 @@ from .arguments import (
     as_timeout,
     as_whole,
     check_overlap,
-    refuse_device_ids,
 )
 from .base import GossipWrapper
 from .composition import hold
+from .ddp_arguments import DDP_ARGUMENTS
 from .debias import Debias
 from .defaults import Algorithm
+from .foreign_arguments import foreign_arguments
 from .join import UnevenInputs
 from .node import MemberNode, Node, check_node_size, count_nodes, meet_siblings
 from .setup import Links
@@ -67,7 +68,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         z = x / w                                          # the de-biased estimate; x itself in D-PSGD, where w is 1
         forward and backward at z; then optimizer.step() on x
 
-    One training forward is one round, of the same number on all ranks; the optimizer and the loop are the user's own.
+    One optimizer step is one round, of the same number on all ranks; the optimizer and the loop are the user's own.
 
     | method       | arguments                                                     |
     |--------------|---------------------------------------------------------------|
@@ -115,6 +116,9 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         gossip_buffers: whether floating-point buffers (BatchNorm statistics) are averaged like parameters.
         gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward, which starts a
             round: for training with frozen BatchNorm statistics.
+        rounds: when rounds run. "forward": before the first training forward of each optimizer step, see [Note: One
+            step is one round]. "step": after each step of the torch optimizer that holds the parameters. "manual": in
+            `gossip_step()` only.
         on_nonfinite: the reaction to infinities and NaN, which gossip would hand to all ranks in a few rounds.
             "raise": FloatingPointError at the rank that has them, before others get them (with overlap, also at those
             that were sent them, before they are applied). "skip": leave out such rounds, which `comm_stats()` counts;
@@ -122,7 +126,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
         timeout: the limit of every wait; a number = seconds. A `Membership` has its own.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then.
-        device_ids: refused: DistributedDataParallel needs it, here the model is on its device already.
+    Arguments of DistributedDataParallel that are not here are accepted with a warning where they change nothing;
+    for the others an error says what takes their place.
 
     Raises:
         ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
@@ -142,7 +147,12 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     """
 
     _debias: Debias
+    _foreign_attributes: ClassVar[Mapping[str, str]] = {
+        **GossipWrapper._foreign_attributes,
+        "join": "write `with torch.distributed.algorithms.Join([model]):` around the loop",
+    }
 
+    @foreign_arguments(DDP_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,
@@ -163,16 +173,16 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         init_sync: bool = True,
         gossip_buffers: bool = True,
         gossip_in_eval_mode: bool = False,
+        rounds: str = "forward",
         on_nonfinite: str = "raise",
         find_unused_parameters: bool = False,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         membership: Membership | None = None,
-        device_ids: None = None,
     ) -> None:
-        refuse_device_ids(device_ids, module)
         check_overlap(overlap, max_staleness)
         g = max(as_whole(nprocs_per_node, name="nprocs_per_node"), 1)  # less is refused below
-        super().__init__(module, gossip_buffers=gossip_buffers, gossip_in_eval_mode=gossip_in_eval_mode, num_shards=g)
+        flags: dict[str, Any] = {"gossip_buffers": gossip_buffers, "gossip_in_eval_mode": gossip_in_eval_mode}
+        super().__init__(module, **flags, rounds=rounds, num_shards=g)
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         algorithm = Algorithm(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule)
@@ -252,6 +262,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._engine: LockstepEngine = engine if self._node is None else self._node.engine_of(engine)
         self._averager = self._engine.averager
         self._debias = self._copies.debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
+        self._set_out()
         hold(self)
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:

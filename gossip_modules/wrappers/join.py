@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from abc import abstractmethod
 from typing import Any
 
@@ -37,7 +38,12 @@ class UnevenInputs(Joinable):
         """What a training forward does about its peers at the start of a step."""
 
     def _notify(self) -> None:
-        """Tell the others that this rank has another batch; outside `Join` nothing happens."""
+        """Tell the others that this rank has another batch; outside `Join` nothing happens.
+
+        Raises:
+            RuntimeError: a rank has run out of data, where `Join` was told to throw then.
+            TimeoutError, ConnectionError: a rank is late or gone; names it.
+        """
         if not self._join_config.enable:
             return
         limit = self._transport.timeout
@@ -49,6 +55,8 @@ class UnevenInputs(Joinable):
             if work is not None:
                 work.wait(limit)
         except RuntimeError as error:
+            if _is_of_join(error):
+                raise
             what = f"telling ranks 0 to {dist.get_world_size() - 1} of another batch (Join)"
             seconds = time.monotonic() - start
             if self._others is None:
@@ -83,6 +91,12 @@ class UnevenInputs(Joinable):
     def join_process_group(self) -> Any:
         """See `Joinable`: the default group, since ours carries rounds, perhaps from another thread."""
         return dist.group.WORLD
+
+
+def _is_of_join(error: RuntimeError) -> bool:
+    """Whether `Join` raised it, and none of its collectives."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code is Join.notify_join_context.__code__
 
 
 class _Shadow(JoinHook):

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
+from .optimizer_steps import OptimizerSteps
 from .weights.copies import WeightCopies
 
 KEY = "gossip_state"
@@ -80,12 +81,16 @@ class RoundState(MetadataState):
 
     _engine: Engine
     _copies: WeightCopies | None
-    _is_step_start: bool  # whether the next training forward starts an optimizer step
+    _steps: OptimizerSteps
     _place: tuple[int, int] | None  # rank and world size, where there are such
 
     @abstractmethod
     def flush(self) -> None:
         """Apply everything in flight."""
+
+    @abstractmethod
+    def _set_out(self) -> None:
+        """Training begins, with the model as it is now."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata, not in its keys."""
@@ -96,7 +101,7 @@ class RoundState(MetadataState):
         """The round counter, the algorithm's own state, and the rank: plain values and tensors."""
         place = {} if self._place is None else dict(zip(("rank", "world_size"), self._place, strict=True))
         copies = {} if self._copies is None else self._copies.state_dict()
-        return {"is_step_start": self._is_step_start, "engine": self._engine.state_dict(), **copies, **place}
+        return {"is_step_start": self._steps.is_due, "engine": self._engine.state_dict(), **copies, **place}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """Take back what `get_extra_state` gave; None starts anew, as after loading other weights into the module.
@@ -105,13 +110,14 @@ class RoundState(MetadataState):
             ValueError: it is the state of another rank, or of a world of another size; nothing is changed then.
         """
         if state is None:
-            self._is_step_start = True
+            self._steps.end()
             if self._copies is not None:
                 self._copies.load_state_dict({})
             self._engine.reset()
+            self._set_out()
             return
         self._check_place(state)
-        self._is_step_start = state["is_step_start"]
+        self._steps.go_on(is_due=state["is_step_start"])
         self._engine.load_state_dict(state["engine"])
         if self._copies is not None:
             self._copies.load_state_dict(state)

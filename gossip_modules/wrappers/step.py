@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +18,11 @@ from .composition import check_optimizers, check_outside
 from .debias import Debias
 from .join import UnevenInputs
 from .node import Node
+from .optimizer_steps import OptimizerSteps, Rounds
+from .transformed import call_plain, is_transformed, not_compiled
 from .unsynced_steps import UnsyncedSteps
+from .user_line import levels_to_user
 from .weights.own import OwnWeights
-
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
-
-def _levels_to_user() -> int:
-    """The `stacklevel` of the caller's warning that names the line of whoever called torch or this library."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 class TrainingStep(nn.Module):
@@ -53,9 +44,9 @@ class TrainingStep(nn.Module):
     _debias: Debias | None = None
     _node: Node | None = None
     _elastic: ModelParticipant | None = None
+    _steps: OptimizerSteps
     _unsynced_steps: UnsyncedSteps
     _sync: bool  # False inside no_sync()
-    _is_step_start: bool
     _own_weights: OwnWeights
     _is_closed: bool
     _is_averaged: bool  # inside averaged()
@@ -65,24 +56,26 @@ class TrainingStep(nn.Module):
     _trains: bool  # in this forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, after this step's gossip round if it is a training forward."""
+        """The module's forward, after this step's gossip round if it is a training forward; see `is_transformed`."""
+        if is_transformed() or type(args) is not tuple:  # a symbol of torch.fx
+            return call_plain(self.module, args, kwargs, wrapper=type(self).__name__)
         self._before_forward()
         with record_function(f"{type(self).__name__}.forward"):
             # The node's replica averages gradients and shares buffers, so all its processes must call it: in training
             # only, and not after close().
-            if self._node is not None and self._trains and not self._is_closed:
-                return self._node.replica(*args, **kwargs)
-            return self.module(*args, **kwargs)
+            is_node = self._node is not None and self._trains and not self._is_closed
+            module = self._node.replica if is_node else self.module  # type: ignore[union-attr]
+            out = module(*args, **kwargs)
+        self._steps.has_ended = True
+        return out
 
-    @torch._disable_dynamo  # torch.compiler.disable, except that it loads torch._dynamo (seconds) when first called
+    @not_compiled
     def _before_forward(self) -> None:
-        """[Note: One forward is one round]"""
+        """[Note: One step is one round]"""
         self._to_estimate()  # [Note: a step that raises]; else it does nothing
         self._trains = torch.is_grad_enabled() and (self.module.training or self.gossip_in_eval_mode)
-        if self._trains and not self._is_checked:
-            check_outside(self)
-            check_optimizers(self, self._buffer.parameters[0])
-            self._is_checked = True
+        if self._trains:
+            self._check_surroundings()
         # A model that is frozen for a while, like a GAN's critic, is not trained.
         self._trains = self._trains and (self._buffer.is_current() or self._buffer.is_trained())
         if self._is_closed:
@@ -98,16 +91,68 @@ class TrainingStep(nn.Module):
         self._has_trained = True
         if self._unsynced_steps.is_watching:
             self._unsynced_steps.forget()
-        if self._is_step_start:
+        for _ in range(self._steps.num_rounds_due(is_synced=self._sync)):
             self._begin_step()
-        self._is_step_start = self._sync
 
     def _begin_step(self) -> None:
-        """The first training forward of an optimizer step."""
+        """The round of an optimizer step, which begins with it."""
         if isinstance(self, UnevenInputs) and self._join_config.enable:
             self._notify()
         if not self._is_held:
             self._step_start()
+        self._steps.begin()
+
+    def gossip_step(self) -> None:
+        """Run the round of an optimizer step now.
+
+        With `rounds="manual"` this is what runs rounds: call it once per optimizer step, on all ranks alike, where no
+        backward is under way (after `optimizer.step()`, or before the forward). Use it in loops in which a forward of
+        the wrapper does not say when a step begins: pipeline schedules, several models, losses computed by the inner
+        module. With the other settings of `rounds` it runs the round of the present step early; the next forward or
+        optimizer step then starts none for that step. A rank that leaves out a batch alone calls it in its place.
+
+        Raises:
+            RuntimeError: inside a backward, or after `close()`.
+            TimeoutError, ConnectionError, FloatingPointError: see the forward.
+
+        Example:
+            >>> model = GossipDataParallel(model, rounds="manual")
+            >>> loss = model.module.loss(x, y)
+            >>> loss.backward()
+            >>> optimizer.step()
+            >>> model.gossip_step()
+        """
+        name = type(self).__name__
+        if self._is_closed:
+            raise RuntimeError(
+                f"got gossip_step() after close() of a {name}, expected it before; wrap the module again"
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"got gossip_step() of a {name} inside a backward, which reads the parameters that a round writes; "
+                "expected it after the backward, or before the forward"
+            )
+        self._to_estimate()
+        self._check_surroundings()
+        self._has_trained = True
+        self._begin_step()
+
+    def _set_out(self) -> None:
+        """Training begins, with the model as it is now, before or after the first round."""
+        if self._steps.rounds is not Rounds.FORWARD:
+            self._engine.set_out(self._gossiped)
+
+    def _round_after_step(self) -> None:
+        """The round of `rounds="step"`, in a hook on the optimizer's step."""
+        if not self._is_closed:
+            self._begin_step()
+
+    def _check_surroundings(self) -> None:
+        """Refuse other tools around the wrapper, once, when training begins."""
+        if not self._is_checked:
+            check_outside(self)
+            check_optimizers(self, self._buffer.parameters[0])
+            self._is_checked = True
 
     def _step_start(self) -> None:
         """What has changed in the membership, and the round of a step."""
@@ -175,7 +220,7 @@ class TrainingStep(nn.Module):
         """Parameters were changed in place: [Note: Safe point]."""
         if self._node is not None:
             self._node.gather(self._buffer.vector)
-        torch.autograd.graph.increment_version(self._buffer.parameters)
+        self._steps.write(self._buffer.parameters)
 
     @property
     def _is_held(self) -> bool:
@@ -189,9 +234,13 @@ class TrainingStep(nn.Module):
         if self.module.training:
             return
         if self._sync:
-            self._is_step_start = True  # as after eval()
-        if torch.is_grad_enabled():
-            self._unsynced_steps.check(self._buffer.parameters, name=type(self).__name__)
+            self._steps.end()  # as after eval()
+        if torch.is_grad_enabled() and self._steps.rounds is Rounds.FORWARD:
+            try:
+                self._unsynced_steps.check(self._buffer.parameters, name=type(self).__name__)
+            except RuntimeError:
+                self._steps.be_quiet()
+                raise
 
     def _warn_alone(self) -> None:
         """Say that a training forward after close() is of this rank alone; once."""
@@ -206,7 +255,7 @@ class TrainingStep(nn.Module):
             )
         warnings.warn(
             f"got a training forward {what}; to evaluate call eval() or use torch.no_grad()",
-            stacklevel=_levels_to_user(),
+            stacklevel=levels_to_user(),
         )
 
     def _check_has_trained(self) -> None:

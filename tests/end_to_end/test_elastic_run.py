@@ -96,7 +96,11 @@ def start() -> Iterator[Callable[..., Process]]:
 
 
 def store_of(start: Callable[..., Process]) -> str:
-    port = start("-m", "gossip_modules.membership.serve", "--port", "0").until(r"port \d+").split()[-1]
+    port = (
+        start("-m", "gossip_modules.membership.serve", "--host", "127.0.0.1", "--port", "0")
+        .until(r"port \d+")
+        .split()[-1]
+    )
     return f"127.0.0.1:{port}"
 
 

@@ -67,7 +67,7 @@ class Job:
     def __init__(self) -> None:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.processes: list[subprocess.Popen[str]] = []
-        store = self.start("-m", "gossip_modules.membership.serve", "--port", "0")
+        store = self.start("-m", "gossip_modules.membership.serve", "--host", "127.0.0.1", "--port", "0")
         port = number(r"port (\d+)", until(store, r"port \d+"))
         self.environment["STORE"] = f"127.0.0.1:{port:.0f}"
 

@@ -6,7 +6,8 @@ import fcntl
 import socket
 import struct
 
-BACKLOG = 128  # connections that the kernel has accepted and this process has not
+from ...transport.ports.bounded_listener import BACKLOG
+
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import selectors
 import socket
 import time
-from collections import Counter
 
 from ...flat.layout import FlatLayout
+from ...transport.ports.bounded_listener import HANDSHAKE_SECONDS, MIN_CONNECTIONS, TICK_SECONDS, BoundedListener
 from .client_connection import ClientConnection, Reply
-from .listening_socket import BACKLOG, address_of, open_listener
+from .listening_socket import address_of, open_listener
 from .message import HEADER_BYTES, Message, MessageError, MessageKind, ModelShape
 from .server import MAX_REPLIES, ModelServer, Published
 from .zmtp import Frame, ZmtpError, command, header_of
 
-MIN_CONNECTIONS = 64  # at once, plus CONNECTIONS_PER_PEER for each peer that is known
-CONNECTIONS_PER_PEER = 2  # one to fetch and one to probe
-HANDSHAKE_SECONDS = 10.0  # from the connection to the end of its handshake
+CONNECTIONS_PER_PEER = 2  # above MIN_CONNECTIONS, for each peer that is known: one to fetch and one to probe
 STALLED_SECONDS = 10.0  # in which no byte of a reply was taken
 IDLE_SECONDS = 60.0  # without a request
-TICK_SECONDS = 1.0  # between two checks of these
 READ_BYTES = 2048
 MAX_PING_BYTES = 16  # of the context of a PING (ZeroMQ RFC 37)
 _PING, _READY = b"\x04PING", b"\x05READY"
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class PlainServer(ModelServer):
@@ -34,8 +29,7 @@ class PlainServer(ModelServer):
     libzmq accepts any number of connections, collects any number of frames of a message, and cannot close the
     connection of one client of a socket that has many. Here:
 
-    - At most MIN_CONNECTIONS plus CONNECTIONS_PER_PEER for each peer are open. One more closes another one: among those
-      of the address with the most connections, one that has never asked, or else the one that was silent longest.
+    - At most MIN_CONNECTIONS plus CONNECTIONS_PER_PEER for each peer are open: see `BoundedListener`.
     - A frame has at most 1 KiB and a message one frame. A client that sends anything else is disconnected. A client is
       read only after its answer has been sent, so at most READ_BYTES and one frame of what it sends are kept.
     - A handshake may take HANDSHAKE_SECONDS, a reply goes on while some of it is taken in every STALLED_SECONDS, and a
@@ -73,14 +67,20 @@ class PlainServer(ModelServer):
         super().__init__(shape=shape, layout=layout, is_pinned=is_pinned)
         self._round_seconds = round_seconds
         self._clients: set[ClientConnection] = set()
-        self._next_check = 0.0
-        self._listener = open_listener(address, name=name)
-        self.address = address_of(self._listener)
+        listener = open_listener(address, name=name)
+        self.address = address_of(listener)
         self._wakeup, self._wakeup_sender = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._is_accepting = True
+        self._listener = BoundedListener(
+            listener,
+            self._selector,
+            data=None,
+            connections=self._clients,
+            max_connections=lambda: self.max_connections,
+            admit=self._admit,
+            close=self._refuse,
+        )
 
     @property
     def max_connections(self) -> int:
@@ -91,12 +91,12 @@ class PlainServer(ModelServer):
         """See `ModelServer`."""
         try:
             while True:
-                is_quiet = self._is_accepting and not self._clients
+                is_quiet = self._listener.is_accepting and not self._clients
                 for key, _ in self._selector.select(None if is_quiet else TICK_SECONDS):
                     if key.fileobj is self._wakeup:
                         return
-                    if key.fileobj is self._listener:
-                        self._accept()
+                    if key.fileobj is self._listener.socket:
+                        self._listener.accept()
                     elif key.data in self._clients:  # else it has just been closed for another one
                         self._serve_client(key.data)
                 self._close_expired()
@@ -113,7 +113,7 @@ class PlainServer(ModelServer):
         for client in list(self._clients):
             self._drop(client)
         self._selector.close()
-        for opened in (self._listener, self._wakeup, self._wakeup_sender):
+        for opened in (self._listener.socket, self._wakeup, self._wakeup_sender):
             opened.close()
 
     def _choose(self, latest: Published) -> Published:
@@ -130,33 +130,12 @@ class PlainServer(ModelServer):
                 return latest
         return being_sent[max(being_sent)]
 
-    def _accept(self) -> None:
-        """Accept all that have connected; where there are too many, close others for them."""
-        try:
-            for _ in range(BACKLOG):
-                connection, (host, *_) = self._listener.accept()
-                if len(self._clients) >= self.max_connections:
-                    self._make_room()
-                connection.setblocking(False)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                client = ClientConnection(connection, host)
-                self._clients.add(client)
-                self._selector.register(connection, selectors.EVENT_READ, client)
-                self._serve_client(client, may_read=False)
-        except OSError as error:
-            if error.errno in _NO_DESCRIPTORS:  # close one connection, and accept no others until the next tick
-                self._make_room()
-                self._selector.unregister(self._listener)
-                self._is_accepting = False
-            # else no more have connected, or this one has gone
-
-    def _make_room(self) -> None:
-        """Close one connection of the address with the most: one that has not asked, or else the longest silent."""
-        counts = Counter(client.host for client in self._clients)
-        if counts:
-            ((host, _),) = counts.most_common(1)
-            candidates = [client for client in self._clients if client.host == host]
-            self._refuse(min(candidates, key=lambda client: (client.has_asked, client.since)))
+    def _admit(self, connection: socket.socket, host: str) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client = ClientConnection(connection, host)
+        self._clients.add(client)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+        self._serve_client(client, may_read=False)
 
     def _serve_client(self, client: ClientConnection, *, may_read: bool = True) -> None:
         """Send what is unsent and answer what was received, until either of them has to wait."""
@@ -214,13 +193,9 @@ class PlainServer(ModelServer):
 
     def _close_expired(self) -> None:
         """Close the connections whose time is over; once per TICK_SECONDS."""
-        now = time.monotonic()
-        if now < self._next_check:
+        if not self._listener.is_due():
             return
-        self._next_check = now + TICK_SECONDS
-        if not self._is_accepting:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            self._is_accepting = True
+        now = time.monotonic()
         for client in list(self._clients):
             silent = now - client.since
             if (client.unsent and silent > STALLED_SECONDS) or silent > IDLE_SECONDS:

@@ -10,7 +10,7 @@ from typing import Any
 from ...transport.gloo import gloo_backend
 from ...transport.state_tree import copied, encode
 from .. import limits
-from ..heartbeats import digest
+from ..liveness.contact import digest
 from ..liveness.door import Door
 from ..liveness.probe import LifeSign, probe
 from ..view import Joiner
@@ -124,7 +124,7 @@ class Giving(Door):
 
     def _sign_of(self, joiner: Joiner) -> LifeSign:
         try:
-            signs = probe({joiner.member.id: joiner.member.address}, job=digest(self.name), seconds=limits.PROBE)
+            signs = probe({joiner.member.id: joiner.member.contact}, job=digest(self.name), seconds=limits.PROBE)
         except OSError:  # no descriptor is left here: nothing says that it has ended
             return LifeSign.LIVES
         return signs[joiner.member.id]

@@ -52,7 +52,8 @@ def connect_store(store: str, timeout: timedelta, *, was_lost: bool = False) -> 
         except (OSError, RuntimeError) as error:
             why, has_failed = str(error), True
         if time.monotonic() >= deadline or not (is_file or was_lost):
-            option = f"--address-file {store.removeprefix(_FILE)}" if is_file else f"--port {store.rpartition(':')[2]}"
+            host, _, port = store.rpartition(":")
+            option = f"--address-file {store.removeprefix(_FILE)}" if is_file else f"--host {host} --port {port}"
             raise ConnectionError(
                 f"the store of the job at {address} did not answer within {timeout.total_seconds():g} s ({why}); start "
                 f"it with: python -m gossip_modules.membership.serve {option}"

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 
 from .. import limits
-from ..heartbeats import digest
 from ..watching import Watching
 from ..worker_state import log
+from .contact import digest
 from .probe import LifeSign, probe
 
 
@@ -35,10 +35,10 @@ class Door(Watching):
         """Whether no member shows a sign of life; see [Note: another life]."""
         with self._lock:
             life, members = self._life, self._roster.present()
-        addresses = {member.id: member.address for member in members}
+        contacts = {member.id: member.contact for member in members}
         has_knocked, start = False, time.monotonic()
         while not (self._closed.is_set() or self.is_leaving):
-            signs = probe(addresses, job=digest(self.name), seconds=limits.PROBE)
+            signs = probe(contacts, job=digest(self.name), seconds=limits.PROBE)
             if LifeSign.LIVES in signs.values() or self._life != life:
                 return False
             if not has_knocked:

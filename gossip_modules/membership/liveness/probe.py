@@ -7,7 +7,8 @@ import selectors
 import time
 from collections.abc import Mapping
 
-from .lifelines import GREETING, Address, connect
+from .contact import Contact, Packet, is_packet
+from .lifelines import connect
 
 
 class LifeSign(enum.Enum):
@@ -18,26 +19,26 @@ class LifeSign(enum.Enum):
     SILENT = "is silent"  # it is stopped, or its machine is out of reach
 
 
-def probe(addresses: Mapping[int, Address], *, job: bytes, seconds: float) -> dict[int, LifeSign]:
+def probe(contacts: Mapping[int, Contact], *, job: bytes, seconds: float) -> dict[int, LifeSign]:
     """Connect to the listeners of workers of a job; returns when one has answered or all have been heard of.
 
     Args:
-        addresses: of the listeners, by worker.
-        job: as in `Lifelines`.
+        contacts: of the workers, by worker.
+        job: see `digest`.
         seconds: that are waited at most.
 
     Returns:
         The answers by worker.
     """
-    answers, heard = dict.fromkeys(addresses, LifeSign.SILENT), dict.fromkeys(addresses, b"")
+    answers, heard = dict.fromkeys(contacts, LifeSign.SILENT), dict.fromkeys(contacts, b"")
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
-        for worker, address in addresses.items():
-            if (line := connect(address)) is not None:
+        for worker, contact in contacts.items():
+            if (line := connect(contact.address)) is not None:
                 selector.register(line, selectors.EVENT_READ, worker)
         while selector.get_map() and LifeSign.LIVES not in answers.values():
             for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
-                worker, expected = key.data, GREETING.pack(job, key.data)
+                worker, expected = key.data, contacts[key.data].packet(Packet.GREETING, job)
                 try:
                     data = key.fileobj.recv(64)  # type: ignore[union-attr]
                 except ConnectionRefusedError:
@@ -47,9 +48,10 @@ def probe(addresses: Mapping[int, Address], *, job: bytes, seconds: float) -> di
                     key.fileobj.close()  # type: ignore[union-attr]
                     continue
                 heard[worker] += data
-                if heard[worker].startswith(expected):
+                is_greeting = is_packet(heard[worker], expected)
+                if is_greeting:
                     answers[worker] = LifeSign.LIVES
-                elif not data or not expected.startswith(heard[worker]):
+                elif not data or is_greeting is False:
                     answers[worker] = LifeSign.ENDED
                     selector.unregister(key.fileobj)
                     key.fileobj.close()  # type: ignore[union-attr]

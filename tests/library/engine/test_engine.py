@@ -6,8 +6,10 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -213,15 +215,14 @@ def test_training_waits_at_the_last_forward(monkeypatch: pytest.MonkeyPatch) -> 
     engine.round(x)
     engine.round(x)
     assert engine.stats.wait_seconds == 0
-    assert engine._flight is not None
-    future, is_waiting = engine._flight.future, threading.Event()
-    result = future.result
+    assert engine._thread is not None
+    result, is_waiting = engine._thread.result, threading.Event()
 
-    def wait() -> float:
+    def wait(*args: Any, **kwargs: Any) -> float:
         is_waiting.set()
-        return result(PATIENCE)
+        return result(*args, **kwargs)
 
-    monkeypatch.setattr(future, "result", wait)
+    monkeypatch.setattr(engine._thread, "result", wait)
     training = threading.Thread(target=engine.round, args=(x,))
     training.start()
     assert is_waiting.wait(PATIENCE)
@@ -304,16 +305,16 @@ def test_an_interrupt_while_waiting_keeps_the_correction(is_complete: bool, monk
     gossiper, transport = scripted()
     engine, x = OverlapEngine(gossiper, Schedule()), vector(2.0)
     engine.round(x)
-    assert engine._flight is not None
+    assert engine._thread is not None
 
-    def interrupted() -> float:
+    def interrupted(*_: Any, **__: Any) -> float:
         if is_complete:
             transport.gates[0].set()
             arrive(engine)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._flight.future, "result", interrupted)
+        patch.setattr(engine._thread, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.flush(x)
     assert engine.is_in_flight
@@ -351,6 +352,28 @@ def test_thread_runs_jobs_in_order() -> None:
     thread.close()
     assert [future.result(PATIENCE) for future in futures] == [0, 1, 2, 3, 4]
     assert done == [0, 1, 2, 3, 4]
+    assert_no_gossip_threads()
+
+
+def test_a_job_after_close_is_refused_as_nothing_would_run_it() -> None:
+    thread = GossipThread("gossip-test")
+    thread.close()
+    with pytest.raises(RuntimeError, match=r"got a job for the thread gossip-test after its close\(\)"):
+        thread.submit(lambda: 0.0)
+    assert_no_gossip_threads()
+
+
+def test_a_job_that_a_thread_has_lost_or_hangs_in_is_not_waited_for_without_limit() -> None:
+    thread, go_on = GossipThread("gossip-test"), threading.Event()
+    stuck = thread.submit(lambda: float(go_on.wait(PATIENCE)))
+    with pytest.raises(TimeoutError, match=r"with ranks \[1\] has not ended after .* gossip-test still runs it"):
+        thread.result(stuck, what=lambda: "round 3 with ranks [1]", timeout=timedelta(microseconds=1))
+    go_on.set()
+    assert thread.result(stuck, what=str, timeout=timedelta(seconds=PATIENCE)) == 1.0
+    thread.close()
+    lost: Future[float] = Future()
+    with pytest.raises(TimeoutError, match=r"round 4 has not ended .* gossip-test has ended without it"):
+        thread.result(lost, what=lambda: "round 4", timeout=timedelta(seconds=PATIENCE))
     assert_no_gossip_threads()
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from gossip_modules.membership.heartbeats import Heartbeats, digest
+from gossip_modules.membership.heartbeats import Heartbeats
+from gossip_modules.membership.liveness.contact import Contact, digest
 from gossip_modules.membership.liveness.probe import LifeSign, probe
 
 SECONDS = 30.0
@@ -43,7 +44,7 @@ def test_who_ends_is_silent_and_who_goes_on_is_not() -> None:
         for i, floor in enumerate((1.0, 1.0, 20.0))
     ]
     for i, mine in enumerate(beats):
-        mine.watch({j: other.address for j, other in enumerate(beats) if j != i})
+        mine.watch({j: other.contact for j, other in enumerate(beats) if j != i})
     heard = threading.Event()
     while not all(peer.was_heard for peer in beats[0]._peers.values()):
         heard.wait(0.01)
@@ -63,7 +64,7 @@ def test_the_next_turn_is_that_of_who_would_be_silent_first() -> None:
     mine = Heartbeats(0, job="job", host="127.0.0.1", **Listener().told(), interval=60.0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
         nobody.bind(("127.0.0.1", 0))
-        mine.watch({1: nobody.getsockname(), 2: nobody.getsockname()})
+        mine.watch({i: Contact(i, nobody.getsockname(), b"") for i in (1, 2)})
         next_beat = mine._last_beat + 60.0
         assert mine._next_turn() == next_beat, "nobody was heard"
         first, second = mine._peers.values()
@@ -80,7 +81,7 @@ def test_who_was_never_heard_is_not_silent() -> None:
     mine = Heartbeats(0, job="job", host="127.0.0.1", **listener.told(), interval=0.01, floor=0.02)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
         nobody.bind(("127.0.0.1", 0))
-        mine.watch({1: nobody.getsockname()})
+        mine.watch({1: Contact(1, nobody.getsockname(), b"")})
         assert not listener.is_told.wait(0.3)
     mine.close()
 
@@ -89,8 +90,8 @@ def test_datagrams_of_strangers_are_dropped() -> None:
     listener = Listener()
     mine = Heartbeats(0, job="job", host="127.0.0.1", **listener.told(), interval=0.01)
     other = Heartbeats(1, job="another job", host="127.0.0.1", **listener.told(), interval=0.01)
-    mine.watch({1: other.address})
-    other.watch({0: mine.address})
+    mine.watch({1: other.contact})
+    other.watch({0: mine.contact})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for packet in (b"", b"x" * 16, b"y" * 64, b"z" * 1000):
             stranger.sendto(packet, mine.address)
@@ -107,8 +108,8 @@ import pytest
 
 from gossip_modules.membership.heartbeats import Heartbeats
 mine = Heartbeats(1, job="job", host="127.0.0.1", on_silent=print, on_ended=print)
-print(mine.address[1], flush=True)
-while not mine._lifelines._accepted:
+print(mine.address[1], mine.contact.secret.hex(), flush=True)
+while not mine._lifelines._watchers:
     time.sleep(0.01)
 child = os.fork()
 if child:
@@ -126,7 +127,8 @@ def test_a_process_with_forked_children_is_seen_to_end() -> None:
     command = [sys.executable, "-W", "ignore", "-c", _PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        mine.watch({1: ("127.0.0.1", int(process.stdout.readline()))})
+        port, secret = process.stdout.readline().split()
+        mine.watch({1: Contact(1, ("127.0.0.1", int(port)), bytes.fromhex(secret))})
         child = int(process.stdout.readline())
         try:
             wait = threading.Event()
@@ -144,7 +146,7 @@ def test_a_process_with_forked_children_is_seen_to_end() -> None:
 def test_a_probe_tells_who_lives_from_who_has_ended_and_who_is_silent() -> None:
     listener = Listener()
     mine = Heartbeats(1, job="job", host="127.0.0.1", **listener.told())
-    address, job = mine.address, digest("job")
+    contact, job = mine.contact, digest("job")
     with socket.socket() as stopped, socket.socket() as stranger:
         for other in (stopped, stranger):
             other.bind(("127.0.0.1", 0))
@@ -156,26 +158,30 @@ def test_a_probe_tells_who_lives_from_who_has_ended_and_who_is_silent() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        addresses = {2: stopped.getsockname(), 3: stranger.getsockname()}
-        assert probe(addresses, job=job, seconds=0.5) == {2: LifeSign.SILENT, 3: LifeSign.ENDED}
+        contacts = {i: Contact(i, other.getsockname(), b"") for i, other in ((2, stopped), (3, stranger))}
+        assert probe(contacts, job=job, seconds=0.5) == {2: LifeSign.SILENT, 3: LifeSign.ENDED}
         thread.join()
-    assert probe({1: address}, job=job, seconds=SECONDS) == {1: LifeSign.LIVES}
-    assert probe({2: address}, job=job, seconds=SECONDS) == {2: LifeSign.ENDED}, "another worker has the port now"
+    assert probe({1: contact}, job=job, seconds=SECONDS) == {1: LifeSign.LIVES}
+    for worker, secret in ((2, contact.secret), (1, bytes(16))):
+        another = Contact(worker, contact.address, secret)
+        assert probe({worker: another}, job=job, seconds=SECONDS) == {worker: LifeSign.ENDED}, (
+            "another has the port now"
+        )
     mine.close()
-    assert probe({1: address}, job=job, seconds=SECONDS) == {1: LifeSign.ENDED}
+    assert probe({1: contact}, job=job, seconds=SECONDS) == {1: LifeSign.ENDED}
 
 
 def test_heartbeats_end_with_the_object_that_they_tell() -> None:
     """A worker that was lost without `close` would live for ever, in the eyes of the others."""
     listener = Listener()
     mine = Heartbeats(1, job="job", host="127.0.0.1", on_silent=listener.on_silent, on_ended=print)
-    thread, address = mine._thread, mine.address
-    assert probe({1: address}, job=digest("job"), seconds=SECONDS) == {1: LifeSign.LIVES}
+    thread, contact = mine._thread, mine.contact
+    assert probe({1: contact}, job=digest("job"), seconds=SECONDS) == {1: LifeSign.LIVES}
     del listener
     gc.collect()
     thread.join(SECONDS)
     assert not thread.is_alive()
-    assert probe({1: address}, job=digest("job"), seconds=SECONDS) == {1: LifeSign.ENDED}
+    assert probe({1: contact}, job=digest("job"), seconds=SECONDS) == {1: LifeSign.ENDED}
 
 
 def test_heartbeats_go_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,13 +189,12 @@ def test_heartbeats_go_on_after_an_error(caplog: pytest.LogCaptureFixture) -> No
     listener = Listener()
     mine = Heartbeats(0, job="job", host="127.0.0.1", **listener.told(), interval=0.01)
     other = Heartbeats(1, job="job", host="127.0.0.1", **listener.told(), interval=0.01)
-    nowhere: Any = ("127.0.0.1", 1 << 20)
-    mine.watch({2: nowhere})
+    mine.watch({2: Contact(2, ("127.0.0.1", 1 << 20), b"")})
     wait = threading.Event()
     while not caplog.records:
         wait.wait(0.01)
-    mine.watch({1: other.address})
-    other.watch({0: mine.address})
+    mine.watch({1: other.contact})
+    other.watch({0: mine.contact})
     while not (mine._peers[1].was_heard and mine.has_met and other._peers[0].was_heard and other.has_met):
         wait.wait(0.01)
     mine.close()

@@ -22,6 +22,7 @@ from gossip_modules.membership import joining, limits
 from gossip_modules.membership import membership as membership_module
 from gossip_modules.membership.donor import giving, transfer
 from gossip_modules.membership.heartbeats import Heartbeats
+from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.liveness.probe import LifeSign
 from gossip_modules.membership.view import Joiner, View
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, die, member_of, model_of
@@ -152,6 +153,7 @@ def test_loopback_in_a_job_of_several_machines_is_warned_of(
     with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
         job.until_live(job.start(2))
         close(job.end())
+        assert log.flush(60.0)
     lines = [record.getMessage() for record in caplog.records]
     assert any("got 127.0.0.1 for the address of this worker" in x and "with workers on ['node0']" in x for x in lines)
 

@@ -24,6 +24,7 @@ from gossip_modules import (
     RingGraph,
 )
 from gossip_modules.membership import limits
+from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.participant import Change
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
 from tests.library.membership.events.stores import serve
@@ -441,6 +442,7 @@ def test_one_line_of_the_log_says_who_has_gone_and_why(caplog: pytest.LogCapture
         workers[1].is_killed.set()
         job.until_live(workers[:1])
         close(job.end())
+        assert log.flush(SECONDS)
     lines = [record.getMessage() for record in caplog.records if "generation" in record.getMessage()]
     assert any(f"worker {number} left (its connection closed)" in line for line in lines), lines
 

@@ -12,6 +12,7 @@ from gossip_modules import Membership
 from gossip_modules.membership import limits, watching
 from gossip_modules.membership.events import event_log
 from gossip_modules.membership.liveness import door
+from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.liveness.probe import LifeSign, probe
 from tests.library.membership.events.stores import serve
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
@@ -62,6 +63,7 @@ def test_a_minority_trains_on_alone_and_joins_again(
         if fails != "nobody in reach":
             monkeypatch.undo()
         job.until_live(workers)
+        assert log.flush(60.0)
     words = "reaches none of them" if fails == "nobody in reach" else "trains on alone, and tries again"
     assert any(words in record.getMessage() for record in caplog.records)
     close(job.end())
@@ -81,6 +83,7 @@ def test_a_job_whose_workers_have_all_died_begins_anew_under_its_name(
     with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
         again = job.start(2, seed=1)
         job.until_live(again)
+        assert log.flush(60.0)
     assert [worker.first for worker in again] == [0, 0]
     assert any("nobody lives, so it begins anew under this name: worker" in r.getMessage() for r in caplog.records)
     close(job.end())

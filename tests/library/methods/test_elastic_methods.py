@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from gossip_modules.methods import (
     without_unused,
     wrap,
 )
+from gossip_modules.methods.__main__ import membership_table
 from gossip_modules.testing import Chaos, Worker
 from tests.library.methods.test_methods import HalfStep
 
@@ -45,6 +48,29 @@ def test_a_method_takes_a_membership_or_its_wrapper_says_why_not(name: str) -> N
     if why:
         with pytest.raises(ValueError, match=r"got a membership for .*, expected None, or options .* Cause: "):
             wrap(name, nn.Linear(2, 1), MethodOptions(), alone())
+
+
+def test_the_guide_has_the_table_of_what_the_wrappers_say() -> None:
+    """Make it with `python -m gossip_modules.methods`."""
+    table, guides = membership_table(), Path(__file__).parents[3] / "docs" / "guides"
+    assert table in (guides / "elasticity.md").read_text(encoding="utf-8")
+    cells = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    rows = {wrapper.strip("`"): (taken.split(", "), refused.split("<br>")) for wrapper, taken, refused in cells}
+    assert rows["BilatGossipDataParallel"] == (["AD-PSGD"], ["-"])
+    for name, method in METHODS.items():
+        taken, refused = rows[method.example.partition("(")[0]]
+        assert (method.title in taken) == (name not in REFUSED)
+        assert any(line.startswith(f"{method.title}: ") for line in refused) == (name in REFUSED)
+
+
+@pytest.mark.parametrize("page", ["failures.md", "stragglers.md"])
+def test_other_guides_do_not_say_by_themselves_which_wrappers_take_a_membership(page: str) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "guides" / page).read_text(encoding="utf-8")
+    assert "(elasticity.md#which-wrappers-take-it)" in text
+    sentences = re.split(r"(?<=[.:])\s|\n\n|\|\n", text)
+    ends = [sentence for sentence in sentences if "ends the job" in " ".join(sentence.split())]
+    assert ends
+    assert all("membership" in sentence for sentence in ends), "with one, the others train on"
 
 
 @pytest.mark.parametrize(

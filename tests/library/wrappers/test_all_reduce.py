@@ -167,5 +167,5 @@ def test_a_round_cannot_be_left_out() -> None:
 
 
 def test_a_membership_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got a membership for .*, expected none.*, or torchft for"):
-        AllReduceDataParallel(torch.nn.Linear(1, 1), membership=None)
+    with pytest.raises(ValueError, match=r"got membership=.*, expected none.*, or torchft for"):
+        AllReduceDataParallel(torch.nn.Linear(1, 1), membership=object())

@@ -171,12 +171,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"expected gloo.*new_group\(backend='gloo'\)",
     ),
     "AD-PSGD with device_ids": (
-        lambda: gm.BilatGossipDataParallel(mlp(), process_group=solo_group(), device_ids=[0]),  # type: ignore[arg-type]
-        r"leave device_ids out",
+        lambda: gm.BilatGossipDataParallel(mlp(), process_group=solo_group(), device_ids=[0]),  # type: ignore[call-arg]
+        r"call module.to\(device\) before wrapping, and leave it out",
     ),
     "WAGMA with device_ids": (
-        lambda: gm.GroupAverageDataParallel(mlp(), process_group=solo_group(), device_ids=[0]),  # type: ignore[arg-type]
-        r"leave device_ids out",
+        lambda: gm.GroupAverageDataParallel(mlp(), process_group=solo_group(), device_ids=[0]),  # type: ignore[call-arg]
+        r"call module.to\(device\) before wrapping, and leave it out",
     ),
     "WAGMA with timeout=0": (
         lambda: gm.GroupAverageDataParallel(mlp(), process_group=solo_group(), timeout=0),

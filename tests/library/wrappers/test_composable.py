@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import json
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,9 +63,69 @@ def test_the_module_keeps_its_class_and_its_names() -> None:
     assert isinstance(model, type(mlp()))
     assert [name for name, _ in model.named_parameters()] == names
     assert list(model.state_dict()) == keys
-    assert type(model).__name__ == f"Gossip{type(mlp()).__name__}"
     mlp().load_state_dict(model.state_dict())  # a plain model takes it
     model.close()
+
+
+class Saving(nn.Linear):
+    """As a tool does that notes the class of a model beside its weights."""
+
+    class Inner(nn.Linear):
+        """A class in a class."""
+
+    def save(self) -> tuple[Any, ...]:
+        """All that names a class."""
+        kinds = (type(self), self.__class__)
+        return (
+            *((kind.__name__, kind.__qualname__, kind.__module__, kind.__doc__) for kind in kinds),
+            self.__class__ is Saving,
+            repr(self),
+            repr(type(self)),
+            self._get_name(),
+        )
+
+
+def test_tools_that_go_by_the_class_find_the_plain_one() -> None:
+    expected = Saving(2, 1).save()
+    model: Any = gossip(Saving(2, 1), process_group=solo_group())
+    assert model.save() == expected
+    with model.averaged() as averaged:
+        assert averaged.save() == expected
+    twin = copy.deepcopy(model)
+    assert twin.save() == expected
+    assert isinstance(twin, GossipModule)
+    assert pickle.dumps(model.__class__) == pickle.dumps(Saving)  # by name
+    assert inspect.getsource(type(model)) == inspect.getsource(Saving)
+    for each in (twin, model):
+        each.close()
+    model = gossip(Saving.Inner(2, 1), process_group=solo_group())
+    assert type(model).__qualname__ == Saving.Inner.__qualname__
+    model.close()
+
+
+def test_a_module_that_gets_another_class_goes_on_gossiping() -> None:
+    model = gossip(Saving(2, 1), process_group=solo_group())
+    nn.utils.parametrizations.weight_norm(model)  # it makes a class of model.__class__, and sets it
+    assert model.__class__.__name__ == "ParametrizedSaving"
+    assert isinstance(model, GossipModule)
+    model.close()
+    wrapper = GossipDataParallel(model, process_group=solo_group())
+    assert type(model) is model.__class__
+    assert type(model).__name__ == "ParametrizedSaving"
+    wrapper.close()
+
+
+@pytest.mark.e2e
+def test_transformers_saves_the_name_of_the_model(tmp_path: Path) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
+    model = gossip(GPT2LMHeadModel(config), process_group=solo_group())
+    assert model.__class__ is MODEL_FOR_CAUSAL_LM_MAPPING[GPT2Config]
+    with model.averaged():
+        model.save_pretrained(tmp_path)
+    model.close()
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
 
 
 def test_a_part_of_a_container_is_plain() -> None:
@@ -196,7 +260,7 @@ def test_what_cannot_work_is_refused() -> None:
         gossip(nn.Linear)  # type: ignore[arg-type]
     model = gossip(mlp(), process_group=group)
     for wrap in (gossip, GossipDataParallel, BilatGossipDataParallel):
-        with pytest.raises(ValueError, match=r"that is a GossipSequential, which gossip\(\) made"):
+        with pytest.raises(ValueError, match=r"that is a Sequential, which gossip\(\) made"):
             wrap(model, process_group=group)
     model.close()
 

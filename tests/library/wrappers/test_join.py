@@ -10,9 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from gossip_modules import GossipDataParallel, NetworkXGraph, Schedule, SimpleGossipDataParallel
+from gossip_modules import (
+    AllReduceDataParallel,
+    GossipDataParallel,
+    NetworkXGraph,
+    Schedule,
+    SimpleGossipDataParallel,
+    gossip,
+)
 from tests.harness.problems import loss_of, mlp, numerator, sgd
 from tests.harness.processes import run_processes
+from tests.harness.ranks import solo_group
 from tests.harness.reference import flatten
 
 NUM_RANKS = 3
@@ -82,3 +90,46 @@ def test_join_over_a_subgroup_is_refused() -> None:
     refused, idle = (outcome.result for outcome in run_processes(2, join_in_a_subgroup))
     assert idle == ""
     assert "process group of 1 of 2 ranks" in refused
+
+
+def throw_when_one_is_done(rank: int) -> list[tuple[str, float]]:
+    """What each wrapper raises in the epoch of uneven batches, and its rounds after another, even one."""
+    makers: list[Any] = [AllReduceDataParallel, *(lambda m, t=t, o=o: t(m, **o) for t, o in CASES)]
+    results = []
+    for make in makers:
+        model = make(mlp())
+        optimizer = sgd(model)
+
+        def epoch(num_batches: int, model: Any = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            with Join([model], throw_on_early_termination=True):
+                for step in range(num_batches):
+                    optimizer.zero_grad()
+                    loss_of(model, rank, step).backward()
+                    optimizer.step()
+
+        with pytest.raises(RuntimeError) as caught:
+            epoch(NUM_BATCHES[rank])
+        for step in range(2):  # who has ended the epoch goes on, in step with the others
+            loss_of(model, rank, step).backward()
+        results.append((str(caught.value), model.comm_stats()["num_rounds"]))
+        model.close()
+    return results
+
+
+@pytest.mark.e2e
+def test_all_raise_when_one_is_done_if_join_is_told_to() -> None:
+    results = [outcome.result for outcome in run_processes(NUM_RANKS, throw_when_one_is_done)]
+    for i in range(len(CASES) + 1):
+        messages, num_rounds = zip(*(result[i] for result in results), strict=True)
+        assert messages[1] == "Rank 1 exhausted all inputs."
+        assert {messages[0], messages[2]} == {
+            "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+        }
+        assert len({*num_rounds}) == 1
+
+
+def test_a_module_of_gossip_in_join_is_told_to_be_a_wrapper() -> None:
+    model = gossip(mlp(), process_group=solo_group())
+    with pytest.raises(TypeError, match=r"expected a wrapper, .*; use Join\(\[GossipDataParallel\(module\)\]\)"):
+        Join([model])  # type: ignore[list-item]
+    model.close()

@@ -26,6 +26,7 @@ from gossip_modules.dpwa.wire.curve_keys import CurveKeys
 from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageError, MessageKind
 from gossip_modules.dpwa.wire.plain_server import PlainServer
 from gossip_modules.dpwa.wire.server import MAX_REPLIES
+from gossip_modules.transport.ports import bounded_listener
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads
 from tests.harness.strangers import (
     PING,
@@ -171,7 +172,8 @@ def test_a_reply_longer_than_a_round_makes_room_for_a_newer_model() -> None:
 
 def test_a_reply_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_server, "STALLED_SECONDS", 0.2)
-    monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.05)
+    for module in (plain_server, bounded_listener):
+        monkeypatch.setattr(module, "TICK_SECONDS", 0.05)
     x = vector_of(0.0, LONG)
     with serving(x) as server:
         server.publish(x, Standing())
@@ -183,7 +185,8 @@ def test_a_reply_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_greeted", [False, True])
 def test_time_without_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch, is_greeted: bool) -> None:
     monkeypatch.setattr(plain_server, "IDLE_SECONDS" if is_greeted else "HANDSHAKE_SECONDS", 0.2)
-    monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.05)
+    for module in (plain_server, bounded_listener):
+        monkeypatch.setattr(module, "TICK_SECONDS", 0.05)
     with serving(vector_of(0.0)) as server, connect(server.address) as stranger:
         if is_greeted:
             zmtp_handshake(stranger)
@@ -193,7 +196,8 @@ def test_time_without_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch, is_g
 
 def test_a_client_that_only_pings_is_answered_and_kept_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_server, "IDLE_SECONDS", 2.0)
-    monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.05)
+    for module in (plain_server, bounded_listener):
+        monkeypatch.setattr(module, "TICK_SECONDS", 0.05)
     with serving(vector_of(0.0)) as server, connect(server.address) as stranger:
         zmtp_handshake(stranger)
         stranger.sendall(b"\x04\x09\x04PING\0\x0ahi")
@@ -222,7 +226,8 @@ def test_connections_are_bounded_and_a_peer_among_them_is_served() -> None:
 
 
 def test_a_process_without_descriptors_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_server, "TICK_SECONDS", 0.1)
+    for module in (plain_server, bounded_listener):
+        monkeypatch.setattr(module, "TICK_SECONDS", 0.1)
     x, inbox = vector_of(1.0), vector_of(0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serving(x) as server, asking(server, inbox) as client, contextlib.ExitStack() as strangers:

@@ -173,9 +173,9 @@ def test_the_average_of_masters_is_that_of_the_models(graph: Any) -> None:
             mean = flatten(wrapper.module)
         wrapper.average_optimizer_state(optimizer, names=("master",))
         own = flatten(wrapper.module)
-        with torch.no_grad():
-            for parameter in wrapper.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+        loss_of(wrapper, group.rank(), 3)
+        for parameter in wrapper.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # writes the masters over the model
         after = flatten(wrapper.module)
         wrapper.close()

@@ -137,11 +137,12 @@ def test_a_correction_is_added_once_where_nothing_is_swapped(act: Callable[[Any]
 def test_a_step_after_the_swap_has_the_correction_too() -> None:
     """Validation between the backward and the step."""
     rank = Mailed()
+    rank.optimizer.param_groups[0]["lr"] = 0.0
+    loss_of(rank.wrapper, 0, 1).backward()
     saved = swap_in(rank.wrapper)
     rank.mail()
     save(rank.wrapper)
     swap_out(rank.wrapper, saved)
-    rank.optimizer.zero_grad()
     rank.optimizer.step()
     torch.testing.assert_close(rank.change(), torch.ones_like(rank.start))
     rank.wrapper.close()

@@ -1,0 +1,1 @@
+"""Ports: which connections they accept, and how many."""

@@ -1,0 +1,369 @@
+"""Where one optimizer step of the user's loop ends and the next begins, so that each step has one gossip round."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..flat.buffer import FlatBuffer
+from ..flat.step_hooks import STEP_HOOKS, holds_any
+from .user_line import levels_to_user
+
+_MANY_STEPS = 100  # without a round, under Rounds.MANUAL
+
+
+class Rounds(Enum):
+    """When the round of an optimizer step runs, relative to the user's loop: the argument `rounds=` of wrappers."""
+
+    FORWARD = "forward"
+    STEP = "step"
+    MANUAL = "manual"
+
+    @classmethod
+    def of(cls, value: object) -> Rounds:
+        """Raise ValueError where `value` names none of them."""
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(
+                f"got rounds={value!r}, expected 'forward' (a round before the first training forward of each "
+                "optimizer step), 'step' (after each optimizer step) or 'manual' (only in gossip_step())"
+            ) from None
+
+
+class OptimizerSteps:
+    """Says which training forward of a model begins an optimizer step, and notices steps that no round belongs to.
+
+    [Note: One step is one round] Hooks on `torch.optim.Optimizer` count the steps over the model's parameters. A
+    training forward begins a new optimizer step if an optimizer has stepped since the last round. So a second forward
+    of one step (gradient accumulation, a closure of LBFGS, the second pass of sharpness-aware minimisation, a forward
+    that is tried again after it ran out of memory) has no round of its own. Where no optimizer of torch holds the
+    parameters, as in a loop that updates them by hand, each training forward outside `no_sync()` is a step.
+
+    [Note: Steps that are left out] A rank may leave out a step alone, as with `GradScaler`, and must still take part in
+    the round for which the other ranks wait. A step was left out if the gradients of a backward since the last round
+    were dropped (set to None, zeroed or unscaled), parameters are as the round left them, and this thread has stepped
+    no other optimizer. A loop that drops gradients after the next forward tells so in the next backward: the round is
+    made up for at the next step then. The hook for this is on one parameter, the smallest.
+
+    Args:
+        buffer: has the parameters.
+        rounds: when rounds run.
+        name: the class of the wrapper, for messages.
+        run: runs the round of a step; called after optimizer steps under `Rounds.STEP`.
+
+    Attributes:
+        has_ended: set to True by the wrapper after each forward that did not raise. (An attribute rather than a method,
+            as torch.compile traces the end of a forward without a break.)
+    """
+
+    def __init__(self, buffer: FlatBuffer, rounds: Rounds, *, name: str, run: Callable[[], None]) -> None:
+        self.rounds = rounds
+        self._buffer, self._name = buffer, name
+        self.bind(run)
+        self._is_due = rounds is Rounds.FORWARD  # the next training forward begins a step, whatever came before
+        self._is_synced = False  # a training forward outside no_sync() has ended since the last round
+        self._is_last_synced = False  # the last one that began was outside no_sync()
+        self._num_extra = 0  # training forwards of this step beyond the first, outside no_sync()
+        self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
+        self._is_inside = False  # an optimizer's step, which evaluates a closure as often as it likes
+        self._num_without = 0  # optimizer steps since the last round, or since the start
+        self._num_owed = 0  # rounds of Rounds.STEP that are to run now, or have failed
+        self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
+        self._has_warned = self._has_raised = False
+        self._gradient = _WatchedGradient()
+        self._held = _HeldParameters()
+        self.has_ended = False
+        self._listen()
+
+    def bind(self, run: Callable[[], None]) -> None:
+        """Call `run`, a bound method, for the rounds after optimizer steps; it does not keep its object alive."""
+        self._run = weakref.WeakMethod(run)
+
+    def _listen(self) -> None:
+        STEP_HOOKS.add(self)
+
+    def close(self) -> None:
+        """Count no more; idempotent."""
+        STEP_HOOKS.discard(self)
+        self._gradient.close()
+
+    # What the wrapper tells and asks, in the order of a loop.
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a training forward now would begin an optimizer step."""
+        self._note_forward()
+        if self._is_due:
+            return True
+        if self._counts or not self._sees_optimizers():
+            return self._is_synced
+        return self._gradient.is_dropped()
+
+    def num_rounds_due(self, *, is_synced: bool) -> int:
+        """The number of rounds to run before a training forward.
+
+        Args:
+            is_synced: whether the forward is outside `no_sync()`.
+        """
+        is_due = self.is_due
+        self._is_last_synced, self.has_ended = is_synced, False
+        if self.rounds is not Rounds.FORWARD:
+            return self._num_left_out()
+        if not is_due:
+            self._num_extra += is_synced and self._is_synced and not self._is_inside
+            self._gradient.is_doubtful = True
+            return 0
+        return 1 + self._gradient.num_left_out
+
+    def _note_forward(self) -> None:
+        """What is known of the last training forward. One that raised may be tried again, in the same step."""
+        self._is_synced |= self._is_last_synced and self.has_ended
+
+    def _num_left_out(self) -> int:
+        """The rounds of steps that were left out, where rounds do not run in forwards."""
+        if self.rounds is Rounds.MANUAL:
+            return 0
+        if self._is_synced and not self._counts and not self._sees_optimizers():
+            self._raise_once(
+                "got rounds='step' and no torch.optim.Optimizer over the parameters, expected one whose steps start "
+                "the rounds; pass rounds='forward', or rounds='manual' and call gossip_step() after each update"
+            )
+        if self._gradient.is_dropped():
+            return 1
+        self._gradient.is_doubtful = True
+        return 0
+
+    def begin(self) -> None:
+        """A round has run: what comes now is of the next step."""
+        if self._num_extra:
+            self._warn_of_extra_forwards()
+        self._is_due = self._is_synced = self.has_ended = False
+        self._num_without = 0
+        self._counts.clear()
+        self._gradient.watch(self._buffer.parameters)
+
+    def write(self, parameters: Sequence[Tensor]) -> None:
+        """Let autograd know that gossip has changed these parameters in place, which is no change by the loop."""
+        with self._gradient.own_write():
+            torch.autograd.graph.increment_version(parameters)
+
+    def end(self) -> None:
+        """Evaluation begins, or state has been loaded: the next training forward begins a step."""
+        self._is_due = self.rounds is Rounds.FORWARD
+
+    def go_on(self, *, is_due: bool) -> None:
+        """Take up a loop at a checkpoint, whose next training forward begins a step or does not."""
+        self._counts.clear()
+        self._is_due = is_due and self.rounds is Rounds.FORWARD
+        self._is_synced = self.has_ended = False
+
+    def be_quiet(self) -> None:
+        """The user has been told that steps have no rounds."""
+        self._has_raised = True
+
+    # See `Stepped`.
+
+    order = 1  # a round after a step needs what other members note of that step
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """See `Stepped`."""
+        if self._held.has_any(optimizer, self._buffer.parameters):
+            return True
+        if not self._counts:  # a loop that steps another model leaves out no step of this one
+            self._gradient.forget()
+        return False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+        self._is_watched = self._is_inside = True
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`.
+
+        Raises:
+            RuntimeError: the second step of one optimizer without a round; once.
+        """
+        self._is_inside = False
+        if self._num_extra:
+            self._warn_of_extra_forwards()
+        is_first = not self._counts
+        count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        self._num_without += 1
+        if self.rounds is Rounds.FORWARD:
+            if count == 2:
+                self._raise_once(_without_rounds(type(optimizer).__name__, self._name))
+        elif self.rounds is Rounds.STEP:
+            # Several optimizers that take turns have one round together: after the first one of each turn.
+            if is_first or count == 2:
+                self._num_owed += 1 + self._gradient.num_left_out
+                while self._num_owed and (run := self._run()) is not None:
+                    run()
+                    self._num_owed -= 1
+                self._counts[id(optimizer)] = 1
+        elif self._num_without == _MANY_STEPS:
+            warnings.warn(
+                f"got {_MANY_STEPS} optimizer steps without a round of a {self._name} with rounds='manual': ranks "
+                "train alone between rounds; expected a call of gossip_step() now and then, or rounds='forward'",
+                stacklevel=levels_to_user(),
+            )
+
+    # Messages, each once.
+
+    def _warn_of_extra_forwards(self) -> None:
+        num_extra, self._num_extra = self._num_extra, 0
+        if self._has_warned or self._gradient.num_left_out:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"got {num_extra + 1} training forwards of a {self._name} and one optimizer step, expected one forward: "
+            "the gossip round runs at the first one, and the others belong to the same step; put all forwards of a "
+            "step but the last in no_sync(), which says so",
+            stacklevel=levels_to_user(),
+        )
+
+    def _raise_once(self, message: str) -> None:
+        if not self._has_raised:
+            self._has_raised = True
+            raise RuntimeError(message)
+
+    def _sees_optimizers(self) -> bool:
+        """Whether a torch optimizer holds parameters of the model: it has stepped, or one search of memory finds it."""
+        if self._is_watched is None:
+            self._is_watched = _is_in_a_parameter_group(self._buffer.parameters[0])
+        return self._is_watched
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has optimizers of its own, of which nothing is known.
+        fresh = {"_counts": {}, "_gradient": _WatchedGradient(), "_held": _HeldParameters(), "_run": None}
+        return {**self.__dict__, **fresh, "_is_due": self.is_due, "_is_watched": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._listen()
+
+
+def _is_in_a_parameter_group(parameter: Tensor) -> bool:
+    """Whether an optimizer holds the parameter: a list has it that a dict has under "params".
+
+    Not by `gc.get_objects()`: that holds tuples which another thread is just making, and cannot complete then.
+    """
+    lists = [x for x in gc.get_referrers(parameter) if type(x) is list]
+    return any(
+        type(owner) is dict and owner.get("params") is held for held in lists for owner in gc.get_referrers(held)
+    )
+
+
+def _without_rounds(optimizer: str, name: str) -> str:
+    return (
+        f"got two steps of {optimizer} over parameters of a {name} without a gossip round between them: this rank "
+        "trains alone; expected a training forward of the wrapper for each step. Causes: all forwards of a step are "
+        "inside no_sync() (leave the last one outside); the loss is computed by the inner module or by one of its "
+        "methods (call the wrapper itself); or no forward can say when a step begins (wrap with rounds='step', or with "
+        "rounds='manual' and call gossip_step() after each step)"
+    )
+
+
+class _WatchedGradient:
+    """One gradient of a model, to notice that it was dropped without a step: [Note: Steps that are left out].
+
+    Attributes:
+        is_doubtful: whether a forward has come that is of a new step if its backward finds the gradient dropped.
+        num_left_out: the steps since the last round that were found to be left out after the forward of the next one.
+    """
+
+    def __init__(self) -> None:
+        self.num_left_out = 0
+        self.is_doubtful = False
+        self._parameters: Sequence[Tensor] = ()
+        self._parameter: Tensor | None = None
+        self._version = 0  # of the parameter, as the round has left it
+        self._gradient: Tensor | None = None  # after the last backward; of the smallest parameter, so a few bytes
+        self._gradient_version = 0
+        self._thread = 0
+        self._handle: Any = None
+
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        """A step begins."""
+        self.num_left_out, self.is_doubtful, self._gradient = 0, False, None
+        if parameters is not self._parameters:
+            self.close()
+            self._parameters = parameters
+            self._parameter = min(parameters, key=Tensor.numel)
+            if self._parameter.requires_grad:
+                self._handle = self._parameter.register_post_accumulate_grad_hook(_Weak(self._note))
+        if self._parameter is not None:
+            self._version = self._parameter._version
+        self._thread = threading.get_ident()
+
+    def is_dropped(self) -> bool:
+        """Whether a gradient was computed since the last round, and is not there any more, or was changed."""
+        if self._gradient is None or self._parameter is None or self._parameter._version != self._version:
+            return False
+        return self._parameter.grad is not self._gradient or self._gradient._version != self._gradient_version
+
+    @contextlib.contextmanager
+    def own_write(self) -> Iterator[None]:
+        """Inside, the version of the parameter changes by a round, which is no change by the loop."""
+        is_as_it_was = self._parameter is not None and self._parameter._version == self._version
+        yield
+        if is_as_it_was and self._parameter is not None:
+            self._version = self._parameter._version
+
+    def forget(self) -> None:
+        """An optimizer has stepped; in which thread it did says whether the loop of this model is meant."""
+        if threading.get_ident() == self._thread:
+            self._gradient = None
+
+    def _note(self, parameter: Tensor) -> None:
+        """After a backward has accumulated the gradient."""
+        gradient = parameter.grad
+        if self.is_doubtful and self._gradient is not None and parameter._version == self._version:
+            is_added = gradient is self._gradient and gradient._version == self._gradient_version + 1
+            self.num_left_out += not is_added
+        self.is_doubtful = False
+        self._gradient, self._gradient_version = gradient, 0 if gradient is None else gradient._version
+
+    def close(self) -> None:
+        """Watch no more; idempotent."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._parameters, self._parameter, self._gradient = (), None, None
+
+
+class _Weak:
+    """A bound method that a tensor's hook calls without keeping its object alive."""
+
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, tensor: Tensor) -> None:
+        if (method := self._method()) is not None:
+            method(tensor)
+
+
+class _HeldParameters:
+    """Which optimizers hold one of a list of parameters; looked up once for each optimizer and list."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Sequence[Tensor], int, bool]]
+        self._known = weakref.WeakKeyDictionary()
+
+    def has_any(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+        """Whether the optimizer holds one of `parameters`, a list that nobody changes."""
+        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._known.get(optimizer)
+        if known is None or known[0] is not parameters or known[1] != num_held:
+            known = self._known[optimizer] = parameters, num_held, holds_any(optimizer, parameters)
+        return known[2]
