@@ -161,7 +161,11 @@ class BilateralEngine(Engine):
             elif self._asker is None and not self.is_closed:
                 self._bilateral.wait_until_served()
         self.stats.wait_seconds += time.perf_counter() - start
-        return self._collect(x)
+        return self._collect(x, is_kept=True)
+
+    def add_again(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        return self.shared.add_again(x)
 
     def withdraw(self) -> None:
         """Reply "not yet" to peers until the next round. After a `flush()`, no exchange with the old y is under way."""
@@ -276,11 +280,14 @@ class BilateralEngine(Engine):
             raise
         self._asking = None
 
-    def _collect(self, x: FlatVector) -> bool:
-        """x <- x + c, and count the exchanges that c is made of. Returns whether there was any."""
+    def _collect(self, x: FlatVector, *, is_kept: bool = False) -> bool:
+        """x <- x + c, and count the exchanges that c is made of. Returns whether there was any.
+
+        is_kept: whether `add_again` may follow.
+        """
         with self.shared.lock:
             self.stats.num_skipped = self._bilateral.num_skipped
-            if not self.shared.collect(x):
+            if not self.shared.collect(x, is_kept=is_kept):
                 return False
             while self._bilateral.delivered:
                 self.stats.record(self.step - self._bilateral.delivered.popleft())

@@ -12,6 +12,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..wrappers.composition import check_inside, hold, let_go
+from ..wrappers.weights.copies import WeightCopies
 from .average_on_demand import AverageOnDemand
 from .config import PairwiseConfig
 from .engine import PairwiseEngine
@@ -56,6 +57,7 @@ class PairwiseAverager(PairwiseWorker):
         check_inside(module, wrapper=type(self).__name__)
         self.module = module
         self._buffer = FlatBuffer(module, selection=Selection(gossip_buffers, ignore))
+        self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)
         self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
         hold(self)
@@ -102,6 +104,7 @@ class PairwiseAverager(PairwiseWorker):
     def close(self) -> None:
         """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
         let_go(self)
+        self._copies.close()
         self._engine.close()
         self._averager.close()
 

@@ -179,7 +179,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         """As `GossipWrapper.train`; on the way to eval mode the last update is published, as no round may follow."""
         was_training = self.training
         super().train(mode)
-        if was_training and not mode and not self._is_held:
+        if was_training and not mode and not self._is_held and not self._own_weights.is_replaced():
             with torch.no_grad():
                 self._engine.republish(self._buffer.vector)
         return self

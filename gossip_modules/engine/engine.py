@@ -77,6 +77,17 @@ class Engine(ABC):
         """x <- x + everything in flight; returns, when nothing is, whether x was written."""
         return False
 
+    def add_again(self, x: FlatVector) -> bool:
+        """x <- x + what flushes since the last round have added to its parameters; buffers and weight stay.
+
+        Called where other weights stood in x during those flushes, and x is back. Lockstep engines that keep no
+        corrections do nothing: that round is lost on this rank.
+
+        Returns:
+            Whether x was written.
+        """
+        return False
+
     def close(self) -> None:
         """End threads and free buffers; idempotent."""
 

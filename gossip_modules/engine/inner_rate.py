@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, holds_any
+from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
 from ..outer.method import OuterMethod
 
 
@@ -49,7 +49,8 @@ class InnerRate:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
-        self.rate = self._outer.inner_rate(optimizer)
+        if not is_left_out(optimizer):
+            self.rate = self._outer.inner_rate(optimizer)
 
     # State.
 

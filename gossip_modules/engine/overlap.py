@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, is_finite
-from ..flat.vector import FlatVector
+from ..flat.vector import FlatVector, add_
 from ..gossiper.mixer import Mixer
 from ..schedule import Schedule
 from .engine import LockstepEngine
@@ -97,6 +97,7 @@ class OverlapEngine(LockstepEngine):
         self._snapshot: FlatVector | None = None
         self._sent_buffers: list[Tensor] = []  # of the snapshot, which becomes a correction
         self._flight: _Flight | None = None
+        self._flushed_alpha: float | None = None  # of the correction that a flush has applied since the last round
         self._thread: GossipThread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._is_finite = FiniteCheck()
@@ -109,6 +110,7 @@ class OverlapEngine(LockstepEngine):
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
         flight, alpha, staleness = self._flight, None, 0
+        self._flushed_alpha = None
         if flight is not None:
             is_last = self.step - flight.step > self.max_staleness
             if is_last or (self.is_eager and flight.future.done()):
@@ -137,7 +139,17 @@ class OverlapEngine(LockstepEngine):
         alpha = self._arrive(flight, x)
         self._convert_buffers(x, alpha)
         self._apply(x, alpha)
+        self._flushed_alpha = alpha
         self.stats.record(self._staleness_of(flight))
+        return True
+
+    def add_again(self, x: FlatVector) -> bool:
+        """See `Engine`: the correction is in the snapshot until the next round."""
+        if self._snapshot is None or self._flushed_alpha is None or self._snapshot.layout != x.layout:
+            return False
+        parameters, corrections = (vector.where(is_buffer=False).segments for vector in (x, self._snapshot))
+        for own, correction in zip(parameters, corrections, strict=True):
+            add_(own, correction, alpha=self._flushed_alpha)
         return True
 
     def close(self) -> None:
@@ -149,7 +161,14 @@ class OverlapEngine(LockstepEngine):
 
     def __getstate__(self) -> dict[str, Any]:
         assert self._flight is None, "flush() before copying: a round is in flight"
-        return {**self.__dict__, "_thread": None, "_stream": None, "_snapshot": None, "_sent_buffers": []}
+        fresh: dict[str, Any] = {
+            "_thread": None,
+            "_stream": None,
+            "_snapshot": None,
+            "_sent_buffers": [],
+            "_flushed_alpha": None,
+        }
+        return {**self.__dict__, **fresh}
 
     def _staleness_of(self, flight: _Flight) -> int:
         return max(self.step - flight.step - 1, 0)

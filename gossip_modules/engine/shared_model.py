@@ -47,7 +47,7 @@ class SharedModel:
         self._in_transfer: FlatVector
         self._arrived: FlatVector | None = None  # the pending correction on the GPU
         self._applied: torch.cuda.Event
-        self._has_pending = False
+        self._has_pending = self._is_kept = False
         self._first_buffers = tuple(segment.numel for segment in x.layout.where(is_buffer=False).segments)
         self._has_buffers = any(segment.numel for segment in x.layout.where(is_buffer=True).segments)
         self._buffer_share = 1.0  # [Note: buffers of a pending correction]
@@ -80,13 +80,16 @@ class SharedModel:
         with self.lock:
             self.is_open = False
 
-    def collect(self, x: FlatVector) -> bool:
+    def collect(self, x: FlatVector, *, is_kept: bool = False) -> bool:
         """x <- x + the pending correction, which is zero then; returns whether there was one. For the training thread.
 
         Buffers are averaged: [Note: buffers of a pending correction].
+
+        is_kept: whether `add_again` may follow; it adds all corrections since the last call without.
         """
         self._check(x)
         with self.lock:
+            was_kept, self._is_kept = self._is_kept, is_kept and (self._is_kept or self._has_pending)
             if not self._has_pending:
                 return False
             assert self._pending is not None
@@ -104,6 +107,21 @@ class SharedModel:
                 self._applied.record(torch.cuda.current_stream(x.raw.device))
                 in_transfer = self._arrived
             self._add(x, in_transfer, alpha=1.0, share=share)
+            if is_kept and was_kept:
+                if self._is_pinned:
+                    self._applied.synchronize()  # the GPU has its copy
+                self._in_transfer.add_segments_(self._pending, alpha=1.0)  # before memory of the pending one is reused
+            return True
+
+    def add_again(self, x: FlatVector) -> bool:
+        """x <- x + the corrections that `collect` has kept, without buffers; returns whether there were any."""
+        self._check(x)
+        with self.lock:
+            if not self._is_kept:
+                return False
+            parameters, corrections = (y.where(is_buffer=False).segments for y in (x, self._in_transfer))
+            for own, correction in zip(parameters, corrections, strict=True):
+                own.add_(correction.to(own.device))
             return True
 
     def snapshot(self, out: FlatVector) -> None:

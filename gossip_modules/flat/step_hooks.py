@@ -31,7 +31,7 @@ class Stepped(Protocol):
         ...
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Called after a step that ended well."""
+        """Called after a step that ended well, also after one that has changed nothing: see `is_left_out`."""
         ...
 
 
@@ -56,6 +56,18 @@ def _subclasses_of(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
     yield kind
     for subclass in kind.__subclasses__():
         yield from _subclasses_of(subclass)
+
+
+def is_left_out(optimizer: Optimizer) -> bool:
+    """Whether the step that has just ended has changed nothing, because gradients held infinities or NaN.
+
+    Optimizers that unscale gradients themselves (`fused=True`) do so inside `step()`: GradScaler calls it in any case,
+    with what it has found in `found_inf`, float32 [1] or scalar, which is there during the call only. Other optimizers
+    are not called for such a step. Waits for the device, as GradScaler does for the others; without GradScaler it looks
+    at nothing.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 class StepHooks:  # one for the process: STEP_HOOKS

@@ -69,12 +69,15 @@ class FlatVector:
         return cls(layout, flat.view(torch.uint8))
 
     @classmethod
-    def pack(cls, tensors: Sequence[Tensor]) -> FlatVector:
-        """A new vector with copies of `tensors`, one segment per dtype, in their order."""
+    def pack(cls, tensors: Sequence[Tensor], *, device: torch.device | None = None) -> FlatVector:
+        """A new vector with copies of `tensors`, one segment per dtype, in their order.
+
+        device: of the vector; None: that of the first tensor.
+        """
         numels: dict[torch.dtype, int] = {}
         for x in map(_as_real, tensors):
             numels[x.dtype] = numels.get(x.dtype, 0) + x.numel()
-        vector = cls.zeros(FlatLayout.of(numels.items()), tensors[0].device)
+        vector = cls.zeros(FlatLayout.of(numels.items()), device or tensors[0].device)
         for x, place in vector._places(tensors):
             place.copy_(x)
         return vector

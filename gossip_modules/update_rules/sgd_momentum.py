@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, holds_any
+from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
 from ..flat.vector import FlatVector
 
 
@@ -34,7 +34,8 @@ class SGDMomentum:
     """The `momentum_buffer` of every parameter of one model as views of one vector.
 
     Hooks on optimizer steps find the optimizer: before a step its buffers are made views of the vector, if they are
-    not, and after it the rates are noted. A learning rate of 0 moves nothing, so such a step counts as none.
+    not, and after it the rates are noted. A step that moves nothing counts as none: one with a learning rate of 0, or
+    one that GradScaler leaves out.
 
     Args:
         buffer: has the parameters.
@@ -118,7 +119,7 @@ class SGDMomentum:
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         group = optimizer.param_groups[0]
-        lr = float(group["lr"])
+        lr = 0.0 if is_left_out(optimizer) else float(group["lr"])
         self.step = SGDStep(lr, float(group["momentum"])) if lr else None
         if not lr:
             self.write(self._next)

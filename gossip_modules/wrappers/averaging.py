@@ -18,6 +18,7 @@ from ..flat.vector import FlatVector
 from ..gossiper.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport
+from .weights.copies import WeightCopies
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +33,7 @@ class AveragingMixin(ABC):
 
     module: nn.Module  # the one that is wrapped
     _averager: GlobalAverage
+    _copies: WeightCopies | None = None  # of the parameters, in the state of optimizers
     _last_consensus_distance: float = float("nan")
     _is_averaged: bool = False  # inside averaged()
 
@@ -104,13 +106,17 @@ class AveragingMixin(ABC):
     def average_optimizer_state(self, optimizer: torch.optim.Optimizer, *, names: Sequence[str] | None = None) -> None:
         """The state of every rank's optimizer <- its exact average over all ranks; collective.
 
-        Averages what is as large as its parameter: momentum buffers, the moments of Adam. Counters of steps stay. Costs
-        one copy of what is averaged. The papers of the outer optimizers keep the state of the inner one on each rank;
-        averaging it too, each moment at a period of its own, is DES-LOC (Iacob et al., "DES-LOC: Desynced Low
-        Communication Adaptive Optimizers for Training Foundation Models", 2025, arXiv 2505.22549).
+        Averages floating-point state of its parameter's shape, in any dtype and on any device: momentum buffers, the
+        moments of Adam, copies of the parameters such as z of schedule-free optimizers or slow weights. Counters of
+        steps stay. Where such state equals the parameters now (float32 masters of a bfloat16 model), the parameters
+        become the average with it. Costs one copy of what is averaged. The papers of the outer optimizers keep the
+        state of the inner one on each rank; averaging it too, each moment at a period of its own, is DES-LOC (Iacob et
+        al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models", 2025, arXiv
+        2505.22549).
 
         Args:
-            optimizer: of this rank; its state is mutated. The same parameters, in the same order, on all ranks.
+            optimizer: of this rank; its state is mutated, and so are parameters that it keeps a copy of. The same
+                parameters, in the same order, on all ranks.
             names: of the entries of the state that are averaged, such as ("exp_avg",), the first moment of Adam; the
                 others stay as they are. The same on all ranks. None: all.
 
@@ -129,6 +135,8 @@ class AveragingMixin(ABC):
         state = list(_averaged_state(optimizer, wanted, ignored=self._selection.ignored_ids(self.module)))
         with self._calling("average_optimizer_state()"), torch.no_grad():
             self.settle()  # a round in flight may have collectives of its own
+            if self._copies is not None:
+                self._copies.catch_up(optimizer)
             listing = [f"{k}.{name} {tuple(x.shape)} {x.dtype}" for k, name, x in state]
             check_agreement(
                 transport, {"optimizer state": listing, "names": [repr(names if wanted is None else wanted)]}
@@ -137,9 +145,11 @@ class AveragingMixin(ABC):
             _check_names(optimizer, names, wanted)
             if state:
                 tensors = [x for _, _, x in state]
-                vector = FlatVector.pack(tensors)
+                vector = FlatVector.pack(tensors, device=self._trained[0].device)
                 self._averager.mix(vector, 0)
                 vector.unpack_to(tensors)
+                if self._copies is not None:
+                    self._copies.averaged(optimizer, {name for _, name, _ in state})
 
     @property
     def _lockstep_transport(self) -> ProcessGroupTransport:

@@ -30,6 +30,8 @@ from .state import InnerPlace, RoundState, check_prefix
 from .step import TrainingStep
 from .transformed import refuse_scripting
 from .unsynced_steps import UnsyncedSteps
+from .weights.copies import WeightCopies
+from .weights.own import OwnWeights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -100,6 +102,8 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
         self._description: dict[str, str] = {}  # what ranks agree on, by name
         when = Rounds.of(rounds)
         self._buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
+        self._own_weights = OwnWeights(self._buffer, self._add_again)
+        self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)
         self._steps = OptimizerSteps(self._buffer, when, name=type(self).__name__, run=self._round_after_step)
         module.register_load_state_dict_pre_hook(InnerPlace(self))
 
@@ -145,8 +149,12 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
             self.require_backward_grad_sync = before
 
     def train(self, mode: bool = True) -> GossipWrapper:
-        """As `nn.Module.train`, after a flush; eval mode also ends the current step."""
-        self.flush()
+        """As `nn.Module.train`, after a flush; eval mode also ends the current step.
+
+        Where other weights stand in the parameters, as an average that is evaluated, corrections stay in flight: see
+        [Note: Swapped weights].
+        """
+        self._flush_own()
         if not mode:
             self._steps.end()
         return super().train(mode)
@@ -159,6 +167,12 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
             self._reattach()
         self._apply_in_flight()
 
+    def _flush_own(self) -> None:
+        """As `flush()`, if the parameters are those of training: [Note: Swapped weights]."""
+        self._to_estimate()  # [Note: a step that raises]
+        if not self._own_weights.is_replaced():
+            self.flush()
+
     def close(self) -> None:
         """See `AveragingMixin`. Forwards after it are local; a training forward warns, once."""
         if not self._is_closed:
@@ -168,6 +182,8 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
                 self.flush()
             finally:
                 self._is_closed = True
+                self._own_weights.close()
+                self._copies.close()
                 self._steps.close()
                 let_go(self)
                 self._engine.close()
@@ -202,6 +218,7 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__)
         self.flush()
+        self._own_weights.forget()
         self._unsynced_steps.forget()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -241,7 +258,9 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
         super().__setstate__(state)
         if self._is_closed:
             self._steps.close()
+            self._copies.close()
         else:
+            self._own_weights.bind(self._add_again)
             self._steps.bind(self._round_after_step)
             hold(self, is_copy=True)
 

@@ -152,7 +152,7 @@ class GossipModule(nn.Module):
 
     def train(self, mode: bool = True) -> Any:
         """As `nn.Module.train`, after a flush; eval mode also ends the current step."""
-        self._gossip.flush()
+        self._gossip._flush_own()
         if not mode:
             self._gossip._steps.end()
         return super().train(mode)
@@ -174,6 +174,7 @@ class GossipModule(nn.Module):
     ) -> None:
         _check_names(state_dict, prefix, self)
         self._gossip.flush()
+        self._gossip._own_weights.forget()
         self._gossip._unsynced_steps.forget()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         if (state := local_metadata.get(KEY)) is None:

@@ -271,7 +271,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         engine = self._make_engine(gossiper, algorithm.schedule)
         self._engine: LockstepEngine = engine if self._node is None else self._node.engine_of(engine)
         self._averager = self._engine.averager
-        self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
+        self._debias = self._copies.debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
         self._set_out()
         hold(self)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
 from .optimizer_steps import OptimizerSteps
+from .weights.copies import WeightCopies
 from .whole_state import WholeState, place_of, place_tensor, plain
 
 KEY = "gossip_state"
@@ -68,6 +69,7 @@ class RoundState(nn.Module):
     """
 
     _engine: Engine
+    _copies: WeightCopies | None
     _steps: OptimizerSteps
     _place: tuple[int, int] | None  # rank and world size, where there are such
 
@@ -122,7 +124,9 @@ class RoundState(nn.Module):
         "engine", the algorithm's own state, is read like a dict; tools that keep a value per key keep it as one.
         """
         place = {} if self._place is None else dict(zip(("rank", "world_size"), self._place, strict=True))
-        return {"is_step_start": self._steps.is_due, "engine": WholeState(self._engine.state_dict()), **place}
+        copies = {} if self._copies is None else self._copies.state_dict()
+        engine = WholeState(self._engine.state_dict())
+        return {"is_step_start": self._steps.is_due, "engine": engine, **copies, **place}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """Take back what `get_extra_state` gave; None starts anew, as after loading other weights into the module.
@@ -132,12 +136,16 @@ class RoundState(nn.Module):
         """
         if state is None:
             self._steps.end()
+            if self._copies is not None:
+                self._copies.load_state_dict({})
             self._engine.reset()
             self._set_out()
             return
         self._check_place(state)
         self._steps.go_on(is_due=state["is_step_start"])
         self._engine.load_state_dict(plain(state["engine"]))
+        if self._copies is not None:
+            self._copies.load_state_dict(state)
 
     @property
     def _own_place(self) -> tuple[int, int] | None:

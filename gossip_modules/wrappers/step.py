@@ -22,6 +22,7 @@ from .optimizer_steps import OptimizerSteps, Rounds
 from .transformed import call_plain, is_transformed, not_compiled
 from .unsynced_steps import UnsyncedSteps
 from .user_line import levels_to_user
+from .weights.own import OwnWeights
 
 
 class TrainingStep(nn.Module):
@@ -46,6 +47,7 @@ class TrainingStep(nn.Module):
     _steps: OptimizerSteps
     _unsynced_steps: UnsyncedSteps
     _sync: bool  # False inside no_sync()
+    _own_weights: OwnWeights
     _is_closed: bool
     _is_averaged: bool  # inside averaged()
     _is_checked: bool  # what is around the wrapper
@@ -175,6 +177,7 @@ class TrainingStep(nn.Module):
             self._choose()
             if not self._buffer.is_attached():
                 self._reattach()
+        self._own_weights.recover()
         self._share_buffers()
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
             try:
@@ -183,6 +186,8 @@ class TrainingStep(nn.Module):
                     self._written()
             finally:
                 self._to_estimate()
+        if self._engine.is_asynchronous or self._engine.is_in_flight:
+            self._own_weights.note()
 
     def _run(self, act: Callable[[FlatVector], bool]) -> bool:
         """`act`, of the engine, on what this process mixes; in a node one process may do so for all."""
@@ -286,10 +291,29 @@ class TrainingStep(nn.Module):
     def _apply_in_flight(self) -> None:
         """Apply what is in flight."""
         try:
+            if not self._is_held:
+                self._own_weights.recover()
             if self._engine.is_in_flight and not self._is_held:
+                self._own_weights.flush_at(self._buffer.vector.push_sum_weight)
                 self._to_numerator()
                 with torch.no_grad():
                     self._run(self._engine.flush)
                 self._written()
+                self._to_estimate()
+                self._own_weights.flushed()
         finally:  # who catches the error of a peer goes on with a model
+            self._to_estimate()
+
+    @torch.no_grad()
+    def _add_again(self) -> None:
+        """Add the corrections of the flushes since the last round once more: [Note: Swapped weights]."""
+        weight = self._buffer.vector.push_sum_weight
+        now = weight.clone()
+        weight.copy_(self._own_weights.weight)  # that of the numerator which corrections are added to
+        self._to_numerator()
+        try:
+            if self._run(self._engine.add_again):
+                self._written()
+        finally:
+            weight.copy_(now)
             self._to_estimate()

@@ -110,3 +110,20 @@ def test_a_wrapper_that_is_closed_asks_no_more() -> None:
     optimizer.step()
     assert isinstance(wrapper._engine, OuterEngine)
     assert wrapper._engine._inner.rate == LEARNING_RATE
+
+
+def test_a_step_that_grad_scaler_leaves_out_inside_step_has_no_rate() -> None:
+    point = Point()
+    optimizer = torch.optim.SGD(point.parameters(), lr=LEARNING_RATE, fused=True)
+    slowmo = SlowMo(H, inner_lr="optimizer")
+    wrapper = GossipDataParallel(point, process_group=solo_group(), outer=slowmo)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for lr, factor in ((0.1, 1.0), (0.2, float("inf")), (0.3, float("inf"))):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        scaler.scale(wrapper(0) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert isinstance(wrapper._engine, OuterEngine)
+    assert wrapper._engine._inner.rate == 0.1
+    wrapper.close()

@@ -8,6 +8,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import (
@@ -18,6 +19,7 @@ from gossip_modules import (
     DynamicBipartiteExponentialGraph,
     ExactDiffusion,
     FlatVector,
+    GossipDataParallel,
     GradientTracking,
     MetropolisHastingsMixing,
     NetworkXGraph,
@@ -27,6 +29,9 @@ from gossip_modules import (
     UpdateRule,
 )
 from gossip_modules.update_rules.sgd_momentum import SGDStep
+from tests.harness.problems import loss_of, mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import flatten
 from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve
 
 RING = RingGraph(5, peers_per_itr=2)
@@ -60,6 +65,36 @@ def test_golden_values_of_every_rank(
 ) -> None:
     found = solve(lambda: {"rule": rule, "push_sum": False, "graph": RING}, make_optimizer=make_optimizer)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", [QGDSGDm, DecentLaM])
+def test_a_step_that_grad_scaler_leaves_out_inside_step_is_none(rule: Callable[[], UpdateRule]) -> None:
+    """A fused optimizer is called in any case, and finds out itself; others are not called."""
+
+    def trained(*, is_fused: bool) -> list[Tensor]:
+        def body(group: dist.ProcessGroup) -> Tensor:
+            model = mlp(group.rank())
+            wrapper = GossipDataParallel(
+                model, process_group=group, rule=rule(), push_sum=False, graph=RingGraph(3, peers_per_itr=2)
+            )
+            optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.05, momentum=0.9, fused=is_fused)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+            for step in range(6):
+                optimizer.zero_grad()
+                loss = loss_of(wrapper, group.rank(), step)
+                if step in (0, 3) and group.rank() == 1:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            wrapper.close()
+            return flatten(model)
+
+        return run_ranks(3, body)
+
+    for found, expected in zip(trained(is_fused=True), trained(is_fused=False), strict=True):
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def start() -> Tensor:

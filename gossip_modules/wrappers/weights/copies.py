@@ -1,0 +1,324 @@
+"""Copies of a model's parameters in the hands of optimizers, which gossip rounds do not reach by themselves."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...flat.buffer import FlatBuffer
+from ...flat.step_hooks import STEP_HOOKS, holds_any
+from ..debias import Debias, Form
+from ..user_line import levels_to_user
+from .masters import MasterWeights, correct_, is_rounded, sample
+
+_MASTERS = "param_groups"  # in place of a name of state: what the optimizer steps
+_NUM_LOOKS = 32  # the steps that move the parameters and after which state is compared with them
+
+
+@dataclass
+class _Watch:
+    """What is known of the state of one optimizer.
+
+    Attributes:
+        names: of the state that is a copy of the parameters now.
+        averaged: of the state that the user averages.
+        num_looks: the steps after which the state was compared, and the parameters had moved.
+        before: samples of the parameters before a step.
+        after: of some parameter, at the end of a step.
+        versions: of the parameters, at the end of a step.
+    """
+
+    names: set[str] = field(default_factory=set)
+    averaged: set[str] = field(default_factory=set)
+    num_looks: int = 0
+    before: list[Tensor] = field(default_factory=list)
+    after: Tensor | None = None
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def is_looking(self) -> bool:
+        return self.num_looks < _NUM_LOOKS
+
+
+class WeightCopies:
+    """Brings the corrections of gossip rounds to copies of the parameters that optimizers keep, or tells of them.
+
+    [Note: Copies of parameters] A round corrects the parameters p. An optimizer that keeps a copy q of them and writes
+    it over p, such as float32 master weights of a bfloat16 model, erases the correction in its next step. So state that
+    equals p after a step, in the narrower of the two dtypes, is taken as a copy, and before the next step it gets what
+    p has got since: q <- q + (p - round(q)). While q equals p this is the round of q itself, of whatever kind, and it
+    takes no memory. Before a step and not in the round, since weights that evaluation swaps in are gone by then.
+
+    State that equals p for some steps and then differs (z of schedule-free optimizers, slow weights of Lookahead) is a
+    model beside p. No correction serves all of these: that of p is right for slow weights and wrong for a moving
+    average. A warning names the remedy, `average_optimizer_state`, once.
+
+    Other tools step masters in place of the parameters: see `MasterWeights`.
+
+    Optimizers of torch.optim keep no copies, so nothing is done in their steps. The state of others is compared with
+    the parameters after their first steps, by samples; then nothing is done for those that have no copies.
+
+    Args:
+        buffer: has the parameters.
+        name: the class of the wrapper, for messages.
+
+    Attributes:
+        debias: of the wrapper, where it has one: optimizers keep what they step, the numerators.
+    """
+
+    order = -1  # before `Debias`: at the end of a step storage still holds what the optimizer has written
+
+    def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
+        self.debias: Debias | None = None
+        self._buffer, self._name = buffer, name
+        self._told: set[str] = set()
+        self._loaded: set[str] = set()  # names of copies, from a checkpoint
+        self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.get_ident()
+        self._is_held = False  # an optimizer of the parameters themselves has stepped
+        self._concern: weakref.WeakKeyDictionary[Optimizer, tuple[Sequence[Tensor], int, bool]]
+        self._concern = weakref.WeakKeyDictionary()
+        self._watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
+        self._masters: weakref.WeakKeyDictionary[Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
+        STEP_HOOKS.add(self)
+
+    def close(self) -> None:
+        """Copies get what the parameters have got, and nothing any more; idempotent.
+
+        Storage holds the estimate, on which optimizers step from now on.
+        """
+        STEP_HOOKS.discard(self)
+        for optimizer, watch in list(self._watches.items()):
+            self._correct(optimizer, watch, is_forced=self.debias is not None and self.debias.is_needed)
+        self._watches.clear()
+        self._masters.clear()
+
+    # See `Stepped`.
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """See `Stepped`; found out once for each optimizer and list of parameters."""
+        parameters = self._buffer.parameters
+        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._concern.get(optimizer)
+        if known is None or known[0] is not parameters or known[1] != num_held:
+            known = self._concern[optimizer] = parameters, num_held, self._is_concerned(optimizer, parameters)
+        return known[2]
+
+    def _is_concerned(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+        if holds_any(optimizer, parameters):
+            self._is_held = True
+            self._masters.clear()
+            return not type(optimizer).__module__.startswith("torch.optim")
+        if self._is_held or threading.get_ident() != self._thread:
+            return False
+        is_known = _MASTERS in self._loaded
+        masters = MasterWeights.of(optimizer, self._buffer.module, parameters, is_known=is_known)
+        if masters is not None:
+            self._masters[optimizer] = masters
+        return masters is not None
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`: copies get what the parameters have got since the last step."""
+        if (masters := self._masters.get(optimizer)) is not None:
+            masters.correct()
+            return
+        watch = self._watch_of(optimizer)
+        if not (watch.names or watch.is_looking):
+            return
+        self._to_stepped(optimizer)
+        self._correct(optimizer, watch)
+        if watch.is_looking:
+            watch.before = [sample(parameter).clone() for parameter in self._buffer.parameters]
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`: finds copies, and those that differ now."""
+        watch = self._watches.get(optimizer)
+        if watch is None:
+            return
+        if watch.is_looking and watch.before:
+            self._look(optimizer, watch)
+        if watch.names:
+            self._keep(watch)
+
+    # The parts of a step.
+
+    def _watch_of(self, optimizer: Optimizer) -> _Watch:
+        watch = self._watches.get(optimizer)
+        if watch is None:
+            watch = self._watches[optimizer] = _Watch()
+            watch.names = self._loaded & set(self._names(optimizer))
+        return watch
+
+    def _to_stepped(self, optimizer: Optimizer) -> bool:
+        """Let storage hold what the optimizer steps, as `Debias` is about to do; whether it held something else."""
+        debias = self.debias
+        is_estimate = debias is not None and debias.is_needed and debias.form is Form.ESTIMATE
+        if debias is not None and is_estimate:
+            debias.before_step(optimizer)
+        return is_estimate
+
+    def _correct(self, optimizer: Optimizer, watch: _Watch, *, is_forced: bool = False) -> None:
+        """The copies <- the parameters, but for what rounding has left out, if those have been written since."""
+        parameters = self._buffer.parameters
+        if not watch.names or (not is_forced and [p._version for p in parameters] == watch.versions):
+            return
+        for name in sorted(watch.names):
+            pairs = list(self._pairs(optimizer, name))
+            if watch.after is not None and not any(
+                self._agree(sample(copy), now)
+                for parameter, copy in pairs
+                if parameter is self._probe
+                for now in (watch.after, sample(parameter))  # state that was loaded goes with parameters that were
+            ):
+                self._part(optimizer, watch, name)
+                continue
+            for parameter, copy in pairs:
+                correct_(copy, parameter)
+
+    def _look(self, optimizer: Optimizer, watch: _Watch) -> None:
+        parameters, before = self._buffer.parameters, watch.before
+        has_moved = len(before) != len(parameters) or any(
+            not torch.equal(sample(parameter), old) for parameter, old in zip(parameters, before, strict=True)
+        )
+        found = {name for name in self._names(optimizer) if self._is_copy(optimizer, name)}
+        for name in sorted(watch.names - found):
+            self._part(optimizer, watch, name)
+        watch.names |= found - self._told
+        watch.num_looks += has_moved
+
+    def _is_copy(self, optimizer: Optimizer, name: str) -> bool:
+        """Whether this state equals all parameters that have it, which are not all zero."""
+        is_zero = is_gradient = True
+        for parameter, copy in self._pairs(optimizer, name):
+            own, other = sample(parameter), sample(copy)
+            if not self._agree(other, own):
+                return False
+            is_zero = is_zero and not own.any()
+            gradient = parameter.grad
+            is_gradient = is_gradient and gradient is not None and is_rounded(other, sample(gradient))
+        return not is_zero and not is_gradient  # momentum of a loss whose gradient is the parameter
+
+    def _agree(self, copy: Tensor, parameter: Tensor) -> bool:
+        """Whether samples are equal; nearly, where multiplying by push-sum weights and dividing rounds parameters."""
+        return is_rounded(copy, parameter, num_ulps=4 if self.debias is not None and self.debias.is_needed else 0)
+
+    def _part(self, optimizer: Optimizer, watch: _Watch, name: str) -> None:
+        """A copy is one no more."""
+        watch.names.discard(name)
+        if name in self._told or name in watch.averaged:
+            return
+        self._told.add(name)
+        warnings.warn(
+            f"got {type(optimizer).__name__}, whose state {name!r} began as a copy of the parameters and now differs "
+            f"from them: gossip rounds of a {self._name} change the parameters only, so this state remains that of one "
+            "rank. If steps read it, as z of schedule-free optimizers or slow weights of Lookahead, average it too: "
+            f"call model.average_optimizer_state(optimizer, names=({name!r},)) on all ranks every few steps",
+            stacklevel=levels_to_user(),
+        )
+
+    def _keep(self, watch: _Watch) -> None:
+        """Note how a step has left the parameters."""
+        watch.versions = [parameter._version for parameter in self._buffer.parameters]
+        watch.after = sample(self._probe).clone()
+
+    @property
+    def _probe(self) -> Tensor:
+        """The parameter in whose copies changes by others are looked for: the largest."""
+        return max(self._buffer.parameters, key=Tensor.numel)
+
+    def _names(self, optimizer: Optimizer) -> Iterator[str]:
+        """The names of all state that is as large as its parameter, of the first parameter that has some."""
+        for parameter in self._buffer.parameters:
+            if state := _state_of(optimizer, parameter):
+                tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
+                yield from (name for name, value in tensors if _is_like(value, parameter))
+                return
+
+    def _pairs(self, optimizer: Optimizer, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter that has state of that name, and the state."""
+        for parameter in self._buffer.parameters:
+            value = _state_of(optimizer, parameter).get(name)
+            if isinstance(value, Tensor) and _is_like(value, parameter):
+                yield parameter, value
+
+    # Averages of state, on demand.
+
+    def catch_up(self, optimizer: Optimizer) -> None:
+        """Copies in the optimizer's state get what the parameters have got since its last step."""
+        watch = self._watches.get(optimizer)
+        if watch is not None and watch.names:
+            is_turned = self._to_stepped(optimizer)
+            self._correct(optimizer, watch)
+            self._keep(watch)
+            self._to_estimate(optimizer, is_turned=is_turned)
+
+    def averaged(self, optimizer: Optimizer, names: Collection[str]) -> None:
+        """State of these names is the average of all ranks now; so become the parameters whose copy it is."""
+        watch = self._watches.get(optimizer)
+        if watch is None:
+            return
+        watch.averaged |= set(names)
+        is_turned = self._to_stepped(optimizer)
+        try:
+            if self.debias is not None and self.debias.is_needed:  # the average of numerators is that of estimates
+                weight = self._buffer.vector.push_sum_weight
+                for name in (watch.names | self._told) & set(names):
+                    for _, copy in self._pairs(optimizer, name):
+                        copy.mul_(weight.to(copy.device, torch.float32 if copy.element_size() < 8 else copy.dtype))
+            copies = sorted(watch.names & set(names))
+            for name in copies:
+                for parameter, copy in self._pairs(optimizer, name):
+                    parameter.copy_(copy)
+            if copies:
+                self._keep(watch)
+        finally:
+            self._to_estimate(optimizer, is_turned=is_turned)
+
+    def _to_estimate(self, optimizer: Optimizer, *, is_turned: bool) -> None:
+        if is_turned and self.debias is not None:
+            self.debias.after_step(optimizer)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The names of copies, where there are some, so that a checkpoint's first step knows of them."""
+        names = set(self._loaded).union(*(watch.names for watch in list(self._watches.values())))
+        if any(masters.is_known for masters in list(self._masters.values())):
+            names.add(_MASTERS)
+        return {"copies": sorted(names)} if names else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict()` gave."""
+        self._loaded = set(state.get("copies", ()))
+        for watch in list(self._watches.values()):
+            watch.versions, watch.after = [], None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has optimizers of its own, of which nothing is known.
+        return {name: self.__dict__[name] for name in ("debias", "_buffer", "_name", "_told", "_loaded")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+
+def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
+    """The state of a parameter; empty where the optimizer keeps none by name."""
+    state = optimizer.state.get(parameter) if isinstance(optimizer.state, Mapping) else None
+    return state if isinstance(state, Mapping) else {}
+
+
+def _is_like(value: Tensor, parameter: Tensor) -> bool:
+    return value.is_floating_point() and value.layout is torch.strided and value.shape == parameter.shape
