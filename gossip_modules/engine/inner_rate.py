@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
+from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, is_left_out
 from ..outer.method import OuterMethod
 
 
@@ -28,6 +28,7 @@ class InnerRate:
 
     def __init__(self, outer: OuterMethod, buffer: FlatBuffer | None) -> None:
         self._outer, self._buffer = outer, buffer
+        self._known = KnownOptimizers()
         self.rate: float | None = None
         self._is_open = buffer is not None and outer.needs_inner_rate
         self._listen()
@@ -42,7 +43,7 @@ class InnerRate:
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
-        return self._buffer is not None and holds_any(optimizer, self._buffer.parameters)
+        return self._buffer is not None and self._known(optimizer, self._buffer.parameters)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""

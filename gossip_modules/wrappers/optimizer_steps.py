@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, existing_optimizers, holds_any
+from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, existing_optimizers, holds_any
 from .user_line import levels_to_user
 
 _MANY_STEPS = 100  # without a round, under Rounds.MANUAL
@@ -81,7 +81,7 @@ class OptimizerSteps:
         self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
         self._has_warned = self._has_raised = False
         self._gradient = _WatchedGradient()
-        self._held = _HeldParameters()
+        self._known = KnownOptimizers()
         self.has_ended = False
         self._listen()
 
@@ -177,7 +177,7 @@ class OptimizerSteps:
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
-        if self._held.has_any(optimizer, self._buffer.parameters):
+        if self._known(optimizer, self._buffer.parameters):
             return True
         if not self._counts:  # a loop that steps another model leaves out no step of this one
             self._gradient.forget()
@@ -245,7 +245,7 @@ class OptimizerSteps:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known.
-        fresh = {"_counts": {}, "_gradient": _WatchedGradient(), "_held": _HeldParameters(), "_run": None}
+        fresh = {"_counts": {}, "_gradient": _WatchedGradient(), "_run": None}
         return {**self.__dict__, **fresh, "_is_due": self.is_due, "_is_watched": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -340,19 +340,3 @@ class _Weak:
     def __call__(self, tensor: Tensor) -> None:
         if (method := self._method()) is not None:
             method(tensor)
-
-
-class _HeldParameters:
-    """Which optimizers hold one of a list of parameters; looked up once for each optimizer and list."""
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Sequence[Tensor], int, bool]]
-        self._known = weakref.WeakKeyDictionary()
-
-    def has_any(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-        """Whether the optimizer holds one of `parameters`, a list that nobody changes."""
-        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._known.get(optimizer)
-        if known is None or known[0] is not parameters or known[1] != num_held:
-            known = self._known[optimizer] = parameters, num_held, holds_any(optimizer, parameters)
-        return known[2]

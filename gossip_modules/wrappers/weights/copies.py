@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...flat.buffer import FlatBuffer
-from ...flat.step_hooks import STEP_HOOKS, holds_any
+from ...flat.step_hooks import STEP_HOOKS, KnownOptimizers, holds_any
 from ..debias import Debias, Form
 from ..user_line import levels_to_user
 from .masters import MasterWeights, correct_, is_rounded, sample
@@ -86,8 +86,7 @@ class WeightCopies:
     def _start(self) -> None:
         self._thread = threading.get_ident()
         self._is_held = False  # an optimizer of the parameters themselves has stepped
-        self._concern: weakref.WeakKeyDictionary[Optimizer, tuple[Sequence[Tensor], int, bool]]
-        self._concern = weakref.WeakKeyDictionary()
+        self._known = KnownOptimizers()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
         STEP_HOOKS.add(self)
@@ -106,13 +105,8 @@ class WeightCopies:
     # See `Stepped`.
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`; found out once for each optimizer and list of parameters."""
-        parameters = self._buffer.parameters
-        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._concern.get(optimizer)
-        if known is None or known[0] is not parameters or known[1] != num_held:
-            known = self._concern[optimizer] = parameters, num_held, self._is_concerned(optimizer, parameters)
-        return known[2]
+        """See `Stepped`."""
+        return self._known(optimizer, self._buffer.parameters, look=self._is_concerned)
 
     def _is_concerned(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
         if holds_any(optimizer, parameters):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...flat.buffer import FlatBuffer
-from ...flat.step_hooks import STEP_HOOKS, holds_any
+from ...flat.step_hooks import STEP_HOOKS, KnownOptimizers
 from ...flat.vector import FlatVector
 
 _SAMPLE = 256  # elements of each dtype that are compared
@@ -53,8 +53,7 @@ class OwnWeights:
         self._add_again = weakref.WeakMethod(add_again)
 
     def _start(self) -> None:
-        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[Sequence[Tensor], int, bool]]
-        self._held = weakref.WeakKeyDictionary()
+        self._known = KnownOptimizers()
         self.weight = torch.ones(1, dtype=torch.float64)
         self._is_listening = self._has_stepped = False
         self._vector: FlatVector | None = None  # of which there are samples
@@ -119,13 +118,8 @@ class OwnWeights:
     # See `Stepped`.
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`; found out once for each optimizer and list of parameters."""
-        parameters = self._buffer.parameters
-        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._held.get(optimizer)
-        if known is None or known[0] is not parameters or known[1] != num_held:
-            known = self._held[optimizer] = parameters, num_held, holds_any(optimizer, parameters)
-        return known[2]
+        """See `Stepped`."""
+        return self._known(optimizer, self._buffer.parameters)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
