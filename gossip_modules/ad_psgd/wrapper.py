@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..engine.program_end import close_at_program_end
 from ..flat.nonfinite import check_policy
 from ..gossiper.mixer import GlobalAverage
 from ..membership.links import alone
@@ -43,6 +44,7 @@ class BilatGossipDataParallel(GossipWrapper):
     So no gradient step is lost, and the sum over ranks is that of all steps. The optimizer is the user's own.
 
     Ranks take steps at their own pace; `Progress` counts those of all. Ranks should `close()` at about the same time.
+    The end of a program without `close()` closes too, unless an exception has ended it.
 
     Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv
     1710.06952, Algorithm 1 and the bipartite protocol of its section 3. `BilateralEngine` in ad_psgd/engine.py shows a
@@ -113,6 +115,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._transport = self._open(links, init_sync=init_sync)
         engine = self._start(weights)
         close_when_collected(self, engine)
+        close_at_program_end(engine)
         self._watched = WatchedTransport(self._transport, engine.join_in)
         self._averager = GlobalAverage(self._watched)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from ..engine.engine import Engine, IdleEngine
+from ..engine.program_end import close_in_thread
 from ..flat.buffer import FlatBuffer
 from ..flat.renamed import renamed_argument
 from ..flat.vector import FlatVector
@@ -238,12 +238,7 @@ def _close_lost(engine: Engine, name: str) -> None:
     """Runs in whichever thread collects garbage, which must not wait for peers: so a thread of its own closes."""
     if engine.is_closed:
         return
-
-    def close() -> None:
-        with contextlib.suppress(Exception):  # of peers: there is nobody left to tell
-            engine.close()
-
     has_peers = engine.has_peers
-    threading.Thread(target=close, name="gossip-closing", daemon=True).start()
+    close_in_thread(engine)
     if has_peers:
         warnings.warn(f"a {name} was lost without close(): it leaves its peers now", ResourceWarning, stacklevel=2)
