@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.program_end import close_at_program_end
+from ..engine.background import close_at_program_end
 from ..flat.nonfinite import check_policy
 from ..gossiper.mixer import GlobalAverage
 from ..membership.links import alone
@@ -20,9 +20,9 @@ from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, MixingLike, as_timeout
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
-from ..wrappers.ddp_arguments import DDP_ARGUMENTS
 from ..wrappers.defaults import choose_bipartite_mixing
-from ..wrappers.foreign_arguments import foreign_arguments
+from ..wrappers.foreign.arguments import foreign_arguments
+from ..wrappers.foreign.ddp import DDP_ARGUMENTS
 from ..wrappers.setup import Links
 from .engine import BilateralEngine
 from .participant import BilateralParticipant

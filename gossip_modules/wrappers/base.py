@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
+from ..engine.background import close_in_thread
 from ..engine.engine import Engine, IdleEngine
-from ..engine.program_end import close_in_thread
 from ..flat.buffer import FlatBuffer
 from ..flat.renamed import renamed_argument
+from ..flat.transformed import refuse_scripting
 from ..flat.vector import FlatVector
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
-from .ddp_arguments import DDP_ATTRIBUTES
-from .foreign_attributes import ForeignAttributes
+from .foreign.attributes import ForeignAttributes
+from .foreign.ddp import DDP_ATTRIBUTES
 from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
-from .transformed import refuse_scripting
 from .unsynced_steps import UnsyncedSteps
 
 if TYPE_CHECKING:

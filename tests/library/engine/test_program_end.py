@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gossip_modules import BilatGossipDataParallel
-from gossip_modules.engine import program_end
-from gossip_modules.engine.program_end import close_at_program_end, close_in_thread
+from gossip_modules.engine import background
+from gossip_modules.engine.background import close_at_program_end, close_in_thread
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.processes import run_processes
 
@@ -28,13 +28,13 @@ class Recording:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delattr(sys, "last_value", raising=False)
-    monkeypatch.setattr(program_end, "_makers", {})
+    monkeypatch.setattr(background, "_makers", {})
     return Recording()
 
 
 def test_the_end_of_a_program_closes(engine: Any) -> None:
     close_at_program_end(engine)
-    program_end._close_all()
+    background._close_all()
     assert engine.is_closed
 
 
@@ -43,7 +43,7 @@ def test_a_program_that_an_exception_ends_leaves_peers_to_see_that_it_failed(
 ) -> None:
     monkeypatch.setattr(sys, "last_value", ValueError("a bug"), raising=False)
     close_at_program_end(engine)
-    program_end._close_all()
+    background._close_all()
     assert not engine.is_closed
 
 
@@ -59,11 +59,11 @@ def test_an_engine_is_left_to_a_thread_that_trains_on(engine: Any) -> None:
     thread = threading.Thread(target=train)
     thread.start()
     has_made.wait()
-    program_end._close_all()
+    background._close_all()
     assert not engine.is_closed
     may_end.set()
     thread.join()
-    program_end._close_all()
+    background._close_all()
     assert engine.is_closed
 
 
@@ -80,7 +80,7 @@ def test_the_end_of_a_program_waits_for_those_that_are_closing() -> None:
     close_in_thread(engine)
     entered.wait()
     may_end.set()
-    program_end._close_all()
+    background._close_all()
     assert engine.is_closed
 
 
