@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gossip_modules.old_calls import GRAPH_ARGUMENTS, MATCHA_ARGUMENTS, MIXING_ARGUMENTS  # noqa: E402
-from gossip_modules.wrappers.foreign_arguments import Ignored, Refused, Renamed  # noqa: E402
+from gossip_modules.wrappers.foreign.arguments import Ignored, Refused, NewName  # noqa: E402
 from gossip_modules.wrappers.old_names.arguments import (  # noqa: E402
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,
@@ -42,7 +42,7 @@ def _argument(action: Any) -> tuple[str, str]:
         return f"leave it out: {action.why}", "a warning"
     if isinstance(action, Refused):
         return action.remedy, "an error"
-    if isinstance(action, Renamed):
+    if isinstance(action, NewName):
         return f"`{action.new}=`", "works, with a warning"
     text = " ".join(action.__doc__.split()).rstrip(".")
     return text[0].lower() + text[1:], "a warning, or an error by its value"

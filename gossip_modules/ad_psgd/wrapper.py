@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..engine.background import close_at_program_end
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..gossiper.mixer import GlobalAverage
@@ -21,9 +22,9 @@ from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, MixingLike, as_timeout
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
-from ..wrappers.ddp_arguments import DDP_ARGUMENTS
 from ..wrappers.defaults import choose_bipartite_mixing
-from ..wrappers.foreign_arguments import foreign_arguments
+from ..wrappers.foreign.arguments import foreign_arguments
+from ..wrappers.foreign.ddp import DDP_ARGUMENTS
 from ..wrappers.old_names.arguments import AD_PSGD_ARGUMENTS
 from ..wrappers.setup import Links
 from .engine import BilateralEngine
@@ -46,6 +47,7 @@ class BilatGossipDataParallel(GossipWrapper):
     So no gradient step is lost, and the sum over ranks is that of all steps. The optimizer is the user's own.
 
     Ranks take steps at their own pace; `Progress` counts those of all. Ranks should `close()` at about the same time.
+    The end of a program without `close()` closes too, unless an exception has ended it.
 
     Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv
     1710.06952, Algorithm 1 and the bipartite protocol of its section 3. `BilateralEngine` in ad_psgd/engine.py shows a
@@ -123,6 +125,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._transport = self._open(links, init_sync=init_sync)
         engine = self._start(weights)
         close_when_collected(self, engine)
+        close_at_program_end(engine)
         self._watched = WatchedTransport(self._transport, engine.join_in)
         self._averager = GlobalAverage(self._watched)
 

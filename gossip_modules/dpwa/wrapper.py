@@ -16,8 +16,8 @@ from ..flat.vector import FlatVector
 from ..wrappers.arguments import as_timeout
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import hold
-from ..wrappers.ddp_arguments import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
-from ..wrappers.foreign_arguments import foreign_arguments
+from ..wrappers.foreign.arguments import foreign_arguments
+from ..wrappers.foreign.ddp import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
 from .config import DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine

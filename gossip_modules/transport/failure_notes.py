@@ -22,6 +22,10 @@ _CENSUS_SECONDS = 0.5  # where nobody knows whom all wait for: for the notes of 
 _POLL_SECONDS = 0.02
 _REQUEST = timedelta(seconds=0.4)
 _MAX_TEXT = 300
+_END = (
+    "has come to the end of its program, while others train: all ranks need equally many steps; with uneven batches "
+    "train inside torch.distributed.algorithms.Join"
+)
 
 
 class Note(NamedTuple):
@@ -32,12 +36,14 @@ class Note(NamedTuple):
         blamed: for whom it has waited, and what it has seen of them: GONE, SILENT, or what they did not do.
         what: it was doing, or, of a rank that blames nobody, the error of its own.
         is_own: whether that is an error of its own.
+        is_end: whether no error, but the end of its program is what the others meet.
     """
 
     rank: int
     blamed: Mapping[int, str]
     what: str
     is_own: bool = False
+    is_end: bool = False
 
 
 class Cause(NamedTuple):
@@ -99,16 +105,18 @@ class FailureNotes:
             return None
         return cls(BoundedStore(dist.PrefixStore("gossip_failures", own), timeout=_REQUEST), rank)
 
-    def leave(self, blamed: Mapping[int, str], what: str, *, is_own: bool = False) -> None:
+    def leave(self, blamed: Mapping[int, str], what: str, *, is_own: bool = False, is_end: bool = False) -> None:
         """Say why this rank fails, once: what follows from it tells nobody anything."""
         if self._is_written:
             return
         self._is_written = True
-        text = json.dumps([self._rank, {str(rank): seen for rank, seen in blamed.items()}, what[:_MAX_TEXT], is_own])
+        text = json.dumps(
+            [self._rank, {str(rank): seen for rank, seen in blamed.items()}, what[:_MAX_TEXT], is_own, is_end]
+        )
         try:
             number = self._store.add("count", 1, what="counting a failure")
             self._store.set(str(number), text, what="leaving a note of a failure")
-        except ConnectionError:  # the best that can be done, see [Note: who failed first]
+        except (ConnectionError, RuntimeError):  # the best that can be done, see [Note: who failed first]
             return
 
     def explain(self, blamed: Mapping[int, str], *, members: Collection[int]) -> Cause:
@@ -140,15 +148,15 @@ class FailureNotes:
             text = self._store.get(str(number), what="reading a note of a failure")
             if text is None:
                 return
-            rank, blamed, what, is_own = json.loads(text)
-            self._notes[rank] = Note(rank, {int(other): seen for other, seen in blamed.items()}, what, is_own)
+            rank, blamed, *rest = json.loads(text)
+            self._notes[rank] = Note(rank, {int(other): seen for other, seen in blamed.items()}, *rest)
             self._num_known = number
 
     def _describe(self, blamed: Mapping[int, str], members: Collection[int]) -> Cause:
         notes = {rank: note for rank, note in self._notes.items() if rank != self._rank}
         if not blamed:
             blamed = {rank: seen for note in notes.values() for rank, seen in note.blamed.items()}
-            blamed |= {note.rank: GONE for note in notes.values() if note.is_own}
+            blamed |= {note.rank: GONE for note in notes.values() if note.is_own or note.is_end}
         if not blamed:
             quiet = sorted(set(members) - notes.keys() - {self._rank})
             if not quiet or not notes:
@@ -164,6 +172,8 @@ class FailureNotes:
             others = sorted(witnesses[rank] - {self._rank})
             if rank in notes and notes[rank].is_own:
                 parts.append(f"rank {rank} failed: {notes[rank].what}")
+            elif rank in notes and notes[rank].is_end:
+                parts.append(f"rank {rank} {notes[rank].what}")
             else:
                 parts.append(f"rank {rank} {seen}" + (f" (seen by {_ranks(others)})" if others else ""))
         return Cause(frozenset(first), "; ".join(parts))
@@ -218,10 +228,13 @@ _of_job: weakref.WeakSet[FailureNotes] = weakref.WeakSet()
 def _leave_last_words() -> None:
     """At exit: an exception that ends the program is this rank's own failure, unless it was a peer's."""
     error = getattr(sys, "last_value", None)
-    if error is None or isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt):
         return
     for notes in tuple(_of_job):
-        notes.leave({}, f"{type(error).__name__}: {error}", is_own=True)
+        if error is None:
+            notes.leave({}, _END, is_end=True)
+        else:
+            notes.leave({}, f"{type(error).__name__}: {error}", is_own=True)
         return
 
 

@@ -27,8 +27,8 @@ from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import as_timeout, as_whole, check_flags
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
-from ..wrappers.ddp_arguments import DDP_ARGUMENTS
-from ..wrappers.foreign_arguments import foreign_arguments
+from ..wrappers.foreign.arguments import foreign_arguments
+from ..wrappers.foreign.ddp import DDP_ARGUMENTS
 from ..wrappers.old_names.arguments import WAGMA_ARGUMENTS
 from ..wrappers.setup import Links
 from .at_exit import close_at_exit

@@ -20,7 +20,7 @@ from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import as_timeout, check_process_group
 from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
-from .foreign_arguments import ForeignArguments, Refused, foreign_arguments
+from .foreign.arguments import ForeignArguments, Refused, foreign_arguments
 from .gradient_group import NamedReplica, leaving_alone
 from .old_names.arguments import ALL_REDUCE_ARGUMENTS
 from .old_names.attributes import OldMethods

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -12,23 +11,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 
+from ..engine.background import close_in_thread
 from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.renamed import renamed_argument
 from ..flat.selection import Selection
+from ..flat.transformed import refuse_scripting
 from ..flat.vector import FlatVector
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import check_flags
 from .averaging import FlatAveraging
 from .composition import check_inside, hold, let_go
-from .ddp_arguments import DDP_ATTRIBUTES
-from .foreign_attributes import ForeignAttributes
+from .foreign.attributes import ForeignAttributes
+from .foreign.ddp import DDP_ATTRIBUTES
 from .old_names.attributes import MISSING, OldMethods
 from .optimizer_steps import OptimizerSteps, Rounds
 from .setup import Links, open_transport
 from .state import InnerPlace, RoundState, check_prefix
 from .step import TrainingStep
-from .transformed import refuse_scripting
 from .unsynced_steps import UnsyncedSteps
 from .weights.copies import WeightCopies
 from .weights.own import OwnWeights
@@ -298,12 +298,7 @@ def _close_lost(engine: Engine, name: str) -> None:
     """Runs in whichever thread collects garbage, which must not wait for peers: so a thread of its own closes."""
     if engine.is_closed:
         return
-
-    def close() -> None:
-        with contextlib.suppress(Exception):  # of peers: there is nobody left to tell
-            engine.close()
-
     has_peers = engine.has_peers
-    threading.Thread(target=close, name="gossip-closing", daemon=True).start()
+    close_in_thread(engine)
     if has_peers:
         warnings.warn(f"a {name} was lost without close(): it leaves its peers now", ResourceWarning, stacklevel=2)

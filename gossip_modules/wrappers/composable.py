@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ..flat.slots import check_module
+from ..flat.transformed import is_transformed, refuse_scripting
 from .composition import check_inside
 from .gossip import GossipDataParallel
 from .state import KEY, keeps_extra_state, warn_stateless
-from .transformed import is_transformed, refuse_scripting
 from .whole_state import plain
 
 

@@ -42,10 +42,10 @@ from .arguments import (
 )
 from .base import GossipWrapper
 from .composition import hold
-from .ddp_arguments import DDP_ARGUMENTS
 from .debias import Debias
 from .defaults import Algorithm
-from .foreign_arguments import foreign_arguments
+from .foreign.arguments import foreign_arguments
+from .foreign.ddp import DDP_ARGUMENTS
 from .join import UnevenInputs
 from .node import MemberNode, Node, check_node_size, count_nodes, meet_siblings
 from .old_names.arguments import SGP_ARGUMENTS

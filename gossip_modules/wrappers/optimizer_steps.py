@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, existing_optimizers, holds_any
-from .user_line import levels_to_user
+from .foreign.user_line import levels_to_user
 
 _MANY_STEPS = 100  # without a round, under Rounds.MANUAL
 

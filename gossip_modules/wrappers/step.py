@@ -12,16 +12,16 @@ from torch.profiler import record_function
 
 from ..engine.engine import Engine, IdleEngine, LockstepEngine
 from ..flat.buffer import FlatBuffer
+from ..flat.transformed import call_plain, is_transformed, not_compiled
 from ..flat.vector import FlatVector
 from ..membership.participant import ModelParticipant
 from .composition import check_optimizers, check_outside
 from .debias import Debias
+from .foreign.user_line import levels_to_user
 from .join import UnevenInputs
 from .node import Node
 from .optimizer_steps import OptimizerSteps, Rounds
-from .transformed import call_plain, is_transformed, not_compiled
 from .unsynced_steps import UnsyncedSteps
-from .user_line import levels_to_user
 from .weights.own import OwnWeights
 
 

@@ -20,7 +20,7 @@ from torch import nn
 import gossip_modules as gm
 from gossip_modules.dpwa.adapters.pytorch import DpwaPyTorchAdapter
 from gossip_modules.old_calls import GOSSIPER_ARGUMENTS, GRAPH_ARGUMENTS, MATCHA_ARGUMENTS
-from gossip_modules.wrappers.foreign_arguments import ForeignArguments
+from gossip_modules.wrappers.foreign.arguments import ForeignArguments
 from gossip_modules.wrappers.old_names.arguments import (
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,

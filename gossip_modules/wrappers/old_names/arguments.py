@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..foreign_arguments import Action, ForeignArguments, Ignored, Refused, Renamed, Replaced
+from ..foreign.arguments import Action, ForeignArguments, Ignored, NewName, Refused, Replaced
 
 _LEVELS = Ignored("there are no levels of messages to choose from")
 _PLACE = "process_group, or torch.distributed, tells the rank and the number of ranks"
@@ -91,8 +91,8 @@ AD_PSGD_ARGUMENTS: ForeignArguments = {
     "master_addr": _MEETING,
     "master_port": _MEETING,
     "backend": Ignored("exchanges run over a Gloo group, whatever the backend of torch.distributed"),
-    "graph_class": Renamed("graph"),
-    "mixing_class": Renamed("mixing"),
+    "graph_class": NewName("graph"),
+    "mixing_class": NewName("mixing"),
     "num_peers": _num_peers,
     "comm_device": _comm_device,
     "lr": _OWN_OPTIMIZER,
@@ -116,8 +116,8 @@ ALL_REDUCE_ARGUMENTS: ForeignArguments = {
 """Of AllReduceDataParallel, besides those of DistributedDataParallel."""
 
 WAGMA_ARGUMENTS: ForeignArguments = {
-    "groupsize": Renamed("group_size"),
-    "tau": Renamed("sync_period"),
+    "groupsize": NewName("group_size"),
+    "tau": NewName("sync_period"),
     "optimizer": Refused("the module is wrapped, not the optimizer; step an optimizer of model.parameters() as before"),
 }
 """Of the optimizer wrapper of WAGMA-SGD, for GroupAverageDataParallel."""

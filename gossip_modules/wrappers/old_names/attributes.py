@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..user_line import levels_to_user
+from ..foreign.user_line import levels_to_user
 
 WORKING: Mapping[str, str] = {
     "transfer_params": "rounds run by themselves, so leave it out; with rounds='manual' write model.gossip_step()",

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ...flat.buffer import FlatBuffer
 from ...flat.step_hooks import STEP_HOOKS, KnownOptimizers, holds_any
 from ..debias import Debias, Form
-from ..user_line import levels_to_user
+from ..foreign.user_line import levels_to_user
 from .masters import MasterWeights, correct_, is_rounded, sample
 
 _MASTERS = "param_groups"  # in place of a name of state: what the optimizer steps

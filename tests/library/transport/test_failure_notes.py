@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 import torch.distributed as dist
 
+from gossip_modules.transport import failure_notes
 from gossip_modules.transport.bounded_store import BoundedStore
 from gossip_modules.transport.failure_notes import GONE, SILENT, Cause, FailureNotes, describe
 
@@ -53,6 +57,19 @@ def test_an_error_of_its_own_is_told() -> None:
     for blamed in ({2: GONE}, {3: GONE}, {}):
         cause = notes_of(store, 0).explain(blamed, members=MEMBERS)
         assert cause == Cause(frozenset({2}), "rank 2 failed: ValueError: a bad label")
+
+
+@pytest.mark.parametrize("blamed", [{2: GONE}, {3: GONE}, {}])
+def test_the_end_of_a_program_is_no_death(blamed: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    monkeypatch.setattr(failure_notes, "_of_job", {notes_of(store, 2)})
+    failure_notes._leave_last_words()
+    notes_of(store, 3).leave({2: GONE}, "round 5")
+    cause = notes_of(store, 0).explain(blamed, members=MEMBERS)
+    assert cause.ranks == {2}
+    assert cause.text.startswith("rank 2 has come to the end of its program, while others train: ")
+    assert "torch.distributed.algorithms.Join" in cause.text
 
 
 def test_ranks_that_waited_for_each_other_are_all_told() -> None:

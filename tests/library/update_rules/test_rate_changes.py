@@ -323,7 +323,7 @@ def test_a_checkpoint_around_a_change_goes_on_to_the_bit(rule: UpdateRule, is_be
             to.load_state_dict(copy.deepcopy(state.state_dict()))
         for wrapper, optimizer, scheduler in (first, second):
             if not is_before_round:
-                wrapper._is_step_start = True
+                wrapper._steps.end()
             for step in range(3, 6):
                 train_step(wrapper, optimizer, rank, step)
                 scheduler.step()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .foreign_arguments import Action, ForeignArguments, Ignored, Refused
+from .arguments import Action, ForeignArguments, Ignored, Refused
 
 _NO_BUCKETS = Ignored("gradients are not averaged, so there are no buckets")
 _UNUSED = Ignored("a step needs no gradient of any other rank, so parameters without one hold nobody up")

@@ -51,7 +51,7 @@ class Replaced:
 
 
 @dataclass(frozen=True)
-class Renamed:
+class NewName:
     """As `Replaced`, by one argument of the same value.
 
     Args:
@@ -61,7 +61,7 @@ class Renamed:
     new: str
 
 
-Action: TypeAlias = Ignored | Refused | Replaced | Renamed
+Action: TypeAlias = Ignored | Refused | Replaced | NewName
 ForeignArguments: TypeAlias = Mapping[str, "Action | Callable[[Any, Mapping[str, Any]], Action]"]
 """What becomes of an argument, by its name; or a function of its value and of all arguments by name, `module` too."""
 
@@ -84,7 +84,7 @@ def foreign_arguments(
             positional arguments.
 
     Example:
-        >>> @foreign_arguments({"bucket_size": Ignored("there are no buckets"), "wait": Renamed("timeout")})
+        >>> @foreign_arguments({"bucket_size": Ignored("there are no buckets"), "wait": NewName("timeout")})
         ... def connect(module: nn.Module, *, timeout: float = 1.0) -> float:
         ...     return timeout
     """
@@ -147,7 +147,7 @@ def _translate(
             message = f"{got} for {name}, which changes nothing: {action.why}; leave it out"
             warnings.warn(message, stacklevel=levels_to_user())
             continue
-        new = {action.new: value} if isinstance(action, Renamed) else dict(action.arguments)
+        new = {action.new: value} if isinstance(action, NewName) else dict(action.arguments)
         written = ", ".join(f"{key}={_short.repr(value)}" for key, value in new.items())
         if both := [key for key in new if key in kwargs]:
             raise TypeError(f"{got} and {both[0]}={_short.repr(kwargs[both[0]])}, expected the second alone")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 def levels_to_user() -> int:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
-from gossip_modules.wrappers.ddp_arguments import DDP_ARGUMENTS
-from gossip_modules.wrappers.foreign_arguments import Ignored, Refused, Renamed, Replaced, foreign_arguments
+from gossip_modules.wrappers.foreign.arguments import Ignored, NewName, Refused, Replaced, foreign_arguments
+from gossip_modules.wrappers.foreign.ddp import DDP_ARGUMENTS
 from tests.harness.ranks import solo_group
 
 
@@ -22,7 +22,7 @@ class Client:
     """It says what it was given."""
 
     @foreign_arguments(
-        {"size": Ignored("there are no buckets"), "wait": Renamed("timeout")},
+        {"size": Ignored("there are no buckets"), "wait": NewName("timeout")},
         {
             "wait": Refused("never: another table has it"),
             "mesh": Refused("there is no mesh; pass group="),
