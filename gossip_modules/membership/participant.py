@@ -106,10 +106,10 @@ class ElasticWrapper(Protocol):
     _description: dict[str, str]
     _transport: Any
     _place: tuple[int, int] | None
+    _node: Any
+    _travelling: Any
 
     def _reattach(self) -> None: ...
-
-    def _choose(self) -> None: ...
 
     def _apply_in_flight(self) -> None: ...
 
@@ -154,6 +154,7 @@ class ModelParticipant(ABC):
         self._turn_to(transport, growth)
         wrapper._transport = transport
         wrapper._place = transport.rank, transport.world_size
+        wrapper._travelling.watch(wrapper, transport)
 
     @abstractmethod
     def _turn_to(self, transport: Any, growth: float) -> None:
@@ -221,7 +222,6 @@ class ModelParticipant(ABC):
         """See `Participant`. Halves a push-sum weight, whose other half goes with the copy."""
         wrapper = self.wrapper
         wrapper._apply_in_flight()  # a correction of the whole weight would leave nothing of the half
-        wrapper._choose()  # what was frozen since the last round
         if not wrapper._buffer.is_attached():
             wrapper._reattach()
         vector = wrapper._buffer.vector
@@ -234,6 +234,9 @@ class ModelParticipant(ABC):
             "engine": self._engine_state(),
             "travels": wrapper._buffer.signature(),
             "trained": [name for name, tensor in wrapper.module.named_parameters() if tensor.requires_grad],
+            "travelling": wrapper._travelling.state_dict(),
+            "agreed": wrapper._buffer.agreed,
+            "is_complete": wrapper._buffer.is_complete(),
         }
         vector.push_sum_weight.copy_(weight)  # at last, as a copy may fail
         return state
@@ -259,6 +262,10 @@ class ModelParticipant(ABC):
             wrapper._reattach()
         wrapper._to_estimate()
         self._choose_as(state["travels"], set(state["trained"]))
+        # What the donor finds changed at its next round this worker finds too, and nothing else.
+        wrapper._travelling.load_state_dict(state["travelling"])
+        wrapper._buffer.keep(is_complete=state["is_complete"])
+        wrapper._buffer.agree(state["agreed"])
         vector = wrapper._buffer.vector
         vector.raw.copy_(state["vector"])
         vector.push_sum_weight.copy_(state["weight"])

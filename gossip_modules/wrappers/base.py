@@ -24,6 +24,7 @@ from .composition import check_inside, hold, let_go
 from .setup import Links, open_transport
 from .state import RoundState, check_prefix
 from .step import TrainingStep
+from .travelling import Travelling
 from .unsynced_steps import UnsyncedSteps
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
         self.module = module
         self.gossip_in_eval_mode = gossip_in_eval_mode
         self._unsynced_steps = UnsyncedSteps()
+        self._travelling = Travelling()
         self._sync = True
         self._is_step_start = True
         self._is_closed = False

@@ -252,6 +252,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._engine: LockstepEngine = engine if self._node is None else self._node.engine_of(engine)
         self._averager = self._engine.averager
         self._debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
+        self._travelling.watch(self, self._transport)
         hold(self)
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
@@ -278,7 +279,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     def settle(self) -> None:
         """See `AveragingMixin`. As all ranks call it, it also makes what is trained now what travels."""
         if not (self._is_closed or self._is_averaged):
-            self._choose()
+            self._choose(may_leave=False)
         super().settle()
 
     def close(self) -> None:
