@@ -20,6 +20,7 @@ from .vector import FlatVector
 
 _FUNCTIONAL_CALL = stateless._functional_call.__code__  # whose frame lends tensors to a module
 
+
 class FlatBuffer:
     """The trained tensors of a module as views of one FlatVector: gossip on the vector is gossip on the module.
 
@@ -110,12 +111,7 @@ class FlatBuffer:
 
     def places(self) -> list[TensorPlace]:
         """Where the tensors are in the vector, in the order in which the module has them."""
-        names = (
-            f"{prefix}.{attribute}" if prefix else attribute
-            for prefix, owner in self.module.named_modules()
-            for attribute in (*owner._parameters, *owner._buffers)
-        )
-        order = {name: k for k, name in enumerate(names)}
+        order = self._order()
         dtypes = [segment.dtype for segment in self.vector.layout.segments]
         stops = [0] * len(dtypes)
         places = []
@@ -124,6 +120,15 @@ class FlatBuffer:
             first, stops[k] = stops[k], stops[k] + real_numel(slot.tensor)
             places.append(TensorPlace(slot.name, k, first, stops[k]))
         return sorted(places, key=lambda place: order.get(place.name, len(order)))
+
+    def _order(self) -> dict[str, int]:
+        """By the name of each tensor of the module, its number in it."""
+        names = (
+            f"{prefix}.{attribute}" if prefix else attribute
+            for prefix, owner in self.module.named_modules()
+            for attribute in (*owner._parameters, *owner._buffers)
+        )
+        return {name: k for k, name in enumerate(names)}
 
     def is_current(self) -> bool:
         """Whether it is complete, attached and agreed on, as at nearly every step."""
@@ -215,7 +220,8 @@ class FlatBuffer:
 
     def candidates(self, *, kept: Sequence[Slot] = ()) -> list[Slot]:
         """What `attach` would make views of a vector: the tensors that are trained now, and `kept` ones."""
-        return in_order((*self._trained_tensors(), *kept))
+        order = self._order() if kept else {}
+        return in_order(sorted((*self._trained_tensors(), *kept), key=lambda slot: order.get(slot.name, len(order))))
 
     def attach(self, slots: list[Slot] | None = None) -> None:
         """Choose which tensors are trained, and make them views of a new vector, keeping their values and strides.

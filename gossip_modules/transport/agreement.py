@@ -49,9 +49,7 @@ def check_agreement(
     found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in notes.view(-1, _NOTE_BYTES)]
     differing = [f"rank {transport.names[i]}: {text}" for i, text in enumerate(found) if text]
     if differing:
-        raise ValueError(
-            f"ranks do not agree with rank {transport.names[0]}: {'; '.join(differing)}; {remedy}"
-        )
+        raise ValueError(f"ranks do not agree with rank {transport.names[0]}: {'; '.join(differing)}; {remedy}")
 
 
 def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], *, chunk_bytes: int = 1 << 26) -> None:

@@ -24,8 +24,10 @@ class Wrapper(Protocol):
     """What is used of a wrapper."""
 
     _buffer: FlatBuffer
-    _engine: Engine
     _node: Node | None
+
+    @property
+    def _engine(self) -> Engine: ...
 
     def _apply_in_flight(self) -> None: ...
 
