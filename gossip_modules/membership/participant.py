@@ -230,16 +230,42 @@ class ModelParticipant(ABC):
         state = {
             "vector": vector.raw.clone(),
             "weight": weight,
-            "others": [tensor.detach().clone() for tensor in self._others()],
             "engine": self._engine_state(),
-            "travels": wrapper._buffer.signature(),
-            "trained": [name for name, tensor in wrapper.module.named_parameters() if tensor.requires_grad],
-            "travelling": wrapper._travelling.state_dict(),
-            "agreed": wrapper._buffer.agreed,
-            "is_complete": wrapper._buffer.is_complete(),
+            **self.layout(),
         }
         vector.push_sum_weight.copy_(weight)  # at last, as a copy may fail
         return state
+
+    def layout(self) -> dict[str, Any]:
+        """What travels and what is trained, with copies of all tensors that do not travel."""
+        buffer = self.wrapper._buffer
+        return {
+            "others": [tensor.detach().clone() for tensor in self._others()],
+            "travels": buffer.signature(),
+            "trained": [name for name, tensor in self.wrapper.module.named_parameters() if tensor.requires_grad],
+            "travelling": self.wrapper._travelling.state_dict(),
+            "agreed": buffer.agreed,
+            "is_complete": buffer.is_complete(),
+        }
+
+    @torch.no_grad()
+    def take_layout(self, state: Mapping[str, Any], *, freezes: bool = True) -> None:
+        """Let that travel which `layout` of another worker says, and take its tensors that do not; none is in flight.
+
+        What the other one finds changed at its next round this one finds too.
+
+        Args:
+            state: of the other worker.
+            freezes: whether to train what that one trains; else this worker compares at its next round what it trains.
+        """
+        buffer, named = self.wrapper._buffer, self.wrapper.module.named_parameters()
+        trained = state["trained"] if freezes else [name for name, tensor in named if tensor.requires_grad]
+        self._choose_as(state["travels"], set(trained))
+        self.wrapper._travelling.load_state_dict(state["travelling"])
+        buffer.keep(is_complete=freezes and state["is_complete"])
+        buffer.agree(state["agreed"])
+        for own, other in zip(self._others(), state["others"], strict=True):
+            own.copy_(other)
 
     def take_back(self, state: Mapping[str, Any]) -> None:
         """See `Participant`."""
@@ -261,17 +287,12 @@ class ModelParticipant(ABC):
         if not wrapper._buffer.is_attached():
             wrapper._reattach()
         wrapper._to_estimate()
-        self._choose_as(state["travels"], set(state["trained"]))
-        # What the donor finds changed at its next round this worker finds too, and nothing else.
-        wrapper._travelling.load_state_dict(state["travelling"])
-        wrapper._buffer.keep(is_complete=state["is_complete"])
-        wrapper._buffer.agree(state["agreed"])
+        self.take_layout(state)
+        wrapper._travelling.is_newcomer = True
         vector = wrapper._buffer.vector
         vector.raw.copy_(state["vector"])
         vector.push_sum_weight.copy_(state["weight"])
         self.weight = vector.push_sum_weight.item()
-        for own, other in zip(self._others(), state["others"], strict=True):
-            own.copy_(other)
         self._load_engine(state["engine"])
         torch.autograd.graph.increment_version(wrapper._buffer.parameters)
 
