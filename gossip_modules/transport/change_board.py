@@ -21,6 +21,7 @@ from .progress import job_store
 _REQUEST = timedelta(seconds=0.4)
 _LOOK_SECONDS = 0.5  # into a wait; then at twice as many, and so on
 _TICK_SECONDS = 0.25
+_PATIENCE_SECONDS, _POLL_SECONDS = 0.5, 0.02
 REMEDY = (
     "freeze, unfreeze, add and replace the same layers on all ranks at the same step; a buffer whose size depends on "
     "the data of a rank stays local with register_buffer(..., persistent=False), or with gossip_buffers=False all do"
@@ -142,15 +143,17 @@ class ChangeBoard:
                 is_late = True
         if not is_late or self._difference:
             return
-        own = self._passed_by(self._read())
-        if own is not None:
-            self._write(own)
+        if self._passed_by(self._read()) is not None:
             self._difference = self._compare()
             self._end_waits()
 
-    def _passed_by(self, places: Mapping[int, _Place]) -> _Place | None:
-        """The place of this rank where another one has changed at a step that this one has begun without a change."""
-        steps = [place.step for place in places.values() if self._announced.step < place.step < self._step()]
+    def _passed_by(self, places: Mapping[int, _Place], *, is_there: bool = False) -> _Place | None:
+        """The place of this rank where another one has changed at a step that this one has begun without a change.
+
+        is_there: whether this one has begun that step, whatever it counts.
+        """
+        limit = self._step() + is_there
+        steps = [p.step for p in places.values() if p.is_change and self._announced.step < p.step < limit]
         return _Place(max(steps), False, self._tensors()) if steps else None
 
     # Whoever fails.
@@ -160,9 +163,17 @@ class ChangeBoard:
         if self._difference:
             raise ValueError(self._difference)
 
-    def check(self) -> None:
-        """After a failure: raise ValueError where the tensors of ranks differ, naming them and the first tensor."""
-        self._difference = self._difference or self._compare()
+    def check(self, *, is_there: bool = False) -> None:
+        """After a failure: raise ValueError where the tensors of ranks differ, naming them and the first tensor.
+
+        is_there: whether another rank was met in another operation than this one, which may be what it compares.
+        """
+        deadline = time.monotonic() + (_PATIENCE_SECONDS if is_there and self._announced.step >= 0 else 0.0)
+        while not self._difference:
+            self._difference = self._compare(is_there=is_there)
+            if self._difference or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)  # others may be about to write
         self.raise_if_known()
 
     def _read(self) -> dict[int, _Place]:
@@ -179,12 +190,15 @@ class ChangeBoard:
             return {}
         return places
 
-    def _compare(self) -> str:
-        """Whose tensors differ and in what, in words; empty where none are known to."""
+    def _compare(self, *, is_there: bool = False) -> str:
+        """Whose tensors differ and in what, in words, after telling the others; empty where none are known to."""
         places = self._read()
         if not places:
             return ""
-        places[self._rank] = self._passed_by(places) or self._announced
+        own = self._passed_by(places, is_there=is_there)
+        if own is not None:
+            self._write(own)
+        places[self._rank] = own or self._announced
         # Of what others have said, what is about earlier changes is over, and later ones may be about to be made here.
         step = max((place.step for place in places.values() if not place.is_change), default=-1)
         step = max(step, self._announced.step)

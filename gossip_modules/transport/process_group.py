@@ -206,7 +206,7 @@ class ProcessGroupTransport(PointToPoint):
         except AnotherOperation as error:
             others = ", ".join(f"rank {self.names[j]} is in {text!r}" for j, text in error.found.items())
             if self.board is not None:
-                self.board.check()
+                self.board.check(is_there=True)
             raise RuntimeError(
                 f"rank {self.names[self.rank]}: {doing}: {others}; all ranks must call the same, in the same order"
             ) from error

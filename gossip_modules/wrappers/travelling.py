@@ -117,8 +117,6 @@ class Travelling:
         leaving = frozen if is_due else []
         slots = buffer.candidates(kept=[] if leaving else frozen)
         signature = [slot.signature() for slot in slots]
-        if signature != buffer.signature():
-            wrapper._apply_in_flight()  # first, as it may raise: then this rank does all of this again
         if not self._agree(wrapper, transport, slots, is_same=signature == buffer.agreed):
             return
         if leaving and not self._average(wrapper, averager, leaving):
@@ -179,6 +177,8 @@ class Travelling:
         digest = digest_of(description)
         if is_same and digest in self.agreed:
             return True
+        # First, as it may raise, and then this rank does all of this again; and what is in flight may be a collective.
+        wrapper._apply_in_flight()
         node = wrapper._node
         what: dict[str, Any] = {"what": "comparing what is trained", "remedy": REMEDY}
 
