@@ -144,7 +144,12 @@ class ChangeBoard:
         if not is_late or self._difference:
             return
         if self._passed_by(self._read()) is not None:
-            self._difference = self._compare()
+            self._found(self._compare())
+
+    def _found(self, difference: str) -> None:
+        """This rank is about to raise: who waits for it learns it, even if it does not end."""
+        self._difference = difference
+        if difference:
             self._end_waits()
 
     def _passed_by(self, places: Mapping[int, _Place], *, is_there: bool = False) -> _Place | None:
@@ -170,7 +175,7 @@ class ChangeBoard:
         """
         deadline = time.monotonic() + (_PATIENCE_SECONDS if is_there and self._announced.step >= 0 else 0.0)
         while not self._difference:
-            self._difference = self._compare(is_there=is_there)
+            self._found(self._compare(is_there=is_there))
             if self._difference or time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)  # others may be about to write
