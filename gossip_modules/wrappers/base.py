@@ -41,11 +41,12 @@ class GossipWrapper(TrainingStep, RoundState, FlatAveraging):
     previous `step()`. The mode is that of the wrapped module, since trainers put modules in train mode without the
     wrapper's knowledge. A forward in eval mode starts no round unless `gossip_in_eval_mode`; training so is an error.
 
-    [Note: What travels] is what is trained at a training forward: the first one after `requires_grad_()`, or after
-    layers have come or gone, makes a new vector on all ranks alike. Nothing else does: a `flush()`, which one rank may
-    call alone (for `eval()`, or to save), leaves vectors as they are, so that those of all ranks still match. An
-    asynchronous wrapper, whose peers may ask for its model at any time, goes on with what is frozen and refuses what is
-    new.
+    [Note: What travels] is what is trained at a training forward, and what was trained since the last round. The first
+    forward after `requires_grad_()`, or after layers have come or gone, makes a new vector on all ranks alike, once
+    they have compared what they train; see `Travelling`. Nothing else does: a `flush()`, which one rank may call alone
+    (for `eval()`, or to save), leaves vectors as they are, so that those of all ranks still match. An asynchronous
+    wrapper, whose peers may ask for its model at any time, goes on with what is frozen and refuses what is new. Tensors
+    that `functional_call` lends to the module for one forward are not its own: such a forward starts no round.
 
     [Note: Safe point] Gossip writes parameters in place, through storage that autograd does not watch. So it bumps
     their version: a backward through a graph that was built before the round fails with autograd's own "modified by

@@ -16,6 +16,7 @@ from ..engine.engine import Engine, IdleEngine, LockstepEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..membership.participant import ModelParticipant
+from ..transport.change_board import first_difference
 from .composition import check_optimizers, check_outside
 from .debias import Debias
 from .join import UnevenInputs
@@ -237,6 +238,13 @@ class TrainingStep(nn.Module):
             self._apply_in_flight()
             buffer.attach()
         buffer.keep()
+        mine, theirs = first_difference(buffer.signature(), buffer.agreed)
+        if mine != theirs:
+            raise ValueError(
+                f"got {mine} where the model had {theirs} when it was wrapped, so that its dtypes, trained tensors or "
+                "device changed since it was wrapped, expected the same: peers may ask for it at any time; call .to(), "
+                ".half() and requires_grad_() before wrapping"
+            )
 
     @torch.no_grad()
     def _reattach(self) -> None:
