@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gossip_modules.old_calls import GRAPH_ARGUMENTS, MATCHA_ARGUMENTS, MIXING_ARGUMENTS  # noqa: E402
-from gossip_modules.wrappers.foreign.arguments import Ignored, Refused, NewName  # noqa: E402
+from gossip_modules.wrappers.foreign.arguments import Ignored, NewName, Refused  # noqa: E402
 from gossip_modules.wrappers.old_names.arguments import (  # noqa: E402
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,

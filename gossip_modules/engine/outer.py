@@ -13,11 +13,13 @@ import torch
 from torch.profiler import record_function
 
 from ..flat.buffer import FlatBuffer
+from ..flat.layout import FlatLayout
 from ..flat.nonfinite import are_finite
 from ..flat.slots import TensorPlace
 from ..flat.vector import FlatVector
 from ..gossiper.mixer import Mixer
 from ..outer.anchor import Anchor, load_anchors
+from ..outer.carrying_over import carry_over, new_tensors
 from ..outer.fragment import cut
 from ..outer.method import OuterMethod
 from ..schedule import Schedule
@@ -44,8 +46,9 @@ class OuterEngine(SyncEngine):
     vector that is mixed belongs to the thread, and phi and the optimizer to the training thread, so that nothing is
     locked. `flush()` applies what travels at once.
 
-    Where other tensors are trained than before (layers frozen or added), the anchor is the exact average of all models
-    at the next outer step, and the outer optimizer starts anew.
+    Where other tensors are trained than before (layers frozen or added), those that were trained before keep anchor and
+    outer momentum. The anchor of new ones is their exact average over all models at the next outer step, where the
+    outer optimizer starts anew.
 
     A rank whose model is not finite raises before it sends anything and before it applies what has come, so that who
     mends the model takes the same step again; with on_nonfinite="skip" it goes back to its anchor and brings a drift of
@@ -251,21 +254,35 @@ class OuterEngine(SyncEngine):
         anchors = self._anchors
         if anchors and anchors[p].fits(x):
             return anchors[p]
-        loaded = self._loaded
-        if anchors and anchors[p].has_tensors_of(x):
-            loaded = [anchor.state_dict() for anchor in anchors]  # moved to another device
-        elif anchors:
-            warnings.warn(
-                f"{self.outer}: other tensors are trained than before, so the anchor becomes the average of all "
-                "models, the outer optimizer starts anew, and what compressed messages have left out is lost",
-                stacklevel=2,
-            )
-            self.averager.mix(x, self.t)
+        loaded, before = self._loaded, anchors
+        has_others = bool(before) and not before[p].has_tensors_of(x)
+        if before and not has_others:
+            loaded = [anchor.state_dict() for anchor in before]  # moved to another device
+        elif before:
+            self._average_new(x, before[0].cut_from)
         anchors = self._anchors_at(x)
-        if loaded:
+        if has_others:
+            carry_over(before, anchors)
+        elif loaded:
             load_anchors(anchors, loaded)
         self._anchors, self._loaded = anchors, []
         return anchors[p]
+
+    def _average_new(self, x: FlatVector, before: FlatLayout) -> None:
+        """The tensors of x that anchors of that layout do not have <- their average over all ranks."""
+        new = new_tensors(x, before)
+        if not new:
+            return
+        warnings.warn(
+            f"{self.outer}: other tensors are trained than before, so the anchor becomes the average of all models in "
+            f"those that are new ({sum(map(torch.numel, new))} elements), where the outer optimizer starts anew",
+            stacklevel=2,
+        )
+        vector = FlatVector.pack(new)
+        vector.push_sum_weight.copy_(x.push_sum_weight)
+        self.averager.mix(vector, self.t)
+        vector.multiply_by_weight_(x.push_sum_weight)
+        vector.unpack_to(new)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`; shares memory with the engine, like that of a module."""

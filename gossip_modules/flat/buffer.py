@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 
 from .aliases import check_shared_memory, find_aliases, move_aliases
 from .layout import FlatLayout
@@ -16,6 +19,8 @@ from .renamed import Renamed, renamed_argument
 from .selection import Selection
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
 from .vector import FlatVector
+
+_FUNCTIONAL_CALL = stateless._functional_call.__code__  # whose frame lends tensors to a module
 
 
 class FlatBuffer:
@@ -31,7 +36,8 @@ class FlatBuffer:
     `.to()`, `.half()`, `load_state_dict(assign=True)` and `copy.deepcopy` make tensors that no longer view the
     vector: `is_attached()` notices, and `reattach()` takes in the new ones, with their values. `requires_grad_()` and
     layers that come or go change which tensors are trained: `is_complete()` notices, and `attach()` chooses anew. Ranks
-    whose vectors differ cannot exchange them, so `attach()` is for a point of training that all ranks come to alike.
+    whose vectors differ cannot exchange them, so `attach()` is for a point of training that all ranks come to alike,
+    and `is_current()` is false until `agree()` says that they have compared their signatures.
 
     Args:
         module: mutated: `.data` of its trained tensors is re-pointed. Values do not change.
@@ -41,6 +47,7 @@ class FlatBuffer:
 
     Attributes:
         vector: what the tensors are views of.
+        agreed: the signature that all ranks have, as far as is known: that of the constructor, and of each `agree()`.
         parameters: the trained parameters that view it, in their order there.
         parameter_segments: the parameters of each segment.
 
@@ -78,10 +85,13 @@ class FlatBuffer:
         self._views: list[Tensor] = []  # of the vector, one per slot
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
         self._choice = _Choice(module, self.selection.ignored_ids(module))
+        self.agreed: list[str] = []  # the signature that all ranks have, as far as is known
+        self._is_agreed = True  # whether it is that of the vector
         self.vector: FlatVector
         self.parameters: list[Tensor] = []
         self.parameter_segments: tuple[Tensor, ...] = ()
         self.attach()
+        self.agree()
 
     @property
     def buffer_segments(self) -> list[Tensor]:
@@ -103,18 +113,18 @@ class FlatBuffer:
             offsets[dtype] += real_numel(parameter)
         return places
 
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The tensors that view the vector, with their places in the module."""
+        return self._slots
+
     def signature(self) -> list[str]:
         """Names, shapes, dtypes and strides in order: equal on two ranks if and only if their vectors match."""
         return [slot.signature() for slot in self._slots]
 
     def places(self) -> list[TensorPlace]:
         """Where the tensors are in the vector, in the order in which the module has them."""
-        names = (
-            f"{prefix}.{attribute}" if prefix else attribute
-            for prefix, owner in self.module.named_modules()
-            for attribute in (*owner._parameters, *owner._buffers)
-        )
-        order = {name: k for k, name in enumerate(names)}
+        order = self._order()
         dtypes = [segment.dtype for segment in self.vector.layout.segments]
         stops = [0] * len(dtypes)
         places = []
@@ -124,9 +134,24 @@ class FlatBuffer:
             places.append(TensorPlace(slot.name, k, first, stops[k]))
         return sorted(places, key=lambda place: order.get(place.name, len(order)))
 
+    def _order(self) -> dict[str, int]:
+        """By the name of each tensor of the module, its number in it."""
+        names = (
+            f"{prefix}.{attribute}" if prefix else attribute
+            for prefix, owner in self.module.named_modules()
+            for attribute in (*owner._parameters, *owner._buffers)
+        )
+        return {name: k for k, name in enumerate(names)}
+
     def is_current(self) -> bool:
-        """Whether it is both complete and attached, as at nearly every step."""
-        return self._choice.is_current() and self.is_attached()
+        """Whether it is complete, attached and agreed on, as at nearly every step."""
+        return self._is_agreed and self._choice.is_current() and self.is_attached()
+
+    def agree(self, signature: Sequence[str] | None = None) -> None:
+        """All ranks have vectors of this signature now; None: of that of the vector."""
+        own = self.signature()
+        self.agreed = own if signature is None else list(signature)
+        self._is_agreed = self.agreed == own
 
     def is_attached(self) -> bool:
         """Whether the module's tensors are still ours and view the vector: one look per tensor, under 0.2 us each."""
@@ -161,21 +186,67 @@ class FlatBuffer:
         return self._choice.is_current()
 
     def is_trained(self) -> bool:
-        """Whether the module has a parameter that is trained now; walks the module up to the first one."""
+        """Whether the module has a parameter of its own that is trained now; walks the module up to the first one."""
+        if self.is_lent():
+            return False
         ignored = self.selection.ignored_ids(self.module)
         return any(x.requires_grad for x in self.module.parameters() if id(x) not in ignored)
+
+    def is_lent(self) -> bool:
+        """Whether other tensors stand in the places of the module's for one forward, as in `functional_call`.
+
+        They are temporary: they must not be mixed, nor made views of the vector. For a module that is not attached.
+        """
+        places = [(table.get(attribute), tensor) for table, attribute, tensor, _ in self._places]
+        if all(there is tensor for there, tensor in places):
+            return False
+        if any(
+            there is not None and isinstance(tensor, nn.Parameter) and not isinstance(there, nn.Parameter)
+            for there, tensor in places
+        ):
+            return True
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _FUNCTIONAL_CALL:
+                return True
+            frame = frame.f_back
+        return False
 
     def has_all(self) -> bool:
         """Whether all of the module's trained tensors are in the vector, if beside others; walks the module."""
         return {id(slot.tensor) for slot in self._trained_tensors()} <= set(map(id, self.tensors))
 
-    def keep(self) -> None:
-        """Go on with the tensors that are in the vector, whatever is frozen meanwhile."""
-        self._choice = _Choice(self.module, self.selection.ignored_ids(self.module))
+    def keep(self, *, is_complete: bool = True) -> None:
+        """Go on with the tensors that are in the vector, whatever is frozen meanwhile.
 
-    def attach(self) -> None:
-        """Choose which tensors are trained, and make them views of a new vector, keeping their values and strides."""
-        slots = in_order(self._trained_tensors())
+        is_complete: False: until the next round, which chooses anew.
+        """
+        self._choice = _Choice(self.module, self.selection.ignored_ids(self.module))
+        self._choice.is_over = not is_complete
+
+    def frozen(self) -> list[Slot]:
+        """The parameters in the vector that the module still has, and that are not trained now; walks the module."""
+        owners = set(map(id, self.module.modules()))
+        return [
+            slot
+            for slot in self._slots
+            if slot.is_parameter
+            and not slot.tensor.requires_grad
+            and slot.table.get(slot.attribute) is slot.tensor
+            and id(slot.owner) in owners
+        ]
+
+    def candidates(self, *, kept: Sequence[Slot] = ()) -> list[Slot]:
+        """What `attach` would make views of a vector: the tensors that are trained now, and `kept` ones."""
+        order = self._order() if kept else {}
+        return in_order(sorted((*self._trained_tensors(), *kept), key=lambda slot: order.get(slot.name, len(order))))
+
+    def attach(self, slots: list[Slot] | None = None) -> None:
+        """Choose which tensors are trained, and make them views of a new vector, keeping their values and strides.
+
+        slots: as `candidates` gave them; None: those that are trained now.
+        """
+        slots = self.candidates() if slots is None else slots
         check(slots)
         self._choice = _Choice(self.module, self.selection.ignored_ids(self.module))
         self._lay_out(slots)
@@ -218,6 +289,7 @@ class FlatBuffer:
         self._slots, self._views, self.vector = slots, [views[id(slot.tensor)] for slot in slots], vector
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
+        self._is_agreed = self.signature() == self.agreed
         self.parameter_segments = tuple(
             segment[: sum(real_numel(slot.tensor) for slot in group if slot.is_parameter)]
             for segment, group in zip(vector.segments, groups.values(), strict=True)
@@ -257,6 +329,7 @@ class _Choice:
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[int]) -> None:
+        self.is_over = False
         owners = list(module.modules())
         self._tables: list[tuple[dict[str, Any], int]] = [
             (table, len(table)) for owner in owners for table in (owner._parameters, owner._buffers, owner._modules)
@@ -271,6 +344,8 @@ class _Choice:
 
     def is_current(self) -> bool:
         """Whether the module still is as it was."""
+        if self.is_over:
+            return False
         for table, size in self._tables:
             if len(table) != size:
                 return False

@@ -109,6 +109,8 @@ class ElasticWrapper(Protocol):
     _description: dict[str, str]
     _transport: Any
     _place: tuple[int, int] | None
+    _node: Any
+    _travelling: Any
 
     _steps: Any
 
@@ -116,8 +118,6 @@ class ElasticWrapper(Protocol):
     def rounds(self) -> str: ...
 
     def _reattach(self) -> None: ...
-
-    def _choose(self) -> None: ...
 
     def _apply_in_flight(self) -> None: ...
 
@@ -171,6 +171,7 @@ class ModelParticipant(ABC):
         self._turn_to(transport, growth)
         wrapper._transport = transport
         wrapper._place = transport.rank, transport.world_size
+        wrapper._travelling.watch(wrapper, transport)
 
     @abstractmethod
     def _turn_to(self, transport: Any, growth: float) -> None:
@@ -238,7 +239,6 @@ class ModelParticipant(ABC):
         """See `Participant`. Halves a push-sum weight, whose other half goes with the copy."""
         wrapper = self.wrapper
         wrapper._apply_in_flight()  # a correction of the whole weight would leave nothing of the half
-        wrapper._choose()  # what was frozen since the last round
         if not wrapper._buffer.is_attached():
             wrapper._reattach()
         vector = wrapper._buffer.vector
@@ -247,13 +247,42 @@ class ModelParticipant(ABC):
         state = {
             "vector": vector.raw.clone(),
             "weight": weight,
-            "others": [tensor.detach().clone() for tensor in self._others()],
             "engine": self._engine_state(),
-            "travels": wrapper._buffer.signature(),
-            "trained": [name for name, tensor in self._named().items() if tensor.requires_grad],
+            **self.layout(),
         }
         vector.push_sum_weight.copy_(weight)  # at last, as a copy may fail
         return state
+
+    def layout(self) -> dict[str, Any]:
+        """What travels and what is trained, with copies of all tensors that do not travel."""
+        buffer = self.wrapper._buffer
+        return {
+            "others": [tensor.detach().clone() for tensor in self._others()],
+            "travels": buffer.signature(),
+            "trained": [name for name, tensor in self._named().items() if tensor.requires_grad],
+            "travelling": self.wrapper._travelling.state_dict(),
+            "agreed": buffer.agreed,
+            "is_complete": buffer.is_complete(),
+        }
+
+    @torch.no_grad()
+    def take_layout(self, state: Mapping[str, Any], *, freezes: bool = True) -> None:
+        """Let that travel which `layout` of another worker says, and take its tensors that do not; none is in flight.
+
+        What the other one finds changed at its next round this one finds too.
+
+        Args:
+            state: of the other worker.
+            freezes: whether to train what that one trains; else this worker compares at its next round what it trains.
+        """
+        buffer = self.wrapper._buffer
+        trained = state["trained"] if freezes else [name for name, x in self._named().items() if x.requires_grad]
+        self._choose_as(state["travels"], set(trained))
+        self.wrapper._travelling.load_state_dict(state["travelling"])
+        buffer.keep(is_complete=freezes and state["is_complete"])
+        buffer.agree(state["agreed"])
+        for own, other in zip(self._others(), state["others"], strict=True):
+            own.copy_(other)
 
     def take_back(self, state: Mapping[str, Any]) -> None:
         """See `Participant`."""
@@ -275,13 +304,12 @@ class ModelParticipant(ABC):
         if not wrapper._buffer.is_attached():
             wrapper._reattach()
         wrapper._to_estimate()
-        self._choose_as(state["travels"], set(state["trained"]))
+        self.take_layout(state)
+        wrapper._travelling.is_newcomer = True
         vector = wrapper._buffer.vector
         vector.raw.copy_(state["vector"])
         vector.push_sum_weight.copy_(state["weight"])
         self.weight = vector.push_sum_weight.item()
-        for own, other in zip(self._others(), state["others"], strict=True):
-            own.copy_(other)
         self._load_engine(state["engine"])
         torch.autograd.graph.increment_version(wrapper._buffer.parameters)
 

@@ -38,6 +38,7 @@ class Anchor:
         sent: what is mixed; the same layout.
         parameters: phi without buffers, one flat tensor for each of its segments; share memory with phi.
         gradients: `sent` without buffers, likewise.
+        cut_from: the layout of x.
         messages: what travels in place of `gradients`, where a method has called `compress` or `compress_drift`: uint8,
             one for each of them, with up to seven bytes after it, so that messages side by side begin at a multiple of
             8 bytes.
@@ -53,7 +54,7 @@ class Anchor:
         num_ranks: int = 1,
         device: torch.device | str | None = None,
     ) -> None:
-        self._cut_from = x.layout
+        self.cut_from = x.layout
         self.fragment = cut(x.layout, 1, None)[0] if fragment is None else fragment
         self.num_ranks = num_ranks
         self._device = None if device is None else torch.device(device)
@@ -163,13 +164,13 @@ class Anchor:
 
     def has_tensors_of(self, x: FlatVector) -> bool:
         """Whether x has the tensors that phi was made of, in any dtype, on any device."""
-        own = self._cut_from
+        own = self.cut_from
         return x.layout is own or x.layout.with_dtypes(_widened) == own.with_dtypes(_widened)
 
     @property
     def names(self) -> list[str]:
         """Of the tensors of the whole vector, of which phi has some."""
-        return self._cut_from.names
+        return self.cut_from.names
 
     def fits(self, x: FlatVector) -> bool:
         """Whether x has these tensors, and phi is on the device that goes with x."""

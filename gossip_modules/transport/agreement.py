@@ -10,25 +10,31 @@ import torch
 from torch import Tensor
 
 from .base import Transport
-from .process_group import ProcessGroupTransport
 from .state_tree import bytes_of, decode, pack, unpack
 
 _NOTE_BYTES = 512  # of each rank's finding: enough to name one difference
 
 
-def check_agreement(transport: ProcessGroupTransport, description: Mapping[str, str | Sequence[str]]) -> None:
+def check_agreement(
+    transport: Transport,
+    description: Mapping[str, str | Sequence[str]],
+    *,
+    what: str = "comparing model and options",
+    remedy: str = "wrap the same model with the same options on every rank",
+) -> None:
     """Compare this rank's description with rank 0's; collective.
 
     Args:
         transport: over the ranks that must agree.
         description: what must be equal, by name; a list is compared item by item.
+        what: is compared, for errors of the transport.
+        remedy: for the error.
 
     Raises:
         ValueError: on every rank, naming each rank that differs and its first difference.
     """
     if transport.world_size == 1:
         return
-    what = "comparing model and options"
     mine = json.dumps(description).encode()
     length = torch.tensor([len(mine)], device=transport.device)
     transport.broadcast(length, source=0, what=what)
@@ -43,10 +49,7 @@ def check_agreement(transport: ProcessGroupTransport, description: Mapping[str, 
     found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in notes.view(-1, _NOTE_BYTES)]
     differing = [f"rank {transport.names[i]}: {text}" for i, text in enumerate(found) if text]
     if differing:
-        raise ValueError(
-            f"ranks do not agree with rank {transport.names[0]}: {'; '.join(differing)}; "
-            "wrap the same model with the same options on every rank"
-        )
+        raise ValueError(f"ranks do not agree with rank {transport.names[0]}: {'; '.join(differing)}; {remedy}")
 
 
 def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], *, chunk_bytes: int = 1 << 26) -> None:
@@ -113,6 +116,8 @@ def _difference(expected: Mapping[str, str | Sequence[str]], got: Mapping[str, s
             for mine, other in zip(ours, theirs, strict=False):
                 if mine != other:
                     return f"{key}: got {mine}, expected {other}"
-            return f"{key}: got {len(ours)} entries, expected {len(theirs)}"
+            longer, shorter = (ours, theirs) if len(ours) > len(theirs) else (theirs, ours)
+            first = longer[len(shorter)]
+            return f"{key}: got {len(ours)} entries, expected {len(theirs)}; only one rank has {first}"
         return f"{key}: got {ours}, expected {theirs}"
     return ""

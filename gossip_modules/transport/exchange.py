@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base import Pending
+from .change_board import ChangeBoard
 from .shared_group import Use
 from .staging import Staging
 from .waits import Waits, wait_for
@@ -147,6 +148,8 @@ class Exchange:
     ) -> None:
         """Raise an error that names the peer, unless rounds go on without it: then it is in `lost`."""
         link, what = self.link, self.what
+        if link.board is not None:
+            link.board.raise_if_known()
         if peer is not None and link.loses(peer, error, seconds):
             self.lost.add(peer)
             return
@@ -189,6 +192,7 @@ class PointToPoint(ABC):
 
     is_elastic = False  # see `Transport`
     has_listener = False  # somebody waits for messages without a limit
+    board: ChangeBoard | None = None  # see [Note: changes that not all ranks make]
     waits: Waits | None = None  # those that are given up where a rank is; see [Note: waits that do not end]
 
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
@@ -201,10 +205,17 @@ class PointToPoint(ABC):
 
     def wait_for(self, work: dist.Work, timeout: timedelta, *, of: int | None = None) -> None:
         """Return when a message to or from a peer is done, or without one a collective."""
-        if self.waits is None:
-            wait_for(work, timeout, backend=self.backend)
-        else:
-            self.waits.wait(work, timeout, of=of)
+        board = self.board
+        if board is not None:
+            board.begin_wait()
+        try:
+            if self.waits is None:
+                wait_for(work, timeout, backend=self.backend)
+            else:
+                self.waits.wait(work, timeout, of=of)
+        finally:
+            if board is not None:
+                board.end_wait()
 
     def waited(self, seconds: Mapping[int, float]) -> None:
         """Told at the end of a round how long it has waited for each peer."""

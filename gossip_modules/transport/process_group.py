@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backend import backend_of
+from .change_board import ChangeBoard
 from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, fail
 from .failure_notes import GONE, SILENT, FailureNotes, describe
 from .named_barrier import AnotherOperation, NotAllCame, meet
@@ -127,6 +128,8 @@ class ProcessGroupTransport(PointToPoint):
         """
         if self._lost.detach() is None:
             return
+        if self.board is not None:
+            self.board.close()
         if self._use.shared.is_owned:
             self._group = None
         self._use.end()
@@ -202,9 +205,31 @@ class ProcessGroupTransport(PointToPoint):
             self.fail(error, doing, max(seconds, self.timeout.total_seconds()), note=remedy, blamed=missing)
         except AnotherOperation as error:
             others = ", ".join(f"rank {self.names[j]} is in {text!r}" for j, text in error.found.items())
+            if self.board is not None:
+                self.board.check(is_there=True)
             raise RuntimeError(
                 f"rank {self.names[self.rank]}: {doing}: {others}; all ranks must call the same, in the same order"
             ) from error
+
+    def watch_changes(
+        self, *, step: Callable[[], int], tensors: Callable[[], list[str]], end_waits: Callable[[], None] | None = None
+    ) -> None:
+        """From now on ranks may change what they exchange: see `ChangeBoard`, which also has the arguments.
+
+        end_waits: None: `close_connections`.
+        """
+        if self.world_size == 1:
+            return
+        me = weakref.ref(self)
+
+        def close() -> None:
+            if (transport := me()) is not None and transport.backend == "gloo" and not transport.is_closed:
+                transport.close_connections()
+
+        end_waits = end_waits or close
+        self.board = ChangeBoard.of(
+            self.group, str(self._use.number), self.names, step=step, tensors=tensors, end_waits=end_waits
+        )
 
     def close_connections(self) -> None:
         """Close the connections of this rank over a Gloo group, which ends every wait on them; from any thread.
@@ -258,8 +283,11 @@ class ProcessGroupTransport(PointToPoint):
 
         Raises:
             TimeoutError, ConnectionError: see the function `fail`.
+            ValueError: ranks exchange other tensors; see `ChangeBoard`.
         """
         timeout = timeout or self.timeout
+        if self.board is not None:
+            self.board.check()
         if blamed is None:
             is_late = seconds > LATE * timeout.total_seconds()
             closed = [] if is_late else self.closed_peers()

@@ -40,6 +40,7 @@ class SharedGroup:
         self._taken: set[int] = set()
         self._next = 0
         self.num_users = 0
+        self.num_joined = 0  # users so far
         self.is_owned = False  # whether our own code has made the group, and torch can release it
 
     @staticmethod
@@ -64,6 +65,7 @@ class SharedGroup:
                     self._taken.add(channel)
                     self._next = channel + 1
                     self.num_users += 1
+                    self.num_joined += 1
                     return channel
         raise ValueError(
             f"got a process group that carries the messages of {NUM_CHANNELS} wrappers already, expected fewer; "
@@ -85,6 +87,7 @@ class Use:
     Attributes:
         shared: with the other users.
         channel: of this one.
+        number: of this one among all users so far, which no later one has.
         is_active: whether anything was ever sent or expected on the channel.
     """
 
@@ -96,6 +99,7 @@ class Use:
         self._holder = [group]  # the only reference that `release` cannot drop is one that it is called with
         self.shared = SharedGroup.of(group)
         self.channel = self.shared.join()
+        self.number = self.shared.num_joined
         self.is_active = False
 
     def end(self) -> None:

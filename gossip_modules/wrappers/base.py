@@ -29,6 +29,7 @@ from .optimizer_steps import OptimizerSteps, Rounds
 from .setup import Links, open_transport
 from .state import InnerPlace, RoundState, check_prefix
 from .step import TrainingStep
+from .travelling import Travelling
 from .unsynced_steps import UnsyncedSteps
 from .weights.copies import WeightCopies
 from .weights.own import OwnWeights
@@ -51,11 +52,12 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
     training so is an error. With `rounds="step"` the round runs after the optimizer's step, and with "manual" in
     `gossip_step()` alone.
 
-    [Note: What travels] is what is trained at a training forward: the first one after `requires_grad_()`, or after
-    layers have come or gone, makes a new vector on all ranks alike. Nothing else does: a `flush()`, which one rank may
-    call alone (for `eval()`, or to save), leaves vectors as they are, so that those of all ranks still match. An
-    asynchronous wrapper, whose peers may ask for its model at any time, goes on with what is frozen and refuses what is
-    new.
+    [Note: What travels] is what is trained at a training forward, and what was trained since the last round. The first
+    forward after `requires_grad_()`, or after layers have come or gone, makes a new vector on all ranks alike, once
+    they have compared what they train; see `Travelling`. Nothing else does: a `flush()`, which one rank may call alone
+    (for `eval()`, or to save), leaves vectors as they are, so that those of all ranks still match. An asynchronous
+    wrapper, whose peers may ask for its model at any time, goes on with what is frozen and refuses what is new. Tensors
+    that `functional_call` lends to the module for one forward are not its own: such a forward starts no round.
 
     [Note: Safe point] Gossip writes parameters in place, through storage that autograd does not watch. So it bumps
     their version: a backward through a graph that was built before the round fails with autograd's own "modified by
@@ -93,6 +95,7 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
         self.module = module
         self.gossip_in_eval_mode = gossip_in_eval_mode
         self._unsynced_steps = UnsyncedSteps()
+        self._travelling = Travelling()
         self._sync = True
         self._is_closed = False
         self._is_checked = False  # what is around it

@@ -273,6 +273,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._averager = self._engine.averager
         self._debias = self._copies.debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
         self._set_out()
+        self._travelling.watch(self, self._transport)
         hold(self)
 
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
@@ -299,7 +300,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     def settle(self) -> None:
         """See `AveragingMixin`. As all ranks call it, it also makes what is trained now what travels."""
         if not (self._is_closed or self._is_averaged):
-            self._choose()
+            self._choose(may_leave=False)
         super().settle()
 
     def close(self) -> None:

@@ -15,12 +15,14 @@ from ..flat.buffer import FlatBuffer
 from ..flat.transformed import call_plain, is_transformed, not_compiled
 from ..flat.vector import FlatVector
 from ..membership.participant import ModelParticipant
+from ..transport.change_board import first_difference
 from .composition import check_optimizers, check_outside
 from .debias import Debias
 from .foreign.user_line import levels_to_user
 from .join import UnevenInputs
 from .node import Node
 from .optimizer_steps import OptimizerSteps, Rounds
+from .travelling import Travelling
 from .unsynced_steps import UnsyncedSteps
 from .weights.own import OwnWeights
 
@@ -46,6 +48,9 @@ class TrainingStep(nn.Module):
     _elastic: ModelParticipant | None = None
     _steps: OptimizerSteps
     _unsynced_steps: UnsyncedSteps
+    _travelling: Travelling
+    _transport: Any
+    _averager: Any
     _sync: bool  # False inside no_sync()
     _own_weights: OwnWeights
     _is_closed: bool
@@ -173,7 +178,7 @@ class TrainingStep(nn.Module):
 
     def _round(self) -> None:
         """The round of a step, of what is trained now."""
-        if not self._buffer.is_current():
+        if not self._buffer.is_current() or self._travelling.is_due(self._engine):
             self._choose()
             if not self._buffer.is_attached():
                 self._reattach()
@@ -266,22 +271,41 @@ class TrainingStep(nn.Module):
                 "forward; checkpoint parts of the module, or pass use_reentrant=False"
             )
 
-    def _choose(self) -> None:
-        """Make what is trained now what travels, on all ranks at this point: see [Note: What travels]."""
-        if self._buffer.is_complete() or not self._buffer.is_trained():
+    def _choose(self, *, may_leave: bool = True) -> None:
+        """Make what is trained now what travels, on all ranks at this point: see [Note: What travels].
+
+        may_leave: whether frozen tensors may leave the vector: see [Note: what leaves the vector].
+        """
+        if self._engine.is_asynchronous:
+            self._refuse_others()
             return
-        if self._engine.is_asynchronous and self._buffer.has_all():
-            self._buffer.keep()
+        self._travelling.change(self, self._transport, self._averager, may_leave=may_leave)
+
+    def _refuse_others(self) -> None:
+        """Raise ValueError where other tensors are trained, of a rank whose peers may ask for its model at any time."""
+        buffer = self._buffer
+        if not buffer.is_trained():
             return
-        if not self._buffer.is_attached():
+        if not buffer.is_attached():
             self._reattach()
-        self._apply_in_flight()
-        self._buffer.attach()
+        if not buffer.is_complete() and not buffer.has_all():
+            self._apply_in_flight()
+            buffer.attach()
+        buffer.keep()
+        mine, theirs = first_difference(buffer.signature(), buffer.agreed)
+        if mine != theirs:
+            raise ValueError(
+                f"got {mine} where the model had {theirs} when it was wrapped, so that its dtypes, trained tensors or "
+                "device changed since it was wrapped, expected the same: peers may ask for it at any time; call .to(), "
+                ".half() and requires_grad_() before wrapping"
+            )
 
     @torch.no_grad()
     def _reattach(self) -> None:
         """Attach tensors that were put in place of ours; what is in flight is applied to their values."""
         check_outside(self)
+        if self._buffer.is_lent():
+            return
         if self._engine.is_in_flight:
             self._buffer.pull()
             self._apply_in_flight()

@@ -58,9 +58,8 @@ def test_a_worker_joins_a_job_that_has_frozen_a_layer(options: dict[str, Any]) -
     assert len(alive) == 3
     first, second, new = (worker.model[0].weight for worker in [*workers, newcomer])  # type: ignore[index]
     assert not any(weight.requires_grad for weight in (first, second, new))
-    if not options:  # it travels no more
-        torch.testing.assert_close(first, second)  # to the rounding of their last average: lerp is not symmetric
-        assert torch.equal(new, first) or torch.equal(new, second)
+    assert torch.equal(first, second)  # averaged exactly when it has left the vector
+    assert torch.equal(new, first)
     assert all(worker.model[1].weight.requires_grad for worker in alive)  # type: ignore[index]
     close(alive)
 

@@ -400,6 +400,16 @@ def test_methods_that_cannot_lose_an_average_are_refused(outer: OuterMethod, mes
     membership.close()
 
 
+def freeze_first(wrapper: GossipDataParallel) -> None:
+    """The first layer leaves the vector, as after a round that has taken it along."""
+    wrapper.module.get_submodule("0").requires_grad_(False)
+    wrapper._choose()
+    wrapper._engine.t += 1
+    wrapper._choose()
+    wrapper._engine.t -= 1
+    assert len(wrapper._buffer.tensors) == 2
+
+
 def test_who_joins_knows_of_which_tensors_its_anchors_are() -> None:
     """The donor has frozen a layer since its last outer step: both begin anew, or neither if it trains again."""
     wrappers = []
@@ -412,8 +422,7 @@ def test_who_joins_knows_of_which_tensors_its_anchors_are() -> None:
     assert isinstance(newcomer, ElasticOuterEngine)
     whole = wrappers[1]._buffer.vector
     donor.round(wrappers[0]._buffer.vector)
-    wrappers[0].module[0].requires_grad_(False)  # type: ignore[index]
-    wrappers[0]._choose()
+    freeze_first(wrappers[0])
     part = wrappers[0]._buffer.vector
     newcomer.load_state_dict(donor.state_for_newcomer(part))
     for engine in (donor, newcomer):
@@ -432,8 +441,7 @@ def test_a_method_on_a_graph_begins_anew_without_the_others(outer: OuterMethod) 
     assert isinstance(engine, ElasticOuterEngine)
     engine.round(wrapper._buffer.vector)
     engine.load_state_dict(engine.state_for_newcomer(wrapper._buffer.vector))
-    model[0].requires_grad_(False)
-    wrapper._choose()
+    freeze_first(wrapper)
     before = (part := wrapper._buffer.vector).raw.clone()
     engine._scheduled_average.mix = Mock(side_effect=AssertionError)  # type: ignore[method-assign]
     engine.step = H

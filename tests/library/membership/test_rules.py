@@ -33,6 +33,7 @@ from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
+from tests.library.membership.test_outer import freeze_first
 
 DEATH, SECOND, SNAPSHOT, THIRD, LAST = 12, 15, 18, 21, 110
 """The steps of a death, of the generation without the dead one, of a donor's snapshot, and of that with one more."""
@@ -173,8 +174,7 @@ def test_who_joins_starts_from_zero_where_less_is_trained_since_the_donor_gave(r
     donor.round(whole)
     newcomer.load_state_dict(donor.state_for_newcomer(whole))
     given = newcomer.state_for_newcomer(wrapper._buffer.vector)  # it may be a donor before its first round
-    wrapper.module[0].requires_grad_(False)  # type: ignore[index]
-    wrapper._choose()
+    freeze_first(wrapper)
     for state in (None, given):
         if state is not None:
             newcomer.load_state_dict(state)

@@ -303,26 +303,30 @@ def test_parameters_unfrozen_after_wrapping_gossip(options: dict[str, Any], how:
 
 @pytest.mark.parametrize("how", HOW_NOTICED)
 @pytest.mark.parametrize("options", MODES)
-def test_parameters_frozen_after_wrapping_stay_local(options: dict[str, Any], how: str) -> None:
-    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def test_parameters_frozen_after_wrapping_are_averaged_once_and_stay(options: dict[str, Any], how: str) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
         model = mlp(group.rank())
         first, last = model.get_submodule("0"), model.get_submodule("2")
         wrapper = wrap(model, group, **options)
         loss_of(wrapper, group.rank(), 0)  # with overlap: a round of both layers is in flight
         first.requires_grad_(False)
         notice(wrapper, how)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float(group.rank()))
-        for step in range(4):
-            loss_of(wrapper, group.rank(), step)
+        results = []
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(float(group.rank()))
+            for step in range(8):
+                loss_of(wrapper, group.rank(), step)
+            results.append(nn.utils.parameters_to_vector(first.parameters()).detach().clone())
         wrapper.average_()
         wrapper.close()
-        return nn.utils.parameters_to_vector(first.parameters()).detach(), flatten(last)
+        return results[0], results[1], flatten(last)
 
     results = run_ranks(2, body)
-    for rank, (first, last) in enumerate(results):
-        assert torch.equal(first, torch.full_like(first, float(rank)))
+    for rank, (averaged, kept, last) in enumerate(results):
+        torch.testing.assert_close(averaged, torch.full_like(averaged, 0.5), rtol=0, atol=0)
+        assert torch.equal(kept, torch.full_like(kept, float(rank)))
         torch.testing.assert_close(last, torch.full_like(last, 0.5))
 
 

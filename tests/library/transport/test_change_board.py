@@ -1,0 +1,103 @@
+"""ChangeBoard: who learns that ranks exchange other tensors, and in what words."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from gossip_modules.transport.bounded_store import BoundedStore
+from gossip_modules.transport.change_board import ChangeBoard, first_difference
+
+
+class Rank:
+    """One rank of two or more; `step` is that which comes next, and `num_ended` how often its waits were ended."""
+
+    def __init__(self, store: dist.Store, rank: int, *, num_ranks: int = 2) -> None:
+        self.step, self.tensors, self.num_ended = 0, ["a", "b"], 0
+
+        def end_waits() -> None:
+            self.num_ended += 1
+
+        self.board = ChangeBoard(
+            BoundedStore(store, timeout=timedelta(seconds=1)),
+            rank,
+            range(10, 10 + num_ranks),
+            step=lambda: self.step,
+            tensors=lambda: self.tensors,
+            end_waits=end_waits,
+        )
+
+    def announce(self, *tensors: str) -> None:
+        self.tensors = list(tensors)
+        self.board.announce(self.tensors)
+
+
+def ranks(n: int = 2) -> list[Rank]:
+    store = dist.HashStore()
+    return [Rank(store, rank, num_ranks=n) for rank in range(n)]
+
+
+def test_a_rank_that_has_begun_the_step_without_the_change_is_named() -> None:
+    one, other = ranks()
+    one.step = other.step = 3
+    one.announce("b")
+    other.step = 4  # inside the round of step 3
+    with pytest.raises(ValueError, match=r"rank 11 has 'a' where rank 10 has 'b'; freeze, .* on all ranks at the same"):
+        other.board.check()
+    with pytest.raises(ValueError, match="rank 11 has 'a' where rank 10 has 'b'"):
+        one.board.check()
+    assert (one.num_ended, other.num_ended) == (1, 1)
+
+
+def test_a_rank_that_is_not_there_yet_is_no_reason() -> None:
+    one, other = ranks()
+    one.step = other.step = 3
+    one.announce("b")
+    for rank in (one, other):
+        rank.board.check()
+    other.announce("b")
+    one.step = other.step = 9
+    for rank in (one, other):
+        rank.board.check()
+    assert (one.num_ended, other.num_ended) == (0, 0)
+
+
+def test_a_rank_that_was_met_in_another_operation_is_there() -> None:
+    one, other = ranks()
+    one.announce("a", "b", "c")
+    with pytest.raises(ValueError, match="rank 11 has nothing more where rank 10 has 'c'"):
+        other.board.check(is_there=True)
+
+
+def test_who_knows_nothing_of_it_hears_of_the_others() -> None:
+    one, other, third = ranks(3)
+    one.step = 3
+    one.announce("b")
+    other.step = 4
+    with pytest.raises(ValueError, match="rank 11 has 'a' where rank 10 has 'b'"):
+        other.board.check()
+    with pytest.raises(ValueError, match="rank 11 has 'a' where rank 10 has 'b'"):
+        third.board.check()  # a step behind: its connection to one of them has closed
+
+
+def test_a_wait_that_lasts_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ranks()
+    one.announce("b")
+    other.step = 1
+    other.board.look()  # it waits for nobody
+    assert other.num_ended == 0
+    monkeypatch.setattr("gossip_modules.transport.change_board._LOOK_SECONDS", 0.0)
+    other.board.begin_wait()
+    other.board.look()
+    assert other.num_ended == 1
+    with pytest.raises(ValueError, match="rank 11 has 'a' where rank 10 has 'b'"):
+        other.board.raise_if_known()
+    other.board.end_wait()
+
+
+def test_first_difference() -> None:
+    assert first_difference(["a", "b"], ["a", "c"]) == ("'b'", "'c'")
+    assert first_difference(["a"], ["a", "c"]) == ("nothing more", "'c'")
+    assert first_difference(["a"], ["a"]) == ("", "")
