@@ -25,7 +25,7 @@ from .composition import check_inside, hold, let_go
 from .foreign.attributes import ForeignAttributes
 from .foreign.ddp import DDP_ATTRIBUTES
 from .old_names.attributes import MISSING, OldMethods
-from .optimizer_steps import OptimizerSteps, Rounds
+from .optimizer_steps import OptimizerSteps, RoundTime
 from .setup import Links, open_transport
 from .state import InnerPlace, RoundState, check_prefix
 from .step import TrainingStep
@@ -70,7 +70,7 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
         selection: the buffers that are mixed too, and the parameters and buffers that stay local.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled are training forwards too.
-        rounds: when rounds run: see `Rounds`.
+        rounds: when rounds run: see `RoundTime`.
         num_shards: the vector is padded to this many equal shards.
 
     Raises:
@@ -103,7 +103,7 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
         self._trains = False  # in this forward
         self._place: tuple[int, int] | None = None  # rank and world size, where there are such
         self._description: dict[str, str] = {}  # what ranks agree on, by name
-        when = Rounds.of(rounds)
+        when = RoundTime.of(rounds)
         self._buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
         self._own_weights = OwnWeights(self._buffer, self._add_again)
         self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)

@@ -18,10 +18,10 @@ from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, existing_optimizers, holds_any
 from .foreign.user_line import levels_to_user
 
-_MANY_STEPS = 100  # without a round, under Rounds.MANUAL
+_MANY_STEPS = 100  # without a round, under RoundTime.MANUAL
 
 
-class Rounds(Enum):
+class RoundTime(Enum):
     """When the round of an optimizer step runs, relative to the user's loop: the argument `rounds=` of wrappers."""
 
     FORWARD = "forward"
@@ -29,7 +29,7 @@ class Rounds(Enum):
     MANUAL = "manual"
 
     @classmethod
-    def of(cls, value: object) -> Rounds:
+    def of(cls, value: object) -> RoundTime:
         """Raise ValueError where `value` names none of them."""
         try:
             return cls(value)
@@ -59,25 +59,25 @@ class OptimizerSteps:
         buffer: has the parameters.
         rounds: when rounds run.
         name: the class of the wrapper, for messages.
-        run: runs the round of a step; called after optimizer steps under `Rounds.STEP`.
+        run: runs the round of a step; called after optimizer steps under `RoundTime.STEP`.
 
     Attributes:
         has_ended: set to True by the wrapper after each forward that did not raise. (An attribute rather than a method,
             as torch.compile traces the end of a forward without a break.)
     """
 
-    def __init__(self, buffer: FlatBuffer, rounds: Rounds, *, name: str, run: Callable[[], None]) -> None:
+    def __init__(self, buffer: FlatBuffer, rounds: RoundTime, *, name: str, run: Callable[[], None]) -> None:
         self.rounds = rounds
         self._buffer, self._name = buffer, name
         self.bind(run)
-        self._is_due = rounds is Rounds.FORWARD  # the next training forward begins a step, whatever came before
+        self._is_due = rounds is RoundTime.FORWARD  # the next training forward begins a step, whatever came before
         self._is_synced = False  # a training forward outside no_sync() has ended since the last round
         self._is_last_synced = False  # the last one that began was outside no_sync()
         self._num_extra = 0  # training forwards of this step beyond the first, outside no_sync()
         self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
         self._is_inside = False  # an optimizer's step, which evaluates a closure as often as it likes
         self._num_without = 0  # optimizer steps since the last round, or since the start
-        self._num_owed = 0  # rounds of Rounds.STEP that are to run now, or have failed
+        self._num_owed = 0  # rounds of RoundTime.STEP that are to run now, or have failed
         self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
         self._has_warned = self._has_raised = False
         self._gradient = _WatchedGradient()
@@ -117,7 +117,7 @@ class OptimizerSteps:
         """
         is_due = self.is_due
         self._is_last_synced, self.has_ended = is_synced, False
-        if self.rounds is not Rounds.FORWARD:
+        if self.rounds is not RoundTime.FORWARD:
             return self._num_left_out()
         if not is_due:
             self._num_extra += is_synced and self._is_synced and not self._is_inside
@@ -131,7 +131,7 @@ class OptimizerSteps:
 
     def _num_left_out(self) -> int:
         """The rounds of steps that were left out, where rounds do not run in forwards."""
-        if self.rounds is Rounds.MANUAL:
+        if self.rounds is RoundTime.MANUAL:
             return 0
         if self._is_synced and not self._counts and not self._sees_optimizers():
             self._raise_once(
@@ -159,12 +159,12 @@ class OptimizerSteps:
 
     def end(self) -> None:
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
-        self._is_due = self.rounds is Rounds.FORWARD
+        self._is_due = self.rounds is RoundTime.FORWARD
 
     def go_on(self, *, is_due: bool) -> None:
         """Take up a loop at a checkpoint, whose next training forward begins a step or does not."""
         self._counts.clear()
-        self._is_due = is_due and self.rounds is Rounds.FORWARD
+        self._is_due = is_due and self.rounds is RoundTime.FORWARD
         self._is_synced = self.has_ended = False
 
     def be_quiet(self) -> None:
@@ -199,10 +199,10 @@ class OptimizerSteps:
         is_first = not self._counts
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         self._num_without += 1
-        if self.rounds is Rounds.FORWARD:
+        if self.rounds is RoundTime.FORWARD:
             if count == 2:
                 self._raise_once(_without_rounds(type(optimizer).__name__, self._name))
-        elif self.rounds is Rounds.STEP:
+        elif self.rounds is RoundTime.STEP:
             # Several optimizers that take turns have one round together: after the first one of each turn.
             if is_first or count == 2:
                 self._num_owed += 1 + self._gradient.num_left_out

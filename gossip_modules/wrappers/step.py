@@ -21,7 +21,7 @@ from .debias import Debias
 from .foreign.user_line import levels_to_user
 from .join import UnevenInputs
 from .node import Node
-from .optimizer_steps import OptimizerSteps, Rounds
+from .optimizer_steps import OptimizerSteps, RoundTime
 from .travelling import Travelling
 from .unsynced_steps import UnsyncedSteps
 from .weights.own import OwnWeights
@@ -144,7 +144,7 @@ class TrainingStep(nn.Module):
 
     def _set_out(self) -> None:
         """Training begins, with the model as it is now, before or after the first round."""
-        if self._steps.rounds is not Rounds.FORWARD:
+        if self._steps.rounds is not RoundTime.FORWARD:
             self._engine.set_out(self._gossiped)
 
     def _round_after_step(self) -> None:
@@ -240,7 +240,7 @@ class TrainingStep(nn.Module):
             return
         if self._sync:
             self._steps.end()  # as after eval()
-        if torch.is_grad_enabled() and self._steps.rounds is Rounds.FORWARD:
+        if torch.is_grad_enabled() and self._steps.rounds is RoundTime.FORWARD:
             try:
                 self._unsynced_steps.check(self._buffer.parameters, name=type(self).__name__)
             except RuntimeError:
