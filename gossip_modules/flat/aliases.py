@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .instances import instances_of
 from .slots import Slot
 
 
@@ -92,8 +93,8 @@ def _num_owners(x: Tensor) -> int:
 def _overlapping(groups: Mapping[int, list[Slot]], slots: Sequence[Slot]) -> Iterator[tuple[Tensor, list[Slot]]]:
     """The other tensors of those storages, each with the slots that it overlaps with."""
     ours = {id(slot.tensor) for slot in slots}
-    for x in [x for x in gc.get_objects() if issubclass(type(x), Tensor) and id(x) not in ours]:
-        if has_memory(x) and (group := groups.get(x.untyped_storage()._cdata)) is not None:
+    for x in instances_of(Tensor):
+        if id(x) not in ours and has_memory(x) and (group := groups.get(x.untyped_storage()._cdata)) is not None:
             start, stop = _span(x)
             if over := [slot for slot in group if start < _span(slot.tensor)[1] and _span(slot.tensor)[0] < stop]:
                 yield x, over

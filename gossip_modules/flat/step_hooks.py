@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -14,6 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from .instances import instances_of
 
 
 class Stepped(Protocol):
@@ -75,20 +76,8 @@ class KnownOptimizers:
 
 
 def existing_optimizers() -> list[Optimizer]:
-    """All torch optimizers of the process, by one pass over all objects.
-
-    Objects refer to their class. (`gc.get_objects` would also refer to tuples that other threads are making, which
-    fails there.)
-    """
-    kinds = set(_subclasses_of(Optimizer))
-    found = (x for x in gc.get_referrers(*kinds) if type(x) in kinds)
-    return [optimizer for optimizer in found if hasattr(optimizer, "param_groups")]
-
-
-def _subclasses_of(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _subclasses_of(subclass)
+    """All torch optimizers of the process that are made to their end."""
+    return [optimizer for optimizer in instances_of(Optimizer) if hasattr(optimizer, "param_groups")]
 
 
 def is_left_out(optimizer: Optimizer) -> bool:

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..flat.aliases import has_memory
+from ..flat.instances import instances_of
+from ..flat.step_hooks import holds_any
 from .averaging import AveragingMixin
 
 _REMEDY = "one wrapper keeps the models of all ranks together: remove the other one, and wrap the plain module once"
@@ -164,9 +166,5 @@ def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tupl
 
 
 def _is_held_by(parameter: Tensor, kind: type[Optimizer]) -> bool:
-    """Whether an optimizer of exactly that class has the parameter.
-
-    Objects refer to their class, so one pass over all objects finds the optimizers, and keeps no other object alive.
-    """
-    optimizers = (x for x in gc.get_referrers(kind) if type(x) is kind)
-    return any(parameter is held for x in optimizers for group in x.param_groups for held in group["params"])
+    """Whether an optimizer of that class has the parameter."""
+    return any(holds_any(optimizer, [parameter]) for optimizer in instances_of(kind))

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -161,11 +161,16 @@ class OptimizerSteps:
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
         self._is_due = self.rounds is RoundTime.FORWARD
 
-    def go_on(self, *, is_due: bool) -> None:
-        """Take up a loop at a checkpoint, whose next training forward begins a step or does not."""
+    def state_dict(self) -> dict[str, bool]:
+        """Where the loop is: whether the next training forward begins a step, or would after an optimizer step."""
+        return {"is_step_start": self.is_due, "is_synced": self._is_synced}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a loop where `state_dict()` was taken; states of older versions have "is_step_start" alone."""
         self._counts.clear()
+        is_due = state["is_step_start"]
         self._is_due = is_due and self.rounds is RoundTime.FORWARD
-        self._is_synced = self.has_ended = False
+        self._is_synced, self.has_ended = state.get("is_synced", is_due), False
 
     def be_quiet(self) -> None:
         """The user has been told that steps have no rounds."""

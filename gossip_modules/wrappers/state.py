@@ -126,7 +126,7 @@ class RoundState(nn.Module):
         place = {} if self._place is None else dict(zip(("rank", "world_size"), self._place, strict=True))
         copies = {} if self._copies is None else self._copies.state_dict()
         engine = WholeState(self._engine.state_dict())
-        return {"is_step_start": self._steps.is_due, "engine": engine, **copies, **place}
+        return {**self._steps.state_dict(), "engine": engine, **copies, **place}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """Take back what `get_extra_state` gave; None starts anew, as after loading other weights into the module.
@@ -142,7 +142,7 @@ class RoundState(nn.Module):
             self._set_out()
             return
         self._check_place(state)
-        self._steps.go_on(is_due=state["is_step_start"])
+        self._steps.load_state_dict(state)
         self._engine.load_state_dict(plain(state["engine"]))
         if self._copies is not None:
             self._copies.load_state_dict(state)

@@ -79,7 +79,7 @@ def test_a_checkpoint_or_a_copy_at_an_outer_step_has_it() -> None:
     twin, (resumed, _) = copy.deepcopy(wrapper), wrapped(solo_group())
     resumed.load_state_dict(wrapper.state_dict())
     for each in (wrapper, twin, resumed):
-        each(0)
+        each.gossip_step()
         assert isinstance(each._engine, OuterEngine)
         ((anchor,), inner) = each._engine._anchors, each._engine._inner
         assert anchor.inner_rate == inner.rate == LEARNING_RATE
