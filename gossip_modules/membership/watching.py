@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from ..transport.deadline import join_at_exit
+from ..transport.gloo import in_gloo, wait_for_connecting
 from . import limits
 from .events.roster import GARBAGE, Roster
 from .generations import Generations
 from .heartbeats import digest
 from .liveness.probe import LifeSign, probe
-from .worker_state import log, wait_for_connecting
+from .worker_state import log
 
 _VOID = ("come", "loaded", "gave up", "ready", "again")  # see [Note: coming again]
 
@@ -162,7 +164,7 @@ class Watching(Generations):
                 self._limit = None  # it was said for another one
                 self._watch_peers()
                 self._warn_of_loopback(forming)
-                self._start_thread(self._form, forming, name="gossip-forming")
+                in_gloo(self._form, forming, name="gossip-forming")
             if forming is not None and forming.generation in self._formed:
                 self._hurry(forming)
             if view is not None and view.generation > self.generation:
@@ -205,7 +207,7 @@ class Watching(Generations):
             self._next_doubt = now + limits.RETRY
         for worker, why in doubted.items():
             if worker != self.id:
-                self._start_thread(self._accuse_if_ended, worker, why, True, name="gossip-accuse")
+                in_gloo(self._accuse_if_ended, worker, why, True, name="gossip-accuse")
 
     def _seek(self) -> None:
         """Left out of the job: is there anybody to join again? Until then this worker trains on by itself."""
@@ -258,18 +260,18 @@ _live: weakref.WeakSet[Watching] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that comes back from C++ code after the interpreter has ended would abort the process."""
-    for membership in list(_live):
+    """See [Note: threads at exit]: all waits are ended, and then waited for."""
+    memberships = list(_live)
+    for membership in memberships:
         membership._closed.set()
         membership._wake.set()
         if membership._heartbeats is not None:
             membership._heartbeats.close()
-        if membership._watcher is not None:
-            membership._watcher.join(1.0)
         with membership._lock:
             transports = membership._transports()
         for transport in transports:  # an interrupt leaves waits under way, of which no thread is to come back later
             transport.end_waits()
+    join_at_exit(membership._watcher for membership in memberships if membership._watcher is not None)
     wait_for_connecting()
 
 

@@ -7,11 +7,11 @@ import math
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
+from ..transport.gloo import in_gloo
 from ..transport.waits import Waits
 from . import limits
 from .callbacks import Callbacks
@@ -24,8 +24,6 @@ from .participant import Change, Participant
 from .view import Joiner, Member, View
 
 log = logging.getLogger("gossip_modules.membership")
-_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_starting = threading.Lock()  # no thread is there that has not started
 
 
 class OneWorker(Protocol):
@@ -71,7 +69,7 @@ class WorkerState:
         self._description: dict[str, str] = {}
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
-        self._closed = threading.Event()
+        self._closed = log.ended
         self._wake = threading.Event()  # the watcher has something to do
         self._watcher: threading.Thread | None = None
         self.num_joins = self.num_deaths = 0
@@ -242,13 +240,6 @@ class WorkerState:
                 self._moved.wait(limits.POLL)  # `leave` notifies nobody: a signal's handler may call it
             return condition()
 
-    def _start_thread(self, body: Callable[..., None], *arguments: Any, name: str) -> None:
-        """A thread that connects with others, for which the exit of the interpreter waits; see `_close_all`."""
-        thread = threading.Thread(target=body, args=arguments, name=name, daemon=True)
-        with _starting:
-            _connecting.add(thread)
-            thread.start()
-
     def _say(self, event: Mapping[str, Any]) -> None:
         """Have the watcher append an event."""
         with self._lock:
@@ -259,7 +250,7 @@ class WorkerState:
         """Say that a worker has failed; generation: see `Accusation`."""
         log.warning("job %s: rounds go on without worker %s: %s", self.name, self._number_of(worker), why)
         if may_have_ended:
-            self._start_thread(self._accuse_if_ended, worker, why, name="gossip-accuse")
+            in_gloo(self._accuse_if_ended, worker, why, name="gossip-accuse")
         else:
             self._say_accusation(worker, why, is_sure=False, generation=generation)
 
@@ -290,11 +281,3 @@ class WorkerState:
 
     def _number_of(self, worker: int) -> int:
         return next((member.number for member in self._known_members() if member.id == worker), -1)
-
-
-def wait_for_connecting() -> None:
-    """At the exit of the interpreter: a thread inside Gloo that came back later would abort the process."""
-    with _starting:
-        threads = list(_connecting)
-    for thread in threads:
-        thread.join(limits.CONNECT)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ...transport.bounded_store import BoundedStore
+from ...transport.endable_store import EndableStore
 from .. import limits
 from ..liveness.address import connect_store, store_address
 
@@ -42,6 +43,9 @@ class EventLog:
         name: of the job, so that several may use one store.
         timeout: of a request.
 
+    Attributes:
+        ended: set when this worker has closed: waits in lent stores end.
+
     Raises:
         ConnectionError: the store does not answer within `timeout`.
         ValueError: an address of another form.
@@ -49,6 +53,7 @@ class EventLog:
 
     def __init__(self, store: dist.Store | str, *, name: str, timeout: timedelta) -> None:
         self.name, self.timeout, self._given = name, timeout, store
+        self.ended = threading.Event()
         self._next = 0
         self._hole_since: float | None = None
         self._last_attempt = time.monotonic()
@@ -82,17 +87,21 @@ class EventLog:
         """
         given = self._given
         if not isinstance(given, (str, dist.TCPStore)):
-            yield dist.PrefixStore(self._key(prefix), given)
+            yield self._endable(prefix, given)
             return
         epoch = self._epoch
         with self._lock:
             client = self._clients.pop() if self._clients else None
         if client is None:
-            client = connect_store(given if isinstance(given, str) else f"{given.host}:{given.port}", self.timeout)
-        yield dist.PrefixStore(self._key(prefix), client)
+            address = given if isinstance(given, str) else f"{given.host}:{given.port}"
+            client = connect_store(address, self.timeout, was_lost=not self.is_connected)
+        yield self._endable(prefix, client)
         with self._lock:  # one that has failed is not kept
             if epoch == self._epoch:
                 self._clients.append(client)
+
+    def _endable(self, prefix: str, store: dist.Store) -> dist.Store:
+        return EndableStore(dist.PrefixStore(self._key(prefix), store), self.ended, timeout=self.timeout)
 
     def arrive(self, name: str) -> None:
         """Say that this worker is there.

@@ -1,0 +1,60 @@
+"""EndableStore: a store in which the wait for a key ends when it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .deadline import Deadline
+
+_POLL_SECONDS = 0.005
+
+
+class EndableStore(dist.Store):
+    """The keys of another store; a wait for one that is not there ends with an error as soon as an event is set.
+
+    A group over Gloo waits for the addresses of its ranks in its store. The client of a TCPStore does so inside C++
+    code, for as long as the group may take to connect, and nothing ends that. This one asks again and again.
+
+    Args:
+        store: with the keys; requests go to it one after the other.
+        ended: set, from any thread, when nobody is to wait any more.
+        timeout: of waits that give none.
+    """
+
+    def __init__(self, store: dist.Store, ended: threading.Event, *, timeout: timedelta) -> None:
+        super().__init__()
+        self._store, self._ended, self._limit = store, ended, timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Put `value` under `key`."""
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """What is under `key`; waits for it."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether there is something under each of the keys."""
+        return self._store.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when there is something under each of the keys.
+
+        Raises:
+            RuntimeError: they did not come within `timeout`, or the wait was ended.
+        """
+        deadline = Deadline(timeout or self._limit)
+        while not self.check(keys):
+            if self._ended.wait(_POLL_SECONDS):
+                raise RuntimeError(f"the wait for {', '.join(keys)} was ended, since this process has closed")
+            if deadline.is_over:
+                raise RuntimeError(f"{', '.join(keys)} did not come within {deadline.seconds:g} s")
+
+    def has_extended_api(self) -> bool:
+        """Gloo asks key by key."""
+        return False
