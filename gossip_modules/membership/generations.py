@@ -7,6 +7,7 @@ import math
 import time
 from datetime import timedelta
 
+from ..transport.deadline import Deadline
 from . import limits
 from .events.roster import MARGIN
 from .links import connect_links
@@ -37,13 +38,12 @@ class Generations(WorkerState):
         assert self._participant is not None
         self._steps_before = self._participant.step - clock
 
-    def _wait_for_first_step(self, clock: int) -> None:
+    def _wait_for_first_step(self, clock: int, deadline: Deadline) -> None:
         """[Note: first step] A generation cannot begin without the store: then rounds go on as they are."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
         with self._moved:
             while not (self._limit is None or self._limit > clock or self._is_excluded or self._closed.is_set()):
                 self._moved.wait(limits.POLL)
-                if not self._log.is_connected or time.monotonic() > deadline:
+                if not self._log.is_connected or deadline.is_over:
                     self._unsent = [event for event in self._unsent if event["event"] != "ready"]
                     self._limit = None
 
@@ -195,6 +195,8 @@ class Generations(WorkerState):
                 host=self._link_host,
             )
         except (RuntimeError, OSError) as error:
+            if self._closed.is_set():
+                return
             log.warning("job %s: generation %d was not formed: %s", self.name, view.generation, error)
             self._say({"event": "again", "by": self.id, "generation": view.generation})
             return

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..transport.deadline import Deadline
 from ..transport.waits import as_timeout
 from ..version import __version__
 from .arguments import as_description, check_callback, check_num_steps, check_numbers, check_places
@@ -141,7 +142,7 @@ class Membership(Turns):
 
     def _join(self) -> None:
         if self._is_newcomer:
-            self._enter()
+            self._enter(Deadline(self.timeout))
             self._next_is(self._clock + 1)
         self._has_joined = True
 
@@ -277,10 +278,12 @@ class Membership(Turns):
             clock = self._clock = self._clock + 1 + self._participant.skipped()
             self._next_is(clock)
             must_wait = self._limit is not None and clock >= self._limit
-        if must_wait:
-            self._wait_for_first_step(clock)
-        if self._is_excluded and self._can_rejoin and not self.is_leaving:
-            change = self._rejoin()
+        deadline = Deadline(self.timeout) if must_wait or self._is_excluded else None  # [Note: one deadline]
+        if must_wait and deadline is not None:
+            self._wait_for_first_step(clock, deadline)
+        is_late = deadline is not None and deadline.is_over
+        if self._is_excluded and self._can_rejoin and not (self.is_leaving or is_late):
+            change = self._rejoin(deadline or Deadline(self.timeout))
             self._next_is(self._clock)
             return change
         if self._due and self._first_step(self._due[0][0]) < clock:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
+from ..transport.deadline import Deadline
 from ..transport.gloo import in_gloo
 from ..transport.waits import Waits
 from . import limits
@@ -232,12 +233,11 @@ class WorkerState:
         transports += [] if self._transport is None else [self._transport]
         return list({id(transport): transport for transport in transports}.values())
 
-    def _await(self, condition: Callable[[], bool]) -> bool:
-        """Wait until `condition`, which the watcher may make true, `leave` or the timeout; whether it is so."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
+    def _await(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait until `condition`, which the watcher may make true, `leave` or the deadline; whether it is so."""
         with self._moved:
-            while not (condition() or self._closed.is_set() or self.is_leaving) and time.monotonic() < deadline:
-                self._moved.wait(limits.POLL)  # `leave` notifies nobody: a signal's handler may call it
+            while not (condition() or self._closed.is_set() or self.is_leaving or deadline.is_over):
+                self._moved.wait(min(limits.POLL, deadline.left))  # `leave` notifies nobody: a signal may call it
             return condition()
 
     def _say(self, event: Mapping[str, Any]) -> None:
