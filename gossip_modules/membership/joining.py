@@ -76,13 +76,32 @@ class Joining(Giving):
     def _nobody_came(self) -> Exception:
         if self._closed.is_set():
             return RuntimeError(f"job {self.name!r}: the membership was closed before the job began; make another one")
-        return TimeoutError(
-            f"job {self.name!r} did not begin within {self.timeout.total_seconds():g} s: got "
-            f"{len(self._roster.founders)} workers, expected min_workers="
-            f"{max(self._num_awaited(), self._coming['min_workers'])}; start the others, or ask for fewer"
-            if self._log.is_connected
-            else f"the store of job {self.name!r} at {self._log.address} did not answer within "
-            f"{self.timeout.total_seconds():g} s"
+        seconds = f"{self.timeout.total_seconds():g} s"
+        if not self._log.is_connected:
+            where = f"the store of job {self.name!r} at {self._log.address}"
+            return TimeoutError(f"{where} did not answer within {seconds}")
+        with self._lock:
+            num_founders = len(self._roster.founders)
+            num_awaited = max(self._num_awaited(), self._coming["min_workers"])
+        why = self._what_is_late() or (
+            f"got {num_founders} workers, expected min_workers={num_awaited}; start the others, or ask for fewer"
+        )
+        return TimeoutError(f"job {self.name!r} did not begin within {seconds}: {why}")
+
+    def _what_is_late(self) -> str:
+        """What holds up the generation that this worker is to begin, for errors; "" where none is being formed."""
+        with self._lock:
+            roster, me = self._roster, self.id
+            view = roster.forming or roster.view
+            late = [] if view is None else [member for member in view.members if member.id not in roster.ready]
+        if view is None or not view.has(me):
+            return ""
+        if roster.forming is None:  # all have said that they are ready
+            return f"all {len(view.members)} workers have connected, but this one has lost its links; start all again"
+        names = [f"{member}, this worker," if member.id == me else str(member) for member in late]
+        return (
+            f"all {len(view.members)} workers have come, but {' and '.join(names)} did not connect with the others in "
+            "time; see that no worker is stopped, that the machines reach each other, and that timeout= is long enough"
         )
 
     def _enter(self, deadline: Deadline) -> None:
@@ -106,9 +125,9 @@ class Joining(Giving):
                 lambda: bool(self._due) or self._store_life != self._asked_life or self._is_left_out(), deadline
             ):
                 self._raise_if_over()
+                why = self._what_is_late() or "none was formed; start it again"
                 raise TimeoutError(
-                    f"job {self.name!r}: no generation with this worker began within {deadline.seconds:g} s; start it "
-                    "again"
+                    f"job {self.name!r}: no generation with this worker began within {deadline.seconds:g} s: {why}"
                 )
             with self._lock:
                 is_left_out = self._is_left_out()
@@ -260,7 +279,9 @@ class Joining(Giving):
         Training stands still meanwhile, so all waits have one deadline; where that passes, the worker trains on alone
         for as long as it has waited, and tries again.
         """
-        log.warning("job %s: this worker was left out of the job while it was silent, and joins again", self.name)
+        was, has_stopped = self.id, self._has_stopped
+        why = "was left out of the job while it was silent" if not has_stopped else "trains on after an error"
+        log.warning("job %s: this worker %s, and joins again", self.name, why)
         assert self._participant is not None
         self._settle(self._participant.settle)
         before, number, clock = self._require_view(), self.number, self._clock
@@ -268,6 +289,8 @@ class Joining(Giving):
         self._release_all()
         with self._lock:
             self._reset()
+            if has_stopped:
+                self._unsent.append({"event": "leave", "id": was, "why": "an error ended its training"})
             self._log.rewind()
         try:
             self._come(deadline)

@@ -17,6 +17,7 @@ from . import limits
 from .events.roster import GARBAGE, Roster
 from .generations import Generations
 from .heartbeats import digest
+from .liveness.loop_error import hear_of_uncaught_errors
 from .liveness.probe import LifeSign, probe
 from .worker_state import log
 
@@ -246,7 +247,24 @@ class Watching(Generations):
             self._watcher.join(1.0)
         self._release_all()
 
+    def _end_liveness(self) -> None:
+        """The others are to go on at once, and not when this process has ended: an error has ended the training.
+
+        [Note: errors that end a loop] A process may take seconds to end after an error: a script cleans up, threads are
+        joined, and a program that runs out of memory is slow. So the lifelines of the worker close as soon as the error
+        leaves the loop over `steps`, or when nothing catches it. A script that catches the error and trains on joins
+        again, as a new worker does. A worker that is alone holds nobody up.
+        """
+        view, beats = self._active, self._heartbeats
+        is_alone = view is not None and len(view.members) == 1
+        if self._closed.is_set() or self._has_stopped or beats is None or is_alone:
+            return
+        self._has_stopped = True
+        log.warning("job %s: an error ended the training of this worker, and the others go on without it", self.name)
+        beats.close()
+
     def _start_watching(self) -> None:
+        hear_of_uncaught_errors(_end_liveness_in)
         if self._watcher is None:
             self._watcher = threading.Thread(
                 target=_watch, args=(weakref.ref(self), self._wake, self._closed), name="gossip-membership", daemon=True
@@ -256,6 +274,13 @@ class Watching(Generations):
 
 
 _live: weakref.WeakSet[Watching] = weakref.WeakSet()
+
+
+def _end_liveness_in(thread: int | None) -> None:
+    """See [Note: errors that end a loop]; thread: that the error has ended; None: the process ends."""
+    for membership in list(_live):
+        if thread in (None, membership._thread):
+            membership._end_liveness()
 
 
 @atexit.register

@@ -78,6 +78,7 @@ class WorkerState:
         self._has_met = False  # whether a listener of another worker was ever in reach
         self.siblings: OneWorker | None = None  # where several processes are this worker
         self.is_leaving = False
+        self._thread = threading.get_ident()  # that trains
         self._steps_before = 0  # see [Note: clock] of `Turns`
         self._reset()
 
@@ -109,7 +110,7 @@ class WorkerState:
         self._asked_again = 0  # the last generation without links that the others were asked to form again
         self._limit: int | None = None  # the step that is not begun before the next generation is known
         self._clock = -1  # calls of `at_step`, those of the job before this worker came included
-        self._is_excluded = False
+        self._is_excluded = self._has_stopped = False  # see [Note: errors that end a loop]
         self._can_rejoin = self._is_cut_off = False  # of who is excluded
         self._next_probe = 0.0
         self._next_doubt = math.inf  # when to look whether those who are accused have ended
