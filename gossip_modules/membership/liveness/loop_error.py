@@ -44,13 +44,17 @@ def hear_of_uncaught_errors(tell: Callable[[int | None], None]) -> None:
     before, before_in_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
-        if not (hasattr(sys, "ps1") or sys.flags.interactive):
-            tell(None)
-        before(kind, error, place)
+        try:
+            if not (hasattr(sys, "ps1") or sys.flags.interactive):
+                tell(None)
+        finally:
+            before(kind, error, place)
 
     def hook_in_thread(arguments: threading.ExceptHookArgs) -> None:
-        tell(threading.get_ident())
-        before_in_thread(arguments)
+        try:
+            tell(threading.get_ident())
+        finally:
+            before_in_thread(arguments)
 
     if sys.excepthook not in _hooks:
         _hooks.add(hook)
