@@ -184,7 +184,9 @@ class Generations(WorkerState):
             if not self._all_come(view):
                 return
             transport = connect_links(
-                lambda name: self._log.lent_store(f"links/{view.generation}/{name}"),
+                lambda name: self._log.lent_store(
+                    f"links/{view.generation}/{name}", is_void=lambda: self._is_given_up(view)
+                ),
                 rank,
                 len(view.members),
                 self._participant.links(rank, len(view.members)),
@@ -195,14 +197,13 @@ class Generations(WorkerState):
                 host=self._link_host,
             )
         except (RuntimeError, OSError) as error:
-            if self._closed.is_set():
+            if self._closed.is_set() or self._is_given_up(view):
                 return
             log.warning("job %s: generation %d was not formed: %s", self.name, view.generation, error)
             self._say({"event": "again", "by": self.id, "generation": view.generation})
             return
         with self._moved:
-            forming = self._roster.forming
-            if forming is None or forming.generation != view.generation or self._closed.is_set():
+            if self._is_given_up(view) or self._closed.is_set():
                 self._retired.append((time.monotonic(), transport))
                 return
             transport.on_broken = lambda: self._say({"event": "again", "by": self.id, "generation": view.generation})
@@ -213,6 +214,11 @@ class Generations(WorkerState):
             ready = {"event": "ready", "id": self.id, "generation": view.generation, "step": step}
             self._unsent.append({**ready, "weight": self._participant.weight})
         self._wake.set()
+
+    def _is_given_up(self, view: View) -> bool:
+        """Whether a generation that has not begun is not being formed any more: another one is in its place."""
+        forming = self._roster.forming
+        return forming is None or forming.generation != view.generation
 
     def _warn_of_loopback(self, view: View) -> None:
         """Other machines cannot reach this worker where it has told them to: say so once, before it is left out."""
@@ -236,8 +242,7 @@ class Generations(WorkerState):
         self._log.arrive(f"{view.generation}/{self.id}")
         start, missing, are_accused = time.monotonic(), set(view.ids), False
         while missing := {worker for worker in missing if not self._log.has_arrived(f"{view.generation}/{worker}")}:
-            forming = self._roster.forming
-            if forming is None or forming.generation != view.generation or self._closed.wait(limits.BUSY_POLL):
+            if self._is_given_up(view) or self._closed.wait(limits.BUSY_POLL):
                 return False
             if not are_accused and time.monotonic() - start > limits.FORMING:
                 are_accused = True

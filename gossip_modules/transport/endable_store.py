@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,11 +23,19 @@ class EndableStore(dist.Store):
         store: with the keys; requests go to it one after the other.
         ended: set, from any thread, when nobody is to wait any more.
         timeout: of waits that give none.
+        is_void: whether the group is not to be made any more, asked while its addresses are awaited; from any thread.
     """
 
-    def __init__(self, store: dist.Store, ended: threading.Event, *, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        ended: threading.Event,
+        *,
+        timeout: timedelta,
+        is_void: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
-        self._store, self._ended, self._limit = store, ended, timeout
+        self._store, self._ended, self._limit, self._is_void = store, ended, timeout, is_void
 
     def set(self, key: str, value: str | bytes) -> None:
         """Put `value` under `key`."""
@@ -50,8 +58,9 @@ class EndableStore(dist.Store):
         """
         deadline = Deadline(timeout or self._limit)
         while not self.check(keys):
-            if self._ended.wait(_POLL_SECONDS):
-                raise RuntimeError(f"the wait for {', '.join(keys)} was ended, since this process has closed")
+            if self._is_void() or self._ended.wait(_POLL_SECONDS):
+                why = "this worker has closed" if self._ended.is_set() else "another group is made in its place"
+                raise RuntimeError(f"the wait for {', '.join(keys)} was ended, since {why}")
             if deadline.is_over:
                 raise RuntimeError(f"{', '.join(keys)} did not come within {deadline.seconds:g} s")
 

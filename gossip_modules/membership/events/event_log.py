@@ -79,7 +79,9 @@ class EventLog:
         return store_address(given) if isinstance(given, str) else BoundedStore(given).address
 
     @contextlib.contextmanager
-    def lent_store(self, prefix: str, *, limit: timedelta | None = None) -> Iterator[dist.Store]:
+    def lent_store(
+        self, prefix: str, *, limit: timedelta | None = None, is_void: Callable[[], bool] = lambda: False
+    ) -> Iterator[dist.Store]:
         """A store for the addresses of one group that is made inside, by one thread; connects within `limit`.
 
         [Note: lent clients] A client of a TCPStore that waits lets no other thread ask, so each group that is made
@@ -88,7 +90,7 @@ class EventLog:
         """
         given = self._given
         if not isinstance(given, (str, dist.TCPStore)):
-            yield self._endable(prefix, given)
+            yield self._endable(prefix, given, is_void)
             return
         epoch = self._epoch
         with self._lock:
@@ -97,13 +99,14 @@ class EventLog:
             address = given if isinstance(given, str) else f"{given.host}:{given.port}"
             within = Deadline(self._within(limit))
             client = connect_store(address, self.timeout, was_lost=not self.is_connected, deadline=within)
-        yield self._endable(prefix, client)
+        yield self._endable(prefix, client, is_void)
         with self._lock:  # one that has failed is not kept
             if epoch == self._epoch:
                 self._clients.append(client)
 
-    def _endable(self, prefix: str, store: dist.Store) -> dist.Store:
-        return EndableStore(dist.PrefixStore(self._key(prefix), store), self.ended, timeout=self.timeout)
+    def _endable(self, prefix: str, store: dist.Store, is_void: Callable[[], bool]) -> dist.Store:
+        own = dist.PrefixStore(self._key(prefix), store)
+        return EndableStore(own, self.ended, timeout=self.timeout, is_void=is_void)
 
     def arrive(self, name: str) -> None:
         """Say that this worker is there.

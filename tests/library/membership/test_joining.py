@@ -294,7 +294,7 @@ def test_a_donor_that_dies_in_the_middle_is_replaced_at_once(monkeypatch: pytest
 
     def receive_half(group: dist.ProcessGroup, **options: Any) -> Any:
         if not is_receiving.is_set():
-            options["waits"].wait(HalfReceived(), options["timeout"])
+            options["waits"].wait(HalfReceived(), options["deadline"].left_for_gloo)
         return receive(group, **options)
 
     monkeypatch.setattr(transfer, "receive", receive_half)

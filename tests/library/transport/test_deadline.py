@@ -48,9 +48,10 @@ def test_all_that_is_joined_at_exit_has_one_deadline(monkeypatch: pytest.MonkeyP
     assert sum(joined) == pytest.approx(1.2), "a second, and a moment for each of the handlers that come later"
 
 
-def test_the_wait_of_a_group_for_an_address_is_ended_by_an_event() -> None:
-    ended, errors = threading.Event(), []
-    store = EndableStore(dist.HashStore(), ended, timeout=TIMEOUT)
+@pytest.mark.parametrize("is_void", [False, True])
+def test_the_wait_of_a_group_for_an_address_is_ended(is_void: bool) -> None:
+    ended, voided, errors = threading.Event(), threading.Event(), []
+    store = EndableStore(dist.HashStore(), ended, timeout=TIMEOUT, is_void=voided.is_set)
 
     def make() -> None:
         try:
@@ -60,10 +61,11 @@ def test_the_wait_of_a_group_for_an_address_is_ended_by_an_event() -> None:
 
     thread = threading.Thread(target=make)
     thread.start()
-    ended.set()
+    (voided if is_void else ended).set()
     thread.join(TIMEOUT.total_seconds() / 2)
     assert not thread.is_alive()
-    assert errors == ["the wait for 0/1 was ended, since this process has closed"]
+    why = "another group is made in its place" if is_void else "this worker has closed"
+    assert errors == [f"the wait for 0/1 was ended, since {why}"]
 
 
 def test_a_wait_in_a_store_ends_in_time() -> None:
