@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from ..transport.deadline import join_at_exit
+from ..transport.deadlines.deadline import join_at_exit
 from ..transport.gloo import in_gloo, wait_for_connecting
 from . import limits
 from .events.roster import GARBAGE, Roster

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
-from ..transport.deadline import Deadline
+from ..transport.deadlines.deadline import Deadline
 from ..transport.gloo import in_gloo
 from ..transport.waits import Waits
 from . import limits

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .deadline import join_at_exit
+from .deadlines.deadline import join_at_exit
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .deadline import join_at_exit
+from .deadlines.deadline import join_at_exit
 from .exchange import SHUTDOWN, LinkClosedError, PointToPoint
 from .process_group import FOREVER, ProcessGroupTransport
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from .deadline import join_at_exit
+from .deadlines.deadline import join_at_exit
 
 CHANNEL_BITS = 5  # of a tag
 NUM_CHANNELS = 1 << CHANNEL_BITS

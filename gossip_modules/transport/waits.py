@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .deadline import Deadline, seconds_at_exit
+from .deadlines.deadline import Deadline, seconds_at_exit
 
 _AT_ONCE = timedelta(milliseconds=1)
 _TEARDOWN_SECONDS, _POLL_SECONDS = 0.5, 0.005

@@ -25,7 +25,7 @@ from gossip_modules import (
 )
 from gossip_modules.membership import limits
 from gossip_modules.membership.participant import Change
-from gossip_modules.transport.deadline import Deadline
+from gossip_modules.transport.deadlines.deadline import Deadline
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
 from tests.library.membership.events.stores import serve
 

@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.transport import deadline as deadline_module
-from gossip_modules.transport.deadline import Deadline, join_at_exit
-from gossip_modules.transport.endable_store import EndableStore
+from gossip_modules.transport.deadlines import deadline as deadline_module
+from gossip_modules.transport.deadlines.deadline import Deadline, join_at_exit
+from gossip_modules.transport.deadlines.endable_store import EndableStore
 from gossip_modules.transport.gloo import at_once, gloo_backend
-from tests.harness.clock import Clock
 from tests.harness.ranks import TIMEOUT
+from tests.library.transport.deadlines.clock import Clock
 
 
 def test_waits_share_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
