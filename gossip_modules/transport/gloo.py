@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .deadlines.deadline import join_at_exit
+from .deadlines.endable_store import EndableStore
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,8 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     Raises:
         RuntimeError: a rank does not come in time.
     """
+    if isinstance(store, EndableStore):
+        store.num_ranks = world_size  # [Note: all addresses at once]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     new = dist.ProcessGroupGloo

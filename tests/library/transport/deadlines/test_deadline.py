@@ -64,8 +64,9 @@ def test_the_wait_of_a_group_for_an_address_is_ended(is_void: bool) -> None:
     (voided if is_void else ended).set()
     thread.join(TIMEOUT.total_seconds() / 2)
     assert not thread.is_alive()
+    missing = "0/1"
     why = "another group is made in its place" if is_void else "this worker has closed"
-    assert errors == [f"the wait for 0/1 was ended, since {why}"]
+    assert errors == [f"the wait for {missing} was ended, since {why}"]
 
 
 def test_a_wait_in_a_store_ends_in_time() -> None:
