@@ -103,7 +103,7 @@ class BilateralEngine(Engine):
         if self._asking is not None:
             self._take_answer()
         before = self._left = self._bilateral  # kept until its last messages are sent
-        before.stop_answering(self.transport.timeout.total_seconds())  # exchanges take no longer
+        before.stop_answering(before.seconds_left)  # of the exchange under way
         before.shut_down(sorted(self._peers))
         if self._asker is not None:
             self._asker.close()

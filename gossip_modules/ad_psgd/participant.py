@@ -20,6 +20,11 @@ class BilateralParticipant(GraphParticipant):
         super()._turn_to(transport, growth)
         self.wrapper._averager.transport = transport
 
+    def flush(self) -> None:
+        """See `Participant`. Peers get no model before the next round, so that only one exchange is waited for."""
+        self.wrapper._engine.withdraw()
+        super().flush()
+
     def settle(self) -> None:
         """See `Participant`. Peers get no model any more, and corrections that come later are dropped."""
         self.wrapper._engine.give_up(self.wrapper._buffer.vector)

@@ -7,6 +7,7 @@ import math
 import time
 from datetime import timedelta
 
+from ..transport.deadlines.deadline import Deadline
 from . import limits
 from .events.roster import MARGIN
 from .links import connect_links
@@ -38,13 +39,12 @@ class Generations(WorkerState):
         assert self._participant is not None
         self._steps_before = self._participant.step - clock
 
-    def _wait_for_first_step(self, clock: int) -> None:
+    def _wait_for_first_step(self, clock: int, deadline: Deadline) -> None:
         """[Note: first step] A generation cannot begin without the store: then rounds go on as they are."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
         with self._moved:
             while not (self._limit is None or self._limit > clock or self._is_excluded or self._closed.is_set()):
                 self._moved.wait(limits.POLL)
-                if not self._log.is_connected or time.monotonic() > deadline:
+                if not self._log.is_connected or deadline.is_over:
                     self._unsent = [event for event in self._unsent if event["event"] != "ready"]
                     self._limit = None
 
@@ -185,7 +185,9 @@ class Generations(WorkerState):
             if not self._all_come(view):
                 return
             transport = connect_links(
-                lambda name: self._log.lent_store(f"links/{view.generation}/{name}"),
+                lambda name: self._log.lent_store(
+                    f"links/{view.generation}/{name}", is_void=lambda: self._is_given_up(view)
+                ),
                 rank,
                 len(view.members),
                 self._participant.links(rank, len(view.members)),
@@ -196,12 +198,13 @@ class Generations(WorkerState):
                 host=self._link_host,
             )
         except (RuntimeError, OSError) as error:
+            if self._closed.is_set() or self._is_given_up(view):
+                return
             log.warning("job %s: generation %d was not formed: %s", self.name, view.generation, error)
             self._say({"event": "again", "by": self.id, "generation": view.generation})
             return
         with self._moved:
-            forming = self._roster.forming
-            if forming is None or forming.generation != view.generation or self._closed.is_set():
+            if self._is_given_up(view) or self._closed.is_set():
                 self._retired.append((time.monotonic(), transport))
                 return
             transport.on_broken = lambda: self._say({"event": "again", "by": self.id, "generation": view.generation})
@@ -212,6 +215,11 @@ class Generations(WorkerState):
             ready = {"event": "ready", "id": self.id, "generation": view.generation, "step": step}
             self._unsent.append({**ready, "weight": self._participant.weight})
         self._wake.set()
+
+    def _is_given_up(self, view: View) -> bool:
+        """Whether a generation that has not begun is not being formed any more: another one is in its place."""
+        forming = self._roster.forming
+        return forming is None or forming.generation != view.generation
 
     def _warn_of_loopback(self, view: View) -> None:
         """Other machines cannot reach this worker where it has told them to: say so once, before it is left out."""
@@ -235,8 +243,7 @@ class Generations(WorkerState):
         self._log.arrive(f"{view.generation}/{self.id}")
         start, missing, are_accused = time.monotonic(), set(view.ids), False
         while missing := {worker for worker in missing if not self._log.has_arrived(f"{view.generation}/{worker}")}:
-            forming = self._roster.forming
-            if forming is None or forming.generation != view.generation or self._closed.wait(limits.BUSY_POLL):
+            if self._is_given_up(view) or self._closed.wait(limits.BUSY_POLL):
                 return False
             if not are_accused and time.monotonic() - start > limits.FORMING:
                 are_accused = True

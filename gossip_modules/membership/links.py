@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..transport.base import Pending
+from ..transport.deadlines.deadline import Deadline
 from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
 from ..transport.gloo import CPU, at_once, gloo_backend, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
@@ -210,6 +211,15 @@ class LinkTransport(PointToPoint):
             ask, self.on_broken = self.on_broken, None
         if ask is not None:
             ask()
+
+    @contextlib.contextmanager
+    def within(self, deadline: Deadline) -> Iterator[None]:
+        """A context in which collectives wait no longer than until the deadline, instead of for the timeout."""
+        timeout, self._whole.timeout = self._whole.timeout, deadline.left_for_gloo
+        try:
+            yield
+        finally:
+            self._whole.timeout = timeout
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`."""

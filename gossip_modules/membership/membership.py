@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from ..transport.deadlines.deadline import Deadline
 from ..transport.waits import as_timeout
 from ..version import __version__
 from .arguments import as_description, check_callback, check_num_steps, check_numbers, check_places
 from .events.event_log import EventLog
 from .liveness.address import own_address
 from .liveness.door import LeftAtDoorError
+from .liveness.loop_error import ends_by_error
 from .participant import Change, Participant
 from .turns import Turns
 
@@ -141,7 +145,7 @@ class Membership(Turns):
 
     def _join(self) -> None:
         if self._is_newcomer:
-            self._enter()
+            self._enter(Deadline(self.timeout))
             self._next_is(self._clock + 1)
         self._has_joined = True
 
@@ -150,6 +154,9 @@ class Membership(Turns):
 
         A generation that is due begins before its first step is handed out, so `rank` and `world_size` are those of the
         round that comes. After a worker was declared dead and has joined again, steps go on from that of the others.
+
+        The others go on at once where an error leaves the loop, or nothing catches one. A script that catches it and
+        calls this again joins again. After `break` or `return` this worker is a member still.
 
         Raises:
             RuntimeError: a step went by without a training forward, or the wrapper was closed in it.
@@ -172,7 +179,12 @@ class Membership(Turns):
             step = self._participant.step
             if step < num_steps:
                 self._participant.expect_forward()
-                yield step
+                try:
+                    yield step
+                except GeneratorExit:
+                    if not self._is_again and ends_by_error(sys._getframe().f_back):
+                        self._end_liveness()
+                    raise
                 if self._participant.step < num_steps:
                     self._raise_if_closed_in(step)
                 is_again = self._is_again or (failure is not None and not self._is_ahead)
@@ -274,14 +286,19 @@ class Membership(Turns):
 
     def _at_step(self) -> Change | None:
         assert self._participant is not None
+        self._thread = threading.get_ident()
         with self._lock:
             clock = self._clock = self._clock + 1 + self._participant.skipped()
             self._next_is(clock)
             must_wait = self._limit is not None and clock >= self._limit
-        if must_wait:
-            self._wait_for_first_step(clock)
-        if self._is_excluded and self._can_rejoin and not self.is_leaving:
-            change = self._rejoin()
+            if self._has_stopped:
+                self._is_excluded = self._can_rejoin = True
+        deadline = Deadline(self.timeout) if must_wait or self._is_excluded else None  # [Note: one deadline]
+        if must_wait and deadline is not None:
+            self._wait_for_first_step(clock, deadline)
+        is_late = deadline is not None and deadline.is_over
+        if self._is_excluded and self._can_rejoin and not (self.is_leaving or is_late):
+            change = self._rejoin(deadline or Deadline(self.timeout))
             self._next_is(self._clock)
             return change
         if self._due and self._first_step(self._due[0][0]) < clock:

@@ -11,12 +11,15 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from ..transport.deadlines.deadline import join_at_exit
+from ..transport.gloo import in_gloo, wait_for_connecting
 from . import limits
 from .events.roster import GARBAGE, Roster
 from .generations import Generations
+from .liveness.background_log import log
 from .liveness.contact import digest
+from .liveness.loop_error import hear_of_uncaught_errors
 from .liveness.probe import LifeSign, probe
-from .worker_state import log, wait_for_connecting
 
 _VOID = ("come", "loaded", "gave up", "ready", "again")  # see [Note: coming again]
 
@@ -162,7 +165,7 @@ class Watching(Generations):
                 self._limit = None  # it was said for another one
                 self._watch_peers()
                 self._warn_of_loopback(forming)
-                self._start_thread(self._form, forming, name="gossip-forming")
+                in_gloo(self._form, forming, name="gossip-forming")
             if forming is not None and forming.generation in self._formed:
                 self._hurry(forming)
             if view is not None and view.generation > self.generation:
@@ -205,7 +208,7 @@ class Watching(Generations):
             self._next_doubt = now + limits.RETRY
         for worker, why in doubted.items():
             if worker != self.id:
-                self._start_thread(self._accuse_if_ended, worker, why, True, name="gossip-accuse")
+                in_gloo(self._accuse_if_ended, worker, why, True, name="gossip-accuse")
 
     def _seek(self) -> None:
         """Left out of the job: is there anybody to join again? Until then this worker trains on by itself."""
@@ -244,7 +247,24 @@ class Watching(Generations):
             self._watcher.join(1.0)
         self._release_all()
 
+    def _end_liveness(self) -> None:
+        """The others are to go on at once, and not when this process has ended: an error has ended the training.
+
+        [Note: errors that end a loop] A process may take seconds to end after an error: a script cleans up, threads are
+        joined, and a program that runs out of memory is slow. So the lifelines of the worker close as soon as the error
+        leaves the loop over `steps`, or when nothing catches it. A script that catches the error and trains on joins
+        again, as a new worker does. A worker that is alone holds nobody up.
+        """
+        view, beats = self._active, self._heartbeats
+        is_alone = view is not None and len(view.members) == 1
+        if self._closed.is_set() or self._has_stopped or beats is None or is_alone:
+            return
+        self._has_stopped = True
+        log.warning("job %s: an error ended the training of this worker, and the others go on without it", self.name)
+        beats.close()
+
     def _start_watching(self) -> None:
+        hear_of_uncaught_errors(_end_liveness_in)
         if self._watcher is None:
             self._watcher = threading.Thread(
                 target=_watch, args=(weakref.ref(self), self._wake, self._closed), name="gossip-membership", daemon=True
@@ -256,20 +276,27 @@ class Watching(Generations):
 _live: weakref.WeakSet[Watching] = weakref.WeakSet()
 
 
+def _end_liveness_in(thread: int | None) -> None:
+    """See [Note: errors that end a loop]; thread: that the error has ended; None: the process ends."""
+    for membership in list(_live):
+        if thread in (None, membership._thread):
+            membership._end_liveness()
+
+
 @atexit.register
 def _close_all() -> None:
-    """A thread that comes back from C++ code after the interpreter has ended would abort the process."""
-    for membership in list(_live):
+    """See [Note: threads at exit]: all waits are ended, and then waited for."""
+    memberships = list(_live)
+    for membership in memberships:
         membership._closed.set()
         membership._wake.set()
         if membership._heartbeats is not None:
             membership._heartbeats.close()
-        if membership._watcher is not None:
-            membership._watcher.join(1.0)
         with membership._lock:
             transports = membership._transports()
         for transport in transports:  # an interrupt leaves waits under way, of which no thread is to come back later
             transport.end_waits()
+    join_at_exit(membership._watcher for membership in memberships if membership._watcher is not None)
     wait_for_connecting()
 
 

@@ -7,11 +7,12 @@ import math
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
+from ..transport.deadlines.deadline import Deadline
+from ..transport.gloo import in_gloo
 from ..transport.waits import Waits
 from . import limits
 from .callbacks import Callbacks
@@ -24,9 +25,6 @@ from .liveness.contact import digest
 from .liveness.probe import LifeSign, probe
 from .participant import Change, Participant
 from .view import Joiner, Member, View
-
-_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_starting = threading.Lock()  # no thread is there that has not started
 
 
 class OneWorker(Protocol):
@@ -72,7 +70,7 @@ class WorkerState:
         self._description: dict[str, str] = {}
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
-        self._closed = threading.Event()
+        self._closed = log.ended
         self._wake = threading.Event()  # the watcher has something to do
         self._watcher: threading.Thread | None = None
         self.num_joins = self.num_deaths = 0
@@ -80,6 +78,7 @@ class WorkerState:
         self._has_met = False  # whether a listener of another worker was ever in reach
         self.siblings: OneWorker | None = None  # where several processes are this worker
         self.is_leaving = False
+        self._thread = threading.get_ident()  # that trains
         self._steps_before = 0  # see [Note: clock] of `Turns`
         self._reset()
 
@@ -111,7 +110,7 @@ class WorkerState:
         self._asked_again = 0  # the last generation without links that the others were asked to form again
         self._limit: int | None = None  # the step that is not begun before the next generation is known
         self._clock = -1  # calls of `at_step`, those of the job before this worker came included
-        self._is_excluded = False
+        self._is_excluded = self._has_stopped = False  # see [Note: errors that end a loop]
         self._can_rejoin = self._is_cut_off = False  # of who is excluded
         self._next_probe = 0.0
         self._next_doubt = math.inf  # when to look whether those who are accused have ended
@@ -235,20 +234,12 @@ class WorkerState:
         transports += [] if self._transport is None else [self._transport]
         return list({id(transport): transport for transport in transports}.values())
 
-    def _await(self, condition: Callable[[], bool]) -> bool:
-        """Wait until `condition`, which the watcher may make true, `leave` or the timeout; whether it is so."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
+    def _await(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait until `condition`, which the watcher may make true, `leave` or the deadline; whether it is so."""
         with self._moved:
-            while not (condition() or self._closed.is_set() or self.is_leaving) and time.monotonic() < deadline:
-                self._moved.wait(limits.POLL)  # `leave` notifies nobody: a signal's handler may call it
+            while not (condition() or self._closed.is_set() or self.is_leaving or deadline.is_over):
+                self._moved.wait(min(limits.POLL, deadline.left))  # `leave` notifies nobody: a signal may call it
             return condition()
-
-    def _start_thread(self, body: Callable[..., None], *arguments: Any, name: str) -> None:
-        """A thread that connects with others, for which the exit of the interpreter waits; see `_close_all`."""
-        thread = threading.Thread(target=body, args=arguments, name=name, daemon=True)
-        with _starting:
-            _connecting.add(thread)
-            thread.start()
 
     def _say(self, event: Mapping[str, Any]) -> None:
         """Have the watcher append an event."""
@@ -260,7 +251,7 @@ class WorkerState:
         """Say that a worker has failed; generation: see `Accusation`."""
         log.warning("job %s: rounds go on without worker %s: %s", self.name, self._number_of(worker), why)
         if may_have_ended:
-            self._start_thread(self._accuse_if_ended, worker, why, name="gossip-accuse")
+            in_gloo(self._accuse_if_ended, worker, why, name="gossip-accuse")
         else:
             self._say_accusation(worker, why, is_sure=False, generation=generation)
 
@@ -293,11 +284,3 @@ class WorkerState:
 
     def _number_of(self, worker: int) -> int:
         return next((member.number for member in self._known_members() if member.id == worker), -1)
-
-
-def wait_for_connecting() -> None:
-    """At the exit of the interpreter: a thread inside Gloo that came back later would abort the process."""
-    with _starting:
-        threads = list(_connecting)
-    for thread in threads:
-        thread.join(limits.CONNECT)

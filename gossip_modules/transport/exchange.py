@@ -121,9 +121,9 @@ class Exchange:
             now = time.monotonic()
             left = max((timeout or link.timeout) - timedelta(seconds=now - self._start), timedelta(milliseconds=1))
             try:
-                if timeout is None:
+                if timeout is None or link.waits is not None:  # which end where the peer is lost
                     link.wait_for(work, left, of=peer)
-                    if peer is not None:
+                    if timeout is None and peer is not None:
                         self._waited[peer] = self._waited.get(peer, 0.0) + time.monotonic() - now
                 else:  # of a few bytes, or by a thread that may stay in it
                     wait_for(work, left, backend=link.backend)

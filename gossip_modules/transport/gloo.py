@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .deadlines.deadline import join_at_exit
+from .deadlines.endable_store import EndableStore
 from .ports.gloo_ports import close_ports
 
 CPU = torch.device("cpu")
@@ -37,6 +39,8 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     Raises:
         RuntimeError: a rank does not come in time.
     """
+    if isinstance(store, EndableStore):
+        store.num_ranks = world_size  # [Note: all addresses at once]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     new = dist.ProcessGroupGloo
@@ -67,19 +71,54 @@ def gloo_group(
 def at_once(makes: Sequence[Callable[[], Any]], *, name: str) -> list[Any]:
     """What each of these returns, called in a thread of its own; raises what the first of them has raised.
 
-    An error holds the frames that it came through. A future in one of them, which holds the error, would be a cycle,
-    and keep all groups that were made, with their threads and descriptors, until somebody collects garbage.
+    An error holds the frames that it came through. A list of errors in one of them would be a cycle, and keep all
+    groups that were made, with their threads and descriptors, until somebody collects garbage.
 
     Args:
         makes: at least one.
         name: of the threads.
     """
-    with ThreadPoolExecutor(len(makes), thread_name_prefix=name) as pool:
-        futures = [pool.submit(make) for make in makes]
-    results = []
+    results: list[Any] = [None] * len(makes)
+    errors: dict[int, BaseException] = {}
+
+    def run(i: int, make: Callable[[], Any]) -> None:
+        try:
+            results[i] = make()
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            errors[i] = error
+
+    for thread in [in_gloo(run, i, make, name=f"{name}-{i}") for i, make in enumerate(makes)]:
+        thread.join()
+    if not errors:
+        return results
+    error = errors[min(errors)]
+    results.clear()
+    errors.clear()
     try:
-        while futures:
-            results.append(futures.pop(0).result())
+        raise error
     finally:
-        futures.clear()
-    return results
+        del error
+
+
+def in_gloo(body: Callable[..., None], *arguments: Any, name: str) -> threading.Thread:
+    """Begin a thread that makes groups, and so may wait inside C++ code for ranks that do not come.
+
+    It is a daemon, since nothing that it waits for is to keep a program from ending. At exit its wait for addresses is
+    ended first: see `EndableStore` and [Note: threads at exit].
+    """
+    thread = threading.Thread(target=body, args=arguments, name=name, daemon=True)
+    with _starting:
+        _connecting.add(thread)
+        thread.start()
+    return thread
+
+
+def wait_for_connecting() -> None:
+    """At the exit of the interpreter, when the waits of stores were ended: see `in_gloo`."""
+    with _starting:
+        threads = list(_connecting)
+    join_at_exit(threads)
+
+
+_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_starting = threading.Lock()  # no thread is in `_connecting` that has not started

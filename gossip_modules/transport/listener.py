@@ -14,12 +14,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .deadlines.deadline import join_at_exit
 from .exchange import SHUTDOWN, LinkClosedError, PointToPoint
 from .process_group import FOREVER, ProcessGroupTransport
 
 SHUTDOWN_TIMEOUT = timedelta(seconds=2)
 _AT_EXIT = timedelta(milliseconds=1)
-_AT_EXIT_SECONDS = 1.0
 _SECONDS_OF_GRACE = 1.0
 _CLOSED_HERE = "Application timeout"  # in what Gloo says of connections that a wait of this process has closed
 
@@ -194,7 +194,4 @@ class Listener:
         for may_read in self._may_read.values():
             may_read.release()  # for those whose last message nobody has taken
         self._arrivals.put((-1, []))  # for who takes them
-        deadline = time.monotonic() + _AT_EXIT_SECONDS
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
+        join_at_exit(self._threads)

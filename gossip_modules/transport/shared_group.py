@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
+from .deadlines.deadline import join_at_exit
+
 CHANNEL_BITS = 5  # of a tag
 NUM_CHANNELS = 1 << CHANNEL_BITS
-_RELEASE_SECONDS, _EXIT_SECONDS = 1.0, 10.0
+_RELEASE_SECONDS = 1.0
 # An older torch names a group after how many there are: a new one would take the name of one that was released, and
 # find the addresses of its dead connections in the store. There, groups that torch has named stay until the job ends.
 _naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
@@ -139,8 +140,8 @@ def release(holder: list[dist.ProcessGroup]) -> None:
 def in_a_thread(body: Callable[[], None]) -> threading.Thread:
     """[Note: groups at exit] A thread that lets go of a group does so inside C++ code, and comes back for the GIL.
 
-    If the interpreter has ended meanwhile, that aborts the process. So at its exit these threads are waited for, for
-    ten seconds at most (it takes hundredths), and groups of transports that are collected wait for the next use of one.
+    It takes hundredths of a second, and longer where a collective hangs in there: see [Note: threads at exit]. Groups
+    of transports that are collected wait for the next use of one.
     """
     thread = threading.Thread(target=body, name="releasing-group", daemon=True)
     _releasing.add(thread)
@@ -151,9 +152,7 @@ def in_a_thread(body: Callable[[], None]) -> threading.Thread:
 @atexit.register
 def _wait_until_released() -> None:
     """[Note: groups at exit]"""
-    deadline = time.monotonic() + _EXIT_SECONDS
-    for thread in tuple(_releasing):
-        thread.join(max(deadline - time.monotonic(), 0.0))
+    join_at_exit(tuple(_releasing))
 
 
 def _backends_of(group: dist.ProcessGroup) -> Iterator[dist._Backend]:

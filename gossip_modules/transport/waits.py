@@ -13,8 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .deadlines.deadline import Deadline, seconds_at_exit
+
 _AT_ONCE = timedelta(milliseconds=1)
-_EXIT_SECONDS, _MARGIN_SECONDS, _POLL_SECONDS = 3.0, 0.5, 0.005
+_TEARDOWN_SECONDS, _POLL_SECONDS = 0.5, 0.005
 
 
 def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelta:
@@ -175,13 +177,10 @@ def _end(idle: list[Any]) -> None:
 
 @atexit.register
 def _await_the_last() -> None:
-    """A thread that comes back from C++ code while the interpreter ends would abort the process.
-
-    Most do so at once, as their connections were closed before. Who would come back later than that may stay.
-    """
-    start = time.monotonic()
-    for thread in list(_threads):
-        is_soon = thread.until < start + _EXIT_SECONDS
-        limit = max(thread.until, start) + _MARGIN_SECONDS if is_soon else start + _MARGIN_SECONDS
-        while thread.until and time.monotonic() < limit:
-            time.sleep(_POLL_SECONDS)
+    """See [Note: threads at exit]. A wait whose limit ends while the interpreter does is waited for too."""
+    deadline = Deadline(seconds_at_exit())
+    last = time.monotonic() + deadline.left + _TEARDOWN_SECONDS
+    while any(thread.until and (thread.until < last or not deadline.is_over) for thread in list(_threads)):
+        if time.monotonic() > last:
+            break
+        time.sleep(_POLL_SECONDS)

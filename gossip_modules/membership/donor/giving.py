@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from ...transport.gloo import gloo_backend
+from ...transport.gloo import gloo_backend, in_gloo
 from ...transport.state_tree import copied, encode
 from .. import limits
+from ..liveness.background_log import log
 from ..liveness.contact import digest
 from ..liveness.door import Door
 from ..liveness.probe import LifeSign, probe
 from ..view import Joiner
-from ..worker_state import log
 from . import transfer
 
 _LOOK_SECONDS = 1.0
@@ -73,7 +73,7 @@ class Giving(Door):
             until = time.monotonic() + self.timeout.total_seconds()
             with self._lock:
                 self._given[joiner.key] = until, state["model"]
-            self._start_thread(self._serve, joiner, state, name="gossip-donor")
+            in_gloo(self._serve, joiner, state, name="gossip-donor")
 
     def _decline(self, joiner: Joiner, error: Exception) -> None:
         """Leave a worker to another donor; or say why it cannot join, where as many have tried as there are members.

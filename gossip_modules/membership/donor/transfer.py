@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...transport.deadlines.deadline import Deadline
 from ...transport.state_tree import bytes_of, decode, pack, unpack
 from ...transport.waits import Waits
 
@@ -33,9 +34,15 @@ def send(group: dist.ProcessGroup, state: Any, *, timeout: timedelta) -> int:
 
 
 def receive(
-    group: dist.ProcessGroup, *, timeout: timedelta, max_bytes: int = 1 << 40, waits: Waits | None = None
+    group: dist.ProcessGroup, *, deadline: Deadline, max_bytes: int = 1 << 40, waits: Waits | None = None
 ) -> Any:
-    """The state that rank 0 sends, of at most so many bytes; `waits`: by which another thread ends the wait for it.
+    """The state that rank 0 sends.
+
+    Args:
+        group: of two ranks.
+        deadline: of all waits; each piece that has come extends it by the time that it took.
+        max_bytes: of the state.
+        waits: by which another thread ends the wait for it.
 
     Raises:
         RuntimeError: the other one is gone, or late.
@@ -43,11 +50,12 @@ def receive(
     """
 
     def await_chunk(chunk: Tensor) -> None:
-        work = group.recv([chunk], 0, 0)
+        work, before = group.recv([chunk], 0, 0), deadline.passed
         if waits is None:
-            work.wait(timeout)
+            work.wait(deadline.left_for_gloo)
         else:
-            waits.wait(work, timeout)
+            waits.wait(work, deadline.left_for_gloo)
+        deadline.extend(deadline.passed - before)
 
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
     await_chunk(size)

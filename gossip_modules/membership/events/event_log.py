@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ...transport.bounded_store import BoundedStore
+from ...transport.deadlines.deadline import Deadline
+from ...transport.deadlines.endable_store import EndableStore
 from .. import limits
 from ..liveness.address import connect_store, store_address
 
@@ -42,6 +44,9 @@ class EventLog:
         name: of the job, so that several may use one store.
         timeout: of a request.
 
+    Attributes:
+        ended: set when this worker has closed: waits in lent stores end.
+
     Raises:
         ConnectionError: the store does not answer within `timeout`.
         ValueError: an address of another form.
@@ -49,6 +54,7 @@ class EventLog:
 
     def __init__(self, store: dist.Store | str, *, name: str, timeout: timedelta) -> None:
         self.name, self.timeout, self._given = name, timeout, store
+        self.ended = threading.Event()
         self._next = 0
         self._hole_since: float | None = None
         self._last_attempt = time.monotonic()
@@ -73,8 +79,10 @@ class EventLog:
         return store_address(given) if isinstance(given, str) else BoundedStore(given).address
 
     @contextlib.contextmanager
-    def lent_store(self, prefix: str) -> Iterator[dist.Store]:
-        """A store for the addresses of one group that is made inside, by one thread.
+    def lent_store(
+        self, prefix: str, *, limit: timedelta | None = None, is_void: Callable[[], bool] = lambda: False
+    ) -> Iterator[dist.Store]:
+        """A store for the addresses of one group that is made inside, by one thread; connects within `limit`.
 
         [Note: lent clients] A client of a TCPStore that waits lets no other thread ask, so each group that is made
         needs one of its own. They are kept: for each new client a server looks up the name of its host, which may take
@@ -82,17 +90,23 @@ class EventLog:
         """
         given = self._given
         if not isinstance(given, (str, dist.TCPStore)):
-            yield dist.PrefixStore(self._key(prefix), given)
+            yield self._endable(prefix, given, is_void)
             return
         epoch = self._epoch
         with self._lock:
             client = self._clients.pop() if self._clients else None
         if client is None:
-            client = connect_store(given if isinstance(given, str) else f"{given.host}:{given.port}", self.timeout)
-        yield dist.PrefixStore(self._key(prefix), client)
+            address = given if isinstance(given, str) else f"{given.host}:{given.port}"
+            within = Deadline(self._within(limit))
+            client = connect_store(address, self.timeout, was_lost=not self.is_connected, deadline=within)
+        yield self._endable(prefix, client, is_void)
         with self._lock:  # one that has failed is not kept
             if epoch == self._epoch:
                 self._clients.append(client)
+
+    def _endable(self, prefix: str, store: dist.Store, is_void: Callable[[], bool]) -> dist.Store:
+        own = dist.PrefixStore(self._key(prefix), store)
+        return EndableStore(own, self.ended, timeout=self.timeout, is_void=is_void)
 
     def arrive(self, name: str) -> None:
         """Say that this worker is there.
@@ -102,17 +116,22 @@ class EventLog:
         """
         self._asked.set(self._key(f"arrived/{name}"), "1", what="meeting others")
 
-    def has_arrived(self, name: str) -> bool:
-        """Whether somebody has said so. Raises as `arrive`."""
-        return self._asked.check(self._key(f"arrived/{name}"), what="meeting others")
+    def has_arrived(self, name: str, *, limit: timedelta | None = None) -> bool:
+        """Whether somebody has said so; within `limit` at most, where that is shorter. Raises as `arrive`."""
+        timeout = self._within(limit)
+        return self._asked.check(self._key(f"arrived/{name}"), what="meeting others", timeout=timeout)
+
+    def _within(self, limit: timedelta | None) -> timedelta:
+        return self.timeout if limit is None else min(limit, self.timeout)
 
     def append(self, event: Mapping[str, Any]) -> bool:
-        """Append an event; False: the store cannot be reached now."""
-        text = json.dumps(event)
+        """Append an event, within one timeout; False: the store cannot be reached now."""
+        text, deadline, what = json.dumps(event), Deadline(self.timeout), "appending to the log"
         try:
             while True:
-                index = self._asked.add(self._key("size"), 1, what="appending to the log") - 1
-                if self._set_once(f"entry/{index}", text) == text and not self._is_deleted(index):
+                index = self._asked.add(self._key("size"), 1, what=what, timeout=deadline.left_for_gloo) - 1
+                is_there = self._set_once(f"entry/{index}", text, deadline) == text
+                if is_there and not self._is_deleted(index, deadline):
                     return True
         except ConnectionError:
             self._store = None
@@ -220,13 +239,15 @@ class EventLog:
             return False
         return self._set_once(f"entry/{self._next}", "{}") == "{}"
 
-    def _is_deleted(self, index: int) -> bool:
+    def _is_deleted(self, index: int, deadline: Deadline) -> bool:
         """Whether an entry was void, and deleted, before its writer came to write it."""
-        return index < _base_of(self._asked.get(self._key("base"), what="appending to the log")).first
+        base = self._asked.get(self._key("base"), what="appending to the log", timeout=deadline.left_for_gloo)
+        return index < _base_of(base).first
 
-    def _set_once(self, key: str, value: str) -> str:
+    def _set_once(self, key: str, value: str, deadline: Deadline | None = None) -> str:
         """What is under `key` afterwards: `value`, or what was there."""
-        return self._asked.compare_set(self._key(key), "", value, what="writing to the log").decode()
+        timeout = None if deadline is None else deadline.left_for_gloo
+        return self._asked.compare_set(self._key(key), "", value, what="writing to the log", timeout=timeout).decode()
 
     def _key(self, key: str) -> str:
         return f"gossip/{self.name}/{key}"
@@ -239,12 +260,12 @@ class EventLog:
 
     def _connect_first(self) -> None:
         """Once more, where the store ended meanwhile: another one may begin in time."""
-        until = time.monotonic() + self.timeout.total_seconds() if isinstance(self._given, str) else 0.0
+        deadline = Deadline(self.timeout)
         while True:
             try:
-                return self._connect()
+                return self._connect(deadline)
             except ConnectionError:
-                if time.monotonic() >= until:
+                if deadline.is_over or not isinstance(self._given, str):
                     raise
             time.sleep(0.05)
 
@@ -254,18 +275,18 @@ class EventLog:
             return False
         self._last_attempt = now
         try:
-            self._connect()
+            self._connect(Deadline(self.timeout))
         except (ConnectionError, dist.DistError, RuntimeError):
             return False
         return True
 
-    def _connect(self) -> None:
+    def _connect(self, deadline: Deadline) -> None:
         given = self._given
-        was_lost = self.num_lives > 0
-        client = connect_store(given, self.timeout, was_lost=was_lost) if isinstance(given, str) else given
-        store = BoundedStore(client, timeout=self.timeout)
-        mine = secrets.token_hex(8)
-        epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job").decode()
+        if isinstance(given, str):
+            given = connect_store(given, self.timeout, was_lost=self.num_lives > 0, deadline=deadline)
+        store = BoundedStore(given, timeout=self.timeout)
+        mine, left = secrets.token_hex(8), deadline.left_for_gloo
+        epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job", timeout=left).decode()
         if epoch != self._epoch:
             self.num_lives, self._epoch = self.num_lives + 1, epoch
             self._next, self._has_base, self._hole_since = 0, False, None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ...transport.deadlines.deadline import Deadline
+
 _FILE = "file:"
 _TRY_SECONDS = 1.0  # after which a file is read again
 _PAUSE_SECONDS = 0.05  # between two attempts
@@ -25,7 +27,9 @@ def store_address(store: str) -> str:
     return text if _is_address(text) else store
 
 
-def connect_store(store: str, timeout: timedelta, *, was_lost: bool = False) -> dist.TCPStore:
+def connect_store(
+    store: str, timeout: timedelta, *, was_lost: bool = False, deadline: Deadline | None = None
+) -> dist.TCPStore:
     """A client of a store.
 
     Args:
@@ -33,29 +37,30 @@ def connect_store(store: str, timeout: timedelta, *, was_lost: bool = False) -> 
         timeout: of this, and of the requests of the client.
         was_lost: whether it may be away, so that this asks often whether somebody listens: torch itself waits longer
             and longer between its attempts, up to seconds after the store is back.
+        deadline: of this; None: `timeout` from now.
 
     Raises:
-        ConnectionError: nobody has answered within `timeout`.
+        ConnectionError: nobody has answered in time.
         ValueError: `store` has another form.
     """
     is_file = store.startswith(_FILE) and store != _FILE
     if not (is_file or _is_address(store)):
         raise ValueError(f"got store={store!r}, expected 'host:port', like 'node0:29400', or 'file:path'")
     why, has_failed = "it has not written its address there", was_lost
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = deadline or Deadline(timeout)
     while True:
-        address, left = store_address(store), max(deadline - time.monotonic(), 0.01)
+        address, left = store_address(store), max(deadline.left, 0.01)
         try:
             if _is_address(address):
                 patience = min(left, _TRY_SECONDS) if is_file else left
                 return _client(address, patience, timeout, is_doubtful=has_failed)
         except (OSError, RuntimeError) as error:
             why, has_failed = str(error), True
-        if time.monotonic() >= deadline or not (is_file or was_lost):
+        if deadline.is_over or not (is_file or was_lost):
             host, _, port = store.rpartition(":")
             option = f"--address-file {store.removeprefix(_FILE)}" if is_file else f"--host {host} --port {port}"
             raise ConnectionError(
-                f"the store of the job at {address} did not answer within {timeout.total_seconds():g} s ({why}); start "
+                f"the store of the job at {address} did not answer within {deadline.seconds:g} s ({why}); start "
                 f"it with: python -m gossip_modules.membership.serve {option}"
             )
         time.sleep(_PAUSE_SECONDS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from ...transport.deadlines.deadline import Deadline
 from .. import limits
 from ..watching import Watching
-from ..worker_state import log
+from .background_log import log
 from .contact import digest
 from .probe import LifeSign, probe
 
@@ -31,8 +32,8 @@ class Door(Watching):
     answers, or a generation that forms, before the event stands in the log makes it void.
     """
 
-    def _is_abandoned(self) -> bool:
-        """Whether no member shows a sign of life; see [Note: another life]."""
+    def _is_abandoned(self, deadline: Deadline) -> bool:
+        """Whether no member shows a sign of life; see [Note: another life]. False: that is not known in time."""
         with self._lock:
             life, members = self._life, self._roster.present()
         contacts = {member.id: member.contact for member in members}
@@ -51,14 +52,16 @@ class Door(Watching):
             if time.monotonic() - start > patience:
                 self._tell_of(signs)
                 return True
+            if deadline.is_over:
+                return False
             self._closed.wait(limits.POLL)
         return False
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, deadline: Deadline) -> None:
         """Say that the job begins anew, and wait until all have read what becomes of it."""
         life = self._life
         self._say({**self._coming, "event": "anew", "generation": life[0], "answers": life[1]})
-        self._await(lambda: self.id not in self._roster.joiners or self._life != life)
+        self._await(lambda: self.id not in self._roster.joiners or self._life != life, deadline)
 
     def _check_attached(self) -> None:
         if self._participant is None:

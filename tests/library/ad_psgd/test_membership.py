@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +23,11 @@ from gossip_modules import (
     DynamicBipartiteExponentialGraph,
     Membership,
 )
-from gossip_modules.ad_psgd.exchange import BilateralAverage
+from gossip_modules.ad_psgd.exchange import BilateralAverage, _UnderWay
 from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import limits
-from gossip_modules.membership.links import LinkTransport, connect_links
+from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.testing import Chaos, Join, Kill, Worker
 from tests.harness.ranks import TIMEOUT
 
@@ -209,6 +210,74 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, mon
     assert asked == [is_ready, False]
     assert is_changed == [False, False]
     assert lost == [[], [0]]
+
+
+class HalfReceived:
+    """In the place of a link whose other end has died in the middle of a message."""
+
+    def __init__(self) -> None:
+        self.is_waited_for, self.may_end = threading.Event(), threading.Event()
+
+    def send(self, *_: object) -> Any:
+        return Done()
+
+    def recv(self, *_: object) -> HalfReceived:
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        self.is_waited_for.set()
+        if not self.may_end.wait(timeout.total_seconds()):
+            raise RuntimeError("timed out")
+
+
+class Done:
+    """A message that has gone."""
+
+    def wait(self, timeout: timedelta) -> None: ...
+
+
+def test_an_exchange_is_given_up_with_its_peer_where_gloo_does_not_end_the_wait() -> None:
+    """See [Note: waits that do not end] of `Waits`: at its next generation the worker would wait for the timeout."""
+    transport, link = alone(timedelta(days=1)), HalfReceived()
+    transport._links, transport.names = {1: link}, [0, 1]  # type: ignore[dict-item]
+    x = FlatVector.over(torch.ones(4))
+    bilateral = BilateralAverage(SharedModel(x), transport, clock=lambda: 0)
+    asked: list[bool] = []
+    thread = threading.Thread(target=lambda: asked.append(bilateral.ask(1, 0, 0.5)))
+    thread.start()
+    assert link.is_waited_for.wait(SECONDS)
+    transport.break_link(1)
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert asked == [False]
+    link.may_end.set()
+    transport.close()
+
+
+def test_one_exchange_at_most_is_waited_for_where_a_generation_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that ask again and again would hold it up for a timeout each."""
+    membership = Membership(dist.HashStore(), min_workers=1, timeout=SECONDS)
+    model = BilatGossipDataParallel(nn.Linear(4, 1), membership=membership)
+    stop, waits = BilateralAverage.stop_answering, []
+
+    def stop_answering(self: BilateralAverage, seconds: float = SECONDS) -> bool:
+        waits.append(seconds)
+        return stop(self, seconds)
+
+    monkeypatch.setattr(BilateralAverage, "stop_answering", stop_answering)
+    engine: Any = model._engine
+    model(X)
+    assert engine.shared.is_open
+    assert model._elastic is not None
+    model._elastic.flush()
+    assert not engine.shared.is_open, "who asks now is told: not yet"
+    engine._bilateral._under_way = _UnderWay(1, "answering", time.monotonic() - SECONDS / 2)
+    engine.rebind(engine.mixing, alone(membership.timeout))
+    assert len(waits) == 1
+    assert waits[0] <= SECONDS / 2, "what the exchange under way has left"
+    model(X)
+    assert engine.shared.is_open
+    model.close()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -15,6 +17,7 @@ from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership import limits
 from gossip_modules.membership.donor import transfer
 from tests.harness.ranks import assert_no_gossip_threads
+from tests.library.membership.events.stores import serve
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
@@ -112,3 +115,41 @@ def test_a_membership_that_was_closed_before_it_was_wrapped_leaves_no_thread() -
     with pytest.raises(RuntimeError, match="the membership was closed before the job began; make another one"):
         GossipDataParallel(model_of(), membership=member)
     assert_no_gossip_threads()
+
+
+_CLOSES_WHILE_IT_CONNECTS = """
+import sys, threading, time
+from torch import nn
+from gossip_modules import GossipDataParallel, Membership
+from gossip_modules.membership import limits
+
+limits.CONNECT = 600.0
+member = Membership(sys.argv[1], min_workers=1, timeout=600.0)
+wrapper = GossipDataParallel(nn.Linear(2, 1), membership=member)
+never = {"id": 1, "number": -1, "host": "elsewhere", "pid": 1, "address": ["127.0.0.1", 1]}
+come = {"event": "come", "member": never, "description": member._description, "min_workers": 1}
+for event in (come, {"event": "loaded", "id": 1, "attempt": 0}):
+    member._log.append(event)
+member._log.arrive("2/1")
+while not any(thread.name.startswith("connecting") for thread in threading.enumerate()):
+    time.sleep(0.01)
+if sys.argv[2] == "closed":
+    wrapper.close()
+"""
+
+
+def test_a_process_ends_while_it_connects_with_a_worker_that_never_comes() -> None:
+    """And is not aborted, as a thread that comes back from C++ code after the end of the interpreter would."""
+    processes = []
+    for how in ("closed", "lost"):
+        server = serve()
+        command = [sys.executable, "-c", _CLOSES_WHILE_IT_CONNECTS, f"127.0.0.1:{server.port}", how]
+        processes.append((server, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+    try:
+        for _, process in processes:
+            _, errors = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, errors
+            assert "was not formed" not in errors
+    finally:
+        for _, process in processes:
+            process.kill()

@@ -25,6 +25,7 @@ from gossip_modules.membership.heartbeats import Heartbeats
 from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.liveness.probe import LifeSign
 from gossip_modules.membership.view import Joiner, View
+from gossip_modules.transport.deadlines.deadline import Deadline
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, die, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
@@ -169,7 +170,7 @@ def test_what_a_worker_got_that_dies_before_it_joins_goes_back_to_its_donor(
     donors = [worker.membership for worker in workers if worker.membership is not None]
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
-    assert member._receive_state() is not None
+    assert member._receive_state(Deadline(SECONDS)) is not None
     for donor in donors:  # of one that says nothing, nobody knows: the donor waits until its timeout
         with donor._lock:
             donor._given = {key: (until if is_loaded else 0.0, state) for key, (until, state) in donor._given.items()}
@@ -221,7 +222,7 @@ def test_who_dies_while_it_loads_the_state_is_forgotten() -> None:
         donor.timeout = timedelta(seconds=1)
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
-    assert member._receive_state() is not None
+    assert member._receive_state(Deadline(SECONDS)) is not None
     die(member)
     wrapper.close()
     job.until(lambda: not any(donor._roster.joiners for donor in donors), "it is forgotten")
@@ -294,7 +295,7 @@ def test_a_donor_that_dies_in_the_middle_is_replaced_at_once(monkeypatch: pytest
 
     def receive_half(group: dist.ProcessGroup, **options: Any) -> Any:
         if not is_receiving.is_set():
-            options["waits"].wait(HalfReceived(), options["timeout"])
+            options["waits"].wait(HalfReceived(), options["deadline"].left_for_gloo)
         return receive(group, **options)
 
     monkeypatch.setattr(transfer, "receive", receive_half)

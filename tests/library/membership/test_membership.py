@@ -26,6 +26,7 @@ from gossip_modules import (
 from gossip_modules.membership import limits
 from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.participant import Change
+from gossip_modules.transport.deadlines.deadline import Deadline
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
 from tests.library.membership.events.stores import serve
 
@@ -249,7 +250,7 @@ def test_a_worker_that_dies_at_the_door_holds_nobody_up(monkeypatch: pytest.Monk
     job.until_live(workers)
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
-    received = member._receive_state()
+    received = member._receive_state(Deadline(SECONDS))
     assert received is not None
     member._load(received[1])
     member._log.append({"event": "loaded", "id": member.id, "attempt": 0})

@@ -14,6 +14,7 @@ from gossip_modules.membership.events import event_log
 from gossip_modules.membership.liveness import door
 from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.liveness.probe import LifeSign, probe
+from gossip_modules.transport.deadlines.deadline import Deadline
 from tests.library.membership.events.stores import serve
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
 
@@ -47,8 +48,8 @@ def test_a_minority_trains_on_alone_and_joins_again(
     else:
         receive = member._receive_state
 
-        def times_out() -> Any:
-            receive()
+        def times_out(deadline: Deadline) -> Any:
+            receive(deadline)
             raise TimeoutError("no donor has given the state of training within 60 s")
 
         monkeypatch.setattr(member, "_receive_state", times_out)

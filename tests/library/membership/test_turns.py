@@ -107,6 +107,8 @@ def test_a_worker_that_cannot_join_again_counts_on() -> None:
         turns.append(member.turn(step))
         wrapper(torch.ones(2, 4)).sum().backward()
         if step == 2:
-            member._go_on_alone(member._require_view(), member.number, member._clock, TimeoutError("nobody answers"))
+            member._go_on_alone(
+                member._require_view(), member.number, member._clock, TimeoutError("nobody answers"), 0.0
+            )
     wrapper.close()
     assert turns == [0, 1, 2, 3, 4, 5]

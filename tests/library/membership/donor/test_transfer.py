@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules.membership.donor import transfer
+from gossip_modules.transport.deadlines.deadline import Deadline
 from gossip_modules.transport.gloo import gloo_backend
 from gossip_modules.transport.state_tree import encode
 from tests.harness.ranks import TIMEOUT
@@ -29,7 +30,7 @@ def sent(state: Any) -> Any:
     thread = threading.Thread(target=give)
     thread.start()
     group = gloo_backend(store, 1, 2, TIMEOUT)
-    got = transfer.receive(group, timeout=TIMEOUT)
+    got = transfer.receive(group, deadline=Deadline(TIMEOUT))
     thread.join(TIMEOUT.total_seconds())
     assert not errors
     return got

@@ -14,6 +14,7 @@ from gossip_modules.membership.events import event_log
 from gossip_modules.membership.events.event_log import EventLog
 from gossip_modules.membership.liveness.address import connect_store
 from gossip_modules.transport.bounded_store import BoundedStore
+from gossip_modules.transport.deadlines.deadline import Deadline
 from tests.library.membership.events.stores import serve
 
 TIMEOUT = timedelta(seconds=20)
@@ -134,13 +135,13 @@ def test_who_writes_where_an_entry_was_deleted_writes_again(monkeypatch: pytest.
     slow, other = (EventLog(store, name="job", timeout=TIMEOUT) for _ in range(2))
     write = slow._set_once
 
-    def late(key: str, value: str) -> str:
+    def late(key: str, value: str, deadline: Deadline | None = None) -> str:
         monkeypatch.setattr(slow, "_set_once", write)
         for i in range(3):
             assert other.append({"i": i})
             read(other)
             other.cut(f"{i + 1} events")
-        return write(key, value)
+        return write(key, value, deadline)
 
     monkeypatch.setattr(slow, "_set_once", late)
     assert slow.append({"i": "late"})

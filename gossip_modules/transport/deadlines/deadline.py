@@ -1,0 +1,87 @@
+"""Deadline: how long several waits, one after the other, may last in all."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+clock = time.monotonic  # apart, so that tests can change it
+_AT_ONCE = timedelta(milliseconds=1)
+_EXIT_SECONDS, _MOMENT = 1.0, 0.1
+
+
+class Deadline:
+    """A point in time that is passed on from wait to wait, so that together they last no longer than one limit.
+
+    [Note: one deadline] A function that waits twice, each time for `timeout`, stands still for twice as long as the
+    user has allowed, and functions that call each other multiply that. So the function that begins an operation makes
+    one `Deadline`, and each wait of the operation takes what is `left` of it.
+
+    Args:
+        limit: of all waits together, in seconds or as a timedelta.
+
+    Attributes:
+        seconds: that limit, for errors.
+
+    Example:
+        >>> deadline = Deadline(timedelta(seconds=30))
+        >>> first.join(deadline.left)
+        >>> second.join(deadline.left)  # what the first one has left of the 30 seconds
+    """
+
+    __slots__ = ("_end", "_start", "seconds")
+
+    def __init__(self, limit: timedelta | float) -> None:
+        self.seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
+        self._start = clock()
+        self._end = self._start + self.seconds
+
+    @property
+    def left(self) -> float:
+        """The seconds that remain; 0 when none do."""
+        return max(self._end - clock(), 0.0)
+
+    @property
+    def left_for_gloo(self) -> timedelta:
+        """What remains, for a wait that takes no limit of zero: a millisecond at least."""
+        return max(timedelta(seconds=self.left), _AT_ONCE)
+
+    @property
+    def passed(self) -> float:
+        """The seconds since it was made."""
+        return clock() - self._start
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing remains."""
+        return clock() >= self._end
+
+    def extend(self, seconds: float) -> None:
+        """Allow so many seconds more: in these, what was waited for has come piece by piece."""
+        self._end += seconds
+
+
+@functools.cache
+def _deadline_of_exit() -> Deadline:
+    return Deadline(_EXIT_SECONDS)
+
+
+def seconds_at_exit() -> float:
+    """How long an exit handler may wait: they have a second in common, and each a tenth of a second at least.
+
+    [Note: threads at exit] A thread that comes back from C++ code when the interpreter has ended aborts the process.
+    Most threads end at once, since what they wait for was closed before. The others stay, so that a program that is
+    over ends.
+    """
+    return max(_deadline_of_exit().left, _MOMENT)
+
+
+def join_at_exit(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads at the exit of the interpreter; see [Note: threads at exit]."""
+    deadline = Deadline(seconds_at_exit())
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(deadline.left)

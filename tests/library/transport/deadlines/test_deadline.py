@@ -1,0 +1,95 @@
+"""Deadline: several waits within one limit."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from gossip_modules.transport.deadlines import deadline as deadline_module
+from gossip_modules.transport.deadlines.deadline import Deadline, join_at_exit
+from gossip_modules.transport.deadlines.endable_store import EndableStore
+from gossip_modules.transport.gloo import at_once, gloo_backend
+from tests.harness.ranks import TIMEOUT
+from tests.library.transport.deadlines.clock import Clock
+
+
+def test_waits_share_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock.begin(monkeypatch)
+    deadline = Deadline(timedelta(seconds=8))
+    assert (deadline.seconds, deadline.left, deadline.passed) == (8.0, 8.0, 0.0)
+    clock.now += 6.0
+    assert (deadline.left, deadline.passed, deadline.is_over) == (2.0, 6.0, False)
+    assert deadline.left_for_gloo == timedelta(seconds=2)
+    deadline.extend(1.0)
+    clock.now += 3.0
+    assert (deadline.left, deadline.is_over) == (0.0, True)
+    assert deadline.left_for_gloo == timedelta(milliseconds=1), "Gloo takes zero for its own timeout"
+
+
+def test_all_that_is_joined_at_exit_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock.begin(monkeypatch)
+    joined: list[float] = []
+
+    class Stuck(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            assert timeout is not None
+            joined.append(timeout)
+            clock.now += timeout
+
+    deadline_module._deadline_of_exit.cache_clear()
+    try:
+        for _ in range(3):  # as many handlers
+            join_at_exit([Stuck() for _ in range(5)])
+    finally:
+        deadline_module._deadline_of_exit.cache_clear()
+    assert sum(joined) == pytest.approx(1.2), "a second, and a moment for each of the handlers that come later"
+
+
+@pytest.mark.parametrize("is_void", [False, True])
+def test_the_wait_of_a_group_for_an_address_is_ended(is_void: bool) -> None:
+    ended, voided, errors = threading.Event(), threading.Event(), []
+    store = EndableStore(dist.HashStore(), ended, timeout=TIMEOUT, is_void=voided.is_set)
+
+    def make() -> None:
+        try:
+            gloo_backend(store, 0, 2, TIMEOUT)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    (voided if is_void else ended).set()
+    thread.join(TIMEOUT.total_seconds() / 2)
+    assert not thread.is_alive()
+    missing = "0/1"
+    why = "another group is made in its place" if is_void else "this worker has closed"
+    assert errors == [f"the wait for {missing} was ended, since {why}"]
+
+
+def test_a_wait_in_a_store_ends_in_time() -> None:
+    store = EndableStore(dist.HashStore(), threading.Event(), timeout=timedelta(milliseconds=1))
+    with pytest.raises(RuntimeError, match=r"a, b did not come within 0.001 s"):
+        store.wait(["a", "b"])
+    with pytest.raises(RuntimeError, match=r"a did not come within 0.002 s"):
+        store.wait(["a"], timedelta(milliseconds=2))
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+
+
+def test_groups_are_made_by_daemons_and_the_first_error_is_raised() -> None:
+    """The interpreter waits without a limit for the threads of a ThreadPoolExecutor."""
+    are_daemons: list[bool] = []
+
+    def make(i: int) -> int:
+        are_daemons.append(threading.current_thread().daemon)
+        if i in (1, 2):
+            raise RuntimeError(f"rank {i} did not come")
+        return i
+
+    assert at_once([lambda: make(0), lambda: make(3)], name="making") == [0, 3]
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        at_once([lambda i=i: make(i) for i in range(3)], name="making")  # type: ignore[misc]
+    assert are_daemons == [True] * 5
