@@ -11,10 +11,11 @@ from ..transport.deadlines.deadline import Deadline
 from . import limits
 from .events.roster import MARGIN
 from .links import connect_links
+from .liveness.background_log import log
 from .liveness.contact import Contact
 from .participant import Change
 from .view import View
-from .worker_state import WorkerState, log
+from .worker_state import WorkerState
 
 
 class Generations(WorkerState):

@@ -20,7 +20,7 @@ from .events.event_log import EventLog
 from .events.roster import Roster
 from .heartbeats import Heartbeats
 from .links import LinkTransport
-from .liveness.background_log import log as log
+from .liveness.background_log import log
 from .liveness.contact import digest
 from .liveness.probe import LifeSign, probe
 from .participant import Change, Participant
