@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -84,7 +84,8 @@ class FlatBuffer:
         self._slots: list[Slot] = []
         self._views: list[Tensor] = []  # of the vector, one per slot
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
-        self._choice = _Choice(module, self.selection.ignored_ids(module))
+        self._choice = _Choice(module, self.selection)
+        self.copied_at_start = self.copied_signature()
         self.agreed: list[str] = []  # the signature that all ranks have, as far as is known
         self._is_agreed = True  # whether it is that of the vector
         self.vector: FlatVector
@@ -117,6 +118,10 @@ class FlatBuffer:
     def slots(self) -> Sequence[Slot]:
         """The tensors that view the vector, with their places in the module."""
         return self._slots
+
+    def copied_signature(self) -> list[str]:
+        """Names, shapes and dtypes of the buffers that an average of all ranks takes from rank 0; walks the module."""
+        return [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in self.selection.copied(self.module).items()]
 
     def signature(self) -> list[str]:
         """Names, shapes, dtypes and strides in order: equal on two ranks if and only if their vectors match."""
@@ -221,7 +226,7 @@ class FlatBuffer:
 
         is_complete: False: until the next round, which chooses anew.
         """
-        self._choice = _Choice(self.module, self.selection.ignored_ids(self.module))
+        self._choice = _Choice(self.module, self.selection)
         self._choice.is_over = not is_complete
 
     def frozen(self) -> list[Slot]:
@@ -248,7 +253,7 @@ class FlatBuffer:
         """
         slots = self.candidates() if slots is None else slots
         check(slots)
-        self._choice = _Choice(self.module, self.selection.ignored_ids(self.module))
+        self._choice = _Choice(self.module, self.selection)
         self._lay_out(slots)
 
     def reattach(self) -> None:
@@ -325,11 +330,12 @@ class _Choice:
 
     Args:
         module: looked at as it is now.
-        ignored: the ids of parameters that never travel, whether they are trained or not.
+        selection: says which parameters never travel, and which buffers an average takes from rank 0.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[int]) -> None:
+    def __init__(self, module: nn.Module, selection: Selection) -> None:
         self.is_over = False
+        ignored, copied = selection.ignored_ids(module), set(map(id, selection.copied(module).values()))
         owners = list(module.modules())
         self._tables: list[tuple[dict[str, Any], int]] = [
             (table, len(table)) for owner in owners for table in (owner._parameters, owner._buffers, owner._modules)
@@ -340,6 +346,12 @@ class _Choice:
             for owner in owners
             for name, parameter in owner._parameters.items()
             if id(parameter) not in ignored
+        ]
+        self._copied = [
+            (owner._buffers, name, buffer.shape)
+            for owner in owners
+            for name, buffer in owner._buffers.items()
+            if id(buffer) in copied and buffer is not None
         ]
 
     def is_current(self) -> bool:
@@ -355,5 +367,8 @@ class _Choice:
         for parameters, name, is_trained in self._parameters:
             parameter = parameters.get(name)
             if (parameter is not None and parameter.requires_grad) is not is_trained:
+                return False
+        for buffers, name, shape in self._copied:
+            if (buffer := buffers.get(name)) is None or buffer.shape != shape:
                 return False
         return True

@@ -92,7 +92,7 @@ class Travelling:
 
         def tensors() -> list[str]:
             wrapper = me()
-            return [] if wrapper is None else describe(wrapper._buffer.slots)
+            return [] if wrapper is None else describe(wrapper._buffer, wrapper._buffer.slots)
 
         transport.watch_changes(step=step, tensors=tensors)
         self._is_first = is_elastic(transport)
@@ -171,9 +171,9 @@ class Travelling:
             slots: what travels from now on.
             is_same: whether the vector stays as all ranks have it.
         """
-        description = describe(slots)
+        description = describe(wrapper._buffer, slots)
         if not self.agreed:
-            self.agreed.add(digest_of(wrapper._buffer.agreed))
+            self.agreed.add(digest_of([*wrapper._buffer.agreed, *wrapper._buffer.copied_at_start]))
         digest = digest_of(description)
         if is_same and digest in self.agreed:
             return True
@@ -225,8 +225,9 @@ class Travelling:
         return True
 
 
-def describe(slots: Sequence[Slot]) -> list[str]:
+def describe(buffer: FlatBuffer, slots: Sequence[Slot]) -> list[str]:
     """One text for each tensor: what ranks must agree on, and whether it is frozen."""
-    return [
+    travelling = [
         slot.signature() + (", frozen" if slot.is_parameter and not slot.tensor.requires_grad else "") for slot in slots
     ]
+    return [*travelling, *buffer.copied_signature()]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import FrameType
 
 import torch
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = (_TORCH, str(Path(__file__).parents[2]))
 
 
 def levels_to_user() -> int:
@@ -16,3 +18,8 @@ def levels_to_user() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def is_torch(frame: FrameType) -> bool:
+    """Whether the frame is of a function of torch."""
+    return frame.f_code.co_filename.startswith(_TORCH)

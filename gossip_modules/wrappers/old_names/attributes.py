@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..foreign.user_line import levels_to_user
+from ..foreign.user_line import is_torch, levels_to_user
 
 WORKING: Mapping[str, str] = {
     "transfer_params": "rounds run by themselves, so leave it out; with rounds='manual' write model.gossip_step()",
@@ -87,10 +88,16 @@ class OldMethods(nn.Module):
         """The push-sum weight, float64 [1], a copy; 1 where there is none."""
         self._say("ps_weight")
         buffer: Any = getattr(self, "_buffer", None)
-        return torch.ones(1, dtype=torch.float64) if buffer is None else buffer.vector.push_sum_weight.clone()
+        return (
+            torch.ones(1, dtype=torch.float64, device="cpu")
+            if buffer is None
+            else buffer.vector.push_sum_weight.clone()
+        )
 
     def _say(self, name: str) -> None:
-        """Warn of an old name, once for each wrapper."""
+        """Warn of an old name, once for each wrapper; not where torch reads all attributes, as torch.jit.trace does."""
+        if is_torch(sys._getframe(2)):
+            return
         said = self.__dict__.setdefault("_said_old_names", set())
         if name not in said:
             said.add(name)

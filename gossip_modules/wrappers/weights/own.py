@@ -54,7 +54,7 @@ class OwnWeights:
 
     def _start(self) -> None:
         self._known = KnownOptimizers()
-        self.weight = torch.ones(1, dtype=torch.float64)
+        self.weight = torch.ones(1, dtype=torch.float64, device="cpu")
         self._is_listening = self._has_stepped = False
         self._vector: FlatVector | None = None  # of which there are samples
         self._views: list[Tensor] = []  # the elements that are compared

@@ -174,10 +174,12 @@ class Growing(nn.Module):
         return result
 
 
+@pytest.mark.parametrize("travels", [True, False])
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["one rank", "both, to other sizes"])
-def test_a_buffer_of_another_size_is_named(ranks: tuple[int, ...]) -> None:
+def test_a_buffer_of_another_size_is_named(ranks: tuple[int, ...], travels: bool) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        wrapper = GossipDataParallel(Growing(), process_group=group, timeout=20)
+        buffers: Any = ["cache"] if travels else True
+        wrapper = GossipDataParallel(Growing(), process_group=group, gossip_buffers=buffers, timeout=20)
         wrapper(torch.zeros(1, 2)).sum().backward()
         size = 2 + group.rank() if group.rank() in ranks else 1
         message = r"cache \(.*, 2\) torch.float32.* persistent=False\), or with gossip_buffers=False"
@@ -188,9 +190,11 @@ def test_a_buffer_of_another_size_is_named(ranks: tuple[int, ...]) -> None:
     run_ranks(2, body)
 
 
-def test_a_buffer_that_grows_alike_goes_on_gossiping() -> None:
+@pytest.mark.parametrize("travels", [True, False])
+def test_a_buffer_that_grows_alike_goes_on_gossiping(travels: bool) -> None:
     def body(group: dist.ProcessGroup) -> Tensor:
-        wrapper = GossipDataParallel(Growing(), process_group=group, timeout=20)
+        buffers: Any = ["cache"] if travels else True
+        wrapper = GossipDataParallel(Growing(), process_group=group, gossip_buffers=buffers, timeout=20)
         for size in range(1, 5):
             wrapper(torch.zeros(size, 2)).sum().backward()
         wrapper.module.get_buffer("cache").fill_(float(group.rank()))
@@ -198,8 +202,8 @@ def test_a_buffer_that_grows_alike_goes_on_gossiping() -> None:
         wrapper.close()
         return wrapper.module.get_buffer("cache").clone()
 
-    for cache in run_ranks(2, body):
-        torch.testing.assert_close(cache, torch.full((4, 2), 0.5))
+    for rank, cache in enumerate(run_ranks(2, body)):
+        torch.testing.assert_close(cache, torch.full((4, 2), 0.5 if travels else float(rank)))
 
 
 def test_settling_with_other_tensors_on_one_rank_is_the_same_error() -> None:
