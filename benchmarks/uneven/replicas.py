@@ -123,7 +123,7 @@ class StackedGossip:
         self._rule, self._carried, self._t = algorithm.rule, None, 0
         if self._rule is not None:
             self._rule.check(mixing)
-            self._carried = Carried(FlatVector.over(x.data), self._rule.vectors)
+            self._carried = Carried(FlatVector.over(x.data), self._rule.vectors, scaled=self._rule.scales_with_rate)
         self._step: SGDStep | None = None  # since the last round
         optimizer.register_step_post_hook(self._note_step)
 
@@ -151,7 +151,7 @@ class StackedGossip:
         def mix() -> None:
             sent.add_(self._mix(sent, self._t))
 
-        carried.take(models)
+        carried.take(models, None if self._step is None else self._step.lr)
         rule.round(carried, mix, step)
         carried.num_rounds += 1
         carried.write_to(models)

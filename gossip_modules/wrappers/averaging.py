@@ -165,7 +165,8 @@ class AveragingMixin(ABC):
     def averaged(self) -> Iterator[Self]:
         """Inside, the model is the average over all ranks; afterwards each rank goes on from where it was.
 
-        Collective on entry. Costs one copy of the model. Train in it and the changes are lost. Parameters and running
+        Collective on entry. Costs one copy of the model. Forwards inside start no rounds. Train in it and the changes
+        are lost. Parameters and running
         statistics are averages, and other persistent buffers those of rank 0, but for u and v of `spectral_norm`, which
         are those of the averaged weight; see [Note: kinds of buffers] of `Selection`.
 

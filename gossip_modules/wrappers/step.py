@@ -53,6 +53,7 @@ class TrainingStep(nn.Module):
     _averager: Any
     _sync: bool  # False inside no_sync()
     _own_weights: OwnWeights
+    _who: str = ""  # this worker, in front of errors, where ranks have no numbers
     _is_closed: bool
     _is_averaged: bool  # inside averaged()
     _is_checked: bool  # what is around the wrapper
@@ -96,8 +97,9 @@ class TrainingStep(nn.Module):
         self._has_trained = True
         if self._unsynced_steps.is_watching:
             self._unsynced_steps.forget()
-        for _ in range(self._steps.num_rounds_due(is_synced=self._sync)):
-            self._begin_step()
+        if not self._is_averaged:
+            for _ in range(self._steps.num_rounds_due(is_synced=self._sync)):
+                self._begin_step()
 
     def _begin_step(self) -> None:
         """The round of an optimizer step, which begins with it."""
@@ -117,7 +119,7 @@ class TrainingStep(nn.Module):
         optimizer step then starts none for that step. A rank that leaves out a batch alone calls it in its place.
 
         Raises:
-            RuntimeError: inside a backward, or after `close()`.
+            RuntimeError: inside a backward or `averaged()`, or after `close()`.
             TimeoutError, ConnectionError, FloatingPointError: see the forward.
 
         Example:
@@ -136,6 +138,11 @@ class TrainingStep(nn.Module):
             raise RuntimeError(
                 f"got gossip_step() of a {name} inside a backward, which reads the parameters that a round writes; "
                 "expected it after the backward, or before the forward"
+            )
+        if self._is_averaged:
+            raise RuntimeError(
+                f"got gossip_step() of a {name} inside averaged(), after which each rank goes on from its own model; "
+                "expected it outside"
             )
         self._to_estimate()
         self._check_surroundings()
@@ -295,9 +302,9 @@ class TrainingStep(nn.Module):
         mine, theirs = first_difference(buffer.signature(), buffer.agreed)
         if mine != theirs:
             raise ValueError(
-                f"got {mine} where the model had {theirs} when it was wrapped, so that its dtypes, trained tensors or "
-                "device changed since it was wrapped, expected the same: peers may ask for it at any time; call .to(), "
-                ".half() and requires_grad_() before wrapping"
+                f"{self._who}got a model of which {mine} is where it had {theirs}: dtypes, trained tensors or device "
+                "have changed since it was wrapped, expected the same, as peers may ask for it at any time; call "
+                ".to(), .half() and requires_grad_() before wrapping"
             )
 
     @torch.no_grad()

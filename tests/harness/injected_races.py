@@ -85,7 +85,7 @@ def linger(k: int) -> None:
 def lose_updates(patch: pytest.MonkeyPatch) -> None:
     """The steps that training has taken since it published y are lost."""
 
-    def overwrite(shared: SharedModel, x: FlatVector) -> bool:
+    def overwrite(shared: SharedModel, x: FlatVector, **_: object) -> bool:
         if not shared.has_pending:
             return False
         shared._has_pending = False

@@ -219,7 +219,8 @@ def rates_of(wrapper: GossipDataParallel) -> Any:
 
 def test_rates_are_those_of_the_steps_since_the_last_round() -> None:
     model = mlp()
-    wrapper = GossipDataParallel(model, process_group=solo_group(), rule=D2())
+    wrapper = GossipDataParallel(model, process_group=solo_group(), rule=D2(), rounds="manual")
+    wrapper.gossip_step()
     lr = torch.tensor(0.25)  # changed in place by schedulers
     groups = [{"params": model[0].parameters(), "lr": lr}, {"params": model[2].parameters()}]  # type: ignore[index]
     optimizer = torch.optim.Adam(groups, lr=0.5)
@@ -232,7 +233,7 @@ def test_rates_are_those_of_the_steps_since_the_last_round() -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.125
     assert rates_of(wrapper)["rates"] == 0.5, "a scheduler that has set the next rate"
-    loss_of(wrapper, 0, 1)
+    wrapper.gossip_step()
     assert rates_of(wrapper) == {"rates": 0.125, "num_steps": 0}, "what a step that is left out would have had"
     assert wrapper.get_extra_state()["engine"]["carried"]["rates"] == 0.5
     wrapper.close()
@@ -281,13 +282,15 @@ def test_the_sum_over_ranks_stays_where_one_rank_leaves_out_steps(rule: UpdateRu
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
         for step in range(6):
             if step in (0, 3) and group.rank() == 0:
-                loss_of(wrapper, 0, step)
+                optimizer.zero_grad()
+                loss_of(wrapper, 0, step).backward()
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # or the scheduler warns
             else:
                 optimizer.zero_grad()
                 loss_of(wrapper, group.rank(), step).backward()
                 optimizer.step()
             scheduler.step()
+        optimizer.zero_grad()
         loss_of(wrapper, group.rank(), 6)
         name = rule.scales_with_rate[0]
         (vector,) = wrapper.get_extra_state()["engine"]["carried"]["vectors"][name]

@@ -601,6 +601,8 @@ def test_a_round_now_is_refused_in_a_backward_and_after_close() -> None:
     out.register_hook(lambda gradient: wrapper.gossip_step())
     with pytest.raises(RuntimeError, match=r"got gossip_step\(\) of a GossipDataParallel inside a backward"):
         out.backward()
+    with wrapper.averaged(), pytest.raises(RuntimeError, match=r"got gossip_step\(\) .* inside averaged\(\)"):
+        wrapper.gossip_step()
     wrapper.close()
     with pytest.raises(RuntimeError, match=r"got gossip_step\(\) after close\(\)"):
         wrapper.gossip_step()
@@ -658,3 +660,26 @@ def test_a_trained_module_is_copied_and_saved_as_if_nobody_watched_its_gradients
     assert torch.equal(flatten(twin), flatten(wrapper.module))
     wrapper.close()
     assert all(not p._post_accumulate_grad_hooks for p in wrapper.module.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}])
+def test_forwards_of_the_average_mix_nothing_and_take_no_round_away(options: dict[str, Any]) -> None:
+    """In train mode and with gradients, on one rank more often than on the other."""
+
+    def body(group: dist.ProcessGroup) -> tuple[float, Tensor]:
+        wrapper = wrap(mlp(group.rank()), group, **options)
+        optimizer = sgd(wrapper)
+        for step in range(4):
+            train_step(wrapper, optimizer, group.rank(), step)
+            with wrapper.averaged():
+                before = flatten(wrapper.module)
+                for _ in range(1 + group.rank()):
+                    loss_of(wrapper, group.rank(), step)
+                assert torch.equal(flatten(wrapper.module), before)
+        rounds = num_rounds(wrapper)
+        wrapper.close()
+        return rounds, before
+
+    (rounds, one), (others, other) = run_ranks(2, body)
+    assert rounds == others == 4
+    assert torch.equal(one, other)
