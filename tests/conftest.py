@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.harness.ranks import end_threads, forget_threads
+from tests.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,11 +33,14 @@ def pytest_collection_finish() -> None:
 
 
 _stderr = pytest.StashKey[int]()
+_watchdog = pytest.StashKey[Watchdog]()
+_LOCKED_SECONDS = 60.0  # after which no thread gets the interpreter's lock any more, the watchdog's neither
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """While a test runs, its own standard error is a file of pytest's."""
     config.stash[_stderr] = os.dup(2)
+    config.stash[_watchdog] = Watchdog(config.stash[_stderr])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,17 +48,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test whose timeout cannot interrupt it ends with its process, after the stack of each thread is written.
 
     pytest-timeout raises an exception in the main thread, once: where that waits inside a library, or waits again to
-    clean up, all tests would wait with it, and nobody would learn which test it is.
+    clean up, all tests would wait with it, and nobody would learn which test it is. See [Note: stacks of running
+    threads] of `Watchdog`.
     """
     marker = item.get_closest_marker("timeout")
     seconds = float(item.config.getini("timeout") if marker is None else marker.args[0])
-    faulthandler.dump_traceback_later(2 * seconds + 60, exit=True, file=item.config.stash[_stderr])
+    limit = 2 * seconds + 60
+    item.config.stash[_watchdog].start(limit)
+    faulthandler.dump_traceback_later(limit + _LOCKED_SECONDS, exit=True, file=item.config.stash[_stderr])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """See `pytest_runtest_setup`."""
     yield
+    item.config.stash[_watchdog].call_off()
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -60,9 +62,10 @@ class GossipThread:
         limit = _NUM_WAITS * timeout.total_seconds()
         start = time.monotonic()
         while not future.done():
-            done, _ = wait([future], timeout=_LOOK_SECONDS)
+            with contextlib.suppress(futures.TimeoutError):
+                future.exception(_LOOK_SECONDS)
             seconds = time.monotonic() - start
-            if not done and (seconds > limit or not self._thread.is_alive()):
+            if not future.done() and (seconds > limit or not self._thread.is_alive()):
                 state = "still runs it" if self._thread.is_alive() else "has ended without it"
                 raise TimeoutError(
                     f"{what()} has not ended after {seconds:.1f} s: the thread {self._thread.name} {state}"

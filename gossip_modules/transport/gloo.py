@@ -28,6 +28,11 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     it joins the threads of its backend. They may need the lock, and then it hangs. The destructor of a backend releases
     the lock, so the backend lives until its group has gone.
 
+    [Note: late connections] A constructor that gives up frees the ends of its connections, but not the devices, whose
+    thread goes on accepting. A rank that connects afterwards is handed to the end that was freed, and the process dies
+    by a segmentation fault (torch 2.14). The options own the devices, and the traceback of the error holds the options,
+    for as long as somebody holds the error. So the devices go before the error is raised.
+
     Args:
         store: shared by the ranks, for their addresses.
         rank: of the caller.
@@ -51,7 +56,11 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
         options._devices = [new.create_device(interface=name) for name in interfaces]
     else:
         options._devices = [new.create_default_device()]
-    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    try:
+        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    except RuntimeError:
+        options._devices = []  # see [Note: late connections]
+        raise
     close_ports(store, rank, len(options._devices))
     return backend
 
