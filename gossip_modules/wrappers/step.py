@@ -60,6 +60,7 @@ class TrainingStep(nn.Module):
     _has_trained: bool
     _has_warned: bool = False  # of training after close()
     _trains: bool  # in this forward
+    _is_seen_current: bool = False  # the buffer, in this forward: a walk over all tensors that a round need not repeat
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, after this step's gossip round if it is a training forward; see `is_transformed`."""
@@ -83,7 +84,8 @@ class TrainingStep(nn.Module):
         if self._trains:
             self._check_surroundings()
         # A model that is frozen for a while, like a GAN's critic, is not trained.
-        self._trains = self._trains and (self._buffer.is_current() or self._buffer.is_trained())
+        is_current = self._trains and self._buffer.is_current()
+        self._trains = self._trains and (is_current or self._buffer.is_trained())
         if self._is_closed:
             if self._trains and not self._has_warned:
                 self._warn_alone()
@@ -98,8 +100,12 @@ class TrainingStep(nn.Module):
         if self._unsynced_steps.is_watching:
             self._unsynced_steps.forget()
         if not self._is_averaged:
-            for _ in range(self._steps.num_rounds_due(is_synced=self._sync)):
-                self._begin_step()
+            self._is_seen_current = is_current and self._elastic is None  # a donor's state may change what is trained
+            try:
+                for _ in range(self._steps.num_rounds_due(is_synced=self._sync)):
+                    self._begin_step()
+            finally:
+                self._is_seen_current = False
 
     def _begin_step(self) -> None:
         """The round of an optimizer step, which begins with it."""
@@ -185,7 +191,8 @@ class TrainingStep(nn.Module):
 
     def _round(self) -> None:
         """The round of a step, of what is trained now."""
-        if not self._buffer.is_current() or self._travelling.is_due(self._engine):
+        is_current = self._is_seen_current or self._buffer.is_current()
+        if not is_current or self._travelling.is_due(self._engine):
             self._choose()
             if not self._buffer.is_attached():
                 self._reattach()
