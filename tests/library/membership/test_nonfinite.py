@@ -35,13 +35,15 @@ def wrapped(member: Membership, **options: Any) -> GossipDataParallel:
     return GossipDataParallel(mlp(), membership=member, overlap=True, **options)
 
 
-def send_infinities(model: GossipDataParallel, rank: int, step: int) -> None:
-    """A forward whose round, which is in flight after it, sends them; the model has none afterwards."""
+def send_infinities(model: GossipDataParallel, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    """A step whose round, which is in flight after it, sends them; the model stays as it is."""
     bias = model.module.get_parameter("2.bias").detach()
     healthy = bias.clone()
     bias.fill_(float("inf"))
     loss_of(model, rank, step)
     bias.copy_(healthy)
+    optimizer.zero_grad()
+    optimizer.step()
 
 
 def training_step(model: GossipDataParallel, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
@@ -81,7 +83,7 @@ def train_into_a_generation(
         seen.append(step)
         try:
             if member.rank == 0 and first_steps and step == first_steps[0] - 1:
-                send_infinities(model, group.rank(), step)
+                send_infinities(model, optimizer, group.rank(), step)
             else:
                 training_step(model, optimizer, group.rank(), step)
         except FloatingPointError:
@@ -152,7 +154,7 @@ def test_a_worker_joins_where_its_donor_had_infinities_in_flight() -> None:
                 break
             try:
                 if is_founder and step == 2 and not raised:
-                    send_infinities(model, group.rank(), step)
+                    send_infinities(model, optimizer, group.rank(), step)
                     may_come.set()
                     await_(lambda: bool(member._snapshots), "somebody is to get the state")
                 else:
@@ -189,7 +191,7 @@ def test_a_step_is_counted_once_where_infinities_were_in_flight(what: Callable[[
     for step in member.steps(5):
         try:
             if step == 2:
-                send_infinities(model, 0, step)
+                send_infinities(model, optimizer, 0, step)
                 what(model)
             else:
                 training_step(model, optimizer, 0, step)
