@@ -108,7 +108,7 @@ def wrap_gossip(
     push_sum: bool = False,
     schedule: Callable[[MethodOptions], Schedule | ConsensusControl] = rounds_of,
 ) -> Wrapper:
-    """Gossip: parameters mixed with those of a few peers before every forward.
+    """Gossip: parameters mixed with those of a few peers in every step.
 
     Args:
         module, options, context: what is wrapped, how, and where.

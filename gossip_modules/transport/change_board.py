@@ -120,7 +120,7 @@ class ChangeBoard:
             packed = base64.b85encode(zlib.compress(json.dumps(place).encode())).decode()
             self._store.set(str(self._rank), packed, what="announcing other tensors")
             self._store.add("count", 1, what="announcing other tensors")
-        except ConnectionError:  # errors tell less, and come when the time is over
+        except (ConnectionError, RuntimeError):  # it is gone, or cannot count: errors tell less, and come late
             return
 
     # The rank that waits.
@@ -191,7 +191,7 @@ class ChangeBoard:
                 packed = self._store.get(str(rank), what="looking for other tensors")
                 if packed is not None:
                     places[rank] = _Place(*json.loads(zlib.decompress(base64.b85decode(packed))))
-        except ConnectionError:
+        except (ConnectionError, RuntimeError):
             return {}
         return places
 

@@ -68,8 +68,12 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
 def gloo_group(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None
 ) -> dist.ProcessGroup:
-    """A process group over `gloo_backend`, which its last reference releases."""
-    group = dist.ProcessGroup(store, rank, world_size)
+    """A process group over `gloo_backend`, which its last reference releases.
+
+    Its own store is the one below an `EndableStore`, which answers nobody when it is not referenced any more.
+    """
+    kept = store.store if isinstance(store, EndableStore) else store
+    group = dist.ProcessGroup(kept, rank, world_size)
     holder = [gloo_backend(store, rank, world_size, timeout, host=host)]
     group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, holder[0])
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -1,4 +1,4 @@
-"""The one nn.Module base of the gossip wrappers: a round before each training forward, no_sync, eval flush, state."""
+"""The one nn.Module base of the gossip wrappers: a round in each optimizer step, no_sync, eval flush, state."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ class EndableStore(dist.Store):
         is_void: whether the group is not to be made any more, asked while its addresses are awaited; from any thread.
 
     Attributes:
+        store: that one.
         num_ranks: of the group whose addresses these are, under ".../0", ".../1", ...; 0: of none.
     """
 
@@ -45,22 +46,22 @@ class EndableStore(dist.Store):
         is_void: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        self._store, self._ended, self._limit, self._is_void = store, ended, timeout, is_void
+        self.store, self._ended, self._limit, self._is_void = store, ended, timeout, is_void
         self._own: list[str] = []
 
     def set(self, key: str, value: str | bytes) -> None:
         """Put `value` under `key`."""
         self._own.append(key)
-        self._store.set(key, value)  # type: ignore[arg-type]
+        self.store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         """What is under `key`; waits for it."""
         self.wait([key])
-        return self._store.get(key)
+        return self.store.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether there is something under each of the keys."""
-        return self._store.check(list(keys))
+        return self.store.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when there is something under each of the keys.
@@ -86,7 +87,7 @@ class EndableStore(dist.Store):
         """See [Note: all addresses at once]: where this rank does not connect, nobody else is to begin to."""
         for key in self._own:
             with contextlib.suppress(RuntimeError):  # a store that deletes nothing, or is away
-                self._store.delete_key(key)
+                self.store.delete_key(key)
 
     def _missing(self, keys: Sequence[str]) -> str:
         return ", ".join(key for key in keys if not self.check([key]))

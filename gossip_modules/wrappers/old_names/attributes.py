@@ -28,7 +28,7 @@ MISSING: Mapping[str, str] = {
     "update_gossiper": "a graph has a schedule of its peers by round; pass "
     "graph=lambda n: NPeerDynamicDirectedExponentialGraph(n, peers_per_itr={0: 2, 3000: 1})",
     "update_lr": "your loop has the optimizer; set its learning rate, as a scheduler of torch.optim does",
-    "enable_gossip": "write model.train(); every training forward starts a round",
+    "enable_gossip": "write model.train(); the first training forward of each step starts a round",
     "disable_gossip": "write model.eval(), or `with model.no_sync():` around forwards that start no round",
     "gossip_enable": "write model.eval() and model.train()",
     "gossip_params": "read model.module.parameters(); what travels is a vector that they are views of",

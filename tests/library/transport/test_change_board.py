@@ -97,6 +97,20 @@ def test_a_wait_that_lasts_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
     other.board.end_wait()
 
 
+class CannotCount(dist.Store):
+    """A store of a user, with less than a board needs."""
+
+
+def test_a_store_that_cannot_count_only_tells_less() -> None:
+    rank = Rank(CannotCount(), 0)
+    rank.announce("b")
+    rank.board.check()
+    rank.board.begin_wait()
+    rank.board.look()
+    assert rank.num_ended == 0
+    rank.board.end_wait()
+
+
 def test_first_difference() -> None:
     assert first_difference(["a", "b"], ["a", "c"]) == ("'b'", "'c'")
     assert first_difference(["a"], ["a", "c"]) == ("nothing more", "'c'")

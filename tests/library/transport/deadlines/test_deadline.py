@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gossip_modules.transport.deadlines import deadline as deadline_module
 from gossip_modules.transport.deadlines.deadline import Deadline, join_at_exit
 from gossip_modules.transport.deadlines.endable_store import EndableStore
-from gossip_modules.transport.gloo import at_once, gloo_backend
+from gossip_modules.transport.gloo import at_once, gloo_backend, gloo_group
 from tests.harness.ranks import TIMEOUT
 from tests.library.transport.deadlines.clock import Clock
 
@@ -67,6 +67,15 @@ def test_the_wait_of_a_group_for_an_address_is_ended(is_void: bool) -> None:
     missing = "0/1"
     why = "another group is made in its place" if is_void else "this worker has closed"
     assert errors == [f"the wait for {missing} was ended, since {why}"]
+
+
+def test_the_store_of_a_group_answers_when_its_waits_are_over() -> None:
+    """What ranks leave for each other is put there later, such as the tensors that they exchange."""
+    group = gloo_group(EndableStore(dist.HashStore(), threading.Event(), timeout=TIMEOUT), 0, 1, TIMEOUT)
+    store = group.get_group_store()
+    assert store is not None
+    store.set("a", "1")
+    assert (store.add("count", 1), store.get("a")) == (1, b"1")
 
 
 def test_a_wait_in_a_store_ends_in_time() -> None:
