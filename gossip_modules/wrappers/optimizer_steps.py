@@ -314,6 +314,7 @@ class _WatchedGradient:
         self._views: list[Tensor] = []  # some elements of the parameters, of which `.data` changes no version
         self._values: list[Tensor] = []  # what they were after the round
         self._has_values = False
+        self._unused: set[int] = set()  # ids of parameters that had no gradient when an optimizer stepped
         self._gradient: Tensor | None = None  # after the last backward; of a small parameter, so a few bytes
         self._gradient_version = 0
         self._thread = 0
@@ -328,7 +329,9 @@ class _WatchedGradient:
             self._views = [sample(segment) for segment in buffer.parameter_segments if segment.numel()]
             self._values = [torch.empty_like(view) for view in self._views]
         if self._parameter is None or not self._parameter.requires_grad:
-            self._watch_smallest([parameter for parameter in self._parameters if parameter.requires_grad])
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            used = [parameter for parameter in trained if id(parameter) not in self._unused]
+            self._watch_smallest(used or trained)
         if self._parameter is not None:
             self._version = self._parameter._version
         for values, view in zip(self._values, self._views, strict=True):
@@ -339,7 +342,9 @@ class _WatchedGradient:
     def choose(self, parameters: Sequence[Tensor]) -> None:
         """An optimizer is about to step: watch a parameter that has a gradient, from the next round on."""
         if self._parameter is not None and self._parameter.grad is None and parameters is self._parameters:
-            self._watch_smallest([p for p in parameters if p.grad is not None and p.requires_grad])
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            self._unused.update(id(parameter) for parameter in trained if parameter.grad is None)
+            self._watch_smallest([parameter for parameter in trained if parameter.grad is not None])
 
     def _watch_smallest(self, parameters: Sequence[Tensor]) -> None:
         if not parameters:
@@ -406,6 +411,7 @@ class _WatchedGradient:
             self._handle = None
         self._parameters, self._parameter, self._gradient = (), None, None
         self._views, self._values, self._has_values = [], [], False
+        self._unused.clear()
 
 
 class _Weak:
