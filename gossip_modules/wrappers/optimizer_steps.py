@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, existing_optimizers, holds_any
+from ..flat.transformed import not_compiled
 from .foreign.user_line import levels_to_user
 from .weights.masters import sample
 
@@ -420,6 +421,7 @@ class _Weak:
     def __init__(self, method: Callable[[Tensor], None]) -> None:
         self._method = weakref.WeakMethod(method)
 
+    @not_compiled
     def __call__(self, tensor: Tensor) -> None:
         if (method := self._method()) is not None:
             method(tensor)
