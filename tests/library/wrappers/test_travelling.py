@@ -177,7 +177,7 @@ class Growing(nn.Module):
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["one rank", "both, to other sizes"])
 def test_a_buffer_of_another_size_is_named(ranks: tuple[int, ...]) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        wrapper = GossipDataParallel(Growing(), process_group=group, timeout=20)
+        wrapper = GossipDataParallel(Growing(), process_group=group, gossip_buffers=["cache"], timeout=20)
         wrapper(torch.zeros(1, 2)).sum().backward()
         size = 2 + group.rank() if group.rank() in ranks else 1
         message = r"cache \(.*, 2\) torch.float32.* persistent=False\), or with gossip_buffers=False"
@@ -190,7 +190,7 @@ def test_a_buffer_of_another_size_is_named(ranks: tuple[int, ...]) -> None:
 
 def test_a_buffer_that_grows_alike_goes_on_gossiping() -> None:
     def body(group: dist.ProcessGroup) -> Tensor:
-        wrapper = GossipDataParallel(Growing(), process_group=group, timeout=20)
+        wrapper = GossipDataParallel(Growing(), process_group=group, gossip_buffers=["cache"], timeout=20)
         for size in range(1, 5):
             wrapper(torch.zeros(size, 2)).sum().backward()
         wrapper.module.get_buffer("cache").fill_(float(group.rank()))
