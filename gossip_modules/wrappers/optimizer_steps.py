@@ -183,6 +183,20 @@ class OptimizerSteps:
         self._is_due = is_due and self.rounds is RoundTime.FORWARD
         self._is_synced, self.has_ended = state.get("is_synced", is_due), False
 
+    def take_left_out(self) -> int:
+        """The number of rounds to run now for steps that were left out, before ranks meet outside of rounds."""
+        num_left_out, self._gradient.num_left_out = self._gradient.num_left_out, 0
+        return num_left_out
+
+    def _make_up(self, optimizer: Optimizer, count: int) -> None:
+        """Run the rounds of steps that were left out before the forward of this step, now that it has ended."""
+        num_left_out = self.take_left_out()
+        self._num_made_up += num_left_out
+        for _ in range(num_left_out):
+            if (run := self._run()) is not None:
+                run()
+            self._counts[id(optimizer)], self._is_synced = count, True  # the next forward begins a step all the same
+
     def be_quiet(self) -> None:
         """The user has been told that steps have no rounds."""
         self._has_raised = True
@@ -217,6 +231,7 @@ class OptimizerSteps:
         self._num_without += 1
         self._note_made_up(is_first=is_first or count == 2)
         if self.rounds is RoundTime.FORWARD:
+            self._make_up(optimizer, count)
             if count == 2:
                 self._raise_once(_without_rounds(type(optimizer).__name__, self._name))
         elif self.rounds is RoundTime.STEP:
@@ -229,6 +244,8 @@ class OptimizerSteps:
                     run()
                     self._num_owed -= 1
                 self._counts[id(optimizer)] = 1
+            else:  # its step is part of what had that round
+                self._gradient.watch(self._buffer)
         elif self._num_without == _MANY_STEPS:
             warnings.warn(
                 f"got {_MANY_STEPS} optimizer steps without a round of a {self._name} with rounds='manual': ranks "

@@ -844,3 +844,43 @@ def test_an_optimizer_that_is_made_anew_has_a_round_after_its_first_step() -> No
         optimizers[-1].step()
     assert num_rounds(wrapper) == 6
     wrapper.close()
+
+
+@pytest.mark.parametrize("left_out", [{3}, {3, 4}])
+def test_steps_that_are_left_out_at_the_end_have_their_rounds(left_out: set[int]) -> None:
+    """Gradients are dropped after the forward, so that only a backward tells of the step before."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        wrapper = wrap(mlp(), group)
+        optimizer = sgd(wrapper)
+        for step in range(5):
+            loss = loss_of(wrapper, group.rank(), step)
+            optimizer.zero_grad()
+            loss.backward()
+            if group.rank() == 0 or step not in left_out:
+                optimizer.step()
+        wrapper.consensus_distance()
+        rounds = num_rounds(wrapper)
+        wrapper.close()
+        return rounds
+
+    assert run_ranks(2, body) == [5, 5]
+
+
+def test_a_rank_that_leaves_out_the_steps_of_two_optimizers_takes_part_in_all_rounds() -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        parts = nn.Linear(3, 3), nn.Linear(3, 1)
+        wrapper = wrap(nn.Sequential(*parts), group, init_sync=True, rounds="step")
+        optimizers = [sgd(part) for part in parts]
+        for step in range(6):
+            wrapper.zero_grad()
+            wrapper(torch.ones(2, 3)).mean().backward()
+            for optimizer in optimizers:
+                if (group.rank(), step) not in ((1, 2), (1, 3)):
+                    optimizer.step()
+        wrapper.consensus_distance()
+        rounds = num_rounds(wrapper)
+        wrapper.close()
+        return rounds
+
+    assert run_ranks(2, body) == [6, 6]
