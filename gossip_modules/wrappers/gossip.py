@@ -300,6 +300,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     def settle(self) -> None:
         """See `AveragingMixin`. As all ranks call it, it also makes what is trained now what travels."""
         if not (self._is_closed or self._is_averaged):
+            for _ in range(self._steps.take_left_out()):
+                self._step_start()
             self._choose(may_leave=False)
         super().settle()
 

@@ -16,9 +16,12 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, existing_optimizers, holds_any
+from ..flat.transformed import not_compiled
 from .foreign.user_line import levels_to_user
+from .weights.masters import sample
 
 _MANY_STEPS = 100  # without a round, under RoundTime.MANUAL
+_MANY_IN_TURN = 3  # optimizer steps, each after gradients that were dropped
 
 
 class RoundTime(Enum):
@@ -50,10 +53,12 @@ class OptimizerSteps:
     parameters, as in a loop that updates them by hand, each training forward outside `no_sync()` is a step.
 
     [Note: Steps that are left out] A rank may leave out a step alone, as with `GradScaler`, and must still take part in
-    the round for which the other ranks wait. A step was left out if the gradients of a backward since the last round
-    were dropped (set to None, zeroed or unscaled), parameters are as the round left them, and this thread has stepped
-    no other optimizer. A loop that drops gradients after the next forward tells so in the next backward: the round is
-    made up for at the next step then. The hook for this is on one parameter, the smallest.
+    the round for which the other ranks wait. A step was left out if a forward outside `no_sync()` and a backward have
+    ended since the last round, gradients were dropped since then (set to None, zeroed, or frozen), parameters are as
+    the round left them, and this thread has stepped no other optimizer. A loop that drops gradients after the next
+    forward tells so in the next backward: the round is made up for at the next step then. The hook for this is on one
+    parameter, the smallest that has a gradient. A loop that drops gradients between forwards of one step, as methods
+    for many tasks do, looks the same, unless `no_sync()` says so: a warning tells of it.
 
     Args:
         buffer: has the parameters.
@@ -74,6 +79,8 @@ class OptimizerSteps:
         self._is_synced = False  # a training forward outside no_sync() has ended since the last round
         self._is_last_synced = False  # the last one that began was outside no_sync()
         self._num_extra = 0  # training forwards of this step beyond the first, outside no_sync()
+        self._num_made_up = 0  # rounds of steps that were left out, since the last optimizer step
+        self._num_in_turn = 0  # optimizer steps one after the other with such rounds before each
         self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
         self._is_inside = False  # an optimizer's step, which evaluates a closure as often as it likes
         self._num_without = 0  # optimizer steps since the last round, or since the start
@@ -107,7 +114,7 @@ class OptimizerSteps:
             return True
         if self._counts or not self._sees_optimizers():
             return self._is_synced
-        return self._gradient.is_dropped()
+        return self._is_synced and self._gradient.is_dropped()
 
     def num_rounds_due(self, *, is_synced: bool) -> int:
         """The number of rounds to run before a training forward.
@@ -118,11 +125,15 @@ class OptimizerSteps:
         is_due = self.is_due
         self._is_last_synced, self.has_ended = is_synced, False
         if self.rounds is not RoundTime.FORWARD:
-            return self._num_left_out()
+            num_left_out = self._num_left_out()
+            self._num_made_up += num_left_out
+            return num_left_out
         if not is_due:
             self._num_extra += is_synced and self._is_synced and not self._is_inside
-            self._gradient.is_doubtful = True
+            self._gradient.is_doubtful = self._is_synced
             return 0
+        is_made_up = not (self._is_due or self._counts or not self._sees_optimizers())
+        self._num_made_up += is_made_up + self._gradient.num_left_out
         return 1 + self._gradient.num_left_out
 
     def _note_forward(self) -> None:
@@ -138,9 +149,9 @@ class OptimizerSteps:
                 "got rounds='step' and no torch.optim.Optimizer over the parameters, expected one whose steps start "
                 "the rounds; pass rounds='forward', or rounds='manual' and call gossip_step() after each update"
             )
-        if self._gradient.is_dropped():
+        if self._is_synced and self._gradient.is_dropped():
             return 1
-        self._gradient.is_doubtful = True
+        self._gradient.is_doubtful = self._is_synced
         return 0
 
     def begin(self) -> None:
@@ -150,7 +161,7 @@ class OptimizerSteps:
         self._is_due = self._is_synced = self.has_ended = False
         self._num_without = 0
         self._counts.clear()
-        self._gradient.watch(self._buffer.parameters)
+        self._gradient.watch(self._buffer)
 
     def write(self, parameters: Sequence[Tensor]) -> None:
         """Let autograd know that gossip has changed these parameters in place, which is no change by the loop."""
@@ -172,6 +183,20 @@ class OptimizerSteps:
         self._is_due = is_due and self.rounds is RoundTime.FORWARD
         self._is_synced, self.has_ended = state.get("is_synced", is_due), False
 
+    def take_left_out(self) -> int:
+        """The number of rounds to run now for steps that were left out, before ranks meet outside of rounds."""
+        num_left_out, self._gradient.num_left_out = self._gradient.num_left_out, 0
+        return num_left_out
+
+    def _make_up(self, optimizer: Optimizer, count: int) -> None:
+        """Run the rounds of steps that were left out before the forward of this step, now that it has ended."""
+        num_left_out = self.take_left_out()
+        self._num_made_up += num_left_out
+        for _ in range(num_left_out):
+            if (run := self._run()) is not None:
+                run()
+            self._counts[id(optimizer)], self._is_synced = count, True  # the next forward begins a step all the same
+
     def be_quiet(self) -> None:
         """The user has been told that steps have no rounds."""
         self._has_raised = True
@@ -184,13 +209,13 @@ class OptimizerSteps:
         """See `Stepped`."""
         if self._known(optimizer, self._buffer.parameters):
             return True
-        if not self._counts:  # a loop that steps another model leaves out no step of this one
-            self._gradient.forget()
+        self._gradient.forget()  # a loop that steps another model leaves out no step of this one
         return False
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self._is_watched = self._is_inside = True
+        self._gradient.choose(self._buffer.parameters)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`.
@@ -204,17 +229,23 @@ class OptimizerSteps:
         is_first = not self._counts
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         self._num_without += 1
+        self._note_made_up(is_first=is_first or count == 2)
         if self.rounds is RoundTime.FORWARD:
+            self._make_up(optimizer, count)
             if count == 2:
                 self._raise_once(_without_rounds(type(optimizer).__name__, self._name))
         elif self.rounds is RoundTime.STEP:
-            # Several optimizers that take turns have one round together: after the first one of each turn.
-            if is_first or count == 2:
+            # Several optimizers that step after one forward have one round together: after the first of them.
+            self._note_forward()
+            if is_first or count == 2 or self._is_synced:
                 self._num_owed += 1 + self._gradient.num_left_out
+                self._num_made_up += self._gradient.num_left_out
                 while self._num_owed and (run := self._run()) is not None:
                     run()
                     self._num_owed -= 1
                 self._counts[id(optimizer)] = 1
+            else:  # its step is part of what had that round
+                self._gradient.watch(self._buffer)
         elif self._num_without == _MANY_STEPS:
             warnings.warn(
                 f"got {_MANY_STEPS} optimizer steps without a round of a {self._name} with rounds='manual': ranks "
@@ -223,6 +254,20 @@ class OptimizerSteps:
             )
 
     # Messages, each once.
+
+    def _note_made_up(self, *, is_first: bool) -> None:
+        """An optimizer has stepped. A rank that leaves out steps seldom does so before each of some steps in turn."""
+        if self._num_made_up:
+            self._num_in_turn, self._num_made_up = self._num_in_turn + 1, 0
+            if self._num_in_turn == _MANY_IN_TURN:
+                warnings.warn(
+                    f"got {_MANY_IN_TURN} optimizer steps of a {self._name}, each after gradients that were dropped: "
+                    "rounds were run for the dropped ones as for steps that this rank has left out; if they are of one "
+                    "step (gradients of several losses, say), put all forwards of a step but the last in no_sync()",
+                    stacklevel=levels_to_user(),
+                )
+        elif is_first:
+            self._num_in_turn = 0
 
     def _warn_of_extra_forwards(self) -> None:
         num_extra, self._num_extra = self._num_extra, 0
@@ -271,6 +316,8 @@ def _without_rounds(optimizer: str, name: str) -> str:
 class _WatchedGradient:
     """One gradient of a model, to notice that it was dropped without a step: [Note: Steps that are left out].
 
+    It is noted when a backward has ended: one that raised may be tried again, in the same step.
+
     Attributes:
         is_doubtful: whether a forward has come that is of a new step if its backward finds the gradient dropped.
         num_left_out: the steps since the last round that were found to be left out after the forward of the next one.
@@ -282,35 +329,72 @@ class _WatchedGradient:
         self._parameters: Sequence[Tensor] = ()
         self._parameter: Tensor | None = None
         self._version = 0  # of the parameter, as the round has left it
-        self._gradient: Tensor | None = None  # after the last backward; of the smallest parameter, so a few bytes
+        self._views: list[Tensor] = []  # some elements of the parameters, of which `.data` changes no version
+        self._values: list[Tensor] = []  # what they were after the round
+        self._has_values = False
+        self._unused: set[int] = set()  # ids of parameters that had no gradient when an optimizer stepped
+        self._gradient: Tensor | None = None  # after the last backward; of a small parameter, so a few bytes
         self._gradient_version = 0
         self._thread = 0
         self._handle: Any = None
 
-    def watch(self, parameters: Sequence[Tensor]) -> None:
+    def watch(self, buffer: FlatBuffer) -> None:
         """A step begins."""
         self.num_left_out, self.is_doubtful, self._gradient = 0, False, None
-        if parameters is not self._parameters:
+        if buffer.parameters is not self._parameters:
             self.close()
-            self._parameters = parameters
-            self._parameter = min(parameters, key=Tensor.numel)
-            if self._parameter.requires_grad:
-                self._handle = self._parameter.register_post_accumulate_grad_hook(_Weak(self._note))
+            self._parameters = buffer.parameters
+            self._views = [sample(segment) for segment in buffer.parameter_segments if segment.numel()]
+            self._values = [torch.empty_like(view) for view in self._views]
+        if self._parameter is None or not self._parameter.requires_grad:
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            used = [parameter for parameter in trained if id(parameter) not in self._unused]
+            self._watch_smallest(used or trained)
         if self._parameter is not None:
             self._version = self._parameter._version
+        for values, view in zip(self._values, self._views, strict=True):
+            values.copy_(view)
+        self._has_values = True
         self._thread = threading.get_ident()
+
+    def choose(self, parameters: Sequence[Tensor]) -> None:
+        """An optimizer is about to step: watch a parameter that has a gradient, from the next round on."""
+        if self._parameter is not None and self._parameter.grad is None and parameters is self._parameters:
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            self._unused.update(id(parameter) for parameter in trained if parameter.grad is None)
+            self._watch_smallest([parameter for parameter in trained if parameter.grad is not None])
+
+    def _watch_smallest(self, parameters: Sequence[Tensor]) -> None:
+        if not parameters:
+            return
+        if self._handle is not None:
+            self._handle.remove()
+        self._parameter = min(parameters, key=Tensor.numel)
+        self._handle = self._parameter.register_post_accumulate_grad_hook(_Weak(self._note))
+        self._version, self._gradient = self._parameter._version, None
 
     def is_dropped(self) -> bool:
         """Whether a gradient was computed since the last round, and is not there any more, or was changed."""
-        if self._gradient is None or self._parameter is None or self._parameter._version != self._version:
+        if self._gradient is None or self._parameter is None:
             return False
-        return self._parameter.grad is not self._gradient or self._gradient._version != self._gradient_version
+        is_there = self._parameter.grad is self._gradient and self._gradient._version == self._gradient_version
+        is_there = is_there and self._parameter.requires_grad  # else another part is trained now
+        return not is_there and not self._is_stepped()
+
+    def _is_stepped(self) -> bool:
+        """Whether parameters have changed since the round."""
+        assert self._parameter is not None, "is watched"
+        if self._parameter._version != self._version:
+            return True
+        pairs = zip(self._values, self._views, strict=True)
+        return self._has_values and any(not torch.equal(values, view) for values, view in pairs)
 
     @contextlib.contextmanager
     def own_write(self) -> Iterator[None]:
         """Inside, the version of the parameter changes by a round, which is no change by the loop."""
         is_as_it_was = self._parameter is not None and self._parameter._version == self._version
         yield
+        self._has_values = False  # until the next round, since they may be numerators now
         if is_as_it_was and self._parameter is not None:
             self._version = self._parameter._version
 
@@ -320,13 +404,23 @@ class _WatchedGradient:
             self._gradient = None
 
     def _note(self, parameter: Tensor) -> None:
-        """After a backward has accumulated the gradient."""
-        gradient = parameter.grad
-        if self.is_doubtful and self._gradient is not None and parameter._version == self._version:
-            is_added = gradient is self._gradient and gradient._version == self._gradient_version + 1
-            self.num_left_out += not is_added
-        self.is_doubtful = False
-        self._gradient, self._gradient_version = gradient, 0 if gradient is None else gradient._version
+        """A backward has accumulated the gradient."""
+        before, version, gradient = self._gradient, self._gradient_version, parameter.grad
+        # With create_graph=True autograd adds to a new tensor.
+        is_added = gradient is not None and (
+            gradient.requires_grad or (gradient is before and gradient._version == version + 1)
+        )
+
+        def note() -> None:
+            if parameter is not self._parameter:
+                return
+            if self.is_doubtful and self._gradient is not None and not is_added and not self._is_stepped():
+                self.num_left_out += 1
+            self.is_doubtful = False
+            self._gradient = parameter.grad
+            self._gradient_version = 0 if self._gradient is None else self._gradient._version
+
+        torch.autograd.Variable._execution_engine.queue_callback(note)
 
     def close(self) -> None:
         """Watch no more; idempotent."""
@@ -334,6 +428,8 @@ class _WatchedGradient:
             self._handle.remove()
             self._handle = None
         self._parameters, self._parameter, self._gradient = (), None, None
+        self._views, self._values, self._has_values = [], [], False
+        self._unused.clear()
 
 
 class _Weak:
@@ -342,6 +438,7 @@ class _Weak:
     def __init__(self, method: Callable[[Tensor], None]) -> None:
         self._method = weakref.WeakMethod(method)
 
+    @not_compiled
     def __call__(self, tensor: Tensor) -> None:
         if (method := self._method()) is not None:
             method(tensor)

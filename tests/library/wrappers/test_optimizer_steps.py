@@ -683,3 +683,229 @@ def test_forwards_of_the_average_mix_nothing_and_take_no_round_away(options: dic
     (rounds, one), (others, other) = run_ranks(2, body)
     assert rounds == others == 4
     assert torch.equal(one, other)
+
+
+# Loops that drop gradients, and yet leave out no step.
+
+
+@pytest.mark.parametrize("rounds", ["forward", "step"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_second_pass_at_points_written_through_data_mixes_nothing(set_to_none: bool, rounds: str) -> None:
+    """Sharpness-aware minimisation as many write it: `.data` changes no version of a tensor."""
+    wrapper = wrap(mlp(), solo_group(), rounds=rounds)
+    optimizer = sgd(wrapper)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no_sync.*")
+        for step in range(5):
+            loss_of(wrapper, 0, step).backward()
+            shifts = [0.05 * torch.ones_like(parameter) for parameter in wrapper.parameters()]
+            for parameter, shift in zip(wrapper.parameters(), shifts, strict=True):
+                parameter.data.add_(shift)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(wrapper, 0, step).backward()
+            for parameter, shift in zip(wrapper.parameters(), shifts, strict=True):
+                parameter.data.sub_(shift)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert num_rounds(wrapper) == 5
+    wrapper.close()
+
+
+def many_tasks(wrapper: Any, optimizer: torch.optim.Optimizer, step: int, *, says_so: bool) -> None:
+    """A forward and the gradients of each task, which are then put together."""
+    parts = []
+    for task in range(3):
+        wrapper.require_backward_grad_sync = not says_so or task == 2
+        optimizer.zero_grad()
+        loss_of(wrapper, task, step).backward()
+        parts.append([parameter.grad for parameter in wrapper.parameters()])
+    for parameter, *gradients in zip(wrapper.parameters(), *parts, strict=True):
+        parameter.grad = torch.stack(gradients).mean(0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("rounds", ["forward", "step"])
+def test_gradients_that_are_dropped_inside_no_sync_are_of_one_step(rounds: str) -> None:
+    wrapper = wrap(mlp(), solo_group(), rounds=rounds)
+    optimizer = sgd(wrapper)
+    for step in range(5):
+        many_tasks(wrapper, optimizer, step, says_so=True)
+    assert num_rounds(wrapper) == 5
+    wrapper.close()
+
+
+@pytest.mark.parametrize("rounds", ["forward", "step"])
+def test_rounds_for_gradients_that_are_dropped_in_every_step_warn_once(rounds: str) -> None:
+    wrapper = wrap(mlp(), solo_group(), rounds=rounds)
+    optimizer = sgd(wrapper)
+
+    def loop() -> None:
+        for step in range(8):
+            many_tasks(wrapper, optimizer, step, says_so=False)
+
+    with pytest.warns(UserWarning, match=r"each after gradients that were dropped.*no_sync\(\)") as caught:
+        loop()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    wrapper.close()
+
+
+class OutOfMemory(torch.autograd.Function):
+    """Raises in the backward, once."""
+
+    is_next = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        if OutOfMemory.is_next:
+            OutOfMemory.is_next = False
+            raise RuntimeError("out of memory")
+        return gradients[0]
+
+
+@pytest.mark.parametrize("rounds", ["forward", "step"])
+def test_a_backward_that_raises_and_is_tried_again_leaves_out_no_step(rounds: str) -> None:
+    """Some parameters, the last ones, have their gradients by then."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model[1].register_forward_hook(lambda module, args, out: OutOfMemory.apply(out))
+    wrapper = wrap(model, solo_group(), rounds=rounds)
+    optimizer, x = sgd(wrapper), torch.ones(3, 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no_sync.*")
+        for step in range(5):
+            optimizer.zero_grad()
+            OutOfMemory.is_next = step in (1, 3)
+            try:
+                wrapper(x).mean().backward()
+            except RuntimeError:
+                optimizer.zero_grad()
+                wrapper(x).mean().backward()
+            optimizer.step()
+    assert num_rounds(wrapper) == 5
+    wrapper.close()
+
+
+def test_gradients_that_are_accumulated_with_their_graph_are_of_one_step() -> None:
+    wrapper = wrap(mlp(), solo_group())
+    optimizer = sgd(wrapper)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(no_sync|create_graph).*")
+        for step in range(4):
+            for micro in range(3):
+                loss_of(wrapper, micro, step).backward(create_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert num_rounds(wrapper) == 4
+    wrapper.close()
+
+
+def test_a_discriminator_has_one_round_after_each_of_its_steps() -> None:
+    """The generator's loss leaves gradients in the discriminator, which are dropped."""
+    generator, discriminator = (wrap(nn.Linear(3, 3), solo_group(), rounds="step") for _ in range(2))
+    optimizers = [sgd(generator), sgd(discriminator)]
+    noise = torch.ones(2, 3)
+    for _ in range(5):
+        optimizers[1].zero_grad()
+        discriminator(generator(noise).detach()).mean().backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        discriminator(generator(noise)).mean().backward()
+        optimizers[0].step()
+    assert [num_rounds(wrapper) for wrapper in (generator, discriminator)] == [5, 5]
+    generator.close()
+    discriminator.close()
+
+
+class PartlyUsed(nn.Module):
+    """The smallest parameter has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(4, 1), nn.Parameter(torch.zeros(()))
+        self.halves = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.halves[1](self.halves[0](x)))
+        return out
+
+
+@pytest.mark.parametrize(("rounds", "alternates"), [("forward", False), ("forward", True), ("step", False)])
+def test_a_rank_that_leaves_out_steps_is_noticed_whatever_has_gradients(rounds: str, alternates: bool) -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        model = PartlyUsed()
+        model.linear.requires_grad_(not alternates)
+        wrapper = wrap(model, group, init_sync=True, rounds=rounds)
+        parts: list[nn.Module] = [*model.halves] if alternates else [model]
+        optimizers = [sgd(part) for part in parts]
+        for step in range(8):
+            optimizer = optimizers[step % len(parts)]
+            if alternates:
+                for k, part in enumerate(parts):
+                    part.requires_grad_(k == step % 2)
+            optimizer.zero_grad()
+            wrapper(torch.ones(3, 4)).mean().backward()
+            if (group.rank(), step) not in ((1, 3), (1, 4)):
+                optimizer.step()
+        wrapper.consensus_distance()
+        rounds_done = num_rounds(wrapper)
+        wrapper.close()
+        return rounds_done
+
+    assert run_ranks(2, body) == [8, 8]
+
+
+def test_an_optimizer_that_is_made_anew_has_a_round_after_its_first_step() -> None:
+    wrapper = wrap(mlp(), solo_group(), rounds="step")
+    optimizers = []
+    for step in range(6):
+        if step % 2 == 0:
+            optimizers.append(sgd(wrapper))
+        optimizers[-1].zero_grad()
+        loss_of(wrapper, 0, step).backward()
+        optimizers[-1].step()
+    assert num_rounds(wrapper) == 6
+    wrapper.close()
+
+
+@pytest.mark.parametrize("left_out", [{3}, {3, 4}])
+def test_steps_that_are_left_out_at_the_end_have_their_rounds(left_out: set[int]) -> None:
+    """Gradients are dropped after the forward, so that only a backward tells of the step before."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        wrapper = wrap(mlp(), group)
+        optimizer = sgd(wrapper)
+        for step in range(5):
+            loss = loss_of(wrapper, group.rank(), step)
+            optimizer.zero_grad()
+            loss.backward()
+            if group.rank() == 0 or step not in left_out:
+                optimizer.step()
+        wrapper.consensus_distance()
+        rounds = num_rounds(wrapper)
+        wrapper.close()
+        return rounds
+
+    assert run_ranks(2, body) == [5, 5]
+
+
+def test_a_rank_that_leaves_out_the_steps_of_two_optimizers_takes_part_in_all_rounds() -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        parts = nn.Linear(3, 3), nn.Linear(3, 1)
+        wrapper = wrap(nn.Sequential(*parts), group, init_sync=True, rounds="step")
+        optimizers = [sgd(part) for part in parts]
+        for step in range(6):
+            wrapper.zero_grad()
+            wrapper(torch.ones(2, 3)).mean().backward()
+            for optimizer in optimizers:
+                if (group.rank(), step) not in ((1, 2), (1, 3)):
+                    optimizer.step()
+        wrapper.consensus_distance()
+        rounds = num_rounds(wrapper)
+        wrapper.close()
+        return rounds
+
+    assert run_ranks(2, body) == [6, 6]
