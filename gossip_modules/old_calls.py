@@ -38,6 +38,28 @@ GOSSIPER_REMEDY = (
 """What takes the place of their arguments."""
 
 
+class OldAttribute:
+    """An attribute or method of another system: reading it is an AttributeError that says what to write.
+
+    `hasattr` is False for it, and a subclass may have an attribute of that name.
+
+    Args:
+        remedy: what to write, as a clause.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        self.remedy = remedy
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        text = f"{type(instance).__name__!r} object has no attribute {self.name!r}: {self.remedy}"
+        raise AttributeError(text, name=self.name, obj=instance)
+
+
 def old_arguments(
     unused: Mapping[str, str], *, leading: str = "", trailing: str = "", renamed: Mapping[str, str] | None = None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

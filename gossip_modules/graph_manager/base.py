@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import gcd, lcm
 
+from ..old_calls import OldAttribute
+
 MAX_PERIOD = 2**31  # a longer period counts as "never repeats"
 _MAX_SCANNED_RANKS = 2**18  # limit on rounds x ranks in a scan of the schedule, which takes about a second
 
@@ -36,6 +38,16 @@ class GraphManager(ABC):
     Raises:
         ValueError: there is no graph of this size or with this schedule.
     """
+
+    # Names of Stochastic Gradient Push.
+    get_peers = OldAttribute("write graph.out_peers(rank, t) and graph.in_peers(rank, t), for round t")
+    get_edges = OldAttribute("write graph.out_peers(rank, t) and graph.in_peers(rank, t), for round t")
+    peers_per_itr = OldAttribute(
+        "write graph.num_peers(t); a schedule is an argument, as in peers_per_itr={0: 2, 90: 1}"
+    )
+    is_regular_graph = OldAttribute("read graph.is_regular")
+    is_bipartite_graph = OldAttribute("read graph.is_bipartite")
+    is_dynamic_graph = OldAttribute("read graph.is_dynamic")
 
     def __init__(self, world_size: int, *, peers_per_itr: int | Mapping[int, int] = 1) -> None:
         self.world_size = as_count("world_size", world_size)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..graph_manager.base import GraphManager
 from ..graph_manager.weighted_graph import WeightedGraph
-from ..old_calls import MIXING_ARGUMENTS, old_arguments
+from ..old_calls import MIXING_ARGUMENTS, OldAttribute, old_arguments
 
 _ROUNDING = 1e-12  # tolerance for sums and products of weights in float64
 
@@ -41,6 +41,10 @@ class MixingManager(ABC):
     Args:
         graph: the graph; W(t) is zero where it has no edge, except on the diagonal.
     """
+
+    # Names of Stochastic Gradient Push.
+    get_mixing_weights = OldAttribute("write mixing.weights(rank, t), for round t")
+    is_regular = OldAttribute("read mixing.graph.is_regular")
 
     def __init__(self, graph: GraphManager) -> None:
         self.graph = graph

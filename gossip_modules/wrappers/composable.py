@@ -119,7 +119,7 @@ class GossipModule(nn.Module):
         """See `GossipDataParallel.averaged_state_dict`."""
         state = self._gossip.averaged_state_dict(rank0_only=rank0_only, cpu=cpu)
         getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)  # it is no rank's own state
-        self._gossip.take_place(state, "")
+        self._gossip.take_place(state, "", {})
         return state
 
     def consensus_distance(self) -> float:
@@ -165,9 +165,10 @@ class GossipModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]][KEY] = plain(self._gossip.get_extra_state())
+            state = plain(self._gossip.get_extra_state())
+            destination._metadata[prefix[:-1]][KEY] = state
             if not keeps_extra_state(self):
-                self._gossip.put_place(destination, prefix)
+                self._gossip.put_place(destination, prefix, state)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any

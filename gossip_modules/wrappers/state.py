@@ -15,7 +15,7 @@ from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
 from .optimizer_steps import OptimizerSteps
 from .weights.copies import WeightCopies
-from .whole_state import WholeState, place_of, place_tensor, plain
+from .whole_state import WholeState, belongs_to, place_of, place_tensor, plain
 
 KEY = "gossip_state"
 _SUFFIX = "_extra_state"  # torch's own
@@ -65,7 +65,8 @@ class RoundState(nn.Module):
     a wrapper loads the checkpoints of DistributedDataParallel; a dict without metadata stands for
     `set_extra_state(None)`. Under that key is an int64 tensor [1] with the rank and the number of ranks, if there are
     several: tools that drop the metadata keep it, so that the file of another rank is refused. With a membership there
-    is no such key.
+    is no such key. It has a digest of the state as well: a tool that loads tensors into the state dict of a wrapper, as
+    torch.distributed.checkpoint does, leaves the state that was there, which then counts as none.
     """
 
     _engine: Engine
@@ -92,16 +93,17 @@ class RoundState(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):  # a plain dict of the caller has none: there the key stays
-            destination._metadata[prefix[:-1]][KEY] = plain(destination.pop(prefix + _SUFFIX))
-            self.put_place(destination, prefix)
+            state = plain(destination.pop(prefix + _SUFFIX))
+            destination._metadata[prefix[:-1]][KEY] = state
+            self.put_place(destination, prefix, state)
 
-    def put_place(self, destination: dict[str, Any], prefix: str) -> None:
-        """Say in the keys of a state dict whose it is, among several ranks."""
+    def put_place(self, destination: dict[str, Any], prefix: str, state: dict[str, Any]) -> None:
+        """Say in the keys of a state dict whose it is, among several ranks, and which state belongs to it."""
         if self._own_place is not None and self._own_place[1] > 1:
-            destination[prefix + _SUFFIX] = place_tensor(*self._own_place)
+            destination[prefix + _SUFFIX] = place_tensor(*self._own_place, state)
 
-    def take_place(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Remove that key, where it is there.
+    def take_place(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+        """Remove that key, where it is there; and from the metadata a state that does not belong to the tensors.
 
         Raises:
             ValueError: it is the state dict of another rank, or of a world of another size.
@@ -109,11 +111,13 @@ class RoundState(nn.Module):
         if isinstance(place := state_dict.get(prefix + _SUFFIX), Tensor):
             self._check_place(place_of(place))
             del state_dict[prefix + _SUFFIX]
+            if not belongs_to(place, local_metadata.get(KEY)):
+                local_metadata.pop(KEY, None)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
-        self.take_place(state_dict, prefix)
+        self.take_place(state_dict, prefix, local_metadata)
         if state_dict.setdefault(prefix + _SUFFIX, local_metadata.get(KEY)) is None:
             warn_stateless()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
@@ -219,7 +223,9 @@ class InnerPlace:
     def __init__(self, wrapper: RoundState) -> None:
         self._wrapper = weakref.ref(wrapper)
 
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
         """Called before `load_state_dict` of the module.
 
         Raises:
@@ -228,7 +234,7 @@ class InnerPlace:
         if keeps_extra_state(module):
             return
         if (wrapper := self._wrapper()) is not None:
-            wrapper.take_place(state_dict, prefix)
+            wrapper.take_place(state_dict, prefix, local_metadata)
         elif isinstance(state_dict.get(prefix + _SUFFIX), Tensor):
             del state_dict[prefix + _SUFFIX]
 

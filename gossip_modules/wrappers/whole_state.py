@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import OrderedDict
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SHIFT = 32
+_BITS = 21  # of a rank, of a number of ranks, and of a digest
 
 
 class WholeState:
@@ -78,12 +79,34 @@ def plain(state: Any) -> Any:
     return {key: plain(value) if isinstance(value, WholeState) else value for key, value in state.items()}
 
 
-def place_tensor(rank: int, world_size: int) -> Tensor:
-    """A rank and the number of ranks in one int64 [1], which any tool keeps."""
-    return torch.tensor([rank << _SHIFT | world_size], dtype=torch.int64, device="cpu")
+def place_tensor(rank: int, world_size: int, state: Any = None) -> Tensor:
+    """A rank, the number of ranks and a digest of the state in one int64 [1], which any tool keeps."""
+    number = (rank << _BITS | world_size) << _BITS | digest_of(state)
+    return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
 def place_of(tensor: Tensor) -> dict[str, int]:
-    """What `place_tensor` was given."""
-    rank, world_size = divmod(int(tensor), 1 << _SHIFT)
+    """The rank and the number of ranks that `place_tensor` was given."""
+    rank, world_size = divmod(int(tensor) >> _BITS, 1 << _BITS)
     return {"rank": rank, "world_size": world_size}
+
+
+def belongs_to(tensor: Tensor, state: Any) -> bool:
+    """Whether `place_tensor` was given this state, or one whose numbers, texts and shapes are the same."""
+    return int(tensor) & (1 << _BITS) - 1 == digest_of(state)
+
+
+def digest_of(state: Any) -> int:
+    """A number below 2**21 that depends on all keys, numbers, texts and shapes in a state, such as its rounds."""
+    return zlib.crc32(repr(_outline(state)).encode()) >> 32 - _BITS
+
+
+def _outline(state: Any) -> Any:
+    """The state with the shapes of its tensors in their place, and lists for all that has entries."""
+    if isinstance(state, Tensor):
+        return list(state.shape)
+    if isinstance(state, Mapping | WholeState):
+        return [[repr(key), _outline(value)] for key, value in state.items()]
+    if isinstance(state, list | tuple):
+        return [_outline(value) for value in state]
+    return state if isinstance(state, bool | int | float | str) else None

@@ -244,6 +244,25 @@ def test_every_graph_by_rank_and_world_size(name: str) -> None:
         kind(0, 8, 1, 0, 1)
 
 
+@pytest.mark.parametrize(
+    ("instance", "name", "remedy"),
+    [
+        (gm.RingGraph(4), "get_peers", r"write graph.out_peers\(rank, t\)"),
+        (gm.RingGraph(4), "get_edges", r"write graph.out_peers\(rank, t\)"),
+        (gm.RingGraph(4), "peers_per_itr", r"write graph.num_peers\(t\); a schedule is an argument"),
+        (gm.RingGraph(4), "is_regular_graph", "read graph.is_regular$"),
+        (gm.RingGraph(4), "is_bipartite_graph", "read graph.is_bipartite$"),
+        (gm.RingGraph(4), "is_dynamic_graph", "read graph.is_dynamic$"),
+        (gm.UniformMixing(gm.RingGraph(4)), "get_mixing_weights", r"write mixing.weights\(rank, t\)"),
+        (gm.UniformMixing(gm.RingGraph(4)), "is_regular", "read mixing.graph.is_regular$"),
+    ],
+)
+def test_every_attribute_of_graphs_and_mixings(instance: Any, name: str, remedy: str) -> None:
+    assert not hasattr(instance, name)
+    with pytest.raises(AttributeError, match=rf"^'\w+' object has no attribute '{name}': {remedy}"):
+        getattr(instance, name)
+
+
 def test_mixings_and_gossipers_by_their_old_arguments() -> None:
     graph = gm.RingGraph(4)
     for call in (lambda: gm.UniformMixing(graph, "cpu"), lambda: gm.UniformMixing(graph, device="cpu")):  # type: ignore[call-arg]

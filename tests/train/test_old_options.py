@@ -127,6 +127,8 @@ LINES: Mapping[str, dict[str, Any]] = {
         "validate_every": 1,
         "log_every": 100,
     },
+    # The README of dpwa's example, and of the code that it is made from.
+    "--resume --lr 0.01": {"resume": "auto", "lr": 0.01},
     "--push_sum False --graph_type 1 --nesterov False --warmup False": {
         "recipe": "dpsgd",
         "graph": "bipartite-exponential",
@@ -172,6 +174,7 @@ def test_lines_that_work(line: str, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("--model res", r"^got --model res: pass --model resnet20 or cnn: the network that MATCHA calls res"),
         ("--ps_weight 1", r"^got --ps_weight 1, .*: leave it out: the push-sum weight starts at 1"),
         (
             "--alpha 0.1",

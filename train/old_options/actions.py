@@ -114,7 +114,7 @@ def staleness(value: str) -> New:
 
 
 def resumed(value: str) -> New:
-    """SGP's --resume, True or False."""
+    """--resume of SGP, True or False, and of dpwa, without a value."""
     return {} if value == "False" else {"resume": "auto"}
 
 
@@ -136,3 +136,15 @@ def powergossip_task(value: str) -> New:
     if value == "LSTM":
         return {"task": "language_model", "model": "lstm"}
     raise ValueError("pass Cifar or LSTM, or a task of this project: images, translation, language_model")
+
+
+def model(value: str) -> New:
+    """MATCHA's --model: networks that are not here."""
+    raise ValueError(
+        f"pass --model resnet20 or cnn: the network that MATCHA calls {value} is not here; to train it, give it to "
+        "GossipDataParallel, or to gossip_modules.communicator, in a script of yours"
+    )
+
+
+MATCHA_MODELS = ("res", "ResNet", "VGG", "wrn", "mlp")
+"""The values of MATCHA's --model."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.job.errors import UsageError
-from train.old_options.actions import Action, Gone, New, Same, Without, resumed
+from train.old_options.actions import MATCHA_MODELS, Action, Gone, New, Same, Without, model, resumed
 from train.old_options.tables import OPTIONS, POWERGOSSIP, POWERGOSSIP_METHODS
 
 
@@ -143,10 +143,12 @@ class _Translation:
 
 def _own_action(name: str, value: str, fields: Mapping[str, Any]) -> Action | None:
     """What becomes of an option of today that has a value as of old; None: it has none."""
+    if name == "resume" and value in ("", "True", "False"):
+        return Same(resumed, "--resume auto")
+    if name == "model" and value in MATCHA_MODELS:
+        return Same(model, "--model")
     if value not in ("True", "False"):
         return None
-    if name == "resume":
-        return Same(resumed, "--resume auto")
     if isinstance(fields[name], bool):
         return Same(lambda value: {name: value == "True"}, "")
     return None

@@ -37,7 +37,7 @@ from gossip_modules import (
     StreamingDiLoCo,
     gossip,
 )
-from gossip_modules.wrappers.whole_state import WholeState, place_of, place_tensor
+from gossip_modules.wrappers.whole_state import WholeState, belongs_to, place_of, place_tensor
 from tests.harness.problems import loss_of, mlp, net, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
@@ -274,3 +274,39 @@ def test_a_place_is_one_number() -> None:
     tensor = place_tensor(1023, 4096)
     assert tensor.shape == (1,)
     assert place_of(tensor) == {"rank": 1023, "world_size": 4096}
+
+
+def test_a_place_knows_its_state() -> None:
+    state = {"engine": {"t": 3, "q": torch.zeros(2, 3), "rates": [0.1, None]}, "is_due": True}
+    tensor = place_tensor(2**21 - 1, 2**21 - 1, state)
+    assert place_of(tensor) == {"rank": 2**21 - 1, "world_size": 2**21 - 1}
+    assert belongs_to(tensor, copy.deepcopy(state))
+    assert belongs_to(tensor, {**state, "engine": WholeState(state["engine"])})  # type: ignore[arg-type]
+    for other in ({"t": 4}, {"q": torch.zeros(3, 2)}, {"rates": [0.2, None]}, {"new": 1}):
+        assert not belongs_to(tensor, {**state, "engine": {**state["engine"], **other}})  # type: ignore[dict-item]
+    assert not belongs_to(tensor, None)
+
+
+@pytest.mark.parametrize("wrap", [GossipDataParallel, gossip])
+def test_tensors_that_a_tool_puts_beside_another_state_have_none(wrap: Any, tmp_path: Path) -> None:
+    """A state dict of the new wrapper is filled, and keeps the metadata of the new wrapper."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        folder, key = tmp_path / str(group.rank()), recipe_key(group)
+        old = wrap(mlp(), process_group=group, outer=DiLoCo(sync_every=2))
+        optimizer = torch.optim.SGD(old.parameters(), lr=0.1)
+        for step in range(3):
+            train_step(old, optimizer, group.rank(), step)
+        new = wrap(mlp(), process_group=group, outer=DiLoCo(sync_every=2))
+        with _dcp_lock:
+            dcp.save({key: old.state_dict()}, checkpoint_id=folder, no_dist=True)
+            state = {key: new.state_dict()}
+            dcp.load(state, checkpoint_id=folder, no_dist=True)
+            new.load_state_dict(state[key])
+        new.load_state_dict(old.state_dict())  # these belong together: no warning
+        old.close()
+        new.close()
+
+    with pytest.warns(UserWarning, match=r"holds no gossip state") as caught:
+        run_ranks(2, body)
+    assert sum("holds no gossip state" in str(warning.message) for warning in caught) == 2  # one for each rank
