@@ -177,6 +177,17 @@ def test_arguments_of_the_same_meaning_take_effect() -> None:
     model.close()
 
 
+def test_the_state_dict_and_the_checkpoint_of_sgp() -> None:
+    wrapper = GossipDataParallel(nn.Linear(2, 1), process_group=solo_group())
+    with pytest.warns(UserWarning, match=r"state_dict\(finish_gossip=...\), a name of .*: write model.state_dict\(\)"):
+        state = wrapper.state_dict(finish_gossip=True)
+    assert set(state) == set(wrapper.state_dict())
+    with pytest.raises(ValueError, match=r'checkpoint of Stochastic Gradient Push .*checkpoint\["state_dict"\]'):
+        wrapper.load_state_dict({"state_dict": state, "ps_weight": 1.0, "is_ps_numerator": False})
+    wrapper.load_state_dict(state)
+    wrapper.close()
+
+
 @pytest.mark.parametrize("name", WORKING)
 def test_every_attribute_that_works(name: str) -> None:
     model = wrapped()

@@ -57,6 +57,7 @@ SGP: Mapping[str, Action] = {
     "dataset_dir": Same(
         lambda value: {"dataset": "imagefolder", "data_dir": value}, "--dataset imagefolder --data-dir"
     ),
+    "ddp_backend": Gone("leave it out; --backend names the backend of torch.distributed"),
     "master_port": Gone(f"{_LAUNCHER}, as in torchrun --master-port"),
     "network_interface_type": Gone(
         "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or NETWORK_INTERFACE of job_scripts/"

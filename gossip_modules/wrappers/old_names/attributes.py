@@ -58,6 +58,28 @@ class OldMethods(nn.Module):
         flush: Any = self.flush
         flush()
 
+    def state_dict(self, *args: Any, finish_gossip: object = None, **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict`; `finish_gossip` changes nothing, as what is in flight is always applied."""
+        if finish_gossip is not None:
+            self._say(
+                "state_dict(finish_gossip=...)", "write model.state_dict(), which always applies what is in flight"
+            )
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.load_state_dict`.
+
+        Raises:
+            ValueError: it is the checkpoint of Stochastic Gradient Push, which has a state dict inside.
+        """
+        if {"state_dict", "ps_weight"} <= set(state_dict):
+            raise ValueError(
+                f"got a checkpoint of Stochastic Gradient Push to load into a {type(self).__name__}, expected its state "
+                'dict; write model.load_state_dict(checkpoint["state_dict"]), with parameters divided by '
+                'checkpoint["ps_weight"] where checkpoint["is_ps_numerator"] is true'
+            )
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
     def block(self) -> None:
         """Collective: wait until all ranks are here."""
         self._say("block")
@@ -94,12 +116,12 @@ class OldMethods(nn.Module):
             else buffer.vector.push_sum_weight.clone()
         )
 
-    def _say(self, name: str) -> None:
+    def _say(self, name: str, remedy: str = "") -> None:
         """Warn of an old name, once for each wrapper; not where torch reads all attributes, as torch.jit.trace does."""
         if is_torch(sys._getframe(2)):
             return
         said = self.__dict__.setdefault("_said_old_names", set())
         if name not in said:
             said.add(name)
-            text = f"got {type(self).__name__}.{name}, a name of Stochastic Gradient Push: {WORKING[name]}"
+            text = f"got {type(self).__name__}.{name}, a name of Stochastic Gradient Push: {remedy or WORKING[name]}"
             warnings.warn(text, UserWarning, stacklevel=levels_to_user())
