@@ -178,7 +178,7 @@ def test_arguments_of_the_same_meaning_take_effect() -> None:
 
 
 def test_the_state_dict_and_the_checkpoint_of_sgp() -> None:
-    wrapper = GossipDataParallel(nn.Linear(2, 1), process_group=solo_group())
+    wrapper = gm.GossipDataParallel(nn.Linear(2, 1), process_group=solo_group())
     with pytest.warns(UserWarning, match=r"state_dict\(finish_gossip=...\), a name of .*: write model.state_dict\(\)"):
         state = wrapper.state_dict(finish_gossip=True)
     assert set(state) == set(wrapper.state_dict())

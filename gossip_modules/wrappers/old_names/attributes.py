@@ -74,8 +74,8 @@ class OldMethods(nn.Module):
         """
         if {"state_dict", "ps_weight"} <= set(state_dict):
             raise ValueError(
-                f"got a checkpoint of Stochastic Gradient Push to load into a {type(self).__name__}, expected its state "
-                'dict; write model.load_state_dict(checkpoint["state_dict"]), with parameters divided by '
+                f"got a checkpoint of Stochastic Gradient Push to load into a {type(self).__name__}, expected its "
+                'state dict; write model.load_state_dict(checkpoint["state_dict"]), with parameters divided by '
                 'checkpoint["ps_weight"] where checkpoint["is_ps_numerator"] is true'
             )
         return super().load_state_dict(state_dict, *args, **kwargs)
