@@ -29,7 +29,8 @@ class PairwiseAverager(PairwiseWorker):
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
         config: as the arguments of `PairwiseDataParallel`.
         init_from_peers: see there.
-        gossip_buffers, ignore: see there.
+        gossip_buffers: see there.
+        ignore: see there.
 
     Raises:
         ImportError, ValueError, ConnectionError, RuntimeError: see there.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
-from .aliases import check_shared_memory, find_aliases, move_aliases
+from .aliases import Alias, check_shared_memory, find_aliases, move_aliases
 from .layout import FlatLayout
 from .renamed import Renamed, renamed_argument
 from .selection import Selection
@@ -266,12 +266,15 @@ class FlatBuffer:
         unique = {id(slot.tensor): slot for slot in reversed(slots)}  # two places may hold one tensor now
         slots = in_order(slot for slot in slots if unique[id(slot.tensor)] is slot)
         check(slots)
-        self._lay_out(slots)
+        # Not those that share memory with these: a loop may put tensors there in every step.
+        self._lay_out(slots, aliases=[])
 
-    def _lay_out(self, slots: list[Slot]) -> None:
+    def _lay_out(self, slots: list[Slot], aliases: Sequence[Alias] | None = None) -> None:
+        """aliases: tensors that move along; None: all that there are."""
         check_shared_memory(slots)
         self._views = []  # which are not to be taken for tensors of others
-        aliases = find_aliases(slots)
+        if aliases is None:
+            aliases = find_aliases(slots)
         dtypes = list(dict.fromkeys(real_dtype(slot.tensor) for slot in slots))
         groups = {dtype: [slot for slot in slots if real_dtype(slot.tensor) == dtype] for dtype in dtypes}
         specs = {dtype: [slot.spec for slot in group] for dtype, group in groups.items()}

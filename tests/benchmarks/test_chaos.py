@@ -90,6 +90,7 @@ def test_the_time_line_has_the_members_at_each_fault() -> None:
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_a_soak_of_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four processes, with faults for half of it. So short a run learns too little for its accuracy to be compared."""

@@ -140,7 +140,7 @@ def test_buffers_that_are_named_travel() -> None:
 def test_buffers_of_another_shape_than_those_of_rank_0_are_refused_on_all_ranks() -> None:
     def body(group: dist.ProcessGroup) -> list[float]:
         module = Bank(group.rank())
-        wrapper = GossipDataParallel(module, process_group=group, init_sync=False)
+        wrapper: Any = BilatGossipDataParallel(module, process_group=group, init_sync=False)
         if group.rank() == 1:
             module.queue = torch.zeros(5, 3)
         before = values(module)
@@ -158,6 +158,21 @@ def test_buffers_of_another_shape_than_those_of_rank_0_are_refused_on_all_ranks(
         return inside[0]
 
     assert run_ranks(2, body) == [of_rank(0)[0], [0.0] * 15]
+
+
+def test_ranks_in_lockstep_compare_the_shapes_of_buffers_before_they_meet() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = Bank(group.rank())
+        wrapper = GossipDataParallel(module, process_group=group, init_sync=False, timeout=20)
+        if group.rank() == 1:
+            module.queue = torch.zeros(5, 3)
+        before = values(module)
+        message = r"queue \(5, 3\).*queue \(2, 3\)|queue \(2, 3\).*queue \(5, 3\)"
+        with pytest.raises(ValueError, match=message), wrapper.averaged():
+            pass
+        assert values(module) == before
+
+    run_ranks(2, body)
 
 
 # Modules of torch whose weight is made of a parameter and buffers.
