@@ -83,9 +83,9 @@ PYTEST_PARALLEL = -m pytest --numprocesses auto --maxprocesses 4 --dist workstea
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST_PARALLEL)
 
-# Graphs, weights, codes, vectors, algorithms, and the wrappers against the dense oracle.
+# Graphs, weights, codes, vectors, the contract of algorithms, laws of outer methods, and when rounds run.
 QUICK_TESTS = $(addprefix tests/library/,test_layers.py test_schedule.py flat graph_manager mixing_manager compression \
-  gossiper update_rules outer wrappers/test_oracle.py wrappers/test_optimizer_steps.py)
+  gossiper/test_gossiper.py gossiper/test_choco.py outer/test_laws.py wrappers/test_optimizer_steps.py)
 
 quick: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST_PARALLEL) --durations=5 -m "not soak and not e2e" $(QUICK_TESTS)

@@ -148,6 +148,7 @@ def test_a_thread_handles_no_signals() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(150)
+@pytest.mark.soak
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
