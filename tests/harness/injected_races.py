@@ -139,7 +139,7 @@ def deliver_without_the_lock(patch: pytest.MonkeyPatch) -> None:
 def collect_without_the_lock(patch: pytest.MonkeyPatch) -> None:
     """What is delivered while the pending correction is added to x is lost."""
 
-    def collect(shared: SharedModel, x: FlatVector) -> bool:
+    def collect(shared: SharedModel, x: FlatVector, **_: object) -> bool:
         if not shared.has_pending:
             return False
         assert shared._pending is not None
