@@ -20,7 +20,7 @@ from gossip_modules import Carried, FlatVector, MixingManager, PushPull, PushSum
 from gossip_modules.methods.one_thread import GossiperRule
 from gossip_modules.simulate.mixing import SimulatedMixing
 from gossip_modules.update_rules.sgd_momentum import SGDStep
-from gossip_modules.wrappers.defaults import Algorithm
+from gossip_modules.wrappers.defaults import Choices
 
 _DEFAULTS: Mapping[str, Any] = {
     "graph": None,
@@ -111,7 +111,7 @@ class StackedGossip:
     """
 
     def __init__(self, arguments: Mapping[str, Any], x: Tensor, optimizer: torch.optim.SGD) -> None:
-        algorithm = Algorithm(**{**_DEFAULTS, **arguments})
+        algorithm = Choices(**{**_DEFAULTS, **arguments})
         mixing, gossiper = algorithm.choose(
             len(x), overlap=False, init_sync=True, on_nonfinite="raise", nprocs_per_node=1
         )

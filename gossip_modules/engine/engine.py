@@ -220,7 +220,7 @@ class LockstepEngine(Engine):
     def forget_models(self) -> None:
         """See `Engine`. Where workers may fail in the average, both ends of a link must keep what they have."""
         if not is_elastic(self.gossiper.transport):
-            self.gossiper.load_state_dict({})
+            self.gossiper.forget_models()
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """Run rounds over another transport, with other weights. Nothing may be in flight."""
@@ -233,6 +233,7 @@ class LockstepEngine(Engine):
 
     def set_out(self, x: FlatVector) -> None:
         """See `Engine`."""
+        self.gossiper.begin(x)
         self.step = 1
 
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
@@ -266,7 +267,7 @@ class LockstepEngine(Engine):
         assert isinstance(self.schedule, Schedule)
         action = self.schedule.action(step)
         if action is Action.GOSSIP:
-            return self.gossiper
+            return self.gossiper if self.gossiper.is_due(step) else None
         return self._scheduled_average if action is Action.AVERAGE else None
 
     def _limit_of(self, mixer: Mixer, t: int) -> dict[str, Any]:
@@ -298,6 +299,7 @@ class SyncEngine(LockstepEngine):
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
+        self.gossiper.begin(x)
         mixer = self._next_mixer()
         if mixer is None:
             return False

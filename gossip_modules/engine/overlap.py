@@ -110,6 +110,8 @@ class OverlapEngine(LockstepEngine):
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
         flight, alpha, staleness = self._flight, None, 0
+        if flight is None:
+            self.gossiper.begin(x)
         self._flushed_alpha = None
         if flight is not None:
             is_last = self.step - flight.step > self.max_staleness

@@ -100,6 +100,11 @@ class FlatVector:
         return FlatVector(self.layout.where(is_buffer=is_buffer), self.raw)
 
     @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters of each segment, without buffers; shares memory. Made once."""
+        return self._made_once((-2,), lambda: (self.where(is_buffer=False),))[0].segments
+
+    @property
     def buffers(self) -> list[Tensor]:
         """The buffers of each segment that has some; shares memory. Made once."""
         half = self._made_once((-1,), lambda: (self.where(is_buffer=True),))[0]

@@ -23,20 +23,22 @@ class MessageBuffer:
 
     Args:
         sizes: the dtype and the number of elements of each field.
-        device: the device of the memory.
+        memory: the device of new memory, or memory to use, uint8 [number of bytes].
 
     Attributes:
         raw: the whole message, uint8 [number of bytes]; zero at first.
         fields: a view of each field.
     """
 
-    def __init__(self, sizes: Sequence[tuple[torch.dtype, int]], device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[tuple[torch.dtype, int]], memory: torch.device | Tensor) -> None:
         starts, stop = [], 0
         for dtype, numel in sizes:
             starts.append(stop)
             stop = align(stop + numel * dtype.itemsize, _ALIGNMENT)
         self.sizes = tuple(sizes)
-        self.raw = torch.zeros(stop, dtype=torch.uint8, device=device)
+        if isinstance(memory, torch.device):
+            memory = torch.zeros(stop, dtype=torch.uint8, device=memory)
+        self.raw = memory
         self.fields = tuple(
             self.raw[start : start + numel * dtype.itemsize].view(dtype)
             for start, (dtype, numel) in zip(starts, sizes, strict=True)

@@ -90,6 +90,17 @@ class Mixer(ABC):
         """The ranks of the group that this one has heard in the last round that was started."""
         return range(self.transport.world_size)
 
+    def begin(self, x: FlatVector) -> None:
+        """Training is at x, at a safe point; the first call is where it begins."""
+
+    def is_due(self, k: int) -> bool:
+        """Whether there is a round after k optimizer steps; asked once for each of them, the same on all ranks."""
+        return True
+
+    def forget_models(self) -> None:
+        """All ranks have taken one model: start anew what is kept of other models."""
+        self.load_state_dict({})
+
     @abstractmethod
     def start(self, s: FlatVector, t: int) -> None:
         """Post round t without waiting. s: the vector that is mixed, with its push-sum weight."""

@@ -20,6 +20,7 @@ MatrixLike: TypeAlias = Any  # Tensor, ndarray or nested sequences of numbers, [
 
 _TOLERANCE = 1e-6  # of row and column sums, so that float32 matrices are accepted
 _SYMMETRY = 1e-12  # tolerance of W[i, j] = W[j, i]; the difference is lost from the mean in each round
+_MAX_CHECKED_RANKS = 1024  # eigenvalues of larger worlds are not computed
 _MAX_MATRICES = 2**16  # longer schedules should be computed by a MixingManager, not stored
 
 
@@ -163,3 +164,10 @@ def _as_tensor(numbers: MatrixLike) -> Tensor:
         return torch.stack([_as_tensor(item) for item in numbers])
     # Converted by numpy, since torch would read Python floats as float32.
     return torch.from_numpy(np.array(numbers, dtype=np.float64))
+
+
+def lowest_eigenvalue(mixing: MixingManager) -> float | None:
+    """The lowest eigenvalue of weights that are symmetric and never change; None for one rank, or above 1,024."""
+    if not 1 < mixing.graph.world_size <= _MAX_CHECKED_RANKS:
+        return None
+    return float(torch.linalg.eigvalsh(mixing.matrix(0).double())[0])

@@ -22,6 +22,8 @@ from ..graph_manager.named_graphs import default_graph, undirected_ring
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing
 from ..outer.method import OuterMethod
+from ..rounds.algorithm import Algorithm, Over
+from ..rounds.rounds import Rounds, rounds_of
 from ..schedule import Schedule
 from ..update_rules.rule import UpdateRule
 from .arguments import (
@@ -122,7 +124,7 @@ def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, 
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Choices:
     """What the user of a lockstep wrapper has named: whom ranks gossip with, by which weights, what, and when.
 
     Args:
@@ -137,6 +139,7 @@ class Algorithm:
     schedule: Schedule | ConsensusControl
     outer: OuterMethod | None = None
     rule: UpdateRule | None = None
+    algorithm: Algorithm | Over | None = None
 
     def choose(
         self, num_nodes: int, *, overlap: bool, init_sync: bool, on_nonfinite: str, nprocs_per_node: int
@@ -152,7 +155,7 @@ class Algorithm:
         """
         options = {"on_nonfinite": on_nonfinite, "nprocs_per_node": nprocs_per_node}
         self._check_arguments(overlap=overlap, init_sync=init_sync, **options)
-        gossiper = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
+        gossiper = self._gossiper()
         return self._mixing_of(self.graph, self.mixing, num_nodes, gossiper), gossiper
 
     def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: object) -> None:
@@ -181,14 +184,17 @@ class Algorithm:
                 fail.
         """
         self._check_arguments(**options, nprocs_per_node=1)
-        gossiper = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
-        gossiper = gossiper.for_membership()
+        gossiper = self._gossiper().for_membership()
 
         def choose(world_size: int) -> MixingManager:
             own = (self.graph, self.mixing) if world_size > 1 else (None, None)
             return self._mixing_of(*own, world_size, gossiper)
 
         return choose, gossiper
+
+    def _gossiper(self) -> Any:
+        plain = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
+        return plain if self.algorithm is None else rounds_of(self.algorithm, plain)
 
     def was_on_a_ring(self, mixing: MixingManager) -> bool:
         """Whether rounds with these weights, which nobody named, were on a ring in older versions."""
@@ -208,6 +214,9 @@ class Algorithm:
     @property
     def _sends_weights(self) -> bool:
         """What outer steps mix has no weight, nor have the models that a rule mixes."""
+        if self.algorithm is not None:
+            outermost = self.algorithm.outer if isinstance(self.algorithm, Over) else self.algorithm
+            return self.push_sum and outermost.takes_push_sum
         gossips = self.outer is None or (self.outer.averages_exactly and self.outer.gossip_every > 0)
         return self.push_sum and gossips and self.rule is None
 
@@ -217,6 +226,8 @@ class Algorithm:
         """The weights, those of the method where neither graph nor weights are named."""
         if graph is None and mixing is None and self.outer is not None:
             graph = self.outer.default_graph(num_nodes)
+        if graph is None and mixing is None and isinstance(gossiper, Rounds):
+            mixing = gossiper.default_mixing(num_nodes)
         if graph is None and mixing is None and self.rule is not None:
             mixing = self.rule.default_mixing(num_nodes)
         return choose_mixing(graph, mixing, push_sum=self._sends_weights, world_size=num_nodes, gossiper=gossiper)

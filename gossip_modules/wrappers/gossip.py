@@ -28,6 +28,8 @@ from ..mixing_manager.base import MixingManager
 from ..outer.anchor import anchor_dtypes
 from ..outer.fragment import check_names
 from ..outer.method import OuterMethod
+from ..rounds.algorithm import Algorithm, Over, combined
+from ..rounds.rounds import Rounds
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..update_rules.rule import UpdateRule
@@ -43,7 +45,7 @@ from .arguments import (
 from .base import GossipWrapper
 from .composition import hold
 from .debias import Debias
-from .defaults import Algorithm
+from .defaults import Choices
 from .foreign.arguments import foreign_arguments
 from .foreign.ddp import DDP_ARGUMENTS
 from .join import UnevenInputs
@@ -101,6 +103,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             second copy of the model.
         max_staleness: the number of forwards that an overlapped round may be late before training waits for it;
             rounds then start every max_staleness + 1 steps.
+        algorithm: what a round does: an `Algorithm`, such as `D2()`, or one over another, `GASLoC().over(Choco(...))`;
+            None = plain gossip: SGP or D-PSGD, as `push_sum` says.
         gossiper: another algorithm, or its class; where it needs no particular graph, `push_sum` still chooses the
             default graph.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
@@ -168,6 +172,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         push_sum: bool = True,
         overlap: bool = False,
         max_staleness: int = 0,
+        algorithm: Algorithm | Over | None = None,
         gossiper: GossiperLike | None = None,
         wire_dtype: torch.dtype | None = None,
         schedule: Schedule | ConsensusControl | int = 1,
@@ -192,46 +197,48 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         super().__init__(module, selection=Selection(gossip_buffers, ignore), num_shards=g, **flags)
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
-        algorithm = Algorithm(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule)
+        algorithm, others = combined(outer, rule, gossiper, algorithm)
+        outer, rule, gossiper = others[:3]  # type: ignore[assignment]
+        chosen = Choices(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule, algorithm)
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         if membership is not None:
             check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
-            self._start_elastic(algorithm, membership, links, g, init_sync, find_unused_parameters)
+            self._start_elastic(chosen, membership, links, g, init_sync, find_unused_parameters)
             return
         num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
-        self._start_among(algorithm, links, num_nodes, g, init_sync=init_sync, find_unused=find_unused_parameters)
+        self._start_among(chosen, links, num_nodes, g, init_sync=init_sync, find_unused=find_unused_parameters)
 
     def _start_among(
-        self, algorithm: Algorithm, links: Links, num_nodes: int, g: int, *, init_sync: bool, find_unused: bool
+        self, chosen: Choices, links: Links, num_nodes: int, g: int, *, init_sync: bool, find_unused: bool
     ) -> None:
         """Take part in a world of ranks that stays; g: the processes of a node."""
         self._place = links.place
         options: dict[str, Any] = {"init_sync": init_sync, "nprocs_per_node": g}
         policies: dict[str, Any] = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
-        mixing, gossiper = algorithm.choose(num_nodes, **options, **policies)
-        self._describe(algorithm, mixing, gossiper, **options, comm_device=links.comm_device)
+        mixing, gossiper = chosen.choose(num_nodes, **options, **policies)
+        self._describe(chosen, mixing, gossiper, **options, comm_device=links.comm_device)
         self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
         kept: dict[str, Any] = {"selection": self._selection, "find_unused_parameters": find_unused}
         self._node = None if g == 1 else Node(self.module, links, g, **kept)
-        self._start(algorithm, mixing, gossiper)
+        self._start(chosen, mixing, gossiper)
 
     def _start_elastic(
-        self, algorithm: Algorithm, membership: Membership, links: Links, g: int, init_sync: bool, find_unused: bool
+        self, chosen: Choices, membership: Membership, links: Links, g: int, init_sync: bool, find_unused: bool
     ) -> None:
         """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
         group = links.process_group if g == 1 else None  # else it is that of the node
         given: dict[str, Any] = {"group": group, "comm_device": links.comm_device, "timeout": links.timeout}
-        check_elastic(membership, graph=algorithm.graph, mixing=algorithm.mixing, init_sync=init_sync, **given)
+        check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, init_sync=init_sync, **given)
         policies = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
-        choose, gossiper = algorithm.choose_for_any_size(init_sync=init_sync, **policies)
+        choose, gossiper = chosen.choose_for_any_size(init_sync=init_sync, **policies)
 
         def check(mixing: MixingManager) -> None:
             gossiper.check(mixing)
-            algorithm.check(mixing)
+            chosen.check(mixing)
 
         participant = LockstepParticipant if g == 1 else NodeParticipant
         self._elastic = participant(self, membership, choose, check=check)
-        self._describe(algorithm, choose(8), gossiper, **({} if g == 1 else {"nprocs_per_node": g}))
+        self._describe(chosen, choose(8), gossiper, **({} if g == 1 else {"nprocs_per_node": g}))
         if g > 1:
             device, what = self._buffer.vector.raw.device, self._elastic.describe()
             siblings = meet_siblings(membership, links, g, description=what, device=device)
@@ -239,7 +246,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             self._node = MemberNode(self.module, siblings, **kept)
         self._transport: Any = alone(membership.timeout)
         try:
-            self._start(algorithm, choose(1), gossiper)
+            self._start(chosen, choose(1), gossiper)
         except BaseException:
             if self._node is not None:
                 self._node.close()
@@ -248,12 +255,12 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             self._averager = self._node.averager(is_weighted=gossiper.is_weighted)
         membership.attach(self._elastic, self._elastic.describe())
 
-    def _describe(self, algorithm: Algorithm, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
+    def _describe(self, chosen: Choices, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
-        self._outer, self._rule, self._was_on_a_ring = algorithm.outer, algorithm.rule, algorithm.was_on_a_ring(mixing)
+        self._outer, self._rule, self._was_on_a_ring = chosen.outer, chosen.rule, chosen.was_on_a_ring(mixing)
         self._graph = None if self._elastic is not None else str(mixing.graph)
         options |= {
-            "schedule": algorithm.schedule,
+            "schedule": chosen.schedule,
             "overlap": self.overlap,
             "max_staleness": self.max_staleness,
             "gossip_buffers": self._buffer.selection.gossip_buffers,
@@ -266,9 +273,11 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         what = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
         self._description = {name: str(value) for name, value in {**what, **options}.items()}
 
-    def _start(self, algorithm: Algorithm, mixing: MixingManager, gossiper: Gossiper) -> None:
+    def _start(self, chosen: Choices, mixing: MixingManager, gossiper: Gossiper) -> None:
         gossiper.bind(mixing, self._transport)
-        engine = self._make_engine(gossiper, algorithm.schedule)
+        if isinstance(gossiper, Rounds):
+            gossiper.watch_optimizer(self._buffer)
+        engine = self._make_engine(gossiper, chosen.schedule)
         self._engine: LockstepEngine = engine if self._node is None else self._node.engine_of(engine)
         self._averager = self._engine.averager
         self._debias = self._copies.debias = Debias(self._buffer, is_needed=gossiper.is_weighted)

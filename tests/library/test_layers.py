@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "update_rules", "engine", "membership", "wrappers"}
+_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "update_rules", "engine", "membership", "wrappers", "rounds"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -35,8 +35,10 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "relay": {"flat", "graph_manager", "mixing_manager", "transport", "gossiper"},
         "sparta": {"graph_manager", "compression", "gossiper"},
         "update_rules": {"flat", "graph_manager", "mixing_manager"},
+        "rounds": {"flat", "graph_manager", "mixing_manager", "compression", "transport", "gossiper"},
+        "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds"},
         "engine": {
-            *("gossiper", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
+            *("gossiper", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
             *("outer", "update_rules", "compression"),
         },
         "version": set(),
@@ -50,7 +52,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             *("graph_manager", "mixing_manager", "matcha", "compression", "schedule", "consensus_control"),
             "registry",
         },
-        "methods": {*_WRAPPERS, "relay", "sparta", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
+        "methods": {*_WRAPPERS, "algorithms", "relay", "sparta", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
         "testing": {"membership", "transport"},
         # Modules with the names that other systems gave to them.
         "distributed": {"wrappers"},

@@ -24,7 +24,7 @@ from gossip_modules import (
     SignNorm,
 )
 from gossip_modules.graph_manager.named_graphs import undirected_ring
-from gossip_modules.wrappers.defaults import Algorithm
+from gossip_modules.wrappers.defaults import Choices
 from tests.harness.problems import loss_of, mlp
 from tests.harness.ranks import TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
@@ -287,7 +287,7 @@ def test_push_sum_weights_nodes_and_a_membership_are_refused() -> None:
             wrap(mlp(), group, graph=graph, push_sum=True, schedule=control)
 
     run_ranks(3, body)
-    algorithm = Algorithm(None, None, False, None, None, control)
+    algorithm = Choices(None, None, False, None, None, control)
     with pytest.raises(ValueError, match=r"got nprocs_per_node=2 with schedule=.*, expected 1: each process of a node"):
         algorithm.choose(2, overlap=False, init_sync=True, on_nonfinite="raise", nprocs_per_node=2)
     with pytest.raises(ValueError, match=r"with a membership, expected a Schedule: ranks that may lose messages"):

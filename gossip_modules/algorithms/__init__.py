@@ -1,0 +1,1 @@
+"""The algorithms that run in rounds, one file for each paper."""

@@ -1,0 +1,86 @@
+"""D2: D-PSGD that adds what earlier rounds have changed, so that uneven data leaves no bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..graph_manager.named_graphs import undirected_ring
+from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..mixing_manager.laplacian import LaplacianMixing
+from ..mixing_manager.matrix import lowest_eigenvalue
+from ..rounds.algorithm import Algorithm
+from ..rounds.memory import Memory
+from ..rounds.requests import Mix, Round
+from ..rounds.vectors import Vectors
+
+_LIMIT = -1 / 3
+
+
+@dataclass(frozen=True)
+class D2(Algorithm):
+    """D2: x(t+1) = W (2 x(t) - x(t-1) - u(t) + u(t-1)), where u is the step of this rank's optimizer; x(1) = W (x - u).
+
+    In a round on rank i, where h_i is what its optimizer has left, and c_i is zero at first:
+
+        x_i = sum_j W_ij (h_j + c_j)
+        c_i = x_i - h_i
+
+    c_i is all that earlier rounds have changed, x(t) - x(t-1) + u(t-1). Where the models stand still W c = c - u leaves
+    each rank with just what it needs to cancel its own step: with exact gradients all ranks reach the optimum of the
+    mean of their losses, however their data differ. The mean of the models moves as the mean of the steps. u is the
+    step of any optimizer: with SGD, lr times the gradient, it is the law of the paper; with momentum the limit is the
+    same; with an optimizer that scales gradients, such as Adam, it is where the mean of the scaled gradients is zero.
+
+    What cancels a step is as large as the learning rate. Where the rate changes, on all ranks alike, c is scaled by the
+    ratio of the new one to the old one before the round: see [Note: Units of the learning rate]. The paper has a
+    constant rate.
+
+    W must be symmetric, must never change, and all its eigenvalues must be above -1/3, else differences of ranks do not
+    die out. A ring of even size with weights of one third has the eigenvalue -1/3. Without graph and mixing a ring is
+    taken, with weights of one third where the number of ranks is odd, else 1/2 for the rank itself and 1/4 for each
+    neighbour. `ExactDiffusion` has no such condition.
+
+    Tang, Lian, Yan, Zhang, Liu, "D2: Decentralized Training over Decentralized Data", ICML 2018, arXiv 1803.07068,
+    Algorithm 1.
+
+    Raises:
+        ValueError: (when the model is wrapped) weights that are not symmetric, that change, or with an eigenvalue of
+            -1/3 or less.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=D2())
+    """
+
+    needs_current: ClassVar[bool] = True
+    is_skippable: ClassVar[bool] = False  # the sum of the c over ranks is zero
+    needs_static_graph: ClassVar[bool] = True
+    follows_rate: ClassVar[bool] = True
+
+    def default_mixing(self, world_size: int) -> MixingManager:
+        """See `Algorithm`."""
+        ring = undirected_ring(world_size)
+        mixing = MetropolisHastingsMixing(ring)
+        if world_size == 2 or world_size % 2:
+            return mixing
+        return LaplacianMixing(ring, alpha=0.25)
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Algorithm`; looks at the eigenvalues in worlds of up to 1,024 ranks."""
+        super().check(mixing)
+        lowest = lowest_eigenvalue(mixing)
+        if lowest is not None and lowest <= _LIMIT + 1e-9:
+            raise ValueError(
+                f"D2: got {mixing} with an eigenvalue of {lowest:.4g}, expected all above -1/3: the differences "
+                "between ranks would not die out; take ExactDiffusion(), which mixes with (I + W) / 2, or "
+                "mixing=lambda graph: LaplacianMixing(graph, alpha=a) with a below 4/3 over the largest eigenvalue of "
+                "the Laplacian, on a ring 0.25"
+            )
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        c = m.vector("c", average="reset", generation="reset", in_units_of_rate=True)
+        sent = m.scratch().sum_(v.x, c)  # h + c
+        yield Mix(sent)
+        c.sum_(sent, v.x, alpha=-1)  # x - h
+        v.x.set_(sent)

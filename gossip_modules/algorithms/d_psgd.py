@@ -1,0 +1,35 @@
+"""D-PSGD and SGP: the models of peers are mixed with the weights of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..rounds.algorithm import Algorithm
+from ..rounds.memory import Memory
+from ..rounds.requests import Mix, Round
+from ..rounds.vectors import Vectors
+
+
+@dataclass(frozen=True)
+class DPSGD(Algorithm):
+    """D-PSGD: x_i <- sum_j W_ij x_j, after the local step of each rank.
+
+    With push-sum, the default of `GossipDataParallel`, the same round is SGP: the weight w is one more entry of the
+    vector, and the module computes with x / w.
+
+    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056,
+    Algorithm 1; Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792,
+    Algorithm 1.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=DPSGD(), push_sum=False)
+    """
+
+    is_plain: ClassVar[bool] = True
+    needs_doubly_stochastic: ClassVar[bool] = False
+    takes_push_sum: ClassVar[bool] = True
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        yield Mix(v.x)

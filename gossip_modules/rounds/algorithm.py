@@ -1,0 +1,160 @@
+"""Algorithm: the base of all methods that run in rounds. An algorithm writes its settings and one round."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from ..graph_manager.base import GraphManager
+from ..mixing_manager.base import MixingManager
+from .memory import Memory
+from .requests import Round
+
+if TYPE_CHECKING:
+    from .vectors import SGDStep, Vectors
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """What a round makes of the models of the ranks.
+
+    An algorithm is a frozen dataclass: its fields are its settings, so that one object may serve several wrappers. Its
+    `round` is a generator that asks with `yield` and goes on with the answer: `Mix(x)`, `Average(x)`, `Share(message)`,
+    `Exchange(messages)`, `Gather(message)`. What it keeps from round to round is in its `Memory`. It knows nothing of
+    processes, threads, devices, checkpoints or workers that fail; drivers do.
+
+    A round is a transaction: it changes `v.x` and the vectors of its memory only after the last answer. Where a peer is
+    lost, or an answer is refused, the driver closes the generator, and all is as before the round. Vectors of
+    `m.scratch` are free at all times. `v.x` is written once, or only added to, as the last thing; `Mix(v.x)`, if there
+    is one, is the last request.
+
+    Attributes:
+        is_plain: whether a round is `yield Mix(v.x)` and nothing else, which drivers do without a generator.
+        needs_current: whether a round must be about the model of the last step, so that it cannot overlap training.
+        keeps_models: whether it keeps models of peers from round to round, so that it would undo exact averages
+            in between, and cannot overlap either.
+        is_skippable: whether a rank may leave a round out after it has received the answers. False where peers count on
+            what it remembers of the round.
+        needs_symmetric_weights: whether W(t) must be symmetric, on an undirected graph.
+        needs_doubly_stochastic: whether W(t) must keep the mean.
+        needs_static_graph: whether W(t) must be symmetric and never change.
+        needs_sgd: whether it reads and writes the momentum of the user's optimizer, which must be `torch.optim.SGD`.
+        takes_nesterov: whether that may have nesterov=True.
+        needs_gradients: with `needs_sgd`, whether a parameter without a gradient must be stepped by its momentum too.
+        follows_rate: whether its memory has vectors in units of the learning rate.
+        takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
+        averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
+        keeps_links: whether it keeps something of each link that must be the same at both of its ends.
+        has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
+    """
+
+    is_plain: ClassVar[bool] = False
+    needs_current: ClassVar[bool] = False
+    keeps_models: ClassVar[bool] = False
+    is_skippable: ClassVar[bool] = True
+    needs_symmetric_weights: ClassVar[bool] = False
+    needs_doubly_stochastic: ClassVar[bool] = True
+    needs_static_graph: ClassVar[bool] = False
+    needs_sgd: ClassVar[bool] = False
+    takes_nesterov: ClassVar[bool] = True
+    needs_gradients: ClassVar[bool] = False
+    follows_rate: ClassVar[bool] = False
+    takes_push_sum: ClassVar[bool] = False
+    averages_exactly: ClassVar[bool] = False
+    has_equal_memory: ClassVar[bool] = False
+    keeps_links: ClassVar[bool] = False
+
+    @abstractmethod
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """One round of one rank, after k optimizer steps; see the class."""
+
+    def is_due(self, k: int) -> bool:
+        """Whether there is a round after k optimizer steps; the same on all ranks."""
+        return True
+
+    def begin(self, v: Vectors, m: Memory) -> None:
+        """Called once, where training begins: declare here what is to start as the model is then."""
+
+    def recover(self, v: Vectors, m: Memory) -> bool:
+        """Go back to a finite model, where v.x has infinities or NaN that are to be skipped; whether that was done."""
+        return False
+
+    def over(self, inner: Algorithm | Over) -> Over:
+        """This algorithm, with `Mix` answered by the rounds of another one: `GASLoC().over(PowerGossip())`."""
+        return Over(self, inner)
+
+    def default_graph(self, world_size: int) -> GraphManager | None:
+        """The graph where the user names neither graph nor weights; None: the wrapper's own default."""
+        return None
+
+    def default_mixing(self, world_size: int) -> MixingManager | None:
+        """The weights where the user names neither graph nor weights; None: those of the graph."""
+        return None
+
+    def check(self, mixing: MixingManager) -> None:
+        """Raise ValueError where the algorithm is wrong with these weights."""
+        check_weights(self, mixing)
+
+    def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
+        """Raise ValueError where it is wrong with these weights and the rates of the first step of SGD."""
+
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
+        """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
+        return str(self)
+
+
+@dataclass(frozen=True)
+class Over:
+    """An algorithm whose vectors are mixed by the rounds of another one; see `Algorithm.over`.
+
+    Args:
+        outer: asks for `Mix`.
+        inner: answers.
+    """
+
+    outer: Algorithm
+    inner: Algorithm | Over
+
+    def __repr__(self) -> str:
+        return f"{self.outer!r}.over({self.inner!r})"
+
+
+def combined(*parts: object) -> tuple[Algorithm | Over | None, list[object]]:
+    """The algorithms among the parts as one, each over the next; and the other parts, None in place of algorithms."""
+    found: Algorithm | Over | None = None
+    others: list[object] = []
+    for part in reversed(parts):
+        made = part() if isinstance(part, type) and issubclass(part, Algorithm) else part
+        if isinstance(made, Over) or (isinstance(made, Algorithm) and found is None):
+            found = made
+        elif isinstance(made, Algorithm):
+            assert found is not None
+            found = made.over(found)
+        others.insert(0, None if isinstance(made, Algorithm | Over) else part)
+    return found, others
+
+
+def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:
+    """Raise ValueError where the weights lack what the algorithm declares that it needs."""
+    name = type(algorithm).__name__
+    needs_symmetry = algorithm.needs_symmetric_weights or algorithm.needs_static_graph
+    if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):
+        raise ValueError(
+            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take MetropolisHastingsMixing over "
+            "a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
+        )
+    if algorithm.needs_static_graph and (mixing.graph.is_dynamic or mixing.period != 1):
+        raise ValueError(
+            f"{name}: got {mixing} of period {mixing.period}, expected a graph that never changes, since the memory of "
+            "a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a torus "
+            "with 4, or a hypercube with all neighbours"
+        )
+    if algorithm.needs_doubly_stochastic and not algorithm.averages_exactly and not mixing.is_doubly_stochastic:
+        raise ValueError(
+            f"{name}: got {mixing}, expected doubly stochastic weights, which keep the mean of all models; use an "
+            "undirected graph, such as RingGraph(n, peers_per_itr=2), without mixing="
+        )

@@ -1,0 +1,165 @@
+"""MessageRounds: encoded messages to the peers of a round and from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..flat.vector import FlatVector, add_
+from ..gossiper.gossiper import Messages
+from ..gossiper.linked import LinkedGossiper
+from ..gossiper.message import MessageBuffer
+from ..mixing_manager.base import MixingManager, MixingWeights
+from ..transport.base import Transport
+from .message import Code, Message, Received
+from .vector import Vector
+
+_PHASES = 64  # exchanges of one round, at most
+
+
+class MessageRounds(LinkedGossiper):
+    """Sends the messages of an algorithm, with the buffers of the model in front of them, and receives those of peers.
+
+    Messages are numbered and compared by digests: see [Note: out of step] of `MessageCheck`. A peer that fails is left
+    out of the round: see [Note: lost peers] of `Gossiper`.
+
+    Args:
+        forget: called with a peer of which nothing may be kept any more.
+        has_links: whether the algorithm keeps something that must be the same at both ends of a link.
+    """
+
+    is_elastic = True
+
+    def __init__(self, forget: Callable[[int], None], *, has_links: bool) -> None:
+        super().__init__()
+        self.has_links = has_links
+        self._forget_memory = forget
+        self._numbers: dict[int, int] = {}  # of messages to each peer
+        self._phase = 0
+        self._checksums: Mapping[int, int] = {}
+        self._sends: Messages = {}
+        self._recvs: Messages = {}
+        self._memory: dict[tuple[object, tuple[tuple[torch.dtype, int], ...]], MessageBuffer] = {}
+
+    def begin_round(self, x: Vector, t: int) -> None:
+        """Round t is about x; nothing is sent."""
+        self._x, self._t, self._phase = x, t, 0
+        self._is_planned = False
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """The peers of the round that are there. The first look of a round compares links, see [Note: links anew]."""
+        if not self._is_planned:
+            assert self._x.flat is not None, "messages carry the buffers of a flat vector"
+            self._begin(self._x.flat, self._t)
+            self._peers, self._is_planned = tuple(self.live(self._in_peers)), True
+        return self._peers
+
+    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
+        """A message of that code for vectors like x; its memory is used again for the next one of that key."""
+        flat = self._x.flat
+        assert flat is not None, "messages carry the buffers of a flat vector"
+        like = [part if part.element_size() >= 4 else part.float() for part in x.parts]
+        sizes = tuple((b.dtype, b.numel()) for b in flat.buffers) if self._phase == 0 else ()
+        sizes += tuple((torch.uint8, code.message_like(part).numel()) for part in like)
+        if (key, sizes) not in self._memory:
+            self._memory[key, sizes] = MessageBuffer(sizes, x.parts[0].device)
+        return Message(code, self._memory[key, sizes], num_others=len(sizes) - len(like))
+
+    def share(self, message: Message, x: Vector, buffers: Sequence[Tensor]) -> Received:
+        """See `Share`. buffers: of the model, mutated."""
+        replies = self.exchange(dict.fromkeys(self.peers, message), {}, x, buffers)
+        inp = self._weights.inp
+        return Received([(self._weights.own - 1, message), *((inp[j], reply) for j, reply in replies.items())])
+
+    def exchange(
+        self, messages: Mapping[int, Message], checksums: Mapping[int, int], x: Vector, buffers: Sequence[Tensor]
+    ) -> dict[int, Message]:
+        """See `Exchange`. buffers: of the model, mutated in the first exchange of a round."""
+        num_others = len(buffers) if self._phase == 0 else 0
+        for message in {id(m): m for m in messages.values()}.values():
+            for field, mine in zip(message.buffer.fields[:num_others], buffers, strict=False):
+                field.copy_(mine)
+        inboxes = {j: self.room_for(message.code, x, key=("from", j)) for j, message in messages.items()}
+        self._buffers = {j: (message.buffer, inboxes[j].buffer) for j, message in messages.items()}
+        self._checksums = checksums
+        self.post_headers()
+        sends = {j: (mine.raw,) for j, (mine, _) in self._buffers.items()}
+        self._pending = self.transport.exchange(
+            sends, {j: (theirs.raw,) for j, (_, theirs) in self._buffers.items()}, tag=self._t
+        )
+        self._wait()
+        for j in self._buffers:
+            self._numbers[j] = self._numbers.get(j, 0) + 1
+        if num_others:
+            self._mix_buffers(buffers)
+        self._phase += 1
+        self._peers = tuple(self._buffers)
+        return {j: inboxes[j] for j in self._buffers}
+
+    def weight_of(self, peer: int) -> float:
+        """See `Vectors`."""
+        return self._weights.inp[peer]
+
+    def _mix_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """b <- b + sum_j W_ij (b_j - b), with weights that are not negative."""
+        for j, (mine, theirs) in self._buffers.items():
+            alpha = self._buffer_weights.inp[j]
+            for b, own, other in zip(buffers, mine.fields, theirs.fields, strict=False):
+                add_(b, other, alpha=alpha)
+                add_(b, own, alpha=-alpha)
+
+    # See `LinkedGossiper`.
+
+    def message_number(self, peer: int) -> int:
+        """See `LinkedGossiper`. Workers of a membership have exchanged more or fewer messages, so the round counts."""
+        if self._is_elastic and not self.has_links:
+            return self._t * _PHASES + self._phase
+        return self._numbers.get(peer, 0)
+
+    def state_checksum(self, peer: int) -> int:
+        """See `LinkedGossiper`."""
+        return self._checksums.get(peer, 0)
+
+    def link_age(self, peer: int) -> int:
+        """See `LinkedGossiper`."""
+        return self._numbers.get(peer, 0)
+
+    def forget_link(self, peer: int) -> None:
+        """See `LinkedGossiper`."""
+        self._numbers.pop(peer, None)
+        self._forget_memory(peer)
+
+    def renumber_links(self, ranks: Mapping[int, int]) -> None:
+        """See `LinkedGossiper`."""
+        self._numbers = {ranks[peer]: number for peer, number in self._numbers.items() if peer in ranks}
+        self._memory = {}
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Mixer`; the algorithm has looked."""
+
+    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
+        """See `Gossiper`; `exchange` is called in its place."""
+        raise AssertionError("messages of algorithms go through exchange()")
+
+    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
+        """See `encode`."""
+        raise AssertionError("messages of algorithms go through exchange()")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Mixer`: the numbers and digests of messages."""
+        return {} if self._is_elastic else {"numbers": dict(self._numbers), **self._message_check.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Mixer`."""
+        state = {} if self._is_elastic else state
+        self._numbers = dict(state.get("numbers", {}))
+        self._message_check.load_state_dict(state)
+
+    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `LinkedGossiper`."""
+        self._layout = self._layout or FlatVector.over(torch.zeros(1, device="cpu")).layout  # something is kept
+        super().rebind(mixing, transport)

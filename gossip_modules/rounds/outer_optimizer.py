@@ -1,0 +1,156 @@
+"""The outer optimizer: made by the method or by a function of the user's, checked, and described for other ranks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .vector import Vector
+
+MakeOptimizer: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
+"""Makes an optimizer of parameters, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`."""
+
+
+def settings_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """Of each group of parameters, all but these; copies."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [{name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
+
+
+def described(optimizer: Optimizer) -> str:
+    """Its type, and what it is made with, as ranks compare it."""
+    groups = [{name: _readable(value) for name, value in group.items()} for group in settings_of(optimizer)]
+    return f"{type(optimizer).__name__} with {groups}"
+
+
+def are_same(one: object, other: object) -> bool:
+    """Whether two settings are equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+def made_optimizer(make_optimizer: MakeOptimizer, parameters: Sequence[Tensor]) -> Optimizer:
+    """The outer optimizer; raises ValueError where there is none that can step these parameters."""
+    example = "such as `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`"
+    try:
+        optimizer: object = make_optimizer(parameters)
+    except Exception as error:
+        raise ValueError(
+            f"got {type(error).__name__} from the function that makes the outer optimizer: {error}; expected an "
+            "optimizer of the anchor, which is flat: one tensor of one dimension for each dtype of the model; pass one "
+            f"that works element by element, {example}, and leave those that need matrices, such as Muon, to the model"
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"got {optimizer!r} from the function that makes the outer optimizer, expected a torch.optim.Optimizer; "
+            f"pass a function of parameters that returns one, {example}"
+        )
+    name = type(optimizer).__name__
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if sorted(held) != sorted(map(id, parameters)):
+        raise ValueError(
+            f"got a {name} over other parameters as outer optimizer, expected one over those that the function is "
+            f"given: the anchor, not the model; pass on its argument, {example}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"got {name} as outer optimizer, whose step needs a closure, expected one that steps on a gradient alone: "
+            f"an outer step has no loss; take another one, {example}"
+        )
+    return optimizer
+
+
+def _readable(value: object) -> object:
+    """A setting that is the same text on all ranks: a function, or another object, is its type."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() == 1 else f"a tensor {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return [_readable(one) for one in value]
+    return value if value is None or isinstance(value, str | Real) else type(value).__name__
+
+
+def step(optimizer: Optimizer | None, x: Vector, gradient: Vector) -> None:
+    """x <- a step of the optimizer with that gradient; None: x has no elements."""
+    if optimizer is None:
+        return
+    for parameter, grad in zip(x.parts, gradient.parts, strict=True):
+        parameter.grad = grad
+    try:
+        optimizer.step()
+    finally:
+        for parameter in x.parts:
+            parameter.grad = None
+
+
+class OuterOptimizer:
+    """An optimizer of a vector that an algorithm keeps.
+
+    Args:
+        make: makes it of the parts of the vector.
+        of: the vector.
+    """
+
+    def __init__(self, make: MakeOptimizer, of: Vector) -> None:
+        self.make, self.of = make, of
+        self.optimizer = made_optimizer(make, of.parts)
+        self._made_with = settings_of(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, with its class and what it was made with; shares memory."""
+        return {"kind": type(self.optimizer).__name__, "made_with": self._made_with, **self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of an optimizer of the same class; copies it.
+
+        Settings that the optimizer is made with, such as its rates, stay as they are now. Settings that had changed
+        since the other one was made go on: a rate under a scheduler, or a count of steps.
+
+        Raises:
+            ValueError: it is the state of another class.
+        """
+        kind = type(self.optimizer).__name__
+        if state.get("kind", kind) != kind:
+            raise ValueError(
+                f"got the state of the outer optimizer {state['kind']}, expected that of {kind}; wrap with the "
+                "optimizer= of when it was saved, or load the model alone: module.load_state_dict"
+            )
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, theirs, made_with in zip(groups, state["param_groups"], state.get("made_with", []), strict=False):
+            group |= {
+                name: copy.deepcopy(value)
+                for name, value in theirs.items()
+                if name != "params" and not are_same(value, made_with.get(name))
+            }
+        self.optimizer.load_state_dict({"state": copy.deepcopy(state["state"]), "param_groups": groups})
+
+    def go_on_as(self, other: OuterOptimizer, carry: Callable[[Sequence[Tensor], Sequence[Tensor]], None]) -> None:
+        """State for each element, counters and settings <- those of an optimizer of other tensors.
+
+        Args:
+            other: the optimizer before.
+            carry: copies the tensors that both have from its first argument, like the parts of `other.of`, to its
+                second, like the parts of `of`.
+        """
+        mine, theirs = self.optimizer, other.optimizer
+        for group, before in zip(mine.param_groups, theirs.param_groups, strict=False):
+            group |= {name: copy.deepcopy(value) for name, value in before.items() if name != "params"}
+        for name in {name for part in other.of.parts for name in theirs.state.get(part, {})}:
+            values = [theirs.state.get(part, {}).get(name) for part in other.of.parts]
+            pairs = list(zip(values, other.of.parts, strict=True))
+            if any(isinstance(value, Tensor) and value.shape == part.shape for value, part in pairs):
+                new = [torch.zeros_like(part) for part in self.of.parts]
+                carry([v if isinstance(v, Tensor) else torch.zeros_like(p) for v, p in pairs], new)
+                for part, value in zip(self.of.parts, new, strict=True):
+                    mine.state[part][name] = value
+            else:
+                for part in self.of.parts:
+                    mine.state[part][name] = copy.deepcopy(values[0])

@@ -1,0 +1,293 @@
+"""Rounds: runs the rounds of an algorithm over a transport, and answers what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..flat.buffer import FlatBuffer
+from ..flat.vector import FlatVector
+from ..gossiper.gossiper import Gossiper
+from ..gossiper.message import MessageBuffer
+from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer
+from ..graph_manager.base import GraphManager
+from ..mixing_manager.base import MixingManager
+from ..transport.base import Transport, is_elastic
+from .algorithm import Algorithm, Over
+from .memory import Memory
+from .message import Message
+from .messages import MessageRounds
+from .optimizer_watch import OptimizerWatch
+from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share
+from .vector import Snapshot, Vector
+from .vectors import Vectors
+
+
+class Rounds(Mixer):
+    """Makes a mixer of an algorithm: s <- one round of it, blocking; or the correction of that round.
+
+    [Note: who answers] `Mix(x)` is answered by another mixer: plain gossip, or the rounds of another algorithm, so that
+    algorithms may be stacked on each other. `Average(x)` is an all-reduce; messages go by `MessageRounds`.
+
+    Args:
+        algorithm: what a round does.
+        mixer: answers `Mix`; not bound yet.
+    """
+
+    is_elastic = True
+
+    def __init__(self, algorithm: Algorithm, mixer: Gossiper | Rounds) -> None:
+        self.algorithm, self.mixer = algorithm, mixer
+        self.memory = Memory()
+        self.messages = MessageRounds(self.memory.forget_peer, has_links=algorithm.keeps_links)
+        self.watch: OptimizerWatch | None = None  # of the optimizer, once the wrapper has said which model it is
+        self.has_failed = False  # whether the last round took no effect, as a worker had died
+        self._k = self._t = 0
+        self._alpha: float | None = None
+        self._has_begun = False
+        self._own_buffer_weight = 1.0
+        self._buffers: list[Tensor] = []
+
+    # See `Mixer`.
+
+    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `Mixer`."""
+        super().bind(mixing, transport)
+        self.mixer.bind(mixing, transport)
+        self.messages.bind(mixing, transport)
+        self.averager: GlobalAverage = (ElasticAverage if is_elastic(transport) else GlobalAverage)(transport)
+
+    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `Mixer`."""
+        self.check(mixing)
+        self.mixing, self.transport = mixing, transport
+        self.mixer.rebind(mixing, transport)
+        self.messages.rebind(mixing, transport)
+        self.averager.transport = transport
+        self.memory.begin_generation()
+        self._has_begun = False
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Mixer`."""
+        self.algorithm.check(mixing)
+        self.mixer.check(mixing)
+
+    @property
+    def is_weighted(self) -> bool:
+        """See `Mixer`."""
+        return self.mixer.is_weighted
+
+    @property
+    def keeps_models(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return self.algorithm.keeps_models or self.mixer.keeps_models
+
+    @property
+    def is_skippable(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return self.algorithm.is_skippable and self.mixer.is_skippable
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`."""
+        return self._own_buffer_weight
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """See `Mixer`."""
+        return range(self.transport.world_size) if self.algorithm.averages_exactly else self.mixer.sources
+
+    def is_due(self, k: int) -> bool:
+        """See `Mixer`."""
+        if self.algorithm.is_due(k):
+            self._k = k
+            return True
+        return False
+
+    def start(self, s: FlatVector, t: int) -> None:
+        """See `Mixer`; the round itself runs in `finish` or `difference`."""
+        self._t = t
+
+    def finish(self, s: FlatVector) -> None:
+        """See `Mixer`."""
+        self._alpha = None
+        self._run(Vector.of(s))
+
+    def difference(self, s: FlatVector) -> float:
+        """See `Mixer`; without a copy of s."""
+        snapshot = Snapshot(s)
+        sent_buffers = [b.clone() for b in s.buffers]
+        weight = s.push_sum_weight.clone()
+        self._alpha = None
+        self._run(snapshot)
+        if self._alpha is not None:  # the mixer has made the correction of the whole vector
+            return self._alpha
+        if not snapshot.is_correction:
+            snapshot.zero_()
+        for b, sent in zip(s.buffers, sent_buffers, strict=True):
+            b.sub_(sent)
+        s.push_sum_weight.sub_(weight)
+        return 1.0
+
+    @property
+    def needs_symmetric_weights(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return (
+            self.algorithm.needs_symmetric_weights
+            or self.algorithm.needs_static_graph
+            or self.mixer.needs_symmetric_weights
+        )
+
+    def default_graph(self, world_size: int) -> GraphManager | None:
+        """See `Gossiper`."""
+        return self.algorithm.default_graph(world_size) or self.mixer.default_graph(world_size)
+
+    def default_mixing(self, world_size: int) -> MixingManager | None:
+        """The weights where the user names neither graph nor weights; None: those of the graph."""
+        own = self.algorithm.default_mixing(world_size)
+        return own or (self.mixer.default_mixing(world_size) if isinstance(self.mixer, Rounds) else None)
+
+    def watch_optimizer(self, buffer: FlatBuffer) -> None:
+        """Watch the optimizers of this model, as far as the algorithms need it."""
+        self.watch = OptimizerWatch(self.algorithm, buffer)
+        if isinstance(self.mixer, Rounds):
+            self.mixer.watch_optimizer(buffer)
+
+    # A round.
+
+    def begin(self, x: FlatVector) -> None:
+        """See `Mixer`."""
+        if not self._has_begun:
+            self.algorithm.begin(self._vectors(Vector.of(x)), self.memory)
+            self._has_begun = True
+
+    def _vectors(self, x: Vector) -> Vectors:
+        self.memory.fit(x, who=self.algorithm)
+        self.messages.begin_round(x, self._t)
+        rank, num_ranks = self.transport.rank, self.transport.world_size
+        return Vectors(x, self.messages, t=self._t, rank=rank, num_ranks=num_ranks)
+
+    def _run(self, x: Vector) -> None:
+        assert x.flat is not None, "rounds mix flat vectors"
+        v = self._vectors(x)
+        if self.watch is not None:
+            v.step = self.watch.before_round(self.memory)
+        self._buffers = [b.clone() for b in x.flat.buffers]
+        self._own_buffer_weight, self.has_failed = 1.0, False
+        generator = self.algorithm.round(v, self.memory, self._k)
+        try:
+            self._drive(generator, v)
+        except RoundLost:
+            self.has_failed = True
+            return
+        finally:
+            generator.close()
+        if self._alpha is None:
+            for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
+                b.copy_(mixed)
+        self.memory.end_round()
+        if self.watch is not None:
+            self.watch.after_round(self.memory)
+
+    def _drive(self, generator: Generator[Request, Any, None], v: Vectors) -> None:
+        """Answer until the round ends."""
+        reply = None
+        while True:
+            try:
+                request = generator.send(reply)
+            except StopIteration:
+                return
+            reply = self._answer(request, v)
+            if reply is RoundLost:
+                generator.throw(RoundLost())
+
+    def _answer(self, request: Request, v: Vectors) -> Any:
+        if isinstance(request, Mix):
+            return self._mix(request.x, v, self.mixer)
+        if isinstance(request, Average):
+            self._mix(request.x, v, self.averager)
+            return RoundLost if self.averager.has_failed else None
+        if isinstance(request, Share | Exchange):
+            if isinstance(request, Share):
+                reply: Any = self.messages.share(request.message, v.x, self._buffers)
+            else:
+                reply = self.messages.exchange(request.messages, request.checksums, v.x, self._buffers)
+            self._own_buffer_weight = self.messages.own_buffer_weight
+            return reply
+        assert isinstance(request, Gather), f"got the request {request!r}"
+        return self._gather(request.message)
+
+    def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
+        flat = x.flat
+        assert flat is not None, "only vectors of the model's layout are mixed: v.x, or one of m.scratch()"
+        for b, own in zip(flat.buffers, self._buffers, strict=True):
+            b.copy_(own)
+        if x is not v.x and mixer is self.mixer:
+            flat.push_sum_weight.fill_(1.0)
+        mixer.start(flat, self._t)
+        if isinstance(x, Snapshot):
+            self._alpha, x.is_correction = mixer.difference(flat), True
+            self._own_buffer_weight = mixer.own_buffer_weight
+            return
+        mixer.finish(flat)
+        self._own_buffer_weight *= mixer.own_buffer_weight
+        for own, b in zip(self._buffers, flat.buffers, strict=True):
+            own.copy_(b)
+
+    def _gather(self, message: Message) -> list[Message]:
+        """See `Gather`."""
+        mine, n = message.buffer.raw, self.transport.world_size
+        everyone = mine.new_empty(n * mine.numel())
+        self.transport.all_gather(everyone, mine, what=f"messages of round {self._t}")
+        sizes, num_others = message.buffer.sizes, len(message.buffer.fields) - len(message.fields)
+        return [Message(message.code, MessageBuffer(sizes, raw), num_others) for raw in everyone.view(n, -1)]
+
+    # State.
+
+    def forget_models(self) -> None:
+        """See `Mixer`."""
+        self.memory.forget_models()
+        self.mixer.forget_models()
+        self._has_begun = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Mixer`; shares memory."""
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            "memory": self.memory.state_dict(),
+            "messages": self.messages.state_dict(),
+            "mixer": self.mixer.state_dict(),
+            "optimizer": {} if self.watch is None else self.watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Mixer`; an empty state starts anew."""
+        name = type(self.algorithm).__name__
+        if state and state.get("algorithm") != name:
+            raise ValueError(
+                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {name}; wrap as "
+                "when it was saved, or load the model alone: module.load_state_dict"
+            )
+        self._has_begun = False
+        self.memory.load_state_dict(state.get("memory", {}))
+        self.messages.load_state_dict(state.get("messages", {}))
+        self.mixer.load_state_dict(state.get("mixer", {}))
+        if self.watch is not None:
+            self.watch.load_state_dict(state.get("optimizer", {}))
+
+    def for_membership(self) -> Rounds:
+        """See `Gossiper`."""
+        return self
+
+    def __repr__(self) -> str:
+        inner = f".over({self.mixer!r})" if isinstance(self.mixer, Rounds) else ""
+        return f"{self.algorithm!r}{inner}"
+
+
+def rounds_of(algorithm: Algorithm | Over, plain: Gossiper) -> Gossiper | Rounds:
+    """What runs the rounds of an algorithm, by plain gossip in the end; not bound yet."""
+    if isinstance(algorithm, Over):
+        return Rounds(algorithm.outer, rounds_of(algorithm.inner, plain))
+    return plain if algorithm.is_plain else Rounds(algorithm, plain)

@@ -1,0 +1,143 @@
+"""Vector: the parameters of a model as one point, with the arithmetic that algorithms are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..flat.layout import FlatLayout
+from ..flat.vector import FlatVector, add_
+
+Factor: TypeAlias = float | Tensor
+"""A number; or in the stacked driver a column of numbers, one for each rank."""
+
+
+class Vector:
+    """The parameters of a model, one flat tensor for each dtype; every operation is in place and returns the vector.
+
+    Operations leave the buffers of the model alone: drivers see to them.
+
+    Args:
+        parts: the tensors, [d] each; with ranks stacked [n, d].
+        flat: the flat vector that the tensors are views of, buffers and push-sum weight included; None: there is none,
+            and the vector cannot be mixed.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], flat: FlatVector | None = None) -> None:
+        self.parts = tuple(parts)
+        self.flat = flat
+
+    @classmethod
+    def of(cls, flat: FlatVector) -> Vector:
+        """The parameters of a flat vector; shares memory."""
+        return cls(flat.parameters, flat)
+
+    def set_(self, other: Vector) -> Vector:
+        """self <- other."""
+        for x, y in zip(self.parts, other.parts, strict=True):
+            x.copy_(y)
+        return self
+
+    def sum_(self, a: Vector, b: Vector, alpha: float = 1.0) -> Vector:
+        """self <- a + alpha b; one kernel for each dtype. self has float32 at least."""
+        for x, y, z in zip(self.parts, a.parts, b.parts, strict=True):
+            torch.add(y, z, alpha=alpha, out=x)
+        return self
+
+    def add_(self, other: Vector, alpha: float = 1.0) -> Vector:
+        """self <- self + alpha other."""
+        for x, y in zip(self.parts, other.parts, strict=True):
+            add_(x, y, alpha=alpha)
+        return self
+
+    def sub_(self, other: Vector, alpha: float = 1.0) -> Vector:
+        """self <- self - alpha other."""
+        return self.add_(other, alpha=-alpha)
+
+    def mul_(self, factor: float) -> Vector:
+        """self <- factor self."""
+        for x in self.parts:
+            x.mul_(factor)
+        return self
+
+    def div_(self, factor: float) -> Vector:
+        """self <- self / factor."""
+        for x in self.parts:
+            x.div_(factor)
+        return self
+
+    def lerp_(self, other: Vector, weight: float) -> Vector:
+        """self <- self + weight (other - self)."""
+        for x, y in zip(self.parts, other.parts, strict=True):
+            x.lerp_(y, weight)
+        return self
+
+    def interpolate_(self, other: Vector, own_weight: float) -> Vector:
+        """self <- own_weight self + (1 - own_weight) other, in the dtype of the other."""
+        for x, y in zip(self.parts, other.parts, strict=True):
+            x.copy_(torch.lerp(y, x.to(y.dtype), own_weight) if own_weight else y)
+        return self
+
+    def zero_(self) -> Vector:
+        """self <- 0."""
+        for x in self.parts:
+            x.zero_()
+        return self
+
+
+class Snapshot(Vector):
+    """A model that a round reads while training goes on; the first thing written to it turns it into a correction.
+
+    So a round needs no second copy of the model: when the algorithm writes its result, the old values are not needed
+    any more, and the vector becomes the difference of the two.
+    """
+
+    def __init__(self, flat: FlatVector) -> None:
+        super().__init__(flat.parameters, flat)
+        self.is_correction = False
+
+    def set_(self, other: Vector) -> Vector:
+        """correction <- other - self."""
+        self._write_once()
+        for x, y in zip(self.parts, other.parts, strict=True):
+            torch.sub(y, x, out=x)
+        return self
+
+    def add_(self, other: Vector, alpha: float = 1.0) -> Vector:
+        """correction <- correction + alpha other."""
+        self.begin_adding()
+        return super().add_(other, alpha)
+
+    def interpolate_(self, other: Vector, own_weight: float) -> Vector:
+        """correction <- (1 - own_weight) (other - self)."""
+        return self.set_(other).mul_(1 - own_weight)
+
+    def begin_adding(self) -> None:
+        """What follows is added to the model: the correction is zero so far."""
+        if not self.is_correction:
+            self.is_correction = True
+            self.zero_()
+
+    def _write_once(self) -> None:
+        assert not self.is_correction, "an algorithm writes x once in a round, or adds to it"
+        self.is_correction = True
+
+
+def widened(layout: FlatLayout, *, has_buffers: bool) -> FlatLayout:
+    """The layout of vectors of parameters like those of `layout`, in float32 where these are narrower.
+
+    Args:
+        layout: of a model.
+        has_buffers: whether the vectors have the buffers of the model too.
+    """
+    if has_buffers:
+        return layout.with_dtypes(_wide)
+    halves = layout.where(is_buffer=False).segments
+    return FlatLayout.of((_wide(half.dtype), half.specs or half.numel) for half in halves)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32
