@@ -23,8 +23,8 @@ from ..simulate.codes import code_rows, coded_message
 from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
 from ..simulate.mixing import Round, SimulatedMixing
 from ..simulate.setting import Setting
-from .options import MethodOptions
 from .simulated import options_of, undirected
+from .simulated_options import MethodOptions
 
 MakeOuter: TypeAlias = Callable[[MethodOptions, int], OuterMethod]
 """Makes an outer method, given options and a seed."""
