@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..compression.chunk_top_k import ChunkTopK
@@ -73,10 +73,12 @@ class Chosen:
     Args:
         method: the entry of the registry.
         made: an algorithm, or arguments of the wrapper by name.
+        given: the arguments of `method.make` that were given, by name.
     """
 
     method: Method
     made: Algorithm | Over | Mapping[str, Any]
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def over(self, inner: Chosen) -> Chosen:
         """The algorithm with its `Mix` answered by the rounds of another one; see `Algorithm.over`.
@@ -109,19 +111,18 @@ class Chosen:
         if not isinstance(self.made, Mapping):
             return repr(self.made)
         parameters = inspect.signature(self.method.make).parameters
-        given = [
-            f"{name}={value!r}"
-            for name, value in self.made.items()
-            if name in parameters and value != parameters[name].default
-        ]
+        given = [f"{name}={value!r}" for name, value in self.given.items() if value != parameters[name].default]
         return f"{self.method.call}({', '.join(given)})"
 
     @property
     def period(self) -> int:
         """The steps for which ranks may train alone; 1: they meet in every step, or the schedule says when."""
         outermost = self.made.outer if isinstance(self.made, Over) else self.made
-        found = outermost.get("sync_period") if isinstance(outermost, Mapping) else None
-        return int(found or getattr(outermost, "sync_every", 1))
+        if isinstance(outermost, Mapping):
+            found = outermost.get("sync_period") or getattr(outermost.get("schedule"), "gossip_every", 1)
+        else:
+            found = getattr(outermost, "sync_every", 1)
+        return int(found)
 
 
 def names_of_algorithms() -> dict[str, Callable[..., Any]]:
@@ -136,7 +137,8 @@ def names_of_algorithms() -> dict[str, Callable[..., Any]]:
 def _chooser(method: Method) -> Callable[..., Chosen]:
     @functools.wraps(method.make, updated=())
     def choose(*args: Any, **arguments: Any) -> Chosen:
-        return Chosen(method, method.make(*args, **arguments))
+        given = inspect.signature(method.make).bind(*args, **arguments).arguments
+        return Chosen(method, method.make(*args, **arguments), given)
 
     return choose
 

@@ -41,7 +41,7 @@ FACTS: Mapping[str, Mapping[str, Any]] = {
     "SparseLoCo": {
         "short_name": "sparseloco",
         "title": "SparseLoCo",
-        "summary": "sends the few largest entries of the drifts in two bits, and keeps the others for the next outer step",
+        "summary": "sends the few largest entries of drifts in two bits, and keeps the others for the next outer step",
         "paper": Paper(
             "Sarfi, Therien, Lidin, Belilovsky",
             "Communication Efficient LLM Pre-training with SparseLoCo",

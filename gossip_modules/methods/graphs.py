@@ -70,8 +70,8 @@ def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
     choices = ["auto", *STATIC_GRAPHS, *PREDEFINED_GRAPHS, *TREES]
     if name not in choices:
         raise ValueError(
-            f"got graph={name!r}, expected one of {', '.join(choices)}: MATCHA samples matchings of an undirected graph "
-            "that never changes; choose one of them"
+            f"got graph={name!r}, expected one of {', '.join(choices)}: MATCHA samples matchings of an undirected "
+            "graph that never changes; choose one of them"
         )
     return networkx_graph(named_graph("ring" if name == "auto" else name, num_nodes))
 
