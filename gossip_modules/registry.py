@@ -8,6 +8,7 @@ documentation are made from it.
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -90,6 +91,16 @@ class Method:
     def call(self) -> str:
         """The name by which `--algorithm` calls it: `DiLoCo`."""
         return self.text.partition("(")[0]
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """The names of the arguments of `make`."""
+        return frozenset(inspect.signature(self.make).parameters)
+
+    @property
+    def period(self) -> str:
+        """The argument that is the number of steps from one average or outer step to the next; "": there is none."""
+        return next((name for name in ("sync_every", "sync_period") if name in self.settings), "")
 
     @property
     def file(self) -> str:

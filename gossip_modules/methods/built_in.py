@@ -36,7 +36,7 @@ from ..update_rules.qg_dsgdm import QGDSGDm
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
-from .entries import entry
+from .entries import ROUNDS, entry
 from .gossipers import choco, deep_squeeze, moniqua, power_gossip
 from .options import WRAPPER_OPTIONS
 from .outer_methods import diloco, eager_diloco, gasloc, noloco, slowmo, sparse_loco, streaming_diloco
@@ -71,6 +71,12 @@ from .wrapping import (
 
 PLAIN = frozenset(WRAPPER_OPTIONS)
 """The options of gossip of the parameters themselves."""
+COMPRESSED = ROUNDS - {"wire_dtype", "schedule"}
+"""The options of compressed gossip."""
+GRAPH = frozenset({"graph", "nprocs_per_node"})
+"""The options of a method that says itself when its rounds run."""
+NODES = frozenset({"nprocs_per_node"})
+"""The options of such a method without a graph."""
 
 
 def all_reduce() -> dict[str, Any]:
@@ -218,6 +224,7 @@ BUILT_IN: tuple[Method, ...] = (
     ),
     entry(
         Choco,
+        options=COMPRESSED,
         text="Choco(SignNorm(), step_size=0.45)",
         simulate=simulate_choco,
         gossiper=choco,
@@ -227,6 +234,7 @@ BUILT_IN: tuple[Method, ...] = (
     ),
     entry(
         DeepSqueeze,
+        options=COMPRESSED,
         text="DeepSqueeze(SignNorm(), step_size=0.01)",
         simulate=simulate_deep_squeeze,
         gossiper=deep_squeeze,
@@ -236,6 +244,7 @@ BUILT_IN: tuple[Method, ...] = (
     ),
     entry(
         Moniqua,
+        options=COMPRESSED,
         text="Moniqua(theta=1.0)",
         example="Moniqua(theta=0.5)",
         simulate=simulate_moniqua,
@@ -243,7 +252,9 @@ BUILT_IN: tuple[Method, ...] = (
         step_sizes=MONIQUA_STEP_SIZES,
         simulated_graph=pairs,
     ),
-    entry(PowerGossip, simulate=simulate_power_gossip, gossiper=power_gossip, simulated_graph=pairs),
+    entry(
+        PowerGossip, options=COMPRESSED, simulate=simulate_power_gossip, gossiper=power_gossip, simulated_graph=pairs
+    ),
     Method(
         "adpsgd",
         "AD-PSGD",
@@ -310,44 +321,55 @@ BUILT_IN: tuple[Method, ...] = (
         example="GossipDataParallel(model, schedule=Schedule(gossip_every=10, average_every=1))",
         options=frozenset({"overlap", "max_staleness", "nprocs_per_node", "wire_dtype"}),
     ),
-    entry(DiLoCo, text="DiLoCo(sync_every=10)", example="DiLoCo()", simulate=simulate_outer(diloco)),
+    entry(DiLoCo, options=NODES, text="DiLoCo(sync_every=10)", example="DiLoCo()", simulate=simulate_outer(diloco)),
     entry(
         StreamingDiLoCo,
+        options=NODES,
         text="StreamingDiLoCo(sync_every=10)",
         example="StreamingDiLoCo()",
         simulate=simulate_outer(streaming_diloco),
     ),
     entry(
-        EagerDiLoCo, text="EagerDiLoCo(sync_every=10)", example="EagerDiLoCo()", simulate=simulate_outer(eager_diloco)
+        EagerDiLoCo,
+        needs_fixed_ranks="a drift under way would be lost with its worker",
+        options=NODES,
+        text="EagerDiLoCo(sync_every=10)",
+        example="EagerDiLoCo()",
+        simulate=simulate_outer(eager_diloco),
     ),
     entry(
         SparseLoCo,
+        needs_fixed_ranks="what a worker has not sent yet would be lost with it",
+        options=NODES,
         text="SparseLoCo(sync_every=10, compressor=ChunkTopK(41, values=TwoBit()))",
         example="SparseLoCo()",
         simulate=simulate_outer(sparse_loco),
     ),
     entry(
         SlowMo,
+        options=NODES,
         text="SlowMo(sync_every=10, inner_lr='optimizer')",
         example="SlowMo()",
         simulate=simulate_outer(slowmo),
     ),
-    entry(NoLoCo, text="NoLoCo(sync_every=10)", example="NoLoCo()", simulate=simulate_outer(noloco)),
+    entry(NoLoCo, options=NODES, text="NoLoCo(sync_every=10)", example="NoLoCo()", simulate=simulate_outer(noloco)),
     entry(
         GASLoC,
+        options=GRAPH,
         text="GASLoC(sync_every=10)",
         example="GASLoC()",
         simulate=simulate_outer(gasloc),
         simulated_graph=static,
     ),
-    entry(QGDSGDm, simulate=partial(simulate_rule, QGDSGDm()), simulated_graph=pairs),
-    entry(D2, simulate=partial(simulate_rule, D2()), simulated_graph=_ring),
-    entry(ExactDiffusion, simulate=partial(simulate_rule, ExactDiffusion()), simulated_graph=_ring),
-    entry(GradientTracking, simulate=partial(simulate_rule, GradientTracking()), simulated_graph=_ring),
-    entry(DecentLaM, simulate=partial(simulate_rule, DecentLaM()), simulated_graph=_ring),
-    entry(RelaySGD, simulate=simulate_relay_sgd, simulated_graph=lambda n, peers: "double-binary-tree"),
+    entry(QGDSGDm, options=GRAPH, simulate=partial(simulate_rule, QGDSGDm()), simulated_graph=pairs),
+    entry(D2, options=GRAPH, simulate=partial(simulate_rule, D2()), simulated_graph=_ring),
+    entry(ExactDiffusion, options=GRAPH, simulate=partial(simulate_rule, ExactDiffusion()), simulated_graph=_ring),
+    entry(GradientTracking, options=GRAPH, simulate=partial(simulate_rule, GradientTracking()), simulated_graph=_ring),
+    entry(DecentLaM, options=GRAPH, simulate=partial(simulate_rule, DecentLaM()), simulated_graph=_ring),
+    entry(RelaySGD, needs_fixed_ranks="a sum that is lost with a worker is missing on a side of the tree", options=GRAPH, simulate=simulate_relay_sgd, simulated_graph=lambda n, peers: "double-binary-tree"),
     entry(
         Sparta,
+        options=COMPRESSED,
         text="Sparta(0.01)",
         example="Sparta()",
         simulate=simulate_sparta,

@@ -134,7 +134,7 @@ class _Reader:
 def _hint(name: str, names: Mapping[str, Any]) -> str:
     """The nearest of the names, or an imperative."""
     lower = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower(), lower, n=1)
+    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
     return f"did you mean {lower[near[0]]!r}?" if near else "choose one of them"
 
 

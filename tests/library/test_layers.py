@@ -14,7 +14,10 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "update_rules", "engine", "membership", "wrappers", "rounds"}
+_WRAPPERS = {
+    *(*_LOCKSTEP, "consensus_control", "outer", "update_rules", "engine", "membership", "wrappers", "rounds"),
+    "registry",
+}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -65,7 +68,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "methods": {"job"},
         "run_config": {"methods", "job"},
         "tasks": {"run_config", "job"},
-        "training": {"tasks", "run_config", "methods", "job"},
+        "training": {"tasks", "run_config", "methods", "job", "old_options"},
         "option_groups": {"run_config"},
         "old_options": {"job"},
         "call": {"old_options", "training", "tasks", "run_config", "job"},

@@ -10,13 +10,15 @@ from gossip_modules.methods import read_algorithm
 _PUBLISHED: Mapping[str, float] = {
     "SignNorm()": 0.45,
     "TopK(0.01)": 0.0375,
+    "TopK(0.1)": 0.1,
     "RandomK(0.01)": 0.01,
     "QSGD(4)": 0.34,
     "QSGD(8)": 0.34,
     "Cast(bfloat16)": 1.0,
     "Cast(float16)": 1.0,
 }
-"""The step sizes of CHOCO-SGD that version 0.1 took where none was given, by the text of the compressor."""
+"""The step sizes of CHOCO-SGD that version 0.1 took where none was given, by the text of the compressor; that of
+TopK(0.1) is the default of MATCHA's script."""
 _DRIFT_CODES: Mapping[str, str] = {"4": "QSGD(4, 32, unbiased=True)", "8": "QSGD(8, 512, unbiased=True)"}
 _CODES: Mapping[str, str] = {
     "sign": "SignNorm()",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.job.errors import UsageError
-from train.old_options.actions import MATCHA_MODELS, Action, Gone, New, Same, Without, model, resumed
+from train.old_options.actions import MATCHA_MODELS, Action, Gone, New, Same, Without, factors, model, resumed
 from train.old_options.settings import SETTINGS, algorithm_text, schedule_text
 from train.old_options.tables import OPTIONS, POWERGOSSIP, POWERGOSSIP_METHODS
 
@@ -191,6 +191,8 @@ def _own_action(name: str, value: str, fields: Mapping[str, Any]) -> Action | No
     """What becomes of an option of today that has a value as of old; None: it has none."""
     if name == "resume" and value in ("", "True", "False"):
         return Same(resumed, "--resume auto")
+    if name == "schedule" and value[:1].isdecimal():
+        return Same(factors, "--milestones and --milestone-factor")
     if name == "model" and value in MATCHA_MODELS:
         return Same(model, "--model")
     if value not in ("True", "False"):
