@@ -3,6 +3,15 @@
 import warnings
 from typing import Any
 
+from .algorithms.d2 import D2
+from .algorithms.decentlam import DecentLaM
+from .algorithms.exact_diffusion import ExactDiffusion
+from .algorithms.gradient_tracking import GradientTracking
+from .algorithms.qg_dsgdm import QGDSGDm
+from .rounds.algorithm import Algorithm
+from .rounds.memory import Memory
+from .rounds.requests import Mix, Round
+from .rounds.vectors import SGDStep, Vectors
 from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
 from .compression.chunk_top_k import ChunkTopK
@@ -19,7 +28,6 @@ from .dpwa.wrapper import PairwiseDataParallel
 from .engine.engine import Engine, LockstepEngine, SyncEngine
 from .engine.outer import OuterEngine
 from .engine.overlap import OverlapEngine
-from .engine.ruled import RuledEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
 from .flat.vector import FlatVector
@@ -89,14 +97,6 @@ from .transport.base import Transport
 from .transport.connect import connect
 from .transport.process_group import ProcessGroupTransport
 from .transport.progress import Progress, job_store
-from .update_rules.carried import Carried
-from .update_rules.d2 import D2
-from .update_rules.decentlam import DecentLaM
-from .update_rules.exact_diffusion import ExactDiffusion
-from .update_rules.gradient_tracking import GradientTracking
-from .update_rules.qg_dsgdm import QGDSGDm
-from .update_rules.rule import UpdateRule
-from .update_rules.sgd_momentum import SGDStep
 from .version import __version__ as __version__
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
@@ -105,6 +105,11 @@ from .wrappers.composable import GossipModule, SimpleGossipDataParallel, gossip
 from .wrappers.gossip import GossipDataParallel
 
 __all__ = [
+    "Algorithm",
+    "Memory",
+    "Mix",
+    "Round",
+    "Vectors",
     "D2",
     "QSGD",
     "AccumAdam",
@@ -113,7 +118,6 @@ __all__ = [
     "BaseGraph",
     "BilatGossipDataParallel",
     "ButterflyGroups",
-    "Carried",
     "Cast",
     "ChainGraph",
     "Choco",
@@ -184,7 +188,6 @@ __all__ = [
     "RandomPushGraph",
     "RelaySGD",
     "RingGraph",
-    "RuledEngine",
     "SGDStep",
     "Schedule",
     "Selection",
@@ -201,7 +204,6 @@ __all__ = [
     "Transport",
     "TwoBit",
     "UniformMixing",
-    "UpdateRule",
     "WeightedGraph",
     "connect",
     "gossip",
