@@ -49,6 +49,8 @@ class Algorithm(ABC):
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
+        takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
+            False where it has a message for each peer, or looks into its messages.
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
     """
 
@@ -67,6 +69,7 @@ class Algorithm(ABC):
     averages_exactly: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
+    takes_rows: ClassVar[bool] = True
 
     @abstractmethod
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
