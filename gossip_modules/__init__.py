@@ -3,17 +3,13 @@
 import warnings
 from typing import Any
 
+from . import methods as methods
+from .ad_psgd.wrapper import BilatGossipDataParallel
 from .algorithms.d2 import D2
 from .algorithms.decentlam import DecentLaM
 from .algorithms.exact_diffusion import ExactDiffusion
 from .algorithms.gradient_tracking import GradientTracking
 from .algorithms.qg_dsgdm import QGDSGDm
-from .rounds.algorithm import Algorithm
-from .rounds.memory import Memory
-from .rounds.requests import Mix, Round
-from .rounds.vectors import SGDStep, Vectors
-from . import methods as methods
-from .ad_psgd.wrapper import BilatGossipDataParallel
 from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
@@ -91,6 +87,10 @@ from .outer.slowmo import SlowMo
 from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
 from .relay.relay_sgd import RelaySGD
+from .rounds.algorithm import Algorithm
+from .rounds.memory import Memory
+from .rounds.requests import Mix, Round
+from .rounds.vectors import SGDStep, Vectors
 from .schedule import Schedule
 from .sparta.sparta import Sparta
 from .transport.base import Transport
@@ -105,14 +105,10 @@ from .wrappers.composable import GossipModule, SimpleGossipDataParallel, gossip
 from .wrappers.gossip import GossipDataParallel
 
 __all__ = [
-    "Algorithm",
-    "Memory",
-    "Mix",
-    "Round",
-    "Vectors",
     "D2",
     "QSGD",
     "AccumAdam",
+    "Algorithm",
     "AllReduceDataParallel",
     "Anchor",
     "BaseGraph",
@@ -162,7 +158,9 @@ __all__ = [
     "MatchaGraph",
     "MatrixMixing",
     "Membership",
+    "Memory",
     "MetropolisHastingsMixing",
+    "Mix",
     "Mixer",
     "MixingManager",
     "MixingWeights",
@@ -188,6 +186,7 @@ __all__ = [
     "RandomPushGraph",
     "RelaySGD",
     "RingGraph",
+    "Round",
     "SGDStep",
     "Schedule",
     "Selection",
@@ -204,6 +203,7 @@ __all__ = [
     "Transport",
     "TwoBit",
     "UniformMixing",
+    "Vectors",
     "WeightedGraph",
     "connect",
     "gossip",

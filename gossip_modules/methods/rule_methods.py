@@ -5,28 +5,26 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..flat.vector import FlatVector
+from ..algorithms.d2 import D2
+from ..algorithms.decentlam import DecentLaM
+from ..algorithms.exact_diffusion import ExactDiffusion
+from ..algorithms.gradient_tracking import GradientTracking
+from ..algorithms.qg_dsgdm import QGDSGDm
 from ..graph_manager.named_graphs import named_graph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Method, Paper
 from ..relay.relay_sgd import RelaySGD, trees_of
-from ..rounds.rows import Rows, StackedMixing
+from ..rounds.algorithm import Algorithm
+from ..rounds.rows import StackedMixing
+from ..rounds.stacked import Stacked
+from ..rounds.vectors import SGDStep
 from ..schedule import Action, Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, SyncClock
 from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
 from ..simulate.setting import Setting
-from ..update_rules.carried import Carried
-from ..update_rules.d2 import D2
-from ..update_rules.decentlam import DecentLaM
-from ..update_rules.exact_diffusion import ExactDiffusion
-from ..update_rules.gradient_tracking import GradientTracking
-from ..update_rules.qg_dsgdm import QGDSGDm
-from ..update_rules.rule import UpdateRule
-from ..update_rules.sgd_momentum import SGDStep
 from .one_thread import GossiperRule
 from .options import Context, MethodOptions
 from .simulated import pairs, undirected
@@ -44,36 +42,26 @@ def named_neighbours(options: MethodOptions, num_nodes: int, context: Context, *
 
 
 class RuleSimulation(LockstepMethod):
-    """A rule itself, on the models of all ranks at once.
+    """An algorithm itself, on the models of all ranks at once.
 
     Args:
-        rule: what a round computes.
+        algorithm: what a round computes.
         mixing: its weights.
         clock: what rounds take.
     """
 
-    def __init__(self, rule: UpdateRule, mixing: MixingManager, clock: Clock) -> None:
+    def __init__(self, algorithm: Algorithm, mixing: MixingManager, clock: Clock) -> None:
         super().__init__(Plain(), StackedMixing(mixing), Schedule(), clock)
-        rule.check(mixing)
-        self._update_rule = rule
-        self._carried: Carried | None = None
+        self._driver = Stacked(algorithm, mixing)
 
     def forward(self, x: Tensor) -> None:
         """See `SimulatedMethod`."""
-        models = FlatVector.over(x)
-        carried = self._carried = self._carried or Carried(
-            models, self._update_rule.vectors, scaled=self._update_rule.scales_with_rate
-        )
-        carried.take(models)
-        step = None
-        if self._update_rule.needs_sgd and carried.num_rounds:
-            step = SGDStep(1.0, SIMULATED_MOMENTUM)
-            self._add_momentum(carried)
-        rounds: list[Rows] = []
-        with torch.no_grad():
-            self._update_rule.round(carried, lambda: self._mix(carried.sent.segments[0].view(x.shape), rounds), step)
-            carried.write_to(models)
-        carried.num_rounds += 1
+        needs_sgd, memory = self._driver.algorithm.needs_sgd, self._driver.memory
+        if needs_sgd and memory.num_rounds:  # x <- x' + (1 - b) (x - x') - b m, x' of the last round: momentum SGD
+            last, m = (memory.parts_of(name)[0] for name in ("last", "momentum"))
+            x.lerp_(last.to(x.dtype), SIMULATED_MOMENTUM).sub_(m, alpha=SIMULATED_MOMENTUM)
+        step = SGDStep(1.0, SIMULATED_MOMENTUM) if needs_sgd else None
+        rounds = [rows for rows in self._driver.step(x, self._t, sgd=step) if rows is not None]
         self._t += 1
         self.clock.num_phases = 1
         if self.num_ranks > 1 and (self.clock.step or self.clock.begins_with_round):
@@ -82,18 +70,8 @@ class RuleSimulation(LockstepMethod):
         self.clock.num_phases = len(rounds)
         self.clock.advance(Action.GOSSIP, rounds[0])
 
-    def _add_momentum(self, carried: Carried) -> None:
-        """x <- x' + (1 - b) (x - x') - b m, where x' is what the round before has left: a step of momentum SGD."""
-        for x, _, last, m in carried.each("last", "momentum"):
-            x.lerp_(last.to(x.dtype), SIMULATED_MOMENTUM).sub_(m, alpha=SIMULATED_MOMENTUM)
 
-    def _mix(self, sent: Tensor, rounds: list[Rows]) -> None:
-        assert self.mixing is not None, "a rule mixes on a graph"
-        rounds.append(self.mixing.round(self._t))
-        sent.copy_(rounds[-1].mix(sent))
-
-
-def simulate_rule(rule: UpdateRule, choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_rule(rule: Algorithm, choice: Choice, setting: Setting) -> SimulatedMethod:
     """A rule on the graph that was chosen; on a ring with the rule's own weights."""
     mixing = undirected(choice, setting, is_static=rule.needs_static_graph)
     if choice.graph == "ring":
@@ -120,7 +98,7 @@ _GRAPH = frozenset({"graph"})
 _NODES = frozenset({"nprocs_per_node"})
 
 
-def _method(name: str, title: str, summary: str, rule: UpdateRule, paper: Paper) -> Method:
+def _method(name: str, title: str, summary: str, rule: Algorithm, paper: Paper) -> Method:
     """The entry of a rule, which one object serves: it holds settings only."""
     return Method(
         name,
@@ -128,11 +106,11 @@ def _method(name: str, title: str, summary: str, rule: UpdateRule, paper: Paper)
         summary,
         type(rule),
         make=wrap_with(
-            "rule", lambda options, seed: rule, whom=partial(named_neighbours, is_static=rule.needs_static_graph)
+            "algorithm", lambda options, seed: rule, whom=partial(named_neighbours, is_static=rule.needs_static_graph)
         ),
         simulate=partial(simulate_rule, rule),
         paper=paper,
-        example=f"GossipDataParallel(model, rule={type(rule).__name__}())",
+        example=f"GossipDataParallel(model, algorithm={type(rule).__name__}())",
         graph="undirected, static" if rule.needs_static_graph else "undirected",
         options=_GRAPH if rule.needs_sgd else _GRAPH | _NODES,
         needs_sgd=rule.needs_sgd,

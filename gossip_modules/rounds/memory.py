@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,21 +29,11 @@ class Kept(Protocol):
 _K = TypeVar("_K", bound=Kept)
 
 
-@dataclass
-class _Entry:
-    """A vector with what was declared of it."""
+class _Entry(NamedTuple):
+    """A vector, and the arguments of `Memory.vector` that it was declared with."""
 
     vector: Vector
-    start: Literal["zero", "x"]
-    average: Literal["keep", "reset", "on_request"]
-    generation: Literal["keep", "reset"]
-    join: Literal["copy", "zero"]
-    has_units: bool
-
-    @property
-    def policy(self) -> dict[str, str]:
-        """When it starts anew, for a checkpoint."""
-        return {"average": self.average, "generation": self.generation, "join": self.join}
+    policy: Mapping[str, Any]
 
 
 class Memory:
@@ -106,8 +95,14 @@ class Memory:
         """
         entry = self._entries.get(name)
         if entry is None:
-            entry = _Entry(Vector(self._zeros()), start, average, generation, join, in_units_of_rate)
-            self._entries[name] = entry
+            policy = {
+                "start": start,
+                "average": average,
+                "generation": generation,
+                "join": join,
+                "in_units_of_rate": in_units_of_rate,
+            }
+            entry = self._entries[name] = _Entry(Vector(self._zeros()), policy)
             if start == "x":
                 entry.vector.set_(self._model)
             if (state := self._loaded.get("vectors", {}).pop(name, None)) is not None:
@@ -181,7 +176,7 @@ class Memory:
         self._entries, self._optimizers = {}, {}
         assert old is not None or is_moved
         for name, entry in kept.items():
-            new = self._like_entry(name, entry)
+            new = self.vector(name, **entry.policy)
             _carry(entry.vector.parts, _places(old), new.parts, _places(layout))
         for name, before_ in optimizers.items():
             vector = next(self._entries[key].vector for key, entry in kept.items() if entry.vector is before_.of)
@@ -193,8 +188,16 @@ class Memory:
         """Scale vectors that are in units of the learning rate to these rates; see `RateUnits`."""
         self._units.put_back()
         if rates is not None:
-            vectors = [entry.vector for entry in self._entries.values() if entry.has_units]
+            for name, policy in self._loaded.get("policies", {}).items():
+                if policy["in_units_of_rate"]:
+                    self.vector(name, **policy)
+            vectors = [entry.vector for entry in self._entries.values() if entry.policy["in_units_of_rate"]]
             self._units.scale(vectors, rates, self._layout)
+
+    def end_round(self) -> None:
+        """A round has ended."""
+        self.num_rounds += 1
+        self.put_back()
 
     def put_back(self) -> None:
         """A round is over, whether it has ended or not: see `RateUnits.put_back`."""
@@ -245,7 +248,7 @@ class Memory:
             places = _places(self._layout) if self._entries else self._loaded.get("places")
         state = {
             "num_rounds": num_rounds,
-            "policies": policies,
+            "policies": {name: dict(policy) for name, policy in policies.items() if name in vectors},
             "places": places,
             "vectors": vectors,
             "optimizers": {
@@ -264,11 +267,7 @@ class Memory:
         """Take back what `state_dict()` gave; copies it. The next round uses it, and checks its shapes."""
         self.reset()
         self._loaded = copy.deepcopy(
-            {
-                name: state[name]
-                for name in ("vectors", "optimizers", "objects", "policies", "places")
-                if name in state
-            }
+            {name: state[name] for name in ("vectors", "optimizers", "objects", "policies", "places") if name in state}
         )
         self.num_rounds = state.get("num_rounds", 0)
         self._units.rates = state.get("rates")
@@ -277,7 +276,7 @@ class Memory:
         """The parts of a vector, as far as one of that name is kept; shares memory."""
         if name in self._entries:
             return self._entries[name].vector.parts
-        return self._loaded.get("vectors", {}).get(name, ())  # type: ignore[no-any-return]
+        return self._loaded.get("vectors", {}).get(name, ())
 
     # Parts.
 
@@ -291,20 +290,10 @@ class Memory:
             torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
         ]
 
-    def _like_entry(self, name: str, entry: _Entry) -> Vector:
-        return self.vector(
-            name,
-            start=entry.start,
-            average=entry.average,
-            generation=entry.generation,
-            join=entry.join,
-            in_units_of_rate=entry.has_units,
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_x": None, "_scratch": {}}  # a copy has a model of its own
 
-    def _reset(self, is_reset: Callable[[Mapping[str, str]], bool]) -> None:
+    def _reset(self, is_reset: Callable[[Mapping[str, Any]], bool]) -> None:
         gone = [name for name, entry in self._entries.items() if is_reset(entry.policy)]
         vectors = {id(self._entries[name].vector) for name in gone}
         self._optimizers = {n: kept for n, kept in self._optimizers.items() if id(kept.of) not in vectors}
@@ -314,6 +303,7 @@ class Memory:
         gone += [name for name, policy in self._loaded.get("policies", {}).items() if is_reset(policy)]
         for name in gone:
             loaded.pop(name, None)
+            self._loaded.get("policies", {}).pop(name, None)
         if gone:
             self.num_rounds = 0
             self._loaded.pop("optimizers", None)

@@ -14,6 +14,7 @@ from .sgd_momentum import SGDMomentum
 from .step_rates import StepRates
 from .vectors import SGDStep
 
+
 class OptimizerWatch:
     """Watches the optimizer of one model, as far as an algorithm asks for it.
 

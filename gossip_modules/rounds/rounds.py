@@ -196,7 +196,7 @@ class Rounds(Mixer):
         lost: Exception | None = None
         try:
             self._drive(generator, v)
-            self.memory.num_rounds += 1
+            self.memory.end_round()
             if self._alpha is None:
                 for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
                     b.copy_(mixed)

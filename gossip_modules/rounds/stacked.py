@@ -16,7 +16,6 @@ from ..schedule import Action
 from .algorithm import Algorithm, Over
 from .memory import Memory
 from .message import Message, Received
-from .optimizer_watch import MOMENTUM
 from .requests import Average, Exchange, Gather, Mix, Request, Share
 from .rows import Rows, StackedMixing, column
 from .vector import Vector
@@ -123,7 +122,13 @@ class Stacked:
     def momentum(self) -> Tensor | None:
         """The momentum of SGD that the last round has made, [n, d]; None: the algorithm leaves it alone."""
         has_written = self.algorithm.needs_sgd and self.memory.num_rounds
-        return self.memory.vector(MOMENTUM).parts[0] if has_written else None
+        return self.memory.momentum.parts[0] if has_written else None
+
+    @property
+    def memories(self) -> Sequence[Memory]:
+        """Of all ranks and algorithms."""
+        own = [self.memory] if self._in_step is None else self._in_step.memories
+        return own if self.inner is None else [*own, *self.inner.memories]
 
     # A step.
 
@@ -146,6 +151,8 @@ class Stacked:
     def _change(self, x: Tensor, k: int, action: Action, sgd: SGDStep | None) -> None:
         if action is Action.AVERAGE:
             self._average(x, is_model=True)
+            for memory in self.memories:
+                memory.forget_models(is_asked=False)
         else:
             self.run(Vector([x]), k, sgd)
         self.t += 1
