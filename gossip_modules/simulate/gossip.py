@@ -220,7 +220,7 @@ class ClockedMethod(SimulatedMethod):
             if rows is None:
                 self.sent_bytes += 2 * (self.num_ranks - 1) / self.num_ranks * self.clock.model_bytes
             else:
-                self.sent_bytes += float(rows.out_degrees.mean()) * self.clock.message.num_bytes
+                self.sent_bytes += rows.mean_out_degree * self.clock.message.num_bytes
 
 
 class LockstepMethod(ClockedMethod):
