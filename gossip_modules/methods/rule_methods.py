@@ -5,33 +5,27 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from ..algorithms.d2 import D2
 from ..algorithms.decentlam import DecentLaM
 from ..algorithms.exact_diffusion import ExactDiffusion
 from ..algorithms.gradient_tracking import GradientTracking
 from ..algorithms.qg_dsgdm import QGDSGDm
 from ..graph_manager.named_graphs import named_graph
-from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..mixing_manager.base import MetropolisHastingsMixing
 from ..registry import Method, Paper
 from ..relay.relay_sgd import RelaySGD, trees_of
 from ..rounds.algorithm import Algorithm
 from ..rounds.rows import StackedMixing
 from ..rounds.stacked import Stacked
-from ..rounds.vectors import SGDStep
-from ..schedule import Action, Schedule
+from ..schedule import Schedule
 from ..simulate.choice import Choice
-from ..simulate.clocks import Clock, SyncClock
-from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
+from ..simulate.clocks import SyncClock
+from ..simulate.gossip import LockstepMethod, RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
 from .one_thread import GossiperRule
 from .options import Context, MethodOptions
 from .simulated import pairs, undirected
 from .wrapping import all_neighbours, tree_neighbours, undirected_neighbours, wrap_with
-
-SIMULATED_MOMENTUM = 0.9
-"""Of rules that need some, with a learning rate that is smaller by one minus this."""
 
 
 def named_neighbours(options: MethodOptions, num_nodes: int, context: Context, *, is_static: bool) -> dict[str, Any]:
@@ -41,36 +35,6 @@ def named_neighbours(options: MethodOptions, num_nodes: int, context: Context, *
     return (all_neighbours if is_static else undirected_neighbours)(options, num_nodes, context)
 
 
-class RuleSimulation(LockstepMethod):
-    """An algorithm itself, on the models of all ranks at once.
-
-    Args:
-        algorithm: what a round computes.
-        mixing: its weights.
-        clock: what rounds take.
-    """
-
-    def __init__(self, algorithm: Algorithm, mixing: MixingManager, clock: Clock) -> None:
-        super().__init__(Plain(), StackedMixing(mixing), Schedule(), clock)
-        self._driver = Stacked(algorithm, mixing)
-
-    def forward(self, x: Tensor) -> None:
-        """See `SimulatedMethod`."""
-        needs_sgd, memory = self._driver.algorithm.needs_sgd, self._driver.memory
-        if needs_sgd and memory.num_rounds:  # x <- x' + (1 - b) (x - x') - b m, x' of the last round: momentum SGD
-            last, m = (memory.parts_of(name)[0] for name in ("last", "momentum"))
-            x.lerp_(last.to(x.dtype), SIMULATED_MOMENTUM).sub_(m, alpha=SIMULATED_MOMENTUM)
-        step = SGDStep(1.0, SIMULATED_MOMENTUM) if needs_sgd else None
-        rounds = [rows for rows in self._driver.step(x, self._t, sgd=step) if rows is not None]
-        self._t += 1
-        self.clock.num_phases = 1
-        if self.num_ranks > 1 and (self.clock.step or self.clock.begins_with_round):
-            for round_ in rounds:
-                self._count_bytes(round_)
-        self.clock.num_phases = len(rounds)
-        self.clock.advance(Action.GOSSIP, rounds[0])
-
-
 def simulate_rule(rule: Algorithm, choice: Choice, setting: Setting) -> SimulatedMethod:
     """A rule on the graph that was chosen; on a ring with the rule's own weights."""
     mixing = undirected(choice, setting, is_static=rule.needs_static_graph)
@@ -78,7 +42,7 @@ def simulate_rule(rule: Algorithm, choice: Choice, setting: Setting) -> Simulate
         mixing = rule.default_mixing(setting.world_size) or mixing
     message = setting.network.plain_message(setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return RuleSimulation(rule, mixing, clock)
+    return LockstepMethod(Stacked(rule, mixing), Schedule(), clock)
 
 
 def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -91,7 +55,7 @@ def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     share = (graph.world_size - 1) / num_links if num_links else 1.0
     message = setting.network.plain_message(share * setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(GossiperRule(RelaySGD, mixing), StackedMixing(mixing), Schedule(), clock)
+    return RuleMethod(GossiperRule(RelaySGD, mixing), StackedMixing(mixing), Schedule(), clock)
 
 
 _GRAPH = frozenset({"graph"})
