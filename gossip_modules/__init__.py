@@ -26,10 +26,10 @@ from .flat.vector import FlatVector
 from .gossiper.choco import Choco
 from .gossiper.deep_squeeze import DeepSqueeze
 from .gossiper.gossiper import Gossiper
-from .gossiper.link_times import measure_link_times
+from .matcha.link_times import measure_link_times
 from .gossiper.mixer import GlobalAverage, Mixer
 from .gossiper.moniqua import Moniqua
-from .gossiper.power_gossip import PowerGossip
+from .algorithms.power_gossip import PowerGossip
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager
@@ -82,7 +82,7 @@ from .outer.noloco import NoLoCo
 from .outer.slowmo import SlowMo
 from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
-from .relay.relay_sgd import RelaySGD
+from .algorithms.relay_sgd import RelaySGD
 from .schedule import Schedule
 from .sparta.sparta import Sparta
 from .transport.base import Transport

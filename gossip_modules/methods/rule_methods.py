@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..algorithms.relay_sgd import RelaySGD, trees_of
 from ..flat.vector import FlatVector
 from ..graph_manager.named_graphs import named_graph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Method, Paper
-from ..relay.relay_sgd import RelaySGD, trees_of
 from ..schedule import Action, Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, SyncClock
@@ -206,7 +206,7 @@ RULE_METHODS: tuple[Method, ...] = (
         "RelaySGD",
         "relays sums of models through trees, so that every rank averages those of all",
         RelaySGD,
-        make=wrap_with("gossiper", lambda options, seed: RelaySGD(), whom=tree_neighbours),
+        make=wrap_with("algorithm", lambda options, seed: RelaySGD(), whom=tree_neighbours),
         simulate=simulate_relay_sgd,
         paper=Paper(
             "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
@@ -214,7 +214,7 @@ RULE_METHODS: tuple[Method, ...] = (
             "NeurIPS 2021",
             "2110.04175",
         ),
-        example="GossipDataParallel(model, gossiper=RelaySGD())",
+        example="GossipDataParallel(model, algorithm=RelaySGD())",
         graph="tree",
         options=_GRAPH | _NODES,
         simulated_graph=lambda n, peers: "double-binary-tree",

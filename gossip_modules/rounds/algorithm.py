@@ -49,6 +49,9 @@ class Algorithm(ABC):
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
+        is_elastic: whether a round goes on without peers that fail, so that it may run among the workers of a membership.
+        checks_messages: whether ranks number their messages, and compare before each one what they have sent each other
+            so far. False where that would take longer than it is worth, as where messages are models.
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
     """
 
@@ -67,6 +70,8 @@ class Algorithm(ABC):
     averages_exactly: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
+    is_elastic: ClassVar[bool] = True
+    checks_messages: ClassVar[bool] = True
 
     @abstractmethod
     def round(self, v: Vectors, m: Memory, k: int) -> Round:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +41,9 @@ class Rounds(Mixer):
     def __init__(self, algorithm: Algorithm, mixer: Gossiper | Rounds) -> None:
         self.algorithm, self.mixer = algorithm, mixer
         self.memory = Memory()
-        self.messages = MessageRounds(self.memory.forget_peer, has_links=algorithm.keeps_links)
+        self.messages = MessageRounds(
+            self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
+        )
         self.watch: OptimizerWatch | None = None  # of the optimizer, once the wrapper has said which model it is
         self.has_failed = False  # whether the last round took no effect, as a worker had died
         self._k = self._t = 0
@@ -112,16 +114,24 @@ class Rounds(Mixer):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
+        for _ in self.steps(s):
+            pass
+
+    def steps(self, s: FlatVector) -> Iterator[None]:
+        """As `finish`; yields where messages are on their way, so that one thread can run all ranks in turns."""
         self._alpha = None
-        self._run(Vector.of(s))
+        yield from self._run(Vector.of(s))
 
     def difference(self, s: FlatVector) -> float:
-        """See `Mixer`; without a copy of s."""
+        """See `Mixer`; without a copy of s, but where the algorithm keeps models, which are never mixed late."""
+        if self.algorithm.keeps_models:
+            return super().difference(s)
         snapshot = Snapshot(s)
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
         self._alpha = None
-        self._run(snapshot)
+        for _ in self._run(snapshot):
+            pass
         if self._alpha is not None:  # the mixer has made the correction of the whole vector
             return self._alpha
         if not snapshot.is_correction:
@@ -169,7 +179,7 @@ class Rounds(Mixer):
         rank, num_ranks = self.transport.rank, self.transport.world_size
         return Vectors(x, self.messages, t=self._t, rank=rank, num_ranks=num_ranks)
 
-    def _run(self, x: Vector) -> None:
+    def _run(self, x: Vector) -> Iterator[None]:
         assert x.flat is not None, "rounds mix flat vectors"
         v = self._vectors(x)
         if self.watch is not None:
@@ -178,7 +188,7 @@ class Rounds(Mixer):
         self._own_buffer_weight, self.has_failed = 1.0, False
         generator = self.algorithm.round(v, self.memory, self._k)
         try:
-            self._drive(generator, v)
+            yield from self._drive(generator, v)
         except RoundLost:
             self.has_failed = True
             return
@@ -191,7 +201,7 @@ class Rounds(Mixer):
         if self.watch is not None:
             self.watch.after_round(self.memory)
 
-    def _drive(self, generator: Generator[Request, Any, None], v: Vectors) -> None:
+    def _drive(self, generator: Generator[Request, Any, None], v: Vectors) -> Iterator[None]:
         """Answer until the round ends."""
         reply = None
         while True:
@@ -199,27 +209,34 @@ class Rounds(Mixer):
                 request = generator.send(reply)
             except StopIteration:
                 return
-            reply = self._answer(request, v)
+            reply = yield from self._answer(request, v)
             if reply is RoundLost:
                 generator.throw(RoundLost())
 
-    def _answer(self, request: Request, v: Vectors) -> Any:
+    def _answer(self, request: Request, v: Vectors) -> Generator[None, None, Any]:
         if isinstance(request, Mix):
-            return self._mix(request.x, v, self.mixer)
+            return (yield from self._mix(request.x, v, self.mixer))
         if isinstance(request, Average):
-            self._mix(request.x, v, self.averager)
+            yield from self._mix(request.x, v, self.averager)
             return RoundLost if self.averager.has_failed else None
-        if isinstance(request, Share | Exchange):
-            if isinstance(request, Share):
-                reply: Any = self.messages.share(request.message, v.x, self._buffers)
-            else:
-                reply = self.messages.exchange(request.messages, request.checksums, v.x, self._buffers)
-            self._own_buffer_weight = self.messages.own_buffer_weight
-            return reply
+        if isinstance(request, Share):
+            replies = yield from self._exchange(dict.fromkeys(v.peers, request.message), {})
+            return self.messages.row_of(request.message, replies)
+        if isinstance(request, Exchange):
+            return (yield from self._exchange(request.messages, request.checksums))
         assert isinstance(request, Gather), f"got the request {request!r}"
         return self._gather(request.message)
 
-    def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
+    def _exchange(
+        self, messages: Mapping[int, Message], checksums: Mapping[int, int]
+    ) -> Generator[None, None, dict[int, Message]]:
+        self.messages.post(messages, self._buffers, checksums=checksums)
+        yield
+        replies = self.messages.wait(self._buffers)
+        self._own_buffer_weight = self.messages.own_buffer_weight
+        return replies
+
+    def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> Iterator[None]:
         flat = x.flat
         assert flat is not None, "only vectors of the model's layout are mixed: v.x, or one of m.scratch()"
         for b, own in zip(flat.buffers, self._buffers, strict=True):
@@ -231,6 +248,7 @@ class Rounds(Mixer):
             self._alpha, x.is_correction = mixer.difference(flat), True
             self._own_buffer_weight = mixer.own_buffer_weight
             return
+        yield
         mixer.finish(flat)
         self._own_buffer_weight *= mixer.own_buffer_weight
         for own, b in zip(self._buffers, flat.buffers, strict=True):
@@ -256,7 +274,8 @@ class Rounds(Mixer):
         """See `Mixer`; shares memory."""
         return {
             "algorithm": type(self.algorithm).__name__,
-            "memory": self.memory.state_dict(),
+            "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
+            "memory": self.memory.state_dict(has_links=not is_elastic(self.transport)),
             "messages": self.messages.state_dict(),
             "mixer": self.mixer.state_dict(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(),
@@ -271,14 +290,33 @@ class Rounds(Mixer):
                 "when it was saved, or load the model alone: module.load_state_dict"
             )
         self._has_begun = False
-        self.memory.load_state_dict(state.get("memory", {}))
+        memory = dict(state.get("memory", {}))
+        if memory.get("links"):
+            if is_elastic(self.transport):  # whoever loads it may have other peers
+                del memory["links"]
+            else:
+                self._check_links(state["links"])
+        self.memory.load_state_dict(memory)
         self.messages.load_state_dict(state.get("messages", {}))
         self.mixer.load_state_dict(state.get("mixer", {}))
         if self.watch is not None:
             self.watch.load_state_dict(state.get("optimizer", {}))
 
+    def _check_links(self, found: Sequence[int]) -> None:
+        own = sorted(self.mixing.graph.phone_book(self.transport.rank))
+        if list(found) != own:
+            raise ValueError(
+                f"{self.algorithm}: got the state of links to {list(found)}, expected {own}; load the checkpoint of "
+                "this rank, made on the same graph"
+            )
+
     def for_membership(self) -> Rounds:
         """See `Gossiper`."""
+        if not self.algorithm.is_elastic:
+            raise ValueError(
+                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
+                "which says so by is_elastic = True; take another one, such as DPSGD()"
+            )
         return self
 
     def __repr__(self) -> str:
