@@ -5,6 +5,8 @@ from typing import Any
 
 from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
+from .algorithms.power_gossip import PowerGossip
+from .algorithms.relay_sgd import RelaySGD
 from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
@@ -26,10 +28,8 @@ from .flat.vector import FlatVector
 from .gossiper.choco import Choco
 from .gossiper.deep_squeeze import DeepSqueeze
 from .gossiper.gossiper import Gossiper
-from .matcha.link_times import measure_link_times
 from .gossiper.mixer import GlobalAverage, Mixer
 from .gossiper.moniqua import Moniqua
-from .algorithms.power_gossip import PowerGossip
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager
@@ -61,6 +61,7 @@ from .graph_manager.static_graphs import (
 )
 from .graph_manager.weighted_graph import WeightedGraph
 from .matcha.graph import MatchaGraph
+from .matcha.link_times import measure_link_times
 from .membership.membership import Membership
 from .mixing_manager.base import (
     MetropolisHastingsMixing,
@@ -82,7 +83,6 @@ from .outer.noloco import NoLoCo
 from .outer.slowmo import SlowMo
 from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
-from .algorithms.relay_sgd import RelaySGD
 from .schedule import Schedule
 from .sparta.sparta import Sparta
 from .transport.base import Transport

@@ -123,9 +123,7 @@ class LinkFactors:
 
 def checksum(link: Link) -> int:
     """A checksum of all factors of a link, modulo 2**32."""
-    factors: Sequence[Tensor] = [
-        factor for pair in zip(link["left"], link["right"], strict=True) for factor in pair
-    ]
+    factors: Sequence[Tensor] = [factor for pair in zip(link["left"], link["right"], strict=True) for factor in pair]
     total = torch.zeros((), dtype=torch.int64, device=factors[0].device if factors else "cpu")
     for factor in factors:
         words = factor.reshape(-1).view(torch.int32).long()

@@ -89,6 +89,7 @@ class PowerGossip(Algorithm):
     is_skippable: ClassVar[bool] = False
     needs_symmetric_weights: ClassVar[bool] = True
     keeps_links: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("num_iterations", 1), ("check_every", 0)):
@@ -168,6 +169,6 @@ class PowerGossip(Algorithm):
                 exact=matrices.num_exact_bytes,
                 compressed=matrices.num_bytes,
                 num_compressed_bytes=0,
-                remedy="pass compress_vectors=True (--compress-vectors), or take DPSGD() with wire_dtype=torch.bfloat16",
+                remedy="pass compress_vectors=True (--compress-vectors), or take wire_dtype=torch.bfloat16 and DPSGD()",
             )
         return matrices

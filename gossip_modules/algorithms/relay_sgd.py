@@ -59,6 +59,7 @@ class RelaySGD(Algorithm):
     is_skippable: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = False
     checks_messages: ClassVar[bool] = False
     needs_symmetric_weights: ClassVar[bool] = True
 
@@ -109,7 +110,9 @@ class Relay:
 
     def __init__(self, v: Vectors) -> None:
         trees = trees_of(v.mixing.graph)
-        self.neighbours = [sorted({j for link in tree for j in link if v.rank in link and j != v.rank}) for tree in trees]
+        self.neighbours = [
+            sorted({j for link in tree for j in link if v.rank in link and j != v.rank}) for tree in trees
+        ]
         self._one = torch.ones(1, dtype=torch.float64, device=v.x.device)
         self._sizes = [[(wide(x.dtype), x.numel()) for x in self.shares(v, tree)] for tree in range(len(trees))]
 

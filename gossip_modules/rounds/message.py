@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
-from torch import Tensor
-
-from ..compression.compressor import Compressor
+from ..compression.compressor import Code as Code
 from ..gossiper.message import MessageBuffer
 from ..gossiper.message import warn_of_little as warn_of_little
 from .vector import Vector
-
-
-class Code(Protocol):
-    """Turns a flat tensor into bytes: a `Compressor`, or the code of an algorithm."""
-
-    def message_like(self, x: Tensor) -> Tensor: ...
-
-    def compress(self, x: Tensor, message: Tensor, *, t: int) -> None: ...
-
-    def add_decompressed(self, message: Tensor, target: Tensor, *, alpha: float = 1.0) -> None: ...
 
 
 class Message:
@@ -36,7 +23,7 @@ class Message:
             peer, is written to.
     """
 
-    def __init__(self, code: Compressor | Code | None, buffer: MessageBuffer, num_others: int = 0) -> None:
+    def __init__(self, code: Code | None, buffer: MessageBuffer, num_others: int = 0) -> None:
         self.code, self.buffer = code, buffer
         self.fields = buffer.fields[num_others:]
 

@@ -70,7 +70,7 @@ class MessageRounds(LinkedGossiper):
         return message
 
     def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
-        """See `Vectors.message`; the buffers of the model are in front of the fields in the first exchange of a round."""
+        """See `Vectors.message`; in the first exchange of a round the buffers of the model are in front."""
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
         others = [(b.dtype, b.numel()) for b in flat.buffers] if self._phase == 0 else []
