@@ -8,7 +8,6 @@ networks took 22 and a round 2.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossip_modules import Carried, FlatVector, MixingManager, PushPull, PushSum, Schedule
-from gossip_modules.methods.one_thread import GossiperRule
+from gossip_modules.methods.one_thread import AlgorithmRule
 from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.update_rules.sgd_momentum import SGDStep
 from gossip_modules.wrappers.defaults import Choices
@@ -119,7 +118,7 @@ class StackedGossip:
         if is_plain and not mixing.is_doubly_stochastic:
             raise ValueError(f"got {mixing}, expected doubly stochastic weights: there are no push-sum weights here")
         self._x, self._optimizer = x, optimizer
-        self._mix = _mix_by(mixing) if is_plain else GossiperRule(lambda: copy.deepcopy(gossiper), mixing).difference
+        self._mix = _mix_by(mixing) if is_plain else AlgorithmRule(gossiper.algorithm, mixing).difference
         self._rule, self._carried, self._t = algorithm.rule, None, 0
         if self._rule is not None:
             self._rule.check(mixing)

@@ -27,7 +27,7 @@ from ..update_rules.gradient_tracking import GradientTracking
 from ..update_rules.qg_dsgdm import QGDSGDm
 from ..update_rules.rule import UpdateRule
 from ..update_rules.sgd_momentum import SGDStep
-from .one_thread import GossiperRule
+from .one_thread import AlgorithmRule
 from .options import Context, MethodOptions
 from .simulated import pairs, undirected
 from .wrapping import all_neighbours, tree_neighbours, undirected_neighbours, wrap_with
@@ -113,7 +113,7 @@ def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     share = (graph.world_size - 1) / num_links if num_links else 1.0
     message = setting.network.plain_message(share * setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(GossiperRule(RelaySGD, mixing), StackedMixing(mixing), Schedule(), clock)
+    return LockstepMethod(AlgorithmRule(RelaySGD(), mixing), StackedMixing(mixing), Schedule(), clock)
 
 
 _GRAPH = frozenset({"graph"})

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -142,7 +142,7 @@ class Memory:
         """
         if key not in self._cached:
             self._cached[key] = make()
-        return self._cached[key]  # type: ignore[no-any-return]
+        return cast("_T", self._cached[key])
 
     def scratch(self, name: str = "sent") -> Vector:
         """A vector that is kept only for its memory: of any values at the beginning of a round; it can be mixed."""

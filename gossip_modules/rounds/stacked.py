@@ -248,7 +248,7 @@ class StackedMessage(Message):
         values: what they mean.
     """
 
-    def __init__(self, code: Code, values: Sequence[Tensor]) -> None:
+    def __init__(self, code: Code | None, values: Sequence[Tensor]) -> None:
         self.code, self.values = code, tuple(values)
 
     def write(self, x: Vector, t: int) -> StackedMessage:
@@ -292,7 +292,8 @@ class StackedReceived(Received):
             part.add_(self._rows.mix(values).sub_(values), alpha=alpha)
 
 
-def _decompressed(code: Code, x: Tensor, t: int) -> Tensor:
+def _decompressed(code: Code | None, x: Tensor, t: int) -> Tensor:
+    assert code is not None, "messages of all ranks have a code"
     return code.decompressed(x, t=t) if isinstance(code, Compressor) else decompressed_rows(code, x, t)
 
 
