@@ -14,9 +14,7 @@ from ..flat.vector import FlatVector
 from ..gossiper.gossiper import Gossiper
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
-from ..rounds.algorithm import Algorithm
 from ..rounds.rows import Rows
-from ..rounds.stacked import Stacked
 from ..simulate.codes import CODE_PASSES, UNKNOWN_PASSES
 from ..simulate.delays import LinkModel, MessageCost
 from ..simulate.gossip import Rule
@@ -152,28 +150,6 @@ class GossiperRule(Rule):
             gossiper.start(s, t)
         for gossiper, s in zip(self.gossipers, vectors, strict=True):
             gossiper.finish(s)
-        return after.sub_(x)
-
-
-class AlgorithmRule(Rule):
-    """A rule of the simulator that runs the rounds of an algorithm on all ranks.
-
-    Args:
-        algorithm: what a round does.
-        mixing: its weights.
-    """
-
-    def __init__(self, algorithm: Algorithm, mixing: MixingManager) -> None:
-        self.driver = Stacked(algorithm, mixing)
-
-    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
-        """See `Rule`."""
-        return self.difference(x, t)
-
-    def difference(self, x: Tensor, t: int) -> Tensor:
-        """What round t adds to x [n, d]; x does not change."""
-        after = x.clone()
-        self.driver.step(after, t)
         return after.sub_(x)
 
 

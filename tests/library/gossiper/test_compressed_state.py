@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from gossip_modules import (
     CompleteGraph,
+    FlatVector,
     MetropolisHastingsMixing,
     PowerGossip,
     PushPull,
@@ -174,6 +176,11 @@ def test_a_state_of_another_model_is_refused(name: str) -> None:
     run_ranks(2, body)
 
 
+def load_and_mix(gossiper: Any, state: dict[str, Any], s: FlatVector) -> None:
+    gossiper.load_state_dict(state)
+    gossiper.mix(s, 1)
+
+
 @pytest.mark.parametrize("name", ["Choco TopK", "PowerGossip"])
 def test_a_state_of_other_neighbours_is_refused(name: str) -> None:
     """The state that a rank keeps for its neighbours means nothing among others."""
@@ -183,8 +190,7 @@ def test_a_state_of_other_neighbours_is_refused(name: str) -> None:
         gossiper.mix(s, 0)
         resumed = bound(GOSSIPERS[name](), MetropolisHastingsMixing(CompleteGraph(4, peers_per_itr=3)), group)
         with pytest.raises(ValueError, match=r"\w+\(.*\): got (the )?state of .*, expected .*; (load|resume)"):
-            resumed.load_state_dict(gossiper.state_dict())
-            resumed.mix(s, 1)
+            load_and_mix(resumed, gossiper.state_dict(), s)
 
     run_ranks(4, body)
 
