@@ -9,7 +9,9 @@ from .algorithms.d2 import D2
 from .algorithms.decentlam import DecentLaM
 from .algorithms.exact_diffusion import ExactDiffusion
 from .algorithms.gradient_tracking import GradientTracking
+from .algorithms.power_gossip import PowerGossip
 from .algorithms.qg_dsgdm import QGDSGDm
+from .algorithms.relay_sgd import RelaySGD
 from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
@@ -30,10 +32,8 @@ from .flat.vector import FlatVector
 from .gossiper.choco import Choco
 from .gossiper.deep_squeeze import DeepSqueeze
 from .gossiper.gossiper import Gossiper
-from .gossiper.link_times import measure_link_times
 from .gossiper.mixer import GlobalAverage, Mixer
 from .gossiper.moniqua import Moniqua
-from .gossiper.power_gossip import PowerGossip
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager
@@ -65,6 +65,7 @@ from .graph_manager.static_graphs import (
 )
 from .graph_manager.weighted_graph import WeightedGraph
 from .matcha.graph import MatchaGraph
+from .matcha.link_times import measure_link_times
 from .membership.membership import Membership
 from .mixing_manager.base import (
     MetropolisHastingsMixing,
@@ -86,7 +87,6 @@ from .outer.noloco import NoLoCo
 from .outer.slowmo import SlowMo
 from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
-from .relay.relay_sgd import RelaySGD
 from .rounds.algorithm import Algorithm
 from .rounds.memory import Memory
 from .rounds.requests import Mix, Round

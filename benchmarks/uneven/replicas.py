@@ -1,6 +1,6 @@
 """The models of all workers as the rows of one tensor, trained in one thread by the library's own algorithms.
 
-A row goes through what a rank goes through: the weights, the rule and, of RelaySGD, the gossiper that
+A row goes through what a rank goes through: the weights, the rule and, of RelaySGD, the algorithm that
 `GossipDataParallel` chooses for the same arguments, and torch's own SGD. Tests hold the two together, method by method.
 Ranks as threads took three times as long: 72 ms of one core for a step of SGP by 16 ranks, 32 images each; stacked, the
 networks took 22 and a round 2.
@@ -8,7 +8,6 @@ networks took 22 and a round 2.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossip_modules import MixingManager, PushPull, PushSum, Schedule, SGDStep
-from gossip_modules.methods.one_thread import GossiperRule
+from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.wrappers.defaults import Choices
@@ -114,14 +113,12 @@ class StackedGossip:
         chosen = Choices(**{**_DEFAULTS, **arguments})
         mixing, gossiper = chosen.choose(len(x), overlap=False, init_sync=True, on_nonfinite="raise", nprocs_per_node=1)
         is_plain = isinstance(gossiper, PushPull | PushSum)
+        assert is_plain or isinstance(gossiper, Rounds), f"got {gossiper}, which has no rounds of rows"
         if is_plain and not mixing.is_doubly_stochastic:
             raise ValueError(f"got {mixing}, expected doubly stochastic weights: there are no push-sum weights here")
         self._x, self._optimizer, self._t = x, optimizer, 0
-        self._driver = None if chosen.algorithm is None else Stacked(chosen.algorithm, mixing)
-        if self._driver is None and is_plain:
-            self._mix = _mix_by(mixing)
-        elif self._driver is None:
-            self._mix = GossiperRule(lambda: copy.deepcopy(gossiper), mixing).difference
+        self._driver = Stacked(gossiper.algorithm, mixing) if isinstance(gossiper, Rounds) else None
+        self._mix = _mix_by(mixing)
         self._step: SGDStep | None = None  # since the last round
         optimizer.register_step_post_hook(self._note_step)
 

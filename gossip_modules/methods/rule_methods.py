@@ -10,19 +10,17 @@ from ..algorithms.decentlam import DecentLaM
 from ..algorithms.exact_diffusion import ExactDiffusion
 from ..algorithms.gradient_tracking import GradientTracking
 from ..algorithms.qg_dsgdm import QGDSGDm
+from ..algorithms.relay_sgd import RelaySGD, trees_of
 from ..graph_manager.named_graphs import named_graph
 from ..mixing_manager.base import MetropolisHastingsMixing
 from ..registry import Method, Paper
-from ..relay.relay_sgd import RelaySGD, trees_of
 from ..rounds.algorithm import Algorithm
-from ..rounds.rows import StackedMixing
 from ..rounds.stacked import Stacked
 from ..schedule import Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
-from ..simulate.gossip import LockstepMethod, RuleMethod, SimulatedMethod
+from ..simulate.gossip import LockstepMethod, SimulatedMethod
 from ..simulate.setting import Setting
-from .one_thread import GossiperRule
 from .options import Context, MethodOptions
 from .simulated import pairs, undirected
 from .wrapping import all_neighbours, tree_neighbours, undirected_neighbours, wrap_with
@@ -55,7 +53,7 @@ def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     share = (graph.world_size - 1) / num_links if num_links else 1.0
     message = setting.network.plain_message(share * setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return RuleMethod(GossiperRule(RelaySGD, mixing), StackedMixing(mixing), Schedule(), clock)
+    return LockstepMethod(Stacked(RelaySGD(), mixing, shape=setting.shape), Schedule(), clock)
 
 
 _GRAPH = frozenset({"graph"})
@@ -148,7 +146,7 @@ RULE_METHODS: tuple[Method, ...] = (
         "RelaySGD",
         "relays sums of models through trees, so that every rank averages those of all",
         RelaySGD,
-        make=wrap_with("gossiper", lambda options, seed: RelaySGD(), whom=tree_neighbours),
+        make=wrap_with("algorithm", lambda options, seed: RelaySGD(), whom=tree_neighbours),
         simulate=simulate_relay_sgd,
         paper=Paper(
             "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
@@ -156,7 +154,7 @@ RULE_METHODS: tuple[Method, ...] = (
             "NeurIPS 2021",
             "2110.04175",
         ),
-        example="GossipDataParallel(model, gossiper=RelaySGD())",
+        example="GossipDataParallel(model, algorithm=RelaySGD())",
         graph="tree",
         options=_GRAPH | _NODES,
         simulated_graph=lambda n, peers: "double-binary-tree",

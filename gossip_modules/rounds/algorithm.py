@@ -51,6 +51,9 @@ class Algorithm(ABC):
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
+        is_elastic: whether a round goes on without peers that fail, so that a membership may run it.
+        checks_messages: whether ranks number their messages, and compare before each one what they have sent each other
+            so far. False where that would take longer than it is worth, as where messages are models.
         takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
             False where it has a message for each peer, or looks into its messages.
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
@@ -72,6 +75,8 @@ class Algorithm(ABC):
     averages_exactly: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
+    is_elastic: ClassVar[bool] = True
+    checks_messages: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = True
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Kept(Protocol):
 
 
 _K = TypeVar("_K", bound=Kept)
+_T = TypeVar("_T")
 
 
 class _Entry(NamedTuple):
@@ -67,6 +68,7 @@ class Memory:
         self._objects: dict[str, Kept] = {}
         self._links: dict[int, dict[str, Any]] = {}
         self._scratch: dict[str, Vector] = {}
+        self._cached: dict[object, Any] = {}
         self._loaded: dict[str, Any] = {}  # of a checkpoint, until an algorithm asks for it
         self._units = RateUnits()
 
@@ -132,9 +134,29 @@ class Memory:
                 self._objects[name].load_state_dict(state)
         return self._objects[name]  # type: ignore[return-value]
 
-    def link(self, peer: int) -> dict[str, Any]:
-        """What is kept of the link to a peer; empty at first. Both ends of a link begin again together."""
-        return self._links.setdefault(peer, {})
+    def link(self, peer: int, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What is kept of the link to a peer. Both ends of a link begin again together.
+
+        Args:
+            peer: at the other end.
+            make: what is there at first: numbers, tensors and lists of tensors, by name. Tensors keep their shapes.
+        """
+        if peer not in self._links:
+            link = make()
+            if (state := self._loaded.get("links", {}).pop(peer, None)) is not None:
+                _check_link(link, state)
+                link = state
+            self._links[peer] = link
+        return self._links[peer]
+
+    def cached(self, key: object, make: Callable[[], _T]) -> _T:
+        """What `make` makes of the tensors that are trained, their device, the rank and the weights of its peers.
+
+        It is made once, and again when one of these changes. Nothing of it is in a checkpoint.
+        """
+        if key not in self._cached:
+            self._cached[key] = make()
+        return cast("_T", self._cached[key])
 
     def scratch(self, name: str = "sent") -> Vector:
         """A vector that is kept only for its memory: of any values at the beginning of a round; it can be mixed."""
@@ -165,13 +187,14 @@ class Memory:
         old, self._layout = self._layout, layout
         if before is None:
             return
-        if not is_moved and (self._entries or self._objects):
+        if not is_moved and (self._entries or self._objects or self._links):
             warnings.warn(
-                f"{who}: other tensors are trained than before; what it keeps of tensors that are still trained stays, "
-                "and new tensors start anew",
+                f"{who}: other tensors are trained than before; vectors that it keeps of tensors that are still "
+                "trained stay, and all else starts anew",
                 stacklevel=2,
             )
-        self._scratch = {}
+        self._scratch, self._cached = {}, {}
+        self._links = {j: _moved(link, x.parts[0].device) for j, link in self._links.items()} if is_moved else {}
         kept, optimizers = self._entries, self._optimizers
         self._entries, self._optimizers = {}, {}
         assert old is not None or is_moved
@@ -206,13 +229,17 @@ class Memory:
     def forget_models(self, *, is_asked: bool = True) -> None:
         """All models have become equal: vectors that are declared so start anew.
 
-        is_asked: whether the user has asked for the average, in a world whose ranks stay.
+        is_asked: whether the user has asked for the average, in a world whose ranks stay; links start anew then too.
         """
+        if is_asked:
+            self._links = {}
+            self._loaded.pop("links", None)
         kinds = ("reset", "on_request") if is_asked else ("reset",)
         self._reset(lambda policy: policy["average"] in kinds)
 
     def begin_generation(self) -> None:
         """Workers have come or gone: vectors that are declared so start anew; see [Note: Sums over workers]."""
+        self._cached = {}
         self._reset(lambda policy: policy["generation"] == "reset")
 
     def forget_peer(self, peer: int) -> None:
@@ -229,10 +256,12 @@ class Memory:
         self.__init__()  # type: ignore[misc]
         self._x, self._devices, self._layout = x, devices, layout
 
-    def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """Everything that is kept; shares memory with this object.
 
-        joins: whether it is for a worker that joins, which gets what is declared so.
+        Args:
+            joins: whether it is for a worker that joins, which gets what is declared so.
+            has_links: whether it has what is kept of links, which is of no use to a worker with other peers.
         """
         self._units.put_back()
         policies = {**self._loaded.get("policies", {}), **{name: e.policy for name, e in self._entries.items()}}
@@ -259,6 +288,7 @@ class Memory:
                 **self._loaded.get("objects", {}),
                 **{n: kept.state_dict() for n, kept in self._objects.items()},
             },
+            "links": {**self._loaded.get("links", {}), **self._links} if has_links else {},
             "rates": self._units.rates,
         }
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
@@ -267,7 +297,11 @@ class Memory:
         """Take back what `state_dict()` gave; copies it. The next round uses it, and checks its shapes."""
         self.reset()
         self._loaded = copy.deepcopy(
-            {name: state[name] for name in ("vectors", "optimizers", "objects", "policies", "places") if name in state}
+            {
+                name: state[name]
+                for name in ("vectors", "optimizers", "objects", "links", "policies", "places")
+                if name in state
+            }
         )
         self.num_rounds = state.get("num_rounds", 0)
         self._units.rates = state.get("rates")
@@ -291,7 +325,7 @@ class Memory:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_x": None, "_scratch": {}}  # a copy has a model of its own
+        return {**self.__dict__, "_x": None, "_scratch": {}, "_cached": {}}  # a copy has a model of its own
 
     def _reset(self, is_reset: Callable[[Mapping[str, Any]], bool]) -> None:
         gone = [name for name, entry in self._entries.items() if is_reset(entry.policy)]
@@ -320,6 +354,33 @@ class Memory:
             )
         for mine, theirs in zip(vector.parts, state, strict=True):
             mine.copy_(theirs)
+
+
+def _moved(kept: Any, device: torch.device) -> Any:
+    """Numbers, tensors, and containers of these, with the tensors on the device."""
+    if isinstance(kept, Tensor):
+        return kept.to(device)
+    if isinstance(kept, dict):
+        return {name: _moved(value, device) for name, value in kept.items()}
+    return [_moved(value, device) for value in kept] if isinstance(kept, list) else kept
+
+
+def _check_link(link: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    found, own = _shapes(state), _shapes(link)
+    if found != own:
+        raise ValueError(
+            f"got the state of a link with {found}, expected {own}; load a checkpoint of the same model and the same "
+            "trained tensors"
+        )
+
+
+def _shapes(kept: Any) -> Any:
+    """The same, with the shape of a tensor in its place, and the type of a number."""
+    if isinstance(kept, Tensor):
+        return tuple(kept.shape)
+    if isinstance(kept, Mapping):
+        return {name: _shapes(value) for name, value in kept.items()}
+    return [_shapes(value) for value in kept] if isinstance(kept, list) else type(kept).__name__
 
 
 def _layout_of(flat: FlatVector) -> FlatLayout:

@@ -42,7 +42,9 @@ class Rounds(Mixer):
     def __init__(self, algorithm: Algorithm, mixer: Gossiper | Rounds) -> None:
         self.algorithm, self.mixer = algorithm, mixer
         self.memory = Memory()
-        self.messages = MessageRounds(self.memory.forget_peer, has_links=algorithm.keeps_links)
+        self.messages = MessageRounds(
+            self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
+        )
         self.watch: OptimizerWatch | None = None  # of the optimizer, once the wrapper has said which model it is
         self._has_checked_step = False
         self._agree_finite: Callable[[bool], bool] | None = None  # where answers are looked at
@@ -119,7 +121,9 @@ class Rounds(Mixer):
         self._run(Vector.of(s))
 
     def difference(self, s: FlatVector) -> float:
-        """See `Mixer`; without a copy of s."""
+        """See `Mixer`; without a copy of s, but where the algorithm keeps models, which are never mixed late."""
+        if self.algorithm.keeps_models:
+            return super().difference(s)
         snapshot = Snapshot(s)
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
@@ -232,15 +236,19 @@ class Rounds(Mixer):
         if isinstance(request, Average):
             self._mix(request.x, v, self.averager)
             return RoundLost if self.averager.has_failed else None
-        if isinstance(request, Share | Exchange):
-            if isinstance(request, Share):
-                reply: Any = self.messages.share(request.message, v.x, self._buffers)
-            else:
-                reply = self.messages.exchange(request.messages, request.checksums, v.x, self._buffers)
-            self._own_buffer_weight = self.messages.own_buffer_weight
-            return reply
+        if isinstance(request, Share):
+            replies = self._exchange(dict.fromkeys(v.peers, request.message), {})
+            return self.messages.row_of(request.message, replies)
+        if isinstance(request, Exchange):
+            return self._exchange(request.messages, request.checksums)
         assert isinstance(request, Gather), f"got the request {request!r}"
         return self._gather(request.message)
+
+    def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
+        self.messages.post(messages, self._buffers, checksums=checksums)
+        replies = self.messages.wait(self._buffers)
+        self._own_buffer_weight = self.messages.own_buffer_weight
+        return replies
 
     def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
         flat = x.flat
@@ -308,7 +316,8 @@ class Rounds(Mixer):
         """See `Mixer`; shares memory."""
         return {
             "algorithm": type(self.algorithm).__name__,
-            "memory": self.memory.state_dict(),
+            "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
+            "memory": self.memory.state_dict(has_links=not is_elastic(self.transport)),
             "messages": self.messages.state_dict(),
             "mixer": self.mixer.state_dict(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(),
@@ -330,7 +339,13 @@ class Rounds(Mixer):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._has_begun = False
-        self.memory.load_state_dict(state.get("memory", {}))
+        memory = dict(state.get("memory", {}))
+        if memory.get("links"):
+            if is_elastic(self.transport):  # whoever loads it may have other peers
+                del memory["links"]
+            else:
+                self._check_links(state["links"])
+        self.memory.load_state_dict(memory)
         if is_elastic(self.transport):
             self.memory.begin_generation()
         self.messages.load_state_dict(state.get("messages", {}))
@@ -345,13 +360,26 @@ class Rounds(Mixer):
         """See `Mixer`."""
         return {
             "algorithm": type(self.algorithm).__name__,
-            "memory": self.memory.state_dict(joins=True),
+            "memory": self.memory.state_dict(joins=True, has_links=False),
             "mixer": self.mixer.state_for_newcomer(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(joins=True),
         }
 
+    def _check_links(self, found: Sequence[int]) -> None:
+        own = sorted(self.mixing.graph.phone_book(self.transport.rank))
+        if list(found) != own:
+            raise ValueError(
+                f"{self.algorithm}: got the state of links to {list(found)}, expected {own}; load the checkpoint of "
+                "this rank, made on the same graph"
+            )
+
     def for_membership(self) -> Rounds:
         """See `Gossiper`."""
+        if not self.algorithm.is_elastic:
+            raise ValueError(
+                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
+                "which says so by is_elastic = True; take another one, such as DPSGD()"
+            )
         return self
 
     def __repr__(self) -> str:
