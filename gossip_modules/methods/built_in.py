@@ -6,7 +6,14 @@ from functools import partial
 from typing import Any
 
 from ..ad_psgd.exchange import BilateralAverage
+from ..algorithms.d2 import D2
 from ..algorithms.d_psgd import DPSGD
+from ..algorithms.decentlam import DecentLaM
+from ..algorithms.exact_diffusion import ExactDiffusion
+from ..algorithms.gradient_tracking import GradientTracking
+from ..algorithms.power_gossip import PowerGossip
+from ..algorithms.qg_dsgdm import QGDSGDm
+from ..algorithms.relay_sgd import RelaySGD
 from ..dpwa.config import DEFAULT_INTERPOLATION
 from ..dpwa.engine import PairwiseEngine
 from ..dpwa.interpolation import Interpolation
@@ -14,7 +21,6 @@ from ..engine.overlap import OverlapEngine
 from ..gossiper.choco import Choco
 from ..gossiper.deep_squeeze import DeepSqueeze
 from ..gossiper.moniqua import Moniqua
-from ..gossiper.power_gossip import PowerGossip
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
 from ..outer.diloco import DiLoCo
@@ -25,14 +31,8 @@ from ..outer.slowmo import SlowMo
 from ..outer.sparse_loco import SparseLoCo
 from ..outer.streaming_diloco import StreamingDiLoCo
 from ..registry import Method, Paper
-from ..relay.relay_sgd import RelaySGD
 from ..schedule import Schedule
 from ..sparta.sparta import Sparta
-from ..update_rules.d2 import D2
-from ..update_rules.decentlam import DecentLaM
-from ..update_rules.exact_diffusion import ExactDiffusion
-from ..update_rules.gradient_tracking import GradientTracking
-from ..update_rules.qg_dsgdm import QGDSGDm
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
@@ -366,7 +366,13 @@ BUILT_IN: tuple[Method, ...] = (
     entry(ExactDiffusion, options=GRAPH, simulate=partial(simulate_rule, ExactDiffusion()), simulated_graph=_ring),
     entry(GradientTracking, options=GRAPH, simulate=partial(simulate_rule, GradientTracking()), simulated_graph=_ring),
     entry(DecentLaM, options=GRAPH, simulate=partial(simulate_rule, DecentLaM()), simulated_graph=_ring),
-    entry(RelaySGD, needs_fixed_ranks="a sum that is lost with a worker is missing on a side of the tree", options=GRAPH, simulate=simulate_relay_sgd, simulated_graph=lambda n, peers: "double-binary-tree"),
+    entry(
+        RelaySGD,
+        needs_fixed_ranks="a sum that is lost with a worker is missing on a side of the tree",
+        options=GRAPH,
+        simulate=simulate_relay_sgd,
+        simulated_graph=lambda n, peers: "double-binary-tree",
+    ),
     entry(
         Sparta,
         options=COMPRESSED,

@@ -2,87 +2,27 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from ..flat.vector import FlatVector
+from ..algorithms.relay_sgd import RelaySGD, trees_of
 from ..graph_manager.named_graphs import named_graph
-from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
-from ..relay.relay_sgd import RelaySGD, trees_of
-from ..rounds.rows import Rows, StackedMixing
-from ..schedule import Action, Schedule
+from ..mixing_manager.base import MetropolisHastingsMixing
+from ..rounds.algorithm import Algorithm
+from ..rounds.stacked import Stacked
+from ..schedule import Schedule
 from ..simulate.choice import Choice
-from ..simulate.clocks import Clock, SyncClock
-from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
+from ..simulate.clocks import SyncClock
+from ..simulate.gossip import LockstepMethod, SimulatedMethod
 from ..simulate.setting import Setting
-from ..update_rules.carried import Carried
-from ..update_rules.rule import UpdateRule
-from ..update_rules.sgd_momentum import SGDStep
-from .one_thread import GossiperRule
 from .simulated import undirected
 
-SIMULATED_MOMENTUM = 0.9
-"""Of rules that need some, with a learning rate that is smaller by one minus this."""
 
-
-class RuleSimulation(LockstepMethod):
-    """A rule itself, on the models of all ranks at once.
-
-    Args:
-        rule: what a round computes.
-        mixing: its weights.
-        clock: what rounds take.
-    """
-
-    def __init__(self, rule: UpdateRule, mixing: MixingManager, clock: Clock) -> None:
-        super().__init__(Plain(), StackedMixing(mixing), Schedule(), clock)
-        rule.check(mixing)
-        self._update_rule = rule
-        self._carried: Carried | None = None
-
-    def forward(self, x: Tensor) -> None:
-        """See `SimulatedMethod`."""
-        models = FlatVector.over(x)
-        carried = self._carried = self._carried or Carried(
-            models, self._update_rule.vectors, scaled=self._update_rule.scales_with_rate
-        )
-        carried.take(models)
-        step = None
-        if self._update_rule.needs_sgd and carried.num_rounds:
-            step = SGDStep(1.0, SIMULATED_MOMENTUM)
-            self._add_momentum(carried)
-        rounds: list[Rows] = []
-        with torch.no_grad():
-            self._update_rule.round(carried, lambda: self._mix(carried.sent.segments[0].view(x.shape), rounds), step)
-            carried.write_to(models)
-        carried.num_rounds += 1
-        self._t += 1
-        self.clock.num_phases = 1
-        if self.num_ranks > 1 and (self.clock.step or self.clock.begins_with_round):
-            for round_ in rounds:
-                self._count_bytes(round_)
-        self.clock.num_phases = len(rounds)
-        self.clock.advance(Action.GOSSIP, rounds[0])
-
-    def _add_momentum(self, carried: Carried) -> None:
-        """x <- x' + (1 - b) (x - x') - b m, where x' is what the round before has left: a step of momentum SGD."""
-        for x, _, last, m in carried.each("last", "momentum"):
-            x.lerp_(last.to(x.dtype), SIMULATED_MOMENTUM).sub_(m, alpha=SIMULATED_MOMENTUM)
-
-    def _mix(self, sent: Tensor, rounds: list[Rows]) -> None:
-        assert self.mixing is not None, "a rule mixes on a graph"
-        rounds.append(self.mixing.round(self._t))
-        sent.copy_(rounds[-1].mix(sent))
-
-
-def simulate_rule(rule: UpdateRule, choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_rule(rule: Algorithm, choice: Choice, setting: Setting) -> SimulatedMethod:
     """A rule on the graph that was chosen; on a ring with the rule's own weights."""
     mixing = undirected(choice, setting, is_static=rule.needs_static_graph)
     if choice.graph == "ring":
         mixing = rule.default_mixing(setting.world_size) or mixing
     message = setting.network.plain_message(setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return RuleSimulation(rule, mixing, clock)
+    return LockstepMethod(Stacked(rule, mixing), Schedule(), clock)
 
 
 def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -95,4 +35,4 @@ def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     share = (graph.world_size - 1) / num_links if num_links else 1.0
     message = setting.network.plain_message(share * setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(GossiperRule(RelaySGD, mixing), StackedMixing(mixing), Schedule(), clock)
+    return LockstepMethod(Stacked(RelaySGD(), mixing, shape=setting.shape), Schedule(), clock)

@@ -39,6 +39,8 @@ class Algorithm(ABC):
             publication.
         is_plain: whether a round is `yield Mix(v.x)` and nothing else, which drivers do without a generator.
         needs_current: whether a round must be about the model of the last step, so that it cannot overlap training.
+        mixes_several: whether a round asks for more than one `Mix`, which must all be by W(t) then: not by the rounds
+            of another algorithm, whose memory is of one vector.
         keeps_models: whether it keeps models of peers from round to round, so that it would undo exact averages
             in between, and cannot overlap either.
         is_skippable: whether a rank may leave a round out after it has received the answers. False where peers count on
@@ -53,6 +55,9 @@ class Algorithm(ABC):
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
+        is_elastic: whether a round goes on without peers that fail, so that a membership may run it.
+        checks_messages: whether ranks number their messages, and compare before each one what they have sent each other
+            so far. False where that would take longer than it is worth, as where messages are models.
         takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
             False where it has a message for each peer, or looks into its messages.
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
@@ -64,6 +69,7 @@ class Algorithm(ABC):
     paper: ClassVar[Paper | None] = None
     is_plain: ClassVar[bool] = False
     needs_current: ClassVar[bool] = False
+    mixes_several: ClassVar[bool] = False
     keeps_models: ClassVar[bool] = False
     is_skippable: ClassVar[bool] = True
     needs_symmetric_weights: ClassVar[bool] = False
@@ -77,6 +83,8 @@ class Algorithm(ABC):
     averages_exactly: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
+    is_elastic: ClassVar[bool] = True
+    checks_messages: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = True
 
     @abstractmethod
@@ -130,6 +138,18 @@ class Over:
     outer: Algorithm
     inner: Algorithm | Over
 
+    def __post_init__(self) -> None:
+        inner = self.inner.outer if isinstance(self.inner, Over) else self.inner
+        if inner.needs_current:
+            raise ValueError(
+                f"got {self.outer} and {self.inner}, expected one of them: both say what is made of the steps of a rank"
+            )
+        if self.outer.mixes_several and not inner.is_plain:
+            raise ValueError(
+                f"got {self.outer} over {self.inner}, expected plain gossip below it: it mixes two vectors in a round, "
+                f"and {type(inner).__name__} keeps what it has sent of one; take D2 or ExactDiffusion"
+            )
+
     def __repr__(self) -> str:
         return f"{self.outer!r}.over({self.inner!r})"
 
@@ -155,14 +175,14 @@ def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:
     needs_symmetry = algorithm.needs_symmetric_weights or algorithm.needs_static_graph
     if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):
         raise ValueError(
-            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take MetropolisHastingsMixing over "
-            "a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
+            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take MetropolisHastingsMixing "
+            "over a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
         )
     if algorithm.needs_static_graph and (mixing.graph.is_dynamic or mixing.period != 1):
         raise ValueError(
             f"{name}: got {mixing} of period {mixing.period}, expected a graph that never changes, since the memory of "
-            "a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a torus "
-            "with 4, or a hypercube with all neighbours"
+            "a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a "
+            "torus with 4, or a hypercube with all neighbours"
         )
     if algorithm.needs_doubly_stochastic and not algorithm.averages_exactly and not mixing.is_doubly_stochastic:
         raise ValueError(

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ..compression.compressor import Code, Compressor, decompressed_rows
+from ..compression.compressor import Cast, Code, Compressor, decompressed_rows
+from ..flat.layout import align
 from ..flat.vector import FlatVector
 from ..gossiper.message import MessageBuffer
 from ..mixing_manager.base import MixingManager, MixingWeights
@@ -16,12 +17,13 @@ from ..schedule import Action
 from .algorithm import Algorithm, Over
 from .memory import Memory
 from .message import Message, Received
-from .optimizer_watch import MOMENTUM
 from .requests import Average, Exchange, Gather, Mix, Request, Share
 from .rows import Rows, StackedMixing, column
 from .vector import Vector
 from .vectors import SGDStep, Vectors
 
+HEADER_BYTES = 8
+"""What is sent ahead of a message, see `Header`."""
 Answered: TypeAlias = Rows | None
 """What a request was answered with: the rows of W(t), or None for an average over all ranks."""
 
@@ -41,6 +43,8 @@ class Stacked:
         mixing: W(t); None where the algorithm only averages over all ranks.
         num_ranks: n; None: that of the graph.
         overlap: whether a round takes effect one step later.
+        wire_dtype: torch.bfloat16 or torch.float16 rounds models and other vectors that are mixed, see
+            [Note: narrow wire] of `PushPull`; None: they are sent as they are.
         shape: of the one tensor that a model is, for algorithms that see matrices; None: a vector.
 
     Raises:
@@ -50,6 +54,7 @@ class Stacked:
         weights: push-sum weights, float64 [n, 1]; None: all are one.
         memory: of all ranks, where the algorithm `takes_rows`.
         t: rounds with an exchange so far.
+        sent_bytes: payload that a rank has sent so far, mean over ranks, headers of messages included.
 
     Example:
         >>> ring = RingGraph(3, peers_per_itr=2)
@@ -66,11 +71,14 @@ class Stacked:
         num_ranks: int | None = None,
         *,
         overlap: bool = False,
+        wire_dtype: torch.dtype | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
         own = algorithm.outer if isinstance(algorithm, Over) else algorithm
         self.algorithm: Algorithm = own
-        self.inner = Stacked(algorithm.inner, mixing, num_ranks, shape=shape) if isinstance(algorithm, Over) else None
+        self.inner: Stacked | None = None
+        if isinstance(algorithm, Over):
+            self.inner = Stacked(algorithm.inner, mixing, num_ranks, wire_dtype=wire_dtype, shape=shape)
         if mixing is not None:
             own.check(mixing)
         if overlap and (own.needs_current or own.keeps_models):
@@ -78,9 +86,10 @@ class Stacked:
         self.mixing = None if mixing is None else StackedMixing(mixing)
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
         self.overlap, self.shape = overlap, shape
+        self._wire = None if wire_dtype is None else Cast(wire_dtype)
         is_weighted = self.mixing is not None and own.takes_push_sum and not self.mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_weighted else None
-        self.t = 0
+        self.t, self.sent_bytes = 0, 0.0
         self.memory = Memory()
         self._has_begun = False
         self._late: tuple[Tensor, Tensor | None] | None = None
@@ -123,7 +132,13 @@ class Stacked:
     def momentum(self) -> Tensor | None:
         """The momentum of SGD that the last round has made, [n, d]; None: the algorithm leaves it alone."""
         has_written = self.algorithm.needs_sgd and self.memory.num_rounds
-        return self.memory.vector(MOMENTUM).parts[0] if has_written else None
+        return self.memory.momentum.parts[0] if has_written else None
+
+    @property
+    def memories(self) -> Sequence[Memory]:
+        """Of all ranks and algorithms."""
+        own = [self.memory] if self._in_step is None else self._in_step.memories
+        return own if self.inner is None else [*own, *self.inner.memories]
 
     # A step.
 
@@ -146,6 +161,8 @@ class Stacked:
     def _change(self, x: Tensor, k: int, action: Action, sgd: SGDStep | None) -> None:
         if action is Action.AVERAGE:
             self._average(x, is_model=True)
+            for memory in self.memories:
+                memory.forget_models(is_asked=False)
         else:
             self.run(Vector([x]), k, sgd)
         self.t += 1
@@ -154,6 +171,9 @@ class Stacked:
 
     def run(self, x: Vector, k: int, sgd: SGDStep | None = None) -> None:
         """One round of all ranks. x: the models, [n, d], mutated."""
+        if self.algorithm.is_plain:
+            self.mix(x, is_model=True)
+            return
         if self._in_step is not None:
             self._in_step.run(x, k)
             return
@@ -181,11 +201,12 @@ class Stacked:
             for part in request.x.parts:
                 self._average(part, is_model=request.x is v.x)
         elif isinstance(request, Share):
-            self._answered.append(self.rows)
-            return StackedReceived(self.rows, cast(StackedMessage, request.message))
+            message = cast(StackedMessage, request.message)
+            self.count_message(message.num_bytes)
+            return StackedReceived(self.rows, message)
         else:
             assert isinstance(request, Gather), f"got the request {request!r} of an algorithm that takes rows"
-            self._answered.append(None)
+            self.count_gather(cast(StackedMessage, request.message).num_bytes)
             return [cast(StackedMessage, request.message).of(torch.tensor([j])) for j in range(self.num_ranks)]
         return None
 
@@ -200,15 +221,37 @@ class Stacked:
         if self.inner is not None:
             self.inner.t, self.inner._answered = self.t, self._answered
             self.inner.run(x, 0)
+            self.sent_bytes += self.inner.sent_bytes
+            self.inner.sent_bytes = 0.0
             return
-        self._answered.append(self.rows)
+        rows, num_bytes = self.rows, 8 if self.weights is not None else 0
         for part in x.parts:
-            part.copy_(self.rows.mix(part))
+            if self._wire is None:
+                part.copy_(rows.mix(part))
+                num_bytes += part[0].nbytes
+            else:
+                sent = self._wire.decompressed(part)
+                part.add_(rows.mix(sent).sub_(sent))
+                num_bytes += self._wire.num_bytes(part[0].numel(), part.dtype)
         if is_model and self.weights is not None:
-            self.weights = self.rows.mix(self.weights)
+            self.weights = rows.mix(self.weights)
+        self._answered.append(rows)
+        self.sent_bytes += rows.mean_out_degree * num_bytes
+
+    def count_message(self, num_bytes: float) -> None:
+        """Each rank has sent a message of so many bytes, on average, to each of its peers."""
+        self._answered.append(self.rows)
+        header = HEADER_BYTES if self.algorithm.checks_messages else 0
+        self.sent_bytes += self.rows.mean_out_degree * (num_bytes + header)
+
+    def count_gather(self, num_bytes: int) -> None:
+        """Each rank has sent a message of so many bytes to all others."""
+        self._answered.append(None)
+        self.sent_bytes += (self.num_ranks - 1) * num_bytes
 
     def _average(self, x: Tensor, *, is_model: bool) -> None:
         self._answered.append(None)
+        self.sent_bytes += 2 * (self.num_ranks - 1) * x[0].nbytes // self.num_ranks
         x.copy_(x.mean(0).expand_as(x))
         if is_model and self.weights is not None:
             self.weights = self.weights.mean(0).expand_as(self.weights).clone()
@@ -226,6 +269,15 @@ class StackedMail:
         """See `Mail`."""
         raise AssertionError("an algorithm that looks at the peers of a rank declares takes_rows = False")
 
+    @property
+    def mixing(self) -> MixingManager:
+        """See `Mail`."""
+        raise AssertionError("an algorithm that looks at the weights of a rank declares takes_rows = False")
+
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """See `Mail`."""
+        raise AssertionError("an algorithm that fills its messages itself declares takes_rows = False")
+
     def weight_of(self, peer: int) -> float:
         """See `Mail`."""
         raise AssertionError("an algorithm that looks at the weights of a rank declares takes_rows = False")
@@ -239,8 +291,14 @@ class StackedMessage(Message):
         values: what they mean.
     """
 
-    def __init__(self, code: Code, values: Sequence[Tensor]) -> None:
+    def __init__(self, code: Code | None, values: Sequence[Tensor]) -> None:
         self.code, self.values = code, tuple(values)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the message of one rank."""
+        assert self.code is not None, "messages of all ranks have a code"
+        return sum(align(self.code.message_like(values[0]).numel(), 8) for values in self.values)
 
     def write(self, x: Vector, t: int) -> StackedMessage:
         """See `Message`."""
@@ -283,7 +341,8 @@ class StackedReceived(Received):
             part.add_(self._rows.mix(values).sub_(values), alpha=alpha)
 
 
-def _decompressed(code: Code, x: Tensor, t: int) -> Tensor:
+def _decompressed(code: Code | None, x: Tensor, t: int) -> Tensor:
+    assert code is not None, "messages of all ranks have a code"
     return code.decompressed(x, t=t) if isinstance(code, Compressor) else decompressed_rows(code, x, t)
 
 
@@ -297,7 +356,8 @@ class InStep:
     def __init__(self, driver: Stacked) -> None:
         self._driver = driver
         self.memories = [Memory() for _ in range(driver.num_ranks)]
-        self._mails = [RowMail() for _ in range(driver.num_ranks)]
+        mixing = None if driver.mixing is None else driver.mixing.mixing
+        self._mails = [RowMail(mixing) for _ in range(driver.num_ranks)]
 
     def begin(self, x: Tensor) -> None:
         """See `Algorithm.begin`."""
@@ -341,13 +401,15 @@ class InStep:
             for vector, row in zip(vectors, models.parts[0], strict=True):
                 vector.parts[0].copy_(row)
             return [None] * n
-        is_for_all = isinstance(first, Gather)
-        driver._answered.append(None if is_for_all else driver.rows)
         if isinstance(first, Exchange):
             messages = [dict(cast(Exchange, request).messages) for request in requests]
+            sizes = [message.buffer.raw.numel() for mine in messages for message in mine.values()]
+            driver.count_message(sum(sizes) / max(len(sizes), 1))
             return [{j: _copy(messages[j][i], mine[j].code) for j in mine} for i, mine in enumerate(messages)]
         sent = [cast(Share, request).message for request in requests]
-        if is_for_all:
+        num_bytes = sent[0].buffer.raw.numel()
+        (driver.count_gather if isinstance(first, Gather) else driver.count_message)(num_bytes)
+        if isinstance(first, Gather):
             return [[_copy(message, own.code) for message in sent] for own in sent]
         return [mail.received(own, sent) for mail, own in zip(self._mails, sent, strict=True)]
 
@@ -357,7 +419,8 @@ class RowMail:
 
     weights: MixingWeights | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, mixing: MixingManager | None) -> None:
+        self._mixing = mixing
         self._room: dict[object, MessageBuffer] = {}
 
     @property
@@ -371,16 +434,28 @@ class RowMail:
 
     def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
         """See `Mail`."""
-        sizes = tuple((torch.uint8, code.message_like(part).numel()) for part in x.parts)
-        if (key, sizes) not in self._room:
-            self._room[key, sizes] = MessageBuffer(sizes, x.parts[0].device)
-        return Message(code, self._room[key, sizes])
+        message = self.room_for_fields([(torch.uint8, code.message_like(part).numel()) for part in x.parts], key=key)
+        message.code = code
+        return message
+
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """See `Mail`."""
+        room = key, tuple(sizes)
+        if room not in self._room:
+            self._room[room] = MessageBuffer(sizes, torch.device("cpu"))
+        return Message(None, self._room[room])
 
     def received(self, own: Message, sent: Sequence[Message]) -> Received:
         """The reply to `Share`."""
         weights: Mapping[int, float] = self._weights.inp
         row = [(weight, _copy(sent[j], own.code)) for j, weight in weights.items()]
         return Received([(self._weights.own - 1, own), *row])
+
+    @property
+    def mixing(self) -> MixingManager:
+        """See `Mail`."""
+        assert self._mixing is not None, "the algorithm asks for weights, but there is no graph"
+        return self._mixing
 
     @property
     def _weights(self) -> MixingWeights:
@@ -395,6 +470,6 @@ def _next_request(generator: Any, reply: Any) -> Request | None:
         return None
 
 
-def _copy(message: Message, code: Code) -> Message:
+def _copy(message: Message, code: Code | None) -> Message:
     """A message as it has arrived: its sender may write the next one into the same memory."""
     return Message(code, MessageBuffer(message.buffer.sizes, message.buffer.raw.clone()))

@@ -6,14 +6,13 @@ import ast
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from ..consensus_control import ConsensusControl
 from ..graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, STATIC_GRAPHS, num_neighbours
 from ..registry import METHODS, Method
-from ..schedule import Schedule
 from .choice import Choice
 from .setting import ControlRates, Setting
 

@@ -10,23 +10,22 @@ from ..gossiper.gossiper import Gossiper
 from ..outer.method import OuterMethod
 from ..registry import METHODS, named
 from ..rounds.algorithm import Algorithm, Over, combined
-from ..update_rules.rule import UpdateRule
 
-_LEGACY = (Gossiper, OuterMethod, UpdateRule)
+_LEGACY = (Gossiper, OuterMethod)
 
 
-def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[Any, Any, Any, Algorithm | Over | None]:
+def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[Any, Any, Algorithm | Over | None]:
     """Those arguments, with an algorithm in the place of its kind, while classes of each kind are left."""
     algorithm = as_algorithm(algorithm)
     if isinstance(algorithm, Gossiper):
         gossiper, algorithm = algorithm, None
     elif isinstance(algorithm, OuterMethod):
         outer, algorithm = algorithm, None
-    elif isinstance(algorithm, UpdateRule):
-        rule, algorithm = algorithm, None
     algorithm, others = combined(outer, rule, gossiper, algorithm)
-    outer, rule, gossiper = others[:3]
-    return outer, rule, gossiper, algorithm
+    outer, other, gossiper = others[:3]
+    if other is not None:
+        raise ValueError(f"got rule={other!r}, expected an Algorithm such as D2(), QGDSGDm() or GradientTracking()")
+    return outer, gossiper, algorithm
 
 
 def as_algorithm(algorithm: Any) -> Any:
