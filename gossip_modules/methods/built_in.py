@@ -368,7 +368,7 @@ BUILT_IN: tuple[Method, ...] = (
     entry(DecentLaM, options=GRAPH, simulate=partial(simulate_rule, DecentLaM()), simulated_graph=_ring),
     entry(
         RelaySGD,
-        needs_fixed_ranks="a sum that is lost with a worker is missing on a side of the tree",
+        needs_fixed_ranks="a sum that is lost with a worker is missing on one side of the tree",
         options=GRAPH,
         simulate=simulate_relay_sgd,
         simulated_graph=lambda n, peers: "double-binary-tree",
