@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -12,14 +12,40 @@ from ..compression.compressor import Code
 from ..flat.vector import FlatVector
 from ..gossiper.message import MessageBuffer
 from ..mixing_manager.base import MixingManager, MixingWeights
+from .algorithm import Algorithm
 from .memory import Memory
 from .message import Message, Received
 from .requests import Average, Exchange, Gather, Mix, Request, Share
+from .rows import StackedMixing
 from .vector import Snapshot, Vector
 from .vectors import SGDStep, Vectors
 
-if TYPE_CHECKING:
-    from .stacked import Stacked
+
+class Driver(Protocol):
+    """What answers the requests of all ranks: `Stacked`."""
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+
+    @property
+    def mixing(self) -> StackedMixing | None: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...] | None: ...
+
+    @property
+    def t(self) -> int: ...
+
+    def mix(self, x: Vector) -> None: ...
+
+    def average(self, x: Vector) -> None: ...
+
+    def count_message(self, num_bytes: float) -> None: ...
+
+    def count_gather(self, num_bytes: int) -> None: ...
 
 
 class InStep:
@@ -29,21 +55,21 @@ class InStep:
         driver: answers.
     """
 
-    def __init__(self, driver: Stacked) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         mixing = None if driver.mixing is None else driver.mixing.mixing
-        self._memories = [Memory() for _ in range(driver.num_ranks)]
+        self.memories = [Memory() for _ in range(driver.num_ranks)]
         self._mails = [RowMail(mixing) for _ in range(driver.num_ranks)]
 
     def begin(self, x: Tensor) -> None:
         """See `Algorithm.begin`."""
-        for v, memory in zip(self._vectors(Vector([x]), None), self._memories, strict=True):
+        for v, memory in zip(self._vectors(Vector([x]), None), self.memories, strict=True):
             self._driver.algorithm.begin(v, memory)
 
     def run(self, x: Vector, k: int, sgd: SGDStep | None) -> None:
         """One round of all ranks. x: the models, [n, d], mutated; a `Snapshot` becomes the correction."""
         algorithm, ranks = self._driver.algorithm, self._vectors(x, sgd)
-        generators = [algorithm.round(v, memory, k) for v, memory in zip(ranks, self._memories, strict=True)]
+        generators = [algorithm.round(v, memory, k) for v, memory in zip(ranks, self.memories, strict=True)]
         replies: Sequence[Any] = [None] * len(generators)
         while True:
             requests = [r for r in map(_next_request, generators, replies) if r is not None]
@@ -52,7 +78,7 @@ class InStep:
             assert len({type(request) for request in requests}) == 1, f"ranks ask for different things: {requests}"
             assert len(requests) == len(generators), "the rounds of some ranks end before those of others"
             replies = self._answer(requests)
-        for memory in self._memories:
+        for memory in self.memories:
             memory.end_round()
         if isinstance(x, Snapshot):
             for v in ranks:
@@ -61,7 +87,7 @@ class InStep:
 
     def _vectors(self, x: Vector, sgd: SGDStep | None) -> list[Vectors]:
         driver, found = self._driver, []
-        for rank, (row, memory, mail) in enumerate(zip(x.parts[0], self._memories, self._mails, strict=True)):
+        for rank, (row, memory, mail) in enumerate(zip(x.parts[0], self.memories, self._mails, strict=True)):
             model = type(x).of(FlatVector.over(row if driver.shape is None else row.view(driver.shape)))
             memory.fit(model, who=driver.algorithm)
             mail.begin_round(rank, driver.t)

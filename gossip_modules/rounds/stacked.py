@@ -17,7 +17,6 @@ from .algorithm import Algorithm, Over
 from .in_step import InStep
 from .memory import Memory
 from .message import Message, Received
-from .optimizer_watch import MOMENTUM
 from .requests import Average, Gather, Mix, Request, Share
 from .rows import Rows, StackedMixing, column
 from .vector import Snapshot, Vector
@@ -138,6 +137,8 @@ class Stacked:
         models = Snapshot([x.clone()]) if self.overlap else Vector([x])
         if action is Action.AVERAGE:
             self.average(models, is_model=True)
+            for memory in self.memories:
+                memory.forget_models(is_asked=False)
         else:
             self.run(models, k, sgd)
         self.t += 1
@@ -154,7 +155,13 @@ class Stacked:
     def momentum(self) -> Tensor | None:
         """The momentum of SGD that the last round has made, [n, d]; None: the algorithm leaves it alone."""
         has_written = self.algorithm.needs_sgd and self.memory.num_rounds
-        return self.memory.vector(MOMENTUM).parts[0] if has_written else None
+        return self.memory.momentum.parts[0] if has_written else None
+
+    @property
+    def memories(self) -> Sequence[Memory]:
+        """Of all ranks and algorithms."""
+        own = [self.memory] if self._in_step is None else self._in_step.memories
+        return own if self.inner is None else [*own, *self.inner.memories]
 
     # A step.
 

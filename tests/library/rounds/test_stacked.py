@@ -114,7 +114,7 @@ def stacked(driver: Stacked, dtype: torch.dtype, schedule: gm.Schedule) -> Tenso
     optimizer = torch.optim.SGD([x], lr=LR, momentum=momentum)
     for k in range(NUM_STEPS):
         driver.step(x.data, k, schedule.action(k), sgd=SGDStep(LR, momentum) if k else None)
-        if driver.momentum is not None:
+        if k and driver.momentum is not None:
             optimizer.state[x]["momentum_buffer"].copy_(driver.momentum)
         x.grad = driver.estimates(x.data) - goals
         optimizer.step()
