@@ -330,7 +330,8 @@ def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest
 
 def test_the_step_size_of_gasloc_is_simulated_and_advised() -> None:
     found = [simulate("gasloc:ring", replace(CLUSTER, step_size=size), Digits(), max_steps=40) for size in (0.25, 0.75)]
-    assert [recipe_options(each, CLUSTER)[-15:-1] for each in found] == ["step_size=0.25", "step_size=0.75"]
+    for size, prediction in zip((0.25, 0.75), found, strict=True):
+        assert f"step_size={size}" in recipe_options(prediction, CLUSTER)
     assert found[0].error != found[1].error
 
 
