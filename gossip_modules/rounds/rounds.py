@@ -124,7 +124,7 @@ class Rounds(Mixer):
         """See `Mixer`; without a copy of s, but where the algorithm keeps models, which are never mixed late."""
         if self.algorithm.keeps_models:
             return super().difference(s)
-        snapshot = Snapshot(s)
+        snapshot = Snapshot(s.parameters, s)
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
         self._alpha = None
