@@ -33,7 +33,7 @@ class PairwiseAverager(PairwiseWorker):
         ignore: see there.
 
     Raises:
-        ImportError, ValueError, ConnectionError, RuntimeError: see there.
+        ValueError, ConnectionError, RuntimeError: see there.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -108,10 +108,6 @@ class PairwiseAverager(PairwiseWorker):
         self._copies.close()
         self._engine.close()
         self._averager.close()
-
-    def comm_stats(self) -> dict[str, float]:
-        """See `PairwiseDataParallel.comm_stats`."""
-        return {**super().comm_stats(), **self._engine.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Clock, loss, scores and generators, without the module, after a flush: plain values."""

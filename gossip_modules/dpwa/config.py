@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from ..wrappers.arguments import as_timeout
+from ..wrappers.foreign.arguments import ForeignArguments, Refused, foreign_arguments
 from .interpolation import (
     ClockInterpolation,
     ConstantInterpolation,
@@ -18,7 +20,6 @@ from .interpolation import (
     Interpolation,
     LossInterpolation,
 )
-from .wire.curve_keys import CurveKeys
 from .wire.distance_bound import DEFAULT_MAX_DISTANCE
 
 DEFAULT_TIMEOUT = timedelta(seconds=2.5)
@@ -30,6 +31,16 @@ _METHODS: Mapping[str, type[Interpolation]] = {
     "clock": ClockInterpolation,
     "loss": LossInterpolation,
 }
+_CONTEXTS = (
+    ("server_ssl", ssl.PROTOCOL_TLS_CLIENT, "CLIENT_AUTH"),
+    ("client_ssl", ssl.PROTOCOL_TLS_SERVER, "SERVER_AUTH"),
+)
+_NO_CURVE = Refused(
+    "workers are encrypted by TLS and have certificates in place of CURVE keys; pass server_ssl= and client_ssl=, two "
+    "ssl.SSLContext, to the constructor"
+)
+CURVE_ARGUMENTS: ForeignArguments = {"curve": _NO_CURVE, "public_key": _NO_CURVE}
+"""Those of earlier versions, which had keys of CurveZMQ."""
 _KEYS = ("nodes", "fetch_probability", "timeout_ms", "interpolation", "divergence_threshold", *_METHODS)
 _PEERS_EXAMPLE = "{'w0': 'tcp://10.0.0.1:45000', 'w1': 'tcp://10.0.0.2:45000'}"
 _EXAMPLE = "a list like [{nodes: [{name: w0, host: 10.0.0.1, port: 45000}, ...]}, {interpolation: constant}, ...]"
@@ -37,7 +48,7 @@ _EXAMPLE = "a list like [{nodes: [{name: w0, host: 10.0.0.1, port: 45000}, ...]}
 
 @dataclass(frozen=True)
 class PairwiseConfig:
-    """Who a worker is, which peers it may ask, and how it merges their models.
+    """The options of a worker: its name, the peers that it may ask, and how it merges their models.
 
     Args:
         name: the name of this worker.
@@ -47,7 +58,6 @@ class PairwiseConfig:
         fetch_probability: the probability of asking a peer in a round.
         timeout: the time that one round may take, for all peers that are tried in it together; a number means seconds.
         seed: the seed of the choice of peers. The name is part of it, so workers with one seed make different choices.
-        curve: the keys for encryption; None = no encryption: everybody who reaches the address can read the model.
         on_nonfinite: what happens when the own model holds infinities or NaN, which is found when a fetch ends: "raise"
             an error; "skip": merge nothing into it, unless the peer's model replaces it completely (f = 1), count that
             in `num_skipped` and warn once; "spread": merge it anyway. A peer's model that is not finite is always
@@ -57,6 +67,11 @@ class PairwiseConfig:
             training reaches.
         average_timeout: the timeout of averages over all ranks, which wait for all of them; None = `timeout`, but at
             least 10 s, as workers do not come to an average at the same time.
+        server_ssl: the context of TLS with which this worker serves its model, with its certificate; its `verify_mode`
+            says whether peers must show one too. None = in the clear: everybody with access to the address can read the
+            model.
+        client_ssl: the context of TLS with which this worker fetches models. It says which certificates count; that of
+            a peer must be for the host in its address. Give both contexts or none, on all workers alike.
 
     Raises:
         ValueError: an argument out of range, or no own entry.
@@ -69,10 +84,11 @@ class PairwiseConfig:
     fetch_probability: float = 1.0
     timeout: timedelta = DEFAULT_TIMEOUT
     seed: int = 0
-    curve: CurveKeys | None = field(default=None)
     on_nonfinite: str = "raise"
     max_distance: float = DEFAULT_MAX_DISTANCE
     average_timeout: timedelta | None = None
+    server_ssl: ssl.SSLContext | None = None
+    client_ssl: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -99,8 +115,6 @@ class PairwiseConfig:
             )
         if self.divergence_threshold != 0:
             DivergenceThreshold(self.interpolation, self.divergence_threshold)
-        for peer in self.others if self.curve is not None else ():
-            self.curve.of_peer(peer)  # type: ignore[union-attr]
 
     def _check_types(self) -> None:
         """Raise ValueError for arguments of other types; timeouts in seconds become timedeltas."""
@@ -114,9 +128,17 @@ class PairwiseConfig:
                 f"got interpolation={self.interpolation!r}, expected an Interpolation; pass "
                 "ConstantInterpolation(0.5), ClockInterpolation() or LossInterpolation()"
             )
-        if self.curve is not None and not isinstance(self.curve, CurveKeys):
+        for name, other, purpose in _CONTEXTS:
+            context = getattr(self, name)
+            if context is not None and (not isinstance(context, ssl.SSLContext) or context.protocol is other):
+                raise ValueError(
+                    f"got {name}={context!r}, expected a context for that side of TLS; make it with "
+                    f"ssl.create_default_context(ssl.Purpose.{purpose})"
+                )
+        if (self.server_ssl is None) != (self.client_ssl is None):
             raise ValueError(
-                f"got curve of type {type(self.curve).__name__}, expected keys; pass CurveKeys(public, secret, peers)"
+                f"got server_ssl={self.server_ssl} and client_ssl={self.client_ssl}, expected both or none, as every "
+                "worker serves and fetches; pass two ssl.SSLContext"
             )
         for name in ("divergence_threshold", "fetch_probability", "max_distance"):
             value = getattr(self, name)
@@ -155,16 +177,18 @@ class PairwiseConfig:
         return DivergenceThreshold(self.interpolation, self.divergence_threshold)
 
     @classmethod
+    @foreign_arguments(CURVE_ARGUMENTS)
     def from_yaml(
         cls,
         name: str,
         path: str | PathLike[str],
         *,
         seed: int = 0,
-        curve: CurveKeys | None = None,
         on_nonfinite: str = "raise",
         max_distance: float = DEFAULT_MAX_DISTANCE,
         average_timeout: timedelta | None = None,
+        server_ssl: ssl.SSLContext | None = None,
+        client_ssl: ssl.SSLContext | None = None,
     ) -> PairwiseConfig:
         """The configuration of worker `name` in a file of dpwa.
 
@@ -184,13 +208,17 @@ class PairwiseConfig:
                 name,
                 **_arguments(entries),
                 seed=seed,
-                curve=curve,
                 on_nonfinite=on_nonfinite,
                 max_distance=max_distance,
                 average_timeout=average_timeout,
+                server_ssl=server_ssl,
+                client_ssl=client_ssl,
             )
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+PairwiseConfig.__init__ = foreign_arguments(CURVE_ARGUMENTS)(PairwiseConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_address(address: str, *, peer: str, is_own: bool = False) -> None:

@@ -24,7 +24,7 @@ class ModelFetcher:
     the training thread otherwise, so there is no lock.
 
     Args:
-        client: the client; used and closed by the fetching thread only.
+        client: the client; used by the fetching thread only.
         x: the parameters, whose layout and device fetched models have.
         name: the name of this worker, for errors.
         timeout: the timeout of a fetch, in seconds.
@@ -94,17 +94,14 @@ class ModelFetcher:
 
     def work(self) -> None:
         """The body of the fetching thread, until `stop()`."""
-        try:
-            while (future := self._jobs.get()) is not None:
-                try:
-                    future.set_result(self._fetch())
-                except Exception as error:
-                    asked = self.client.asked
-                    failure = RuntimeError(f"worker {self.name!r}: fetching from {asked!r} failed: {error!r}")
-                    future.set_exception(failure)
-                    raise failure from error
-        finally:
-            self.client.close()
+        while (future := self._jobs.get()) is not None:
+            try:
+                future.set_result(self._fetch())
+            except Exception as error:
+                asked = self.client.asked
+                failure = RuntimeError(f"worker {self.name!r}: fetching from {asked!r} failed: {error!r}")
+                future.set_exception(failure)
+                raise failure from error
 
     def _fetch(self) -> Fetched | None:
         with torch.no_grad(), record_function("gossip.fetch"):
