@@ -101,17 +101,11 @@ class PairwiseConfig:
             check_address(address, peer=peer, is_own=peer == self.name)
         if not 0.0 <= self.fetch_probability <= 1.0:
             raise ValueError(f"got fetch_probability={self.fetch_probability}, expected a probability in [0, 1]")
-        if self.timeout <= timedelta(0):
-            raise ValueError(f"got timeout={self.timeout}, expected more than zero; timedelta(seconds=2.5) is usual")
         if self.on_nonfinite not in ON_NONFINITE:
             raise ValueError(f"got on_nonfinite={self.on_nonfinite!r}, expected one of {list(ON_NONFINITE)}")
         if not self.max_distance > 0:
             raise ValueError(
                 f"got max_distance={self.max_distance}, expected a positive number; math.inf refuses no finite model"
-            )
-        if self.average_timeout is not None and self.average_timeout <= timedelta(0):
-            raise ValueError(
-                f"got average_timeout={self.average_timeout}, expected more than zero; None follows timeout"
             )
         if self.divergence_threshold != 0:
             DivergenceThreshold(self.interpolation, self.divergence_threshold)
@@ -146,7 +140,7 @@ class PairwiseConfig:
                 raise ValueError(f"got {name}={value!r}, expected a number; the default is {getattr(type(self), name)}")
         for name in ("timeout", "average_timeout"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, timedelta):
+            if value is not None:
                 object.__setattr__(self, name, as_timeout(value, name=name))
 
     @property
@@ -154,15 +148,9 @@ class PairwiseConfig:
         """Addresses of all workers but this one."""
         return {peer: address for peer, address in self.peers.items() if peer != self.name}
 
-    @property
-    def peer_seed(self) -> str:
-        """The seed of the choice of peers."""
-        return f"{self.seed}/{self.name}/peers"
-
-    @property
-    def coin_seed(self) -> str:
-        """The seed of the draws that decide whether a round fetches."""
-        return f"{self.seed}/{self.name}/coin"
+    def seed_of(self, draws: str) -> str:
+        """The seed of these draws of this worker: "peers" of the choice of peers, "coin" of whether a round fetches."""
+        return f"{self.seed}/{self.name}/{draws}"
 
     @property
     def time_to_average(self) -> timedelta:
@@ -202,11 +190,10 @@ class PairwiseConfig:
             OSError: the file cannot be read.
             ValueError: any mistake in the file; names it.
         """
-        entries = _read(Path(path))
         try:
             return cls(
                 name,
-                **_arguments(entries),
+                **_arguments(_read(Path(path))),
                 seed=seed,
                 on_nonfinite=on_nonfinite,
                 max_distance=max_distance,
@@ -247,31 +234,30 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: got a file that is no YAML, expected {_EXAMPLE}: {error}") from error
+        raise ValueError(f"got a file that is no YAML, expected {_EXAMPLE}: {error}") from error
     if not isinstance(content, list) or not all(isinstance(entry, dict) and len(entry) == 1 for entry in content):
-        raise ValueError(f"{path}: got a {type(content).__name__}, expected {_EXAMPLE}, one key per entry")
+        raise ValueError(f"got a {type(content).__name__}, expected {_EXAMPLE}, one key per entry")
     entries: dict[str, Any] = {}
     for entry in content:
         ((key, value),) = entry.items()
         if key not in _KEYS or key in entries:
             what = "twice" if key in entries else "which is unknown"
-            raise ValueError(f"{path}: got the key {key!r} {what}, expected each of {list(_KEYS)} once at most")
+            raise ValueError(f"got the key {key!r} {what}, expected each of {list(_KEYS)} once at most")
         entries[key] = value
     return entries
 
 
 def _arguments(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `PairwiseConfig` that a file gives."""
-    peers = _nodes(entries.get("nodes"))
     method = entries.get("interpolation", "constant")
     if method not in list(_METHODS):
         raise ValueError(f"got interpolation: {method!r}, expected one of {list(_METHODS)}")
     return {
-        "peers": peers,
-        "interpolation": _interpolation(method, entries.get(method, 0)),
+        "peers": _nodes(entries.get("nodes")),
+        "interpolation": _interpolation(method, entries.get(method)),
         "divergence_threshold": _number(entries, "divergence_threshold", 0.0),
         "fetch_probability": _number(entries, "fetch_probability", 1.0),
-        "timeout": timedelta(milliseconds=_number(entries, "timeout_ms", 2500.0)),
+        "timeout": _number(entries, "timeout_ms", 2500.0) / 1000,
     }
 
 
@@ -299,8 +285,7 @@ def _number(entries: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _interpolation(method: str, arguments: Any) -> Interpolation:
-    if arguments in (0, None):
-        arguments = {}
+    arguments = arguments or {}
     if not isinstance(arguments, dict) or not set(arguments) <= ({"value"} if method == "constant" else set()):
         expected = "{value: 0.5}" if method == "constant" else "0, as it has no arguments"
         raise ValueError(f"got {method}: {arguments!r}, expected {expected}")

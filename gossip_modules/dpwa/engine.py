@@ -73,7 +73,7 @@ class PairwiseEngine(Engine):
         self.num_refused_losses = 0
         self.last_peer: str | None = None  # the peer whose model was merged last
         self._layout, self._device = x.layout, x.raw.device
-        self._coin = random.Random(config.coin_seed)
+        self._coin = random.Random(config.seed_of("coin"))
         self._fetch_step = 0  # the step in which the fetch under way began
         self.network = PairwiseNetwork(x, signature, config)
 
@@ -195,8 +195,8 @@ class PairwiseEngine(Engine):
         self._withdraw()
         super().reset()
         self.step, self.clock, self.loss = 0, 0.0, None
-        self._coin = random.Random(self.config.coin_seed)
-        self.network.scores.reset(seed=self.config.peer_seed)
+        self._coin = random.Random(self.config.seed_of("coin"))
+        self.network.scores.reset(seed=self.config.seed_of("peers"))
 
     @torch.no_grad()
     def _take(self, x: FlatVector) -> None:

@@ -27,8 +27,8 @@ class PairwiseNetwork:
     [Note: threads of dpwa] One thread accepts connections, and each connection is answered in a thread of its own; a
     reply sends a snapshot, see [Note: Serving never blocks training] for the one lock that it shares with training. One
     thread fetches; a fetch that training has started belongs to it until the future of that fetch is done. Each probe
-    has a thread too, at most one for each peer. `add_peer` and `remove_peer` may come from any thread: the client and
-    the scores each have a lock for what these change. No thread waits for a peer while it holds a lock.
+    has a thread too, at most one for each peer. `add_peer` and `remove_peer` may come from any thread: the scores
+    have a lock, and the client changes one entry at a time. No thread waits for a peer while it holds a lock.
 
     Args:
         x: the parameters; their layout and device are what is served.
@@ -54,7 +54,7 @@ class PairwiseNetwork:
         self._warned: set[str] = set()
         self._background = Background()
         self.counts = Counts()
-        self.scores = PeerScores(config.others, seed=config.peer_seed)
+        self.scores = PeerScores(config.others, seed=config.seed_of("peers"))
         self.snapshots = SnapshotPool(x.layout, is_pinned=x.raw.is_cuda)
         self.bound = DistanceBound(config.max_distance, self.snapshots.newest)
         shape, seconds = ModelShape.of(signature, x.layout), config.timeout.total_seconds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
@@ -17,7 +18,7 @@ class Authority:
         self._folder = folder
         _openssl(folder, "req", "-x509", *_NEW_KEY, "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem")
 
-    def contexts(self, name: str = "worker", *, host: str = "IP:127.0.0.1") -> dict[str, ssl.SSLContext]:
+    def contexts(self, name: str = "worker", *, host: str = "IP:127.0.0.1") -> dict[str, Any]:
         """The arguments `server_ssl` and `client_ssl` of a worker with a certificate for this host.
 
         Each end must show a certificate of this authority.

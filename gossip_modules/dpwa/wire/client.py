@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -42,8 +41,8 @@ class ModelClient:
     the round. The header is checked before the model is read, and the model is read straight into the inbox, whose
     length it must have: see [Note: The wire of dpwa].
 
-    `add`, `remove` and `stop` may be called from any thread, `fetch` from the fetching thread. `_lock` guards the
-    addresses and the names of the peers that are being probed, and is never held while a socket is used.
+    `add`, `remove` and `stop` may be called from any thread, `fetch` from the fetching thread. What they share needs no
+    lock: each operation on the addresses, and on the names of the peers that are being probed, is one of Python's own.
 
     Args:
         peers: the addresses of the peers by name.
@@ -73,21 +72,18 @@ class ModelClient:
         self.asked: str | None = None
         self._shape, self._counts, self._background, self._context = shape, counts, background, context
         self._connections = Connections()
-        self._lock = threading.Lock()
         self._peers = dict(peers)
         self._probed: set[str] = set()
 
     def add(self, peer: str, address: str) -> None:
         """Ask this peer too from the next round on."""
-        with self._lock:
-            self._peers[peer] = address
+        self._peers[peer] = address
         self.scores.add(peer)
 
     def remove(self, peer: str) -> None:
         """Do not ask this peer any more from the next round on."""
         self.scores.remove(peer)
-        with self._lock:
-            self._peers.pop(peer, None)
+        self._peers.pop(peer, None)
 
     @property
     def num_peers(self) -> int:
@@ -172,17 +168,13 @@ class ModelClient:
 
     def _start_probe(self, peer: str, seconds: float) -> None:
         """Ask a peer whether it is there, in a thread of its own; one at a time."""
-        with self._lock:
-            if peer in self._probed:
-                return
+        if peer not in self._probed:
             self._probed.add(peer)
-        self._background.start("gossip-probe", partial(self._probe, peer, time.monotonic() + seconds))
+            self._background.start("gossip-probe", partial(self._probe, peer, time.monotonic() + seconds))
 
     def _probe(self, peer: str, deadline: float) -> None:
         try:
-            with contextlib.suppress(OSError, MessageError), self._asking(peer, MessageKind.PROBE, deadline) as asked:
-                if asked[1].kind is MessageKind.ALIVE:
-                    self.scores.answered(peer)
+            with contextlib.suppress(OSError, MessageError), self._asking(peer, MessageKind.PROBE, deadline):
+                self.scores.answered(peer)
         finally:
-            with self._lock:
-                self._probed.discard(peer)
+            self._probed.discard(peer)

@@ -28,18 +28,19 @@ class ModelFetcher:
         x: the parameters, whose layout and device fetched models have.
         name: the name of this worker, for errors.
         timeout: the timeout of a fetch, in seconds.
+
+    Attributes:
+        arrived: the model that the last fetch has brought; valid until the next one starts.
     """
 
     def __init__(self, client: ModelClient, x: FlatVector, *, name: str, timeout: float) -> None:
-        self.client = client
-        self.name = name
-        self.timeout = timeout
+        self.client, self.name, self.timeout = client, name, timeout
         self._future: Future[Fetched | None] | None = None
         self._jobs: queue.SimpleQueue[Future[Fetched | None] | None] = queue.SimpleQueue()
         raw = torch.zeros(x.layout.num_bytes, dtype=torch.uint8, pin_memory=x.raw.is_cuda, device="cpu")
-        self._inbox = self._arrived = FlatVector(x.layout, raw)
+        self._inbox = self.arrived = FlatVector(x.layout, raw)
         if x.raw.is_cuda:
-            self._arrived = x.like()
+            self.arrived = x.like()
             self._stream = torch.cuda.Stream(x.raw.device)
             self._read = torch.cuda.Event()
 
@@ -53,16 +54,11 @@ class ModelFetcher:
         """Whether `wait` returns at once."""
         return self._future is None or self._future.done()
 
-    @property
-    def arrived(self) -> FlatVector:
-        """The model that the last fetch has brought; valid until the next one starts."""
-        return self._arrived
-
     def start(self) -> None:
         """Start a fetch. On a GPU, everything that reads the last model must have been queued before."""
         assert self._future is None, "one fetch at a time"
-        if self._arrived is not self._inbox:
-            self._read.record(torch.cuda.current_stream(self._arrived.raw.device))
+        if self.arrived is not self._inbox:
+            self._read.record(torch.cuda.current_stream(self.arrived.raw.device))
         self._future = Future()
         self._jobs.put(self._future)
 
@@ -108,9 +104,9 @@ class ModelFetcher:
             fetched = self.client.fetch(self._inbox, self.timeout)
             if fetched is None:
                 self.client.bound.check_own()  # else the client has, beside the peer's
-            elif self._arrived is not self._inbox:
+            elif self.arrived is not self._inbox:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(self._read)  # the last merge reads what this overwrites
-                    self._arrived.raw.copy_(self._inbox.raw, non_blocking=True)
+                    self.arrived.raw.copy_(self._inbox.raw, non_blocking=True)
                 self._stream.synchronize()  # the inbox is free, and training need not wait for this stream
         return fetched

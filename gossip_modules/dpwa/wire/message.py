@@ -40,10 +40,8 @@ class MessageKind(IntEnum):
 
     FETCH = 1
     PROBE = 2
-    MODEL = 3  # the model follows
-    ALIVE = 4  # the answer to a probe
-    EMPTY = 5  # nothing is published yet
-    OTHER_MODEL = 6  # the shapes differ, so no model follows
+    MODEL = 3  # the model follows, if its shape is that of the request
+    EMPTY = 4  # the answer to a probe, or nothing is published yet
 
 
 class ModelShape(NamedTuple):
@@ -128,7 +126,7 @@ class Message(NamedTuple):
         Raises:
             RefusedModelError: the shape differs, or the clock or loss is not a finite number; says which.
         """
-        if self.kind is MessageKind.OTHER_MODEL or self.shape != own:
+        if self.shape != own:
             why = "names, shapes or dtypes differ" if str(self.shape) == str(own) else "sizes differ"
             raise RefusedModelError(
                 f"got a model of {self.shape}, expected {own}: {why}; wrap the same model on all workers"

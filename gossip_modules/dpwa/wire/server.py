@@ -131,14 +131,11 @@ class ModelServer:
             raise MessageError(f"got kind {request.kind.name}, expected a request")
         connection.has_asked, connection.since = True, time.monotonic()
         deadline = connection.since + self._reply_seconds
-        if request.kind is MessageKind.PROBE:
-            connection.send(Message(MessageKind.ALIVE, self.shape), deadline=deadline)
-            return
         with self._snapshots.for_peer() as snapshot:
-            if snapshot is None or request.shape != self.shape:
-                kind = MessageKind.EMPTY if snapshot is None else MessageKind.OTHER_MODEL
-                connection.send(Message(kind, self.shape), deadline=deadline)
+            if request.kind is MessageKind.PROBE or snapshot is None:
+                connection.send(Message(MessageKind.EMPTY, self.shape), deadline=deadline)
                 return
-            message = Message(MessageKind.MODEL, self.shape, snapshot.standing)
-            connection.send(message, snapshot.vector.raw.numpy().data, deadline=deadline)
-            self._counts.add(num_models_sent=1)
+            is_same = request.shape == self.shape
+            model = snapshot.vector.raw.numpy().data if is_same else None
+            connection.send(Message(MessageKind.MODEL, self.shape, snapshot.standing), model, deadline=deadline)
+            self._counts.add(num_models_sent=is_same)

@@ -96,7 +96,7 @@ def test_optional_keys_have_defaults(tmp_path: Path, text: str, expected: Interp
         (NODES + "- interpolation: clock\n- clock: 1", "got clock: 1, expected 0, as it has no arguments"),
         (NODES + "- timeout_ms: soon", "got timeout_ms: 'soon', expected a finite number"),
         (NODES + "- timeout_ms: .inf", "got timeout_ms: inf, expected a finite number"),
-        (NODES + "- timeout_ms: 0", "got timeout=0:00:00, expected more than zero"),
+        (NODES + "- timeout_ms: 0", "got timeout=0.0, expected more than zero seconds"),
         (NODES + "- fetch_probability: 1.5", r"got fetch_probability=1.5, expected a probability in \[0, 1\]"),
         (NODES + "- divergence_threshold: -1", "got threshold=-1.0, expected a positive number"),
     ],

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -278,9 +279,7 @@ def test_the_error_of_a_certificate_names_the_peer_and_the_contexts(
     worker = averager(workers, "a", a, peers={"b": impostor.address}, **authority.contexts("a"))
     worker.update_send()
     assert not worker.update_wait()
-    with pytest.warns(
-        UserWarning, match=r"'a' refused the model of 'b': got .*CERTIFICATE_VERIFY_FAILED.*_ssl="
-    ):
+    with pytest.warns(UserWarning, match=r"'a' refused the model of 'b': got .*CERTIFICATE_VERIFY_FAILED.*_ssl="):
         worker.update_send()
     assert value_of(a) == 0.0
 
@@ -300,10 +299,11 @@ def test_without_verification_of_clients_tls_encrypts_alone(workers: contextlib.
 
 @pytest.mark.parametrize("name", ["public_key", "curve"])
 def test_keys_of_curve_name_the_contexts(workers: contextlib.ExitStack, name: str) -> None:
+    options: dict[str, Any] = {name: "k" * 40}
     match = rf"got {name}=.*, expected none: .*pass server_ssl= and client_ssl=, two ssl.SSLContext"
     with pytest.raises(ValueError, match=match):
-        averager(workers, "a", filled(0.0)).add_peer("b", REFUSED, **{name: "k" * 40})
+        averager(workers, "a", filled(0.0)).add_peer("b", REFUSED, **options)
     with pytest.raises(ValueError, match=match):
-        averager(workers, "a", filled(0.0), **{name: "k" * 40})
+        averager(workers, "a", filled(0.0), **options)
     with pytest.raises(ValueError, match=match):
-        wrap(workers, "a", filled(0.0), **{name: "k" * 40})
+        wrap(workers, "a", filled(0.0), **options)

@@ -117,7 +117,6 @@ def test_what_is_no_message_says_why(data: bytes, error: str) -> None:
         (MESSAGE._replace(shape=shape_of(nn.Linear(400, 2))), "got a model of 2 tensors of float32, .* sizes differ"),
         (MESSAGE._replace(shape=shape_of(nn.Linear(2, 2))), "names, shapes or dtypes differ; wrap the same model"),
         (MESSAGE._replace(shape=shape_of(nn.Linear(3, 2).double())), "of float64, .*expected 2 tensors of float32"),
-        (MESSAGE._replace(kind=MessageKind.OTHER_MODEL), "wrap the same model on all workers"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(message: Message, error: str) -> None:
