@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ..flat.nonfinite import check_policy
 from ..wrappers.arguments import as_timeout
 from ..wrappers.foreign.arguments import ForeignArguments, Refused, foreign_arguments
 from .interpolation import (
@@ -24,7 +25,6 @@ from .wire.distance_bound import DEFAULT_MAX_DISTANCE
 
 DEFAULT_TIMEOUT = timedelta(seconds=2.5)
 MIN_AVERAGE_TIMEOUT = timedelta(seconds=10)
-ON_NONFINITE = ("raise", "skip", "spread")
 DEFAULT_INTERPOLATION = ConstantInterpolation(0.5)
 _METHODS: Mapping[str, type[Interpolation]] = {
     "constant": ConstantInterpolation,
@@ -101,8 +101,7 @@ class PairwiseConfig:
             check_address(address, peer=peer, is_own=peer == self.name)
         if not 0.0 <= self.fetch_probability <= 1.0:
             raise ValueError(f"got fetch_probability={self.fetch_probability}, expected a probability in [0, 1]")
-        if self.on_nonfinite not in ON_NONFINITE:
-            raise ValueError(f"got on_nonfinite={self.on_nonfinite!r}, expected one of {list(ON_NONFINITE)}")
+        check_policy(self.on_nonfinite)
         if not self.max_distance > 0:
             raise ValueError(
                 f"got max_distance={self.max_distance}, expected a positive number; math.inf refuses no finite model"

@@ -18,7 +18,7 @@ from ..flat.vector import FlatVector
 from .config import PairwiseConfig
 from .interpolation import Standing
 from .network import PairwiseNetwork
-from .wire.client import Fetched
+from .wire.fetcher import Fetched
 
 _REMEDY = (
     "lower the learning rate, clip gradients, or go back to a checkpoint; on_nonfinite='skip' trains on without merging"

@@ -9,7 +9,6 @@ from ..engine.background import Background
 from ..flat.vector import FlatVector
 from ..transport.ports.bounded_listener import MIN_CONNECTIONS
 from .config import PairwiseConfig, check_address
-from .wire.client import ModelClient
 from .wire.counts import Counts
 from .wire.distance_bound import DistanceBound
 from .wire.fetcher import ModelFetcher
@@ -25,10 +24,10 @@ class PairwiseNetwork:
     """A server that answers peers and a fetcher that asks them.
 
     [Note: threads of dpwa] One thread accepts connections, and each connection is answered in a thread of its own; a
-    reply sends a snapshot, see [Note: Serving never blocks training] for the one lock that it shares with training. One
-    thread fetches; a fetch that training has started belongs to it until the future of that fetch is done. Each probe
-    has a thread too, at most one for each peer. `add_peer` and `remove_peer` may come from any thread: the scores
-    have a lock, and the client changes one entry at a time. No thread waits for a peer while it holds a lock.
+    reply sends a snapshot; see [Note: Serving never blocks training] for the one lock that it shares with training. One
+    thread fetches; the memory of the model belongs to it from the start of a fetch until the future of that fetch is
+    done. Each probe has a thread too, at most one for each peer. `add_peer` and `remove_peer` may come from any thread:
+    the scores have a lock, and the addresses change one at a time. No thread waits for a peer while it holds a lock.
 
     Args:
         x: the parameters; their layout and device are what is served.
@@ -38,8 +37,7 @@ class PairwiseNetwork:
     Attributes:
         snapshots: the models that were published.
         server: serves the newest of them.
-        client: asks peers.
-        fetcher: fetches one model at a time.
+        fetcher: fetches one model at a time from a peer.
         bound: which models are refused.
         scores: which peer is asked next.
         counts: what was sent, received and refused.
@@ -58,16 +56,19 @@ class PairwiseNetwork:
         self.snapshots = SnapshotPool(x.layout, is_pinned=x.raw.is_cuda)
         self.bound = DistanceBound(config.max_distance, self.snapshots.newest)
         shape, seconds = ModelShape.of(signature, x.layout), config.timeout.total_seconds()
-        self.client = ModelClient(
-            config.others,
+        self._peers = config.others
+        self.fetcher = ModelFetcher(
+            x,
+            self._peers,
             self.scores,
+            name=config.name,
+            timeout=seconds,
             shape=shape,
             bound=self.bound,
             counts=self.counts,
             background=self._background,
             context=config.client_ssl,
         )
-        self.fetcher = ModelFetcher(self.client, x, name=config.name, timeout=seconds)
         self.server = ModelServer(
             config.peers[config.name],
             name=config.name,
@@ -76,7 +77,7 @@ class PairwiseNetwork:
             counts=self.counts,
             background=self._background,
             round_seconds=seconds,
-            max_connections=lambda: MIN_CONNECTIONS + CONNECTIONS_PER_PEER * self.client.num_peers,
+            max_connections=lambda: MIN_CONNECTIONS + CONNECTIONS_PER_PEER * len(self._peers),
             context=config.server_ssl,
         )
         self._background.start(f"gossip-serve-{config.name}", self.server.serve)
@@ -106,11 +107,13 @@ class PairwiseNetwork:
         check_address(address, peer=name)
         if name == self._config.name:
             raise ValueError(f"got the own name {name!r}, expected another worker's")
-        self.client.add(name, address)
+        self._peers[name] = address
+        self.scores.add(name)
 
     def remove_peer(self, name: str) -> None:
         """Do not ask this worker any more. An unknown name is no error."""
-        self.client.remove(name)
+        self.scores.remove(name)
+        self._peers.pop(name, None)
 
     def warn_of_refusals(self) -> None:
         """Warn of peers whose model was refused, once of each. Called by the training thread."""

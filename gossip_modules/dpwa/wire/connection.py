@@ -1,4 +1,4 @@
-"""Connection: one TCP connection between two workers, in the clear or under TLS; every wait on it has an end."""
+"""PeerConnection: one TCP connection between two workers, in the clear or under TLS; every wait on it has an end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PeerLostError(ConnectionError):
     """The other end did not answer in time, or closed the connection."""
 
 
-class Connection:
+class PeerConnection:
     """One connection: a request, its reply, and the end. Both ends of the protocol are here.
 
     [Note: The wire of dpwa] A frame is its length, 8 bytes, little-endian, and that many bytes. The client sends one
@@ -124,7 +124,7 @@ class Connection:
         self.socket.settimeout(min(left, longest))
 
 
-class Connections:
+class PeerConnections:
     """The open connections of one side of a worker, which any thread may end together, and all later ones with them.
 
     Attributes:
@@ -133,11 +133,11 @@ class Connections:
     """
 
     def __init__(self) -> None:
-        self.open: set[Connection] = set()
+        self.open: set[PeerConnection] = set()
         self.is_stopped = False
 
     @contextlib.contextmanager
-    def holding(self, connection: Connection) -> Iterator[None]:
+    def holding(self, connection: PeerConnection) -> Iterator[None]:
         """A context in which a connection counts as open; it is closed at the end.
 
         Raises:
@@ -194,7 +194,7 @@ def address_of(listener: socket.socket) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def connect(address: str, context: ssl.SSLContext | None, deadline: float) -> Connection:
+def connect(address: str, context: ssl.SSLContext | None, deadline: float) -> PeerConnection:
     """A new connection to a worker, before the handshake of TLS. Waits for PEER_SECONDS at most.
 
     The wait is for a thread, since the resolution of a name has no timeout.
@@ -217,4 +217,4 @@ def connect(address: str, context: ssl.SSLContext | None, deadline: float) -> Co
     sock = made[0]
     if context is not None:
         sock = context.wrap_socket(sock, server_hostname=place[0], do_handshake_on_connect=False)
-    return Connection(sock, place[0])
+    return PeerConnection(sock, place[0])

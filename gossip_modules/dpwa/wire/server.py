@@ -12,7 +12,7 @@ from functools import partial
 
 from ...engine.background import Background
 from ...transport.ports.bounded_listener import TICK_SECONDS, BoundedListener
-from .connection import PEER_SECONDS, Connection, Connections, address_of, listen
+from .connection import PEER_SECONDS, PeerConnection, PeerConnections, address_of, listen
 from .counts import Counts
 from .message import Message, MessageError, MessageKind, ModelShape
 from .snapshot_pool import SnapshotPool
@@ -65,11 +65,11 @@ class ModelServer:
         self.shape = shape
         self._name, self._snapshots, self._counts, self._background = name, snapshots, counts, background
         self._reply_seconds, self._context = max(round_seconds, PEER_SECONDS), context
-        self._connections = Connections()
+        self._connections = PeerConnections()
         self._socket = listen(address, name=name)
         self.address = address_of(self._socket)
         self._selector = selectors.DefaultSelector()
-        self._listener: BoundedListener[Connection] = BoundedListener(
+        self._listener: BoundedListener[PeerConnection] = BoundedListener(
             self._socket,
             self._selector,
             data=None,
@@ -100,16 +100,16 @@ class ModelServer:
         with contextlib.suppress(OSError):  # it has gone
             if self._context is not None:
                 sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            connection = Connection(sock, host)
+            connection = PeerConnection(sock, host)
             self._connections.open.add(connection)
             self._background.start(f"gossip-answer-{self._name}", partial(self._answer, connection))
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: PeerConnection) -> None:
         """End a connection for another one."""
         self._connections.open.discard(connection)
         connection.end()
 
-    def _answer(self, connection: Connection) -> None:
+    def _answer(self, connection: PeerConnection) -> None:
         """The body of a thread that answers."""
         try:
             with self._connections.holding(connection):
@@ -123,7 +123,7 @@ class ModelServer:
         finally:
             self._counts.add(bytes_sent=connection.num_sent)
 
-    def _reply(self, connection: Connection) -> None:
+    def _reply(self, connection: PeerConnection) -> None:
         deadline = connection.since + PEER_SECONDS
         connection.secure(deadline)
         request = connection.receive(deadline)

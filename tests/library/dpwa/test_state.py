@@ -152,7 +152,7 @@ def test_close_is_idempotent_and_ends_a_fetch(workers: contextlib.ExitStack) -> 
     with silent_peer() as address:
         worker = averager(workers, "a", filled(1.0), peers={"b": address}, timeout=timedelta(hours=1))
         worker.update_send()
-        assert {thread.name for thread in gossip_threads()} == {"gossip-serve-a", "gossip-fetch-a"}
+        assert {"gossip-serve-a", "gossip-fetch-a"} <= {thread.name for thread in gossip_threads()}
         worker.close()
         worker.close()
         assert_no_gossip_threads()
@@ -217,7 +217,7 @@ def test_an_error_of_a_thread_is_raised_in_training(
         raise ZeroDivisionError("a bug")
 
     if side == "client":
-        monkeypatch.setattr(first._engine.network.client, "_try", fail)
+        monkeypatch.setattr(first._engine.network.fetcher, "_try", fail)
         first.update_send()
         with pytest.raises(RuntimeError, match="worker 'a': fetching from 'b' failed: ZeroDivisionError"):
             first.update_wait()

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from gossip_modules.dpwa.wire.client import Fetched, ModelClient
 from gossip_modules.dpwa.wire.counts import Counts
 from gossip_modules.dpwa.wire.distance_bound import DistanceBound
+from gossip_modules.dpwa.wire.fetcher import Fetched, ModelFetcher
 from gossip_modules.dpwa.wire.message import ModelShape
 from gossip_modules.dpwa.wire.peer_scores import PeerScores
 from gossip_modules.dpwa.wire.server import ModelServer
@@ -83,9 +83,12 @@ class Asking:
 
     def __init__(self, address: str, x: FlatVector, context: ssl.SSLContext | None = None) -> None:
         self.counts, self.scores, self.background = Counts(), PeerScores({"s": address}, seed=""), Background()
-        self.client = ModelClient(
+        self.fetcher = ModelFetcher(
+            x,
             {"s": address},
             self.scores,
+            name="c",
+            timeout=TIMEOUT,
             shape=shape_of(x),
             bound=DistanceBound(math.inf, contextlib.nullcontext),
             counts=self.counts,
@@ -93,9 +96,11 @@ class Asking:
             context=context,
         )
 
-    def fetch(self, inbox: FlatVector, seconds: float = TIMEOUT) -> Fetched | None:
-        """See `ModelClient.fetch`."""
-        return self.client.fetch(inbox, seconds)
+    def fetch(self, inbox: FlatVector) -> Fetched | None:
+        """inbox <- the model of the server, if it has one."""
+        fetched = self.fetcher._fetch()
+        inbox.raw.copy_(self.fetcher.arrived.raw)
+        return fetched
 
     def count(self, name: str) -> int:
         """One of its counts."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossip_modules.dpwa.interpolation import Standing
-from gossip_modules.dpwa.wire.client import Fetched
+from gossip_modules.dpwa.wire.fetcher import Fetched
 from gossip_modules.dpwa.wire.message import HEADER_BYTES
 from gossip_modules.flat.vector import FlatVector
 from tests.harness.strangers import LENGTH_BYTES

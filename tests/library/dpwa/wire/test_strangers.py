@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gossip_modules.dpwa.interpolation import Standing
 from gossip_modules.dpwa.wire import connection, server
-from gossip_modules.dpwa.wire.client import Fetched
+from gossip_modules.dpwa.wire.fetcher import Fetched
 from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageKind
 from gossip_modules.dpwa.wire.snapshot_pool import MAX_READ, MAX_SNAPSHOTS
 from gossip_modules.transport.ports import bounded_listener
@@ -223,6 +223,7 @@ def test_a_process_without_descriptors_serves_on(monkeypatch: pytest.MonkeyPatch
     with serving(x) as served, contextlib.ExitStack() as strangers:
         served.publish(x, Standing())
         assert fetch(served, inbox) is not None
+        wait_for(lambda: not served.server._connections.open)
         first = strangers.enter_context(connect(served.address))
         wait_for(lambda: len(served.server._connections.open) == 1)
         late = strangers.enter_context(socket.socket())
