@@ -59,7 +59,7 @@ class PairwiseAverager(PairwiseWorker):
         self.module = module
         self._buffer = FlatBuffer(module, selection=Selection(gossip_buffers, ignore))
         self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)
-        self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
+        self._engine = PairwiseEngine(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
         hold(self)
 

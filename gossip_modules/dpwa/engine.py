@@ -6,7 +6,6 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,13 +47,13 @@ class PairwiseEngine(Engine):
     [Note: Clocks] A clock counts publications and is interpolated like the model on a merge, so it says how much
     training is in a model, whichever worker did it.
 
-    All methods belong to the training thread, except `add_peer` and `remove_peer`, which may come from any. What it
-    shares with other threads is in `network`; see [Note: threads of dpwa].
+    All methods belong to the training thread. Everything that other threads share is in `network`; see
+    [Note: threads of dpwa]. The constructor waits for one round at most; from its end on the model is served.
 
     Args:
-        x: the parameters; their layout, dtypes and device stay what they are.
-        signature: names, shapes and dtypes of the tensors: `FlatBuffer.signature()`.
-        config: who this worker is, whom it asks and how it merges.
+        buffer: the parameters; mutated where `init_from_peers` finds a peer. Their layout, dtypes and device must stay.
+        config: the name of this worker, the peers and the options.
+        init_from_peers: whether to start from the model of a live peer, if there is one.
 
     Raises:
         ValueError, ConnectionError: an address that is none, or that is taken.
@@ -63,8 +62,9 @@ class PairwiseEngine(Engine):
 
     is_asynchronous = True
 
-    def __init__(self, x: FlatVector, signature: Sequence[str], config: PairwiseConfig) -> None:
+    def __init__(self, buffer: FlatBuffer, config: PairwiseConfig, *, init_from_peers: bool) -> None:
         super().__init__()
+        x = buffer.vector
         self.config = config
         self.rule = config.rule
         self.clock = 0.0
@@ -75,26 +75,14 @@ class PairwiseEngine(Engine):
         self._layout, self._device = x.layout, x.raw.device
         self._coin = random.Random(config.seed_of("coin"))
         self._fetch_step = 0  # the step in which the fetch under way began
-        self.network = PairwiseNetwork(x, signature, config)
-
-    @classmethod
-    def started(cls, buffer: FlatBuffer, config: PairwiseConfig, *, init_from_peers: bool) -> PairwiseEngine:
-        """Make an engine that serves the model in `buffer`. Waits for one round at most.
-
-        Args:
-            buffer: the parameters; mutated where `init_from_peers` finds a peer.
-            config: as of the engine.
-            init_from_peers: whether to start from the model of a live peer, if there is one.
-        """
-        engine = cls(buffer.vector, buffer.signature(), config)
+        self.network = PairwiseNetwork(x, buffer.signature(), config)
         try:
             if init_from_peers:
-                engine._take(buffer.vector)
-            engine._publish(buffer.vector)
+                self._take(x)
+            self._publish(x)
         except BaseException:
-            engine.close()
+            self.close()
             raise
-        return engine
 
     @property
     def is_in_flight(self) -> bool:

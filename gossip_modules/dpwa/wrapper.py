@@ -133,7 +133,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
         self._who = f"worker {name!r}: "
-        self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
+        self._engine = PairwiseEngine(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
         self._set_out()
         hold(self)
