@@ -114,6 +114,10 @@ class Algorithm(ABC):
         """The weights where the user names neither graph nor weights; None: those of the graph."""
         return None
 
+    def step_size_on(self, mixing: MixingManager) -> float:
+        """The consensus step size gamma of this algorithm, whose rounds mix by about I + gamma (W - I)."""
+        return 1.0
+
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError where the algorithm is wrong with these weights."""
         check_weights(self, mixing)
