@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..flat.layout import align
 from ..graph_manager.base import GraphManager
 from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
 from ..mixing_manager.base import MixingManager
@@ -37,9 +39,9 @@ class RelaySGD(Algorithm):
     whose steps are linear in the gradients.
 
     The weights W of the mixing are used for buffers only, such as BatchNorm statistics; of parameters its graph counts.
-    On a `DoubleBinaryTreeGraph`, the default, the first half of the parameters of each dtype is relayed through one
-    tree and the second half through the other, so that all ranks send about twice the model per round. `ChainGraph` and
-    any tree of networkx carry whole models. Sums are of float32 at least. A rank keeps a message to and from each
+    On a `DoubleBinaryTreeGraph`, the default, the first half of the tensors of each dtype is relayed through one tree
+    and the second half through the other, so that all ranks send about twice the model per round. `ChainGraph` and any
+    tree of networkx carry whole models. Sums are of float32 at least. A rank keeps a message to and from each
     neighbour. After a round that failed the messages are no longer usable: resume all ranks from a checkpoint, or start
     without one.
 
@@ -74,7 +76,7 @@ class RelaySGD(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         n, relay = v.num_ranks, m.cached("relay", lambda: Relay(v))
-        received = {j: m.link(j, lambda j=j: relay.zeros(j))["received"] for j in v.peers}  # type: ignore[misc]
+        received = {j: m.link(j, partial(relay.zeros, j), unpack=partial(relay.unpack, j))["received"] for j in v.peers}
         messages = {j: v.message(relay.sizes(j), key=j) for j in v.peers}
         for tree, neighbours in enumerate(relay.neighbours):
             for j in neighbours:
@@ -113,14 +115,14 @@ class Relay:
         self.neighbours = [
             sorted({j for link in tree for j in link if v.rank in link and j != v.rank}) for tree in trees
         ]
+        assert v.x.flat is not None, "only the model is relayed"
+        self._numels = [segment.numel for segment in v.x.flat.layout.segments]
         self._one = torch.ones(1, dtype=torch.float64, device=v.x.device)
         self._sizes = [[(wide(x.dtype), x.numel()) for x in self.shares(v, tree)] for tree in range(len(trees))]
 
     def shares(self, v: Vectors, tree: int) -> list[Tensor]:
         """The elements of each part that go through this tree, which share memory; and the count of one model."""
-        num_trees = len(self.neighbours)
-        parts = [x[x.numel() * tree // num_trees : x.numel() * (tree + 1) // num_trees] for x in v.x.parts]
-        return [*parts, self._one]
+        return [*(x[first:last] for x, (first, last) in zip(v.x.parts, self._places(tree), strict=True)), self._one]
 
     def sizes(self, peer: int) -> list[tuple[torch.dtype, int]]:
         """The fields of a message to this peer: of each tree in which it is a neighbour."""
@@ -130,11 +132,26 @@ class Relay:
         """What a link keeps before its first message."""
         return {"received": [torch.zeros(n, dtype=dtype, device=self._one.device) for dtype, n in self.sizes(peer)]}
 
+    def unpack(self, peer: int, message: Tensor) -> dict[str, Any]:
+        """What a link keeps, of a message of 0.1.0, uint8, in which parameters and buffers were one."""
+        places = [(last - first) for tree in self._trees(peer) for first, last in [*self._places(tree), (0, 1)]]
+        dtypes = [dtype for dtype, _ in self.sizes(peer)]
+        fields, start = [], 0
+        for dtype, numel, (_, kept) in zip(dtypes, places, self.sizes(peer), strict=True):
+            fields.append(message[start : start + kept * dtype.itemsize].view(dtype))
+            start = align(start + numel * dtype.itemsize, 8)
+        return {"received": fields}
+
     def of(self, fields: Sequence[Tensor], peer: int, tree: int) -> Sequence[Tensor]:
         """The fields of a message that belong to this tree; the last one is the count, float64 [1]."""
         size = len(self._sizes[tree])
         first = self._trees(peer).index(tree) * size
         return fields[first : first + size]
+
+    def _places(self, tree: int) -> list[tuple[int, int]]:
+        """The first element and the end of each segment's share of this tree, buffers included, which are last."""
+        num_trees = len(self.neighbours)
+        return [(n * tree // num_trees, n * (tree + 1) // num_trees) for n in self._numels]
 
     def _trees(self, peer: int) -> list[int]:
         return [tree for tree, neighbours in enumerate(self.neighbours) if peer in neighbours]

@@ -32,3 +32,25 @@ def converted(state: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = {"sgd_step": state["sgd_step"], "step_rates": state.get("step_rates")}
     gossiper = {"algorithm": name, "memory": memory, "mixer": state["gossiper"], "optimizer": optimizer}
     return {"engine": "LockstepEngine", "t": state["t"], "step": state["step"], "gossiper": gossiper}
+
+
+def links_renewed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of PowerGossip or RelaySGD of 0.1.0, as rounds have it; shares memory."""
+    name = state["algorithm"]
+    if name == "RelaySGD":
+        links: dict[int, Any] = dict(state["received"])  # bytes, which the algorithm unpacks
+        return {"algorithm": name, "links": sorted(links), "memory": {"num_rounds": 1, "links": links}}
+    numbers = dict(zip(state["links"], state["iterations"], strict=True))
+    links = {
+        peer: {
+            **{side: [factors[side][k] for factors in state["factors"]] for side in ("left", "right")},
+            "iterations": number,
+        }
+        for k, (peer, number) in enumerate(numbers.items())
+    }
+    return {
+        "algorithm": name,
+        "links": list(numbers),
+        "memory": {"num_rounds": max(numbers.values(), default=0), "links": links},
+        "messages": {"numbers": numbers, "peers": state["peers"], "digests": state["digests"]},
+    }
