@@ -5,6 +5,10 @@ from typing import Any
 
 from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
+from .algorithms.choco import Choco
+from .algorithms.deep_squeeze import DeepSqueeze
+from .algorithms.moniqua import Moniqua
+from .algorithms.sparta import Sparta
 from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
@@ -23,12 +27,9 @@ from .engine.ruled import RuledEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
 from .flat.vector import FlatVector
-from .gossiper.choco import Choco
-from .gossiper.deep_squeeze import DeepSqueeze
 from .gossiper.gossiper import Gossiper
 from .gossiper.link_times import measure_link_times
 from .gossiper.mixer import GlobalAverage, Mixer
-from .gossiper.moniqua import Moniqua
 from .gossiper.power_gossip import PowerGossip
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
@@ -84,7 +85,6 @@ from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
 from .relay.relay_sgd import RelaySGD
 from .schedule import Schedule
-from .sparta.sparta import Sparta
 from .transport.base import Transport
 from .transport.connect import connect
 from .transport.process_group import ProcessGroupTransport

@@ -182,6 +182,13 @@ def random_words(seed: int, t: int, num_words: int) -> list[int]:
     return [int(word) for word in np.random.SeedSequence((seed, t)).generate_state(num_words, np.uint64)]
 
 
+def checked_compressor(compressor: Compressor) -> Compressor:
+    """The compressor; raises ValueError if it is something else."""
+    if not isinstance(compressor, Compressor):
+        raise ValueError(f"got compressor={compressor!r}, expected a Compressor; pass e.g. SignNorm() or TopK(0.01)")
+    return compressor
+
+
 def checked_seed(seed: int) -> int:
     """The seed as an int; raises ValueError if it is not an integer of at least 0."""
     return checked_integer("seed", seed, 0, "pass the seed that all ranks share")

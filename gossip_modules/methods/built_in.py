@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from ..ad_psgd.exchange import BilateralAverage
+from ..algorithms.choco import Choco
+from ..algorithms.deep_squeeze import DeepSqueeze
+from ..algorithms.moniqua import Moniqua
 from ..dpwa.engine import PairwiseEngine
 from ..engine.overlap import OverlapEngine
-from ..gossiper.choco import Choco
-from ..gossiper.deep_squeeze import DeepSqueeze
-from ..gossiper.moniqua import Moniqua
 from ..gossiper.power_gossip import PowerGossip
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..algorithms.sparta import Sparta
 from ..gossiper.gossiper import Gossiper
 from ..registry import Method, Paper
 from ..simulate.choice import Choice
@@ -16,7 +17,6 @@ from ..simulate.codes import code_rows
 from ..simulate.gossip import LockstepMethod, Rule, SimulatedMethod
 from ..simulate.mixing import Round, SimulatedMixing
 from ..simulate.setting import Setting
-from ..sparta.sparta import Sparta
 from .controlled_simulation import schedule_of
 from .graphs import make_undirected_graph
 from .one_thread import measured_message

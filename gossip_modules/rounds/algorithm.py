@@ -49,6 +49,9 @@ class Algorithm(ABC):
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
+        is_elastic: whether a round goes on without peers that fail, so that it may run with a membership.
+        checks_messages: whether ranks number their messages, and compare before each one what they have sent each other
+            so far. False where that would take longer than it is worth, as where messages are models.
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
     """
 
@@ -67,6 +70,8 @@ class Algorithm(ABC):
     averages_exactly: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
+    is_elastic: ClassVar[bool] = True
+    checks_messages: ClassVar[bool] = True
 
     @abstractmethod
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
@@ -101,6 +106,19 @@ class Algorithm(ABC):
 
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
         """Raise ValueError where it is wrong with these weights and the rates of the first step of SGD."""
+
+    def for_membership(self) -> Algorithm:
+        """The algorithm that runs among the workers of a membership, where peers fail, come and go; itself if it can.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.is_elastic:
+            raise ValueError(
+                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
+                "which says so by is_elastic = True; take another one, such as DPSGD()"
+            )
+        return self
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
@@ -144,14 +162,14 @@ def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:
     needs_symmetry = algorithm.needs_symmetric_weights or algorithm.needs_static_graph
     if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):
         raise ValueError(
-            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take MetropolisHastingsMixing over "
-            "a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
+            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take "
+            "MetropolisHastingsMixing over a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
         )
     if algorithm.needs_static_graph and (mixing.graph.is_dynamic or mixing.period != 1):
         raise ValueError(
-            f"{name}: got {mixing} of period {mixing.period}, expected a graph that never changes, since the memory of "
-            "a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a torus "
-            "with 4, or a hypercube with all neighbours"
+            f"{name}: got {mixing} of period {mixing.period}, expected a graph that never changes, since the memory "
+            "of a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a "
+            "torus with 4, or a hypercube with all neighbours"
         )
     if algorithm.needs_doubly_stochastic and not algorithm.averages_exactly and not mixing.is_doubly_stochastic:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -28,6 +28,7 @@ class Kept(Protocol):
 
 
 _K = TypeVar("_K", bound=Kept)
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -40,6 +41,7 @@ class _Entry:
     generation: Literal["keep", "reset"]
     join: Literal["copy", "zero"]
     has_units: bool
+    is_of_weights: bool
 
 
 class Memory:
@@ -54,10 +56,11 @@ class Memory:
 
     Attributes:
         num_rounds: rounds that have ended so far.
+        weights: the graph and its weights.
     """
 
-    def __init__(self) -> None:
-        self.num_rounds = 0
+    def __init__(self, weights: str = "") -> None:
+        self.num_rounds, self.weights = 0, weights
         self._x: Vector | None = None  # the model of the present round
         self._layout: FlatLayout | None = None  # of the parameters, widened
         self._entries: dict[str, _Entry] = {}
@@ -65,6 +68,7 @@ class Memory:
         self._objects: dict[str, Kept] = {}
         self._links: dict[int, dict[str, Any]] = {}
         self._scratch: dict[str, Vector] = {}
+        self._cached: dict[object, Any] = {}
         self._loaded: dict[str, Any] = {}  # of a checkpoint, until an algorithm asks for it
         self._units = RateUnits()
 
@@ -79,6 +83,7 @@ class Memory:
         generation: Literal["keep", "reset"] = "keep",
         join: Literal["copy", "zero"] = "copy",
         in_units_of_rate: bool = False,
+        of_weights: bool = False,
     ) -> Vector:
         """The vector of that name.
 
@@ -89,14 +94,17 @@ class Memory:
             generation: whether it stays or starts anew where workers come or go.
             join: whether a worker that joins gets the vector of its donor, or starts anew.
             in_units_of_rate: whether it is made of steps, so that it is scaled where the learning rate changes.
+            of_weights: whether it is a sum over rounds with the same peers and weights, so that a checkpoint with
+                others is refused.
         """
         entry = self._entries.get(name)
         if entry is None:
-            entry = _Entry(Vector(self._zeros()), start, average, generation, join, in_units_of_rate)
+            entry = _Entry(Vector(self.zeros()), start, average, generation, join, in_units_of_rate, of_weights)
             self._entries[name] = entry
             if start == "x":
                 entry.vector.set_(self._model)
             if (state := self._loaded.get("vectors", {}).pop(name, None)) is not None:
+                self._check_weights(entry, name)
                 self._copy(name, entry.vector, state)
         return entry.vector
 
@@ -118,16 +126,42 @@ class Memory:
                 self._objects[name].load_state_dict(state)
         return self._objects[name]  # type: ignore[return-value]
 
-    def link(self, peer: int) -> dict[str, Any]:
-        """What is kept of the link to a peer; empty at first. Both ends of a link begin again together."""
-        return self._links.setdefault(peer, {})
+    def link(self, peer: int, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What is kept of the link to a peer. Both ends of a link begin again together.
+
+        Args:
+            peer: at the other end.
+            make: what is there at first: numbers, tensors and lists of tensors, by name. Tensors keep their shapes.
+        """
+        if peer not in self._links:
+            link = make()
+            if (state := self._loaded.get("links", {}).pop(peer, None)) is not None:
+                _check_link(link, state)
+                link = state
+            self._links[peer] = link
+        return self._links[peer]
+
+    def cached(self, key: object, make: Callable[[], _T]) -> _T:
+        """What `make` makes of the tensors that are trained, their device, the rank and the weights of its peers.
+
+        It is made once, and again when one of these changes. Nothing of it is in a checkpoint.
+        """
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
+
+    def zeros(self) -> list[Tensor]:
+        """The parts of a new vector."""
+        return [
+            torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
+        ]
 
     def scratch(self, name: str = "sent") -> Vector:
         """A vector that is kept only for its memory: of any values at the beginning of a round; it can be mixed."""
         if name not in self._scratch:
             x = self._model
             if x.flat is None:
-                self._scratch[name] = Vector(self._zeros())
+                self._scratch[name] = Vector(self.zeros())
             else:
                 layout = widened(x.flat.layout, has_buffers=True)
                 self._scratch[name] = Vector.of(FlatVector.zeros(layout, x.flat.raw.device))
@@ -150,13 +184,14 @@ class Memory:
         old, self._layout = self._layout, layout
         if before is None:
             return
-        if not is_moved and (self._entries or self._objects):
+        if not is_moved and (self._entries or self._objects or self._links):
             warnings.warn(
-                f"{who}: other tensors are trained than before; what it keeps of tensors that are still trained stays, "
-                "and new tensors start anew",
+                f"{who}: other tensors are trained than before; vectors that it keeps of tensors that are still "
+                "trained stay, and all else starts anew",
                 stacklevel=2,
             )
-        self._scratch = {}
+        self._scratch, self._cached = {}, {}
+        self._links = {j: _moved(link, x.parts[0].device) for j, link in self._links.items()} if is_moved else {}
         kept, optimizers = self._entries, self._optimizers
         self._entries, self._optimizers = {}, {}
         assert old is not None or is_moved
@@ -182,11 +217,14 @@ class Memory:
         self._units.put_back()
 
     def forget_models(self) -> None:
-        """All models have become equal: vectors that are declared so start anew."""
+        """All models have become equal: links, and vectors that are declared so, start anew."""
+        self._links = {}
+        self._loaded.pop("links", None)
         self._reset(lambda entry: entry.average == "reset")
 
     def begin_generation(self) -> None:
         """Workers have come or gone: vectors that are declared so start anew."""
+        self._cached = {}
         self._reset(lambda entry: entry.generation == "reset")
 
     def forget_peer(self, peer: int) -> None:
@@ -200,18 +238,20 @@ class Memory:
     def reset(self) -> None:
         """As before the first round."""
         x = self._x
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self.weights)  # type: ignore[misc]
         self._x, self._layout = x, None if x is None or x.flat is None else _layout_of(x.flat)
 
-    def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """Everything that is kept; shares memory with this object.
 
-        joins: whether it is for a worker that joins, which gets what is declared so.
+        Args:
+            joins: whether it is for a worker that joins, which gets what is declared so.
+            has_links: whether it has what is kept of links, which is of no use to a worker with other peers.
         """
         self._units.put_back()
         entries = {name: entry for name, entry in self._entries.items() if not joins or entry.join == "copy"}
         optimizers = {} if joins and not entries else self._optimizers
-        state = {
+        state: dict[str, Any] = {
             "num_rounds": self.num_rounds,
             "vectors": {
                 **self._loaded.get("vectors", {}),
@@ -225,7 +265,9 @@ class Memory:
                 **self._loaded.get("objects", {}),
                 **{n: kept.state_dict() for n, kept in self._objects.items()},
             },
+            "links": {**self._loaded.get("links", {}), **self._links} if has_links else {},
             "rates": self._units.rates,
+            "weights": self._loaded.get("weights") or self._weights_of(entries.values()),
         }
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
 
@@ -233,7 +275,7 @@ class Memory:
         """Take back what `state_dict()` gave; copies it. The next round uses it, and checks its shapes."""
         self.reset()
         self._loaded = copy.deepcopy(
-            {name: state[name] for name in ("vectors", "optimizers", "objects") if name in state}
+            {name: state[name] for name in ("vectors", "optimizers", "objects", "links", "weights") if name in state}
         )
         self.num_rounds = state.get("num_rounds", 0)
         self._units.rates = state.get("rates")
@@ -245,11 +287,6 @@ class Memory:
         assert self._x is not None, "fit() comes first"
         return self._x
 
-    def _zeros(self) -> list[Tensor]:
-        return [
-            torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
-        ]
-
     def _like_entry(self, name: str, entry: _Entry) -> Vector:
         return self.vector(
             name,
@@ -258,6 +295,7 @@ class Memory:
             generation=entry.generation,
             join=entry.join,
             in_units_of_rate=entry.has_units,
+            of_weights=entry.is_of_weights,
         )
 
     def _reset(self, is_reset: Callable[[_Entry], bool]) -> None:
@@ -269,15 +307,53 @@ class Memory:
         if gone:
             self.num_rounds, self._loaded = 0, {}
 
+    def _weights_of(self, entries: Iterable[_Entry]) -> str:
+        return self.weights if any(entry.is_of_weights for entry in entries) else ""
+
+    def _check_weights(self, entry: _Entry, name: str) -> None:
+        if entry.is_of_weights and (found := self._loaded.get("weights")) and found != self.weights:
+            raise ValueError(
+                f"got the state of vector {name!r} on {found}, expected {self.weights}, since it is a sum over rounds "
+                "with the same peers and weights; resume on the same graph"
+            )
+
     def _copy(self, name: str, vector: Vector, state: Sequence[Tensor]) -> None:
-        found, own = [x.numel() for x in state], [x.numel() for x in vector.parts]
+        state, parts = ([x for x in side if x.numel()] for side in (state, vector.parts))
+        found, own = [x.numel() for x in state], [x.numel() for x in parts]
         if found != own:
             raise ValueError(
                 f"got the state of vector {name!r} with {found} elements, expected {own}: other tensors were trained "
                 "when it was saved; freeze the same parameters, or load the model alone: module.load_state_dict"
             )
-        for mine, theirs in zip(vector.parts, state, strict=True):
+        for mine, theirs in zip(parts, state, strict=True):
             mine.copy_(theirs)
+
+
+def _moved(kept: Any, device: torch.device) -> Any:
+    """Numbers, tensors, and containers of these, with the tensors on the device."""
+    if isinstance(kept, Tensor):
+        return kept.to(device)
+    if isinstance(kept, dict):
+        return {name: _moved(value, device) for name, value in kept.items()}
+    return [_moved(value, device) for value in kept] if isinstance(kept, list) else kept
+
+
+def _check_link(link: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    found, own = _shapes(state), _shapes(link)
+    if found != own:
+        raise ValueError(
+            f"got the state of a link with {found}, expected {own}; load a checkpoint of the same model and the same "
+            "trained tensors"
+        )
+
+
+def _shapes(kept: Any) -> Any:
+    """The same, with the shape of a tensor in its place, and the type of a number."""
+    if isinstance(kept, Tensor):
+        return tuple(kept.shape)
+    if isinstance(kept, Mapping):
+        return {name: _shapes(value) for name, value in kept.items()}
+    return [_shapes(value) for value in kept] if isinstance(kept, list) else type(kept).__name__
 
 
 def _layout_of(flat: FlatVector) -> FlatLayout:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector, add_
-from ..gossiper.gossiper import Messages
+from ..gossiper.gossiper import Gossiper, Messages
 from ..gossiper.linked import LinkedGossiper
-from ..gossiper.message import MessageBuffer
+from ..gossiper.message import MessageBuffer, warn_of_little
 from ..mixing_manager.base import MixingManager, MixingWeights
 from ..transport.base import Transport
+from .memory import Memory
 from .message import Code, Message, Received
 from .vector import Vector
 
@@ -27,22 +29,21 @@ class MessageRounds(LinkedGossiper):
     out of the round: see [Note: lost peers] of `Gossiper`.
 
     Args:
-        forget: called with a peer of which nothing may be kept any more.
+        memory: forgets links, or knows them under other ranks, when messages do.
         has_links: whether the algorithm keeps something that must be the same at both ends of a link.
+        is_checked: whether numbers and digests are compared.
     """
 
     is_elastic = True
 
-    def __init__(self, forget: Callable[[int], None], *, has_links: bool) -> None:
+    def __init__(self, memory: Memory, *, has_links: bool, is_checked: bool = True) -> None:
         super().__init__()
         self.has_links = has_links
-        self._forget_memory = forget
+        self._kept, self._is_checked = memory, is_checked
         self._numbers: dict[int, int] = {}  # of messages to each peer
         self._phase = 0
         self._checksums: Mapping[int, int] = {}
-        self._sends: Messages = {}
-        self._recvs: Messages = {}
-        self._memory: dict[tuple[object, tuple[tuple[torch.dtype, int], ...]], MessageBuffer] = {}
+        self._inboxes: Mapping[int, Message] = {}
 
     def begin_round(self, x: Vector, t: int) -> None:
         """Round t is about x; nothing is sent."""
@@ -60,45 +61,75 @@ class MessageRounds(LinkedGossiper):
 
     def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
         """A message of that code for vectors like x; its memory is used again for the next one of that key."""
+        shapes = tuple((part.dtype, part.numel()) for part in x.parts)
+        sizes = self._kept.cached(("sizes", id(code), shapes), lambda: (code, self._sizes_of(code, x)))[1]
+        message = self.room_for_fields(sizes, key=key)
+        message.code = code
+        return message
+
+    def _sizes_of(self, code: Code, x: Vector) -> Sequence[tuple[torch.dtype, int]]:
+        wide = [part if part.element_size() >= 4 else part.float() for part in x.parts]
+        num_bytes = [code.message_like(part).numel() if part.numel() else 0 for part in wide]
+        if self.transport.rank == 0 and isinstance(code, Compressor):  # all have the same layout
+            size = sum(part.numel() * part.element_size() for part in x.parts)
+            warn_of_little(str(code), exact=0, compressed=size, num_compressed_bytes=sum(num_bytes), remedy="")
+        return [(torch.uint8, size) for size in num_bytes]
+
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """See `Vectors.message`; in the first exchange of a round the buffers of the model are in front of the fields."""
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
-        like = [part if part.element_size() >= 4 else part.float() for part in x.parts]
-        sizes = tuple((b.dtype, b.numel()) for b in flat.buffers) if self._phase == 0 else ()
-        sizes += tuple((torch.uint8, code.message_like(part).numel()) for part in like)
-        if (key, sizes) not in self._memory:
-            self._memory[key, sizes] = MessageBuffer(sizes, x.parts[0].device)
-        return Message(code, self._memory[key, sizes], num_others=len(sizes) - len(like))
+        others = [(b.dtype, b.numel()) for b in flat.buffers] if self._phase == 0 else []
+        return Message(None, self._room((*others, *sizes), key), num_others=len(others))
 
-    def share(self, message: Message, x: Vector, buffers: Sequence[Tensor]) -> Received:
-        """See `Share`. buffers: of the model, mutated."""
-        replies = self.exchange(dict.fromkeys(self.peers, message), {}, x, buffers)
-        inp = self._weights.inp
-        return Received([(self._weights.own - 1, message), *((inp[j], reply) for j, reply in replies.items())])
+    def _room(self, sizes: tuple[tuple[torch.dtype, int], ...], key: object) -> MessageBuffer:
+        flat = self._x.flat
+        assert flat is not None, "messages carry the buffers of a flat vector"
+        return self._kept.cached((key, sizes), lambda: MessageBuffer(sizes, flat.raw.device))
 
-    def exchange(
-        self, messages: Mapping[int, Message], checksums: Mapping[int, int], x: Vector, buffers: Sequence[Tensor]
-    ) -> dict[int, Message]:
-        """See `Exchange`. buffers: of the model, mutated in the first exchange of a round."""
+    def row_of(self, message: Message, replies: Mapping[int, Message]) -> Received:
+        """See `Share`. message: went to all peers. replies: of the peers."""
+        inp, names = self._weights.inp, self.transport.names
+        row = [(self._weights.own - 1, message), *((inp[j], reply) for j, reply in replies.items())]
+        return Received(row, [names[j] for j in (self.transport.rank, *replies)])
+
+    def post(
+        self, messages: Mapping[int, Message], buffers: Sequence[Tensor], *, checksums: Mapping[int, int] | None = None
+    ) -> None:
+        """See `Exchange`; `wait` comes next. buffers: of the model, sent in the first exchange of a round."""
         num_others = len(buffers) if self._phase == 0 else 0
         for message in {id(m): m for m in messages.values()}.values():
             for field, mine in zip(message.buffer.fields[:num_others], buffers, strict=False):
                 field.copy_(mine)
-        inboxes = {j: self.room_for(message.code, x, key=("from", j)) for j, message in messages.items()}
-        self._buffers = {j: (message.buffer, inboxes[j].buffer) for j, message in messages.items()}
-        self._checksums = checksums
-        self.post_headers()
+        self._inboxes = {
+            j: Message(message.code, self._room(message.buffer.sizes, ("from", j)), num_others)
+            for j, message in messages.items()
+        }
+        self._buffers = {j: (message.buffer, self._inboxes[j].buffer) for j, message in messages.items()}
+        self._checksums = checksums or {}
+        if self._is_checked:
+            self.post_headers()
         sends = {j: (mine.raw,) for j, (mine, _) in self._buffers.items()}
         self._pending = self.transport.exchange(
             sends, {j: (theirs.raw,) for j, (_, theirs) in self._buffers.items()}, tag=self._t
         )
+
+    def wait(self, buffers: Sequence[Tensor]) -> dict[int, Message]:
+        """The replies to what was posted. buffers: of the model, mutated in the first exchange of a round."""
         self._wait()
         for j in self._buffers:
             self._numbers[j] = self._numbers.get(j, 0) + 1
-        if num_others:
+        if self._phase == 0:
             self._mix_buffers(buffers)
         self._phase += 1
         self._peers = tuple(self._buffers)
-        return {j: inboxes[j] for j in self._buffers}
+        return {j: self._inboxes[j] for j in self._buffers}
+
+    def _wait(self) -> None:
+        if self._is_checked:
+            super()._wait()
+        else:
+            Gossiper._wait(self)
 
     def weight_of(self, peer: int) -> float:
         """See `Vectors`."""
@@ -131,12 +162,12 @@ class MessageRounds(LinkedGossiper):
     def forget_link(self, peer: int) -> None:
         """See `LinkedGossiper`."""
         self._numbers.pop(peer, None)
-        self._forget_memory(peer)
+        self._kept.forget_peer(peer)
 
     def renumber_links(self, ranks: Mapping[int, int]) -> None:
         """See `LinkedGossiper`."""
         self._numbers = {ranks[peer]: number for peer, number in self._numbers.items() if peer in ranks}
-        self._memory = {}
+        self._kept.renumber_links(ranks)
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`; the algorithm has looked."""

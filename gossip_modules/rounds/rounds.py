@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +17,9 @@ from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, Over
 from .memory import Memory
-from .message import Message
+from .message import Message, Received
 from .messages import MessageRounds
+from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
 from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share
 from .vector import Snapshot, Vector
@@ -40,8 +41,12 @@ class Rounds(Mixer):
 
     def __init__(self, algorithm: Algorithm, mixer: Gossiper | Rounds) -> None:
         self.algorithm, self.mixer = algorithm, mixer
+        self.name = type(algorithm).__name__  # in checkpoints
+        self._is_torn = False  # whether a round has ended while it was writing what its messages had said
         self.memory = Memory()
-        self.messages = MessageRounds(self.memory.forget_peer, has_links=algorithm.keeps_links)
+        self.messages = MessageRounds(
+            self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
+        )
         self.watch: OptimizerWatch | None = None  # of the optimizer, once the wrapper has said which model it is
         self.has_failed = False  # whether the last round took no effect, as a worker had died
         self._k = self._t = 0
@@ -57,6 +62,7 @@ class Rounds(Mixer):
         super().bind(mixing, transport)
         self.mixer.bind(mixing, transport)
         self.messages.bind(mixing, transport)
+        self.memory.weights = repr(mixing)
         self.averager: GlobalAverage = (ElasticAverage if is_elastic(transport) else GlobalAverage)(transport)
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
@@ -65,7 +71,7 @@ class Rounds(Mixer):
         self.mixing, self.transport = mixing, transport
         self.mixer.rebind(mixing, transport)
         self.messages.rebind(mixing, transport)
-        self.averager.transport = transport
+        self.averager.transport, self.memory.weights = transport, repr(mixing)
         self.memory.begin_generation()
         self._has_begun = False
 
@@ -97,7 +103,9 @@ class Rounds(Mixer):
     @property
     def sources(self) -> Sequence[int]:
         """See `Mixer`."""
-        return range(self.transport.world_size) if self.algorithm.averages_exactly else self.mixer.sources
+        if self.algorithm.averages_exactly:
+            return range(self.transport.world_size)
+        return self.messages.sources or self.mixer.sources
 
     def is_due(self, k: int) -> bool:
         """See `Mixer`."""
@@ -112,16 +120,24 @@ class Rounds(Mixer):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
+        for _ in self.steps(s):
+            pass
+
+    def steps(self, s: FlatVector) -> Iterator[None]:
+        """As `finish`; yields where messages are on their way, so that one thread can run all ranks in turns."""
         self._alpha = None
-        self._run(Vector.of(s))
+        yield from self._run(Vector.of(s))
 
     def difference(self, s: FlatVector) -> float:
-        """See `Mixer`; without a copy of s."""
+        """See `Mixer`; without a copy of s, but where the algorithm keeps models, which are never mixed late."""
+        if self.algorithm.keeps_models:
+            return super().difference(s)
         snapshot = Snapshot(s)
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
         self._alpha = None
-        self._run(snapshot)
+        for _ in self._run(snapshot):
+            pass
         if self._alpha is not None:  # the mixer has made the correction of the whole vector
             return self._alpha
         if not snapshot.is_correction:
@@ -169,8 +185,13 @@ class Rounds(Mixer):
         rank, num_ranks = self.transport.rank, self.transport.world_size
         return Vectors(x, self.messages, t=self._t, rank=rank, num_ranks=num_ranks)
 
-    def _run(self, x: Vector) -> None:
+    def _run(self, x: Vector) -> Iterator[None]:
         assert x.flat is not None, "rounds mix flat vectors"
+        if self._is_torn:
+            raise RuntimeError(
+                f"{self}: got a round after one that failed, expected none: the states of the ranks may no longer "
+                "agree; start again from a checkpoint on all ranks"
+            )
         v = self._vectors(x)
         if self.watch is not None:
             v.step = self.watch.before_round(self.memory)
@@ -178,7 +199,7 @@ class Rounds(Mixer):
         self._own_buffer_weight, self.has_failed = 1.0, False
         generator = self.algorithm.round(v, self.memory, self._k)
         try:
-            self._drive(generator, v)
+            yield from self._drive(generator, v)
         except RoundLost:
             self.has_failed = True
             return
@@ -191,35 +212,46 @@ class Rounds(Mixer):
         if self.watch is not None:
             self.watch.after_round(self.memory)
 
-    def _drive(self, generator: Generator[Request, Any, None], v: Vectors) -> None:
+    def _drive(self, generator: Generator[Request, Any, None], v: Vectors) -> Iterator[None]:
         """Answer until the round ends."""
         reply = None
         while True:
+            # Peers have the same messages: if this rank does not write what they say, they no longer agree.
+            self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
             try:
                 request = generator.send(reply)
             except StopIteration:
+                self._is_torn = False
                 return
-            reply = self._answer(request, v)
+            self._is_torn = False
+            reply = yield from self._answer(request, v)
             if reply is RoundLost:
                 generator.throw(RoundLost())
 
-    def _answer(self, request: Request, v: Vectors) -> Any:
+    def _answer(self, request: Request, v: Vectors) -> Generator[None, None, Any]:
         if isinstance(request, Mix):
-            return self._mix(request.x, v, self.mixer)
+            return (yield from self._mix(request.x, v, self.mixer))
         if isinstance(request, Average):
-            self._mix(request.x, v, self.averager)
+            yield from self._mix(request.x, v, self.averager)
             return RoundLost if self.averager.has_failed else None
-        if isinstance(request, Share | Exchange):
-            if isinstance(request, Share):
-                reply: Any = self.messages.share(request.message, v.x, self._buffers)
-            else:
-                reply = self.messages.exchange(request.messages, request.checksums, v.x, self._buffers)
-            self._own_buffer_weight = self.messages.own_buffer_weight
-            return reply
+        if isinstance(request, Share):
+            replies = yield from self._exchange(dict.fromkeys(v.peers, request.message), {})
+            return self.messages.row_of(request.message, replies)
+        if isinstance(request, Exchange):
+            return (yield from self._exchange(request.messages, request.checksums))
         assert isinstance(request, Gather), f"got the request {request!r}"
         return self._gather(request.message)
 
-    def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
+    def _exchange(
+        self, messages: Mapping[int, Message], checksums: Mapping[int, int]
+    ) -> Generator[None, None, dict[int, Message]]:
+        self.messages.post(messages, self._buffers, checksums=checksums)
+        yield
+        replies = self.messages.wait(self._buffers)
+        self._own_buffer_weight = self.messages.own_buffer_weight
+        return replies
+
+    def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> Iterator[None]:
         flat = x.flat
         assert flat is not None, "only vectors of the model's layout are mixed: v.x, or one of m.scratch()"
         for b, own in zip(flat.buffers, self._buffers, strict=True):
@@ -231,6 +263,7 @@ class Rounds(Mixer):
             self._alpha, x.is_correction = mixer.difference(flat), True
             self._own_buffer_weight = mixer.own_buffer_weight
             return
+        yield
         mixer.finish(flat)
         self._own_buffer_weight *= mixer.own_buffer_weight
         for own, b in zip(self._buffers, flat.buffers, strict=True):
@@ -253,10 +286,13 @@ class Rounds(Mixer):
         self._has_begun = False
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory."""
+        """See `Mixer`; shares memory. Empty after a round that ended while it was writing."""
+        if self._is_torn:
+            return {}
         return {
-            "algorithm": type(self.algorithm).__name__,
-            "memory": self.memory.state_dict(),
+            "algorithm": self.name,
+            "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
+            "memory": self.memory.state_dict(has_links=not is_elastic(self.transport)),
             "messages": self.messages.state_dict(),
             "mixer": self.mixer.state_dict(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(),
@@ -264,22 +300,40 @@ class Rounds(Mixer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`; an empty state starts anew."""
-        name = type(self.algorithm).__name__
-        if state and state.get("algorithm") != name:
+        state = renewed(state)
+        if state and state.get("algorithm") != self.name:
             raise ValueError(
-                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {name}; wrap as "
-                "when it was saved, or load the model alone: module.load_state_dict"
+                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {self.name}; wrap "
+                "as when it was saved, or load the model alone: module.load_state_dict"
             )
-        self._has_begun = False
-        self.memory.load_state_dict(state.get("memory", {}))
+        self._has_begun = self._is_torn = False
+        memory = dict(state.get("memory", {}))
+        if self.algorithm.keeps_links and is_elastic(self.transport):
+            memory.pop("vectors", None)
+        if memory.get("links"):
+            if is_elastic(self.transport):  # whoever loads it may have other peers
+                del memory["links"]
+            else:
+                self._check_links(state["links"])
+        self.memory.load_state_dict(memory)
         self.messages.load_state_dict(state.get("messages", {}))
         self.mixer.load_state_dict(state.get("mixer", {}))
         if self.watch is not None:
             self.watch.load_state_dict(state.get("optimizer", {}))
 
+    def _check_links(self, found: Sequence[int]) -> None:
+        own = sorted(self.mixing.graph.phone_book(self.transport.rank))
+        if list(found) != own:
+            raise ValueError(
+                f"{self.algorithm}: got the state of links to {list(found)}, expected {own}; load the checkpoint of "
+                "this rank, made on the same graph"
+            )
+
     def for_membership(self) -> Rounds:
         """See `Gossiper`."""
-        return self
+        rounds = Rounds(self.algorithm.for_membership(), self.mixer.for_membership())
+        rounds.name = self.name
+        return rounds
 
     def __repr__(self) -> str:
         inner = f".over({self.mixer!r})" if isinstance(self.mixer, Rounds) else ""

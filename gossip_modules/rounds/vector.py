@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -34,6 +35,25 @@ class Vector:
     def of(cls, flat: FlatVector) -> Vector:
         """The parameters of a flat vector; shares memory."""
         return cls(flat.parameters, flat)
+
+    @property
+    def layout(self) -> FlatLayout:
+        """The shapes of the tensors in each part."""
+        assert self.flat is not None, "shapes are known of the model and of m.scratch()"
+        return self.flat.layout.where(is_buffer=False)
+
+    def begin_adding(self) -> None:
+        """All that the round writes from now on is added to the parts."""
+
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[Vector]:
+        """A vector to add several things to: self, or float32 zeros for narrower parts, which are added at the end."""
+        self.begin_adding()
+        total = Vector([torch.zeros_like(x, dtype=torch.float32) if x.element_size() < 4 else x for x in self.parts])
+        yield total
+        for x, whole in zip(self.parts, total.parts, strict=True):
+            if whole is not x:
+                add_(x, whole, alpha=1.0)
 
     def set_(self, other: Vector) -> Vector:
         """self <- other."""
