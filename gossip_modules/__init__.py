@@ -8,6 +8,8 @@ from .ad_psgd.wrapper import BilatGossipDataParallel
 from .algorithms.choco import Choco
 from .algorithms.deep_squeeze import DeepSqueeze
 from .algorithms.moniqua import Moniqua
+from .algorithms.power_gossip import PowerGossip
+from .algorithms.relay_sgd import RelaySGD
 from .algorithms.sparta import Sparta
 from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
@@ -28,9 +30,7 @@ from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
 from .flat.vector import FlatVector
 from .gossiper.gossiper import Gossiper
-from .gossiper.link_times import measure_link_times
 from .gossiper.mixer import GlobalAverage, Mixer
-from .gossiper.power_gossip import PowerGossip
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager
@@ -62,6 +62,7 @@ from .graph_manager.static_graphs import (
 )
 from .graph_manager.weighted_graph import WeightedGraph
 from .matcha.graph import MatchaGraph
+from .matcha.link_times import measure_link_times
 from .membership.membership import Membership
 from .mixing_manager.base import (
     MetropolisHastingsMixing,
@@ -83,7 +84,6 @@ from .outer.noloco import NoLoCo
 from .outer.slowmo import SlowMo
 from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
-from .relay.relay_sgd import RelaySGD
 from .schedule import Schedule
 from .transport.base import Transport
 from .transport.connect import connect

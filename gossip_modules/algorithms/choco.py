@@ -112,6 +112,7 @@ class LinkChoco(Choco):
     """
 
     keeps_links: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = False
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

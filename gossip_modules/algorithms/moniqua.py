@@ -73,6 +73,7 @@ class Moniqua(Algorithm):
 
     is_skippable: ClassVar[bool] = False  # a message without finite numbers is an error, and not left out
     needs_symmetric_weights: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_size", checked_step_size(self))

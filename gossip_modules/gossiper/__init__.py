@@ -1,9 +1,8 @@
-"""The gossip algorithms in lockstep: D-PSGD, SGP and PowerGossip."""
+"""The gossip of models themselves in lockstep: D-PSGD and SGP; and the base of gossipers of your own."""
 
 from ..old_calls import BilatPushPull
 from .gossiper import Gossiper
-from .power_gossip import PowerGossip
 from .push_pull import PushPull
 from .push_sum import PushSum
 
-__all__ = ["BilatPushPull", "Gossiper", "PowerGossip", "PushPull", "PushSum"]
+__all__ = ["BilatPushPull", "Gossiper", "PushPull", "PushSum"]

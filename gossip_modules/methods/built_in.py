@@ -8,9 +8,9 @@ from ..ad_psgd.exchange import BilateralAverage
 from ..algorithms.choco import Choco
 from ..algorithms.deep_squeeze import DeepSqueeze
 from ..algorithms.moniqua import Moniqua
+from ..algorithms.power_gossip import PowerGossip
 from ..dpwa.engine import PairwiseEngine
 from ..engine.overlap import OverlapEngine
-from ..gossiper.power_gossip import PowerGossip
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper
@@ -219,7 +219,7 @@ BUILT_IN: tuple[Method, ...] = (
             "NeurIPS 2020",
             "2008.01425",
         ),
-        example="GossipDataParallel(model, gossiper=PowerGossip())",
+        example="GossipDataParallel(model, algorithm=PowerGossip())",
         graph="undirected",
         options=COMPRESSED | {"power_rank", "power_iterations", "warm_start", "compress_vectors"},
         gossiper=power_gossip,

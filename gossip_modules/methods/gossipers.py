@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..algorithms.choco import Choco
 from ..algorithms.deep_squeeze import DeepSqueeze
 from ..algorithms.moniqua import Moniqua
-from ..gossiper.power_gossip import PowerGossip
+from ..algorithms.power_gossip import PowerGossip
 from .compressors import (
     CHOCO_STEP_SIZES,
     DEEP_SQUEEZE_STEP_SIZES,

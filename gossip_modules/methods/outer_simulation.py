@@ -16,12 +16,12 @@ from ..mixing_manager.graph_weights import default_mixing
 from ..outer.anchor import Anchor
 from ..outer.fragment import Fragment, Range
 from ..outer.method import OuterMethod
+from ..rounds.rows import Rows, StackedMixing
 from ..schedule import Action, Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, GatherClock, SyncClock
 from ..simulate.codes import code_rows, coded_message
 from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
-from ..simulate.mixing import Round, SimulatedMixing
 from ..simulate.setting import Setting
 from .options import MethodOptions
 from .simulated import options_of, undirected
@@ -57,7 +57,7 @@ class OuterSimulation(LockstepMethod):
     """
 
     def __init__(self, outer: OuterMethod, mixing: MixingManager | None, clock: Clock) -> None:
-        super().__init__(Plain(), None if mixing is None else SimulatedMixing(mixing), Schedule(), clock)
+        super().__init__(Plain(), None if mixing is None else StackedMixing(mixing), Schedule(), clock)
         self.outer = outer
         rates = {f"outer_{name}": getattr(outer, name) for name in ("lr", "momentum") if hasattr(outer, name)}
         step_size = {"step_size": outer.step_size} if hasattr(outer, "step_size") else {}
@@ -106,7 +106,7 @@ class OuterSimulation(LockstepMethod):
             sent.copy_(sent.mean(0) if round_ is None else round_.mix(sent))
         self._due.append((self.clock.step - 1 + self.outer.delay, anchor))
 
-    def _round(self) -> Round | None:
+    def _round(self) -> Rows | None:
         """The next one of the graph; each fragment meets every matrix of one that changes."""
         return None if self.mixing is None else self.mixing.round(self._t // self.outer.num_fragments)
 

@@ -9,24 +9,22 @@ from typing import Any
 from torch import Tensor
 
 from ..algorithms.sparta import Sparta
-from ..gossiper.gossiper import Gossiper
 from ..registry import Method, Paper
+from ..rounds.rows import Rows, StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
-from ..simulate.codes import code_rows
+from ..simulate.codes import code_rows, coded_message
 from ..simulate.gossip import LockstepMethod, Rule, SimulatedMethod
-from ..simulate.mixing import Round, SimulatedMixing
 from ..simulate.setting import Setting
 from .controlled_simulation import schedule_of
 from .graphs import make_undirected_graph
-from .one_thread import measured_message
 from .options import Context, MethodOptions
 from .own import gossiper_method
 from .simulated import options_of, undirected
 from .wrapping import code, wrap_gossip
 
 
-def sparta(options: MethodOptions, seed: int) -> Gossiper:
+def sparta(options: MethodOptions, seed: int) -> Sparta:
     """SPARTA."""
     return Sparta(options.compression_ratio, seed=seed)
 
@@ -41,7 +39,7 @@ class SpartaRule(Rule):
     def __init__(self, gossiper: Sparta) -> None:
         self.compressor = gossiper.compressor
 
-    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
         result = code_rows(self.compressor, x, t)
         columns = result.any(dim=0).nonzero().flatten()
@@ -54,9 +52,9 @@ def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
     options, schedule = options_of(choice, setting), schedule_of(choice.method, setting)
     mixing = undirected(choice, setting)
     gossiper = Sparta(options.compression_ratio, seed=setting.seed)
-    message = measured_message(lambda: sparta(options, setting.seed), setting.num_parameters, setting.links)
+    message = coded_message(gossiper.compressor, setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(SpartaRule(gossiper), SimulatedMixing(mixing), schedule, clock)
+    return LockstepMethod(SpartaRule(gossiper), StackedMixing(mixing), schedule, clock)
 
 
 def everyone_or_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:

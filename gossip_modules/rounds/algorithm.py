@@ -49,9 +49,11 @@ class Algorithm(ABC):
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
-        is_elastic: whether a round goes on without peers that fail, so that it may run with a membership.
+        is_elastic: whether a round goes on without peers that fail, so that a membership may run it.
         checks_messages: whether ranks number their messages, and compare before each one what they have sent each other
             so far. False where that would take longer than it is worth, as where messages are models.
+        takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
+            False where it has a message for each peer, or looks into its messages.
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
     """
 
@@ -72,6 +74,7 @@ class Algorithm(ABC):
     keeps_links: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = True
     checks_messages: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = True
 
     @abstractmethod
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
@@ -162,13 +165,13 @@ def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:
     needs_symmetry = algorithm.needs_symmetric_weights or algorithm.needs_static_graph
     if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):
         raise ValueError(
-            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take "
-            "MetropolisHastingsMixing over a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
+            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take MetropolisHastingsMixing "
+            "over a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
         )
     if algorithm.needs_static_graph and (mixing.graph.is_dynamic or mixing.period != 1):
         raise ValueError(
-            f"{name}: got {mixing} of period {mixing.period}, expected a graph that never changes, since the memory "
-            "of a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a "
+            f"{name}: got {mixing} of period {mixing.period}, expected a graph that never changes, since the memory of "
+            "a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a "
             "torus with 4, or a hypercube with all neighbours"
         )
     if algorithm.needs_doubly_stochastic and not algorithm.averages_exactly and not mixing.is_doubly_stochastic:

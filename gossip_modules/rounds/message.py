@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from typing import cast
 
-from torch import Tensor
-
+from ..compression.compressor import Code as Code
 from ..compression.compressor import Compressor
 from ..gossiper.message import MessageBuffer
+from ..gossiper.message import warn_of_little as warn_of_little
 from .vector import Vector
-
-
-class Code(Protocol):
-    """Turns a flat tensor into bytes: a `Compressor`, or an algorithm whose bytes have no meaning by themselves."""
-
-    def message_like(self, x: Tensor) -> Tensor: ...
-
-    def compress(self, x: Tensor, message: Tensor, *, t: int) -> None: ...
 
 
 class Message:

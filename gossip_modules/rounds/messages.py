@@ -61,6 +61,8 @@ class MessageRounds(LinkedGossiper):
 
     def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
         """A message of that code for vectors like x; its memory is used again for the next one of that key."""
+        flat = self._x.flat
+        assert flat is not None, "messages carry the buffers of a flat vector"
         shapes = tuple((part.dtype, part.numel()) for part in x.parts)
         sizes = self._kept.cached(("sizes", id(code), shapes), lambda: (code, self._sizes_of(code, x)))[1]
         message = self.room_for_fields(sizes, key=key)
@@ -76,7 +78,7 @@ class MessageRounds(LinkedGossiper):
         return [(torch.uint8, size) for size in num_bytes]
 
     def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
-        """See `Vectors.message`; in the first exchange of a round the buffers of the model are in front of the fields."""
+        """See `Vectors.message`; in the first exchange of a round the buffers of the model are in front."""
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
         others = [(b.dtype, b.numel()) for b in flat.buffers] if self._phase == 0 else []

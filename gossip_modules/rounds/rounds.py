@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -120,13 +120,8 @@ class Rounds(Mixer):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
-        for _ in self.steps(s):
-            pass
-
-    def steps(self, s: FlatVector) -> Iterator[None]:
-        """As `finish`; yields where messages are on their way, so that one thread can run all ranks in turns."""
         self._alpha = None
-        yield from self._run(Vector.of(s))
+        self._run(Vector.of(s))
 
     def difference(self, s: FlatVector) -> float:
         """See `Mixer`; without a copy of s, but where the algorithm keeps models, which are never mixed late."""
@@ -136,8 +131,7 @@ class Rounds(Mixer):
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
         self._alpha = None
-        for _ in self._run(snapshot):
-            pass
+        self._run(snapshot)
         if self._alpha is not None:  # the mixer has made the correction of the whole vector
             return self._alpha
         if not snapshot.is_correction:
@@ -185,7 +179,7 @@ class Rounds(Mixer):
         rank, num_ranks = self.transport.rank, self.transport.world_size
         return Vectors(x, self.messages, t=self._t, rank=rank, num_ranks=num_ranks)
 
-    def _run(self, x: Vector) -> Iterator[None]:
+    def _run(self, x: Vector) -> None:
         assert x.flat is not None, "rounds mix flat vectors"
         if self._is_torn:
             raise RuntimeError(
@@ -199,7 +193,7 @@ class Rounds(Mixer):
         self._own_buffer_weight, self.has_failed = 1.0, False
         generator = self.algorithm.round(v, self.memory, self._k)
         try:
-            yield from self._drive(generator, v)
+            self._drive(generator, v)
         except RoundLost:
             self.has_failed = True
             return
@@ -212,7 +206,7 @@ class Rounds(Mixer):
         if self.watch is not None:
             self.watch.after_round(self.memory)
 
-    def _drive(self, generator: Generator[Request, Any, None], v: Vectors) -> Iterator[None]:
+    def _drive(self, generator: Generator[Request, Any, None], v: Vectors) -> None:
         """Answer until the round ends."""
         reply = None
         while True:
@@ -224,34 +218,31 @@ class Rounds(Mixer):
                 self._is_torn = False
                 return
             self._is_torn = False
-            reply = yield from self._answer(request, v)
+            reply = self._answer(request, v)
             if reply is RoundLost:
                 generator.throw(RoundLost())
 
-    def _answer(self, request: Request, v: Vectors) -> Generator[None, None, Any]:
+    def _answer(self, request: Request, v: Vectors) -> Any:
         if isinstance(request, Mix):
-            return (yield from self._mix(request.x, v, self.mixer))
+            return self._mix(request.x, v, self.mixer)
         if isinstance(request, Average):
-            yield from self._mix(request.x, v, self.averager)
+            self._mix(request.x, v, self.averager)
             return RoundLost if self.averager.has_failed else None
         if isinstance(request, Share):
-            replies = yield from self._exchange(dict.fromkeys(v.peers, request.message), {})
+            replies = self._exchange(dict.fromkeys(v.peers, request.message), {})
             return self.messages.row_of(request.message, replies)
         if isinstance(request, Exchange):
-            return (yield from self._exchange(request.messages, request.checksums))
+            return self._exchange(request.messages, request.checksums)
         assert isinstance(request, Gather), f"got the request {request!r}"
         return self._gather(request.message)
 
-    def _exchange(
-        self, messages: Mapping[int, Message], checksums: Mapping[int, int]
-    ) -> Generator[None, None, dict[int, Message]]:
+    def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
         self.messages.post(messages, self._buffers, checksums=checksums)
-        yield
         replies = self.messages.wait(self._buffers)
         self._own_buffer_weight = self.messages.own_buffer_weight
         return replies
 
-    def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> Iterator[None]:
+    def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
         flat = x.flat
         assert flat is not None, "only vectors of the model's layout are mixed: v.x, or one of m.scratch()"
         for b, own in zip(flat.buffers, self._buffers, strict=True):
@@ -263,7 +254,6 @@ class Rounds(Mixer):
             self._alpha, x.is_correction = mixer.difference(flat), True
             self._own_buffer_weight = mixer.own_buffer_weight
             return
-        yield
         mixer.finish(flat)
         self._own_buffer_weight *= mixer.own_buffer_weight
         for own, b in zip(self._buffers, flat.buffers, strict=True):
