@@ -18,9 +18,9 @@ from gossip_modules.gossiper.choco import ElasticChoco
 from gossip_modules.gossiper.linked import LinkedGossiper
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager.base import MixingManager
-from tests.library.gossiper.contract import GOSSIPERS, STATIC, vector_of
-from tests.library.gossiper.test_choco import top
-from tests.library.gossiper.test_compressed import RESIDUES, rounds_of
+from tests.library.algorithms.contract import ALGORITHMS, STATIC, vector_of
+from tests.library.algorithms.test_choco import top
+from tests.library.algorithms.test_compressed import RESIDUES, rounds_of
 from tests.library.membership.scripted import Ended, ScriptedWorker, mixing_of, run_workers
 from tests.library.membership.test_membership import Job, close
 
@@ -124,7 +124,7 @@ CASES = [
 def test_four_three_four_workers_keep_their_mean_and_come_to_agree(
     name: str, die: Callable[[Worker, int], None], late: bool
 ) -> None:
-    make = GOSSIPERS.get(name, lambda: PushPull(wire_dtype=torch.bfloat16))
+    make = ALGORITHMS.get(name, lambda: PushPull(wire_dtype=torch.bfloat16))
     workers = run_gossip(four_three_four(die, late=late), make, SMALL)
     survivors, all_four = [workers[k] for k in (0, 2, 3)], [workers[k] for k in (0, 2, 3, 4)]
     for group, first, last in ((survivors, 3, 8), (all_four, 9, 30)):
@@ -140,7 +140,7 @@ def test_four_three_four_workers_keep_their_mean_and_come_to_agree(
     assert spread[1] < RESIDUES.get(name, 0.2) * spread[0]
 
 
-@pytest.mark.parametrize("make", [GOSSIPERS["Choco TopK"], PowerGossip], ids=["Choco", "PowerGossip"])
+@pytest.mark.parametrize("make", [ALGORITHMS["Choco TopK"], PowerGossip], ids=["Choco", "PowerGossip"])
 def test_a_link_is_kept_where_both_ends_have_the_same_and_else_begins_anew(make: Callable[[], Gossiper]) -> None:
     """Worker 0 applies a message of 1 in round 2 which does not apply that of 0, and both live."""
     ages: dict[int, dict[int, int]] = {}

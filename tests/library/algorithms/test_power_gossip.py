@@ -23,12 +23,12 @@ from gossip_modules import (
     RingGraph,
 )
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
-from gossip_modules.gossiper.compressed import CompressedGossiper
+from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.problems import net
 from tests.harness.ranks import CPU, run_ranks, solo_group
-from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of
-from tests.library.gossiper.test_choco import coded, train_dense, train_ranks
-from tests.library.gossiper.test_compressed import rounds_of
+from tests.library.algorithms.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of
+from tests.library.algorithms.test_choco import coded, train_dense, train_ranks
+from tests.library.algorithms.test_compressed import rounds_of
 
 MIXINGS = {**{name: STATIC[name] for name in ("ring", "star", "path")}, **DYNAMIC}
 ITERATIONS = pytest.mark.parametrize("num_iterations", [1, 2, 3])
@@ -84,7 +84,7 @@ def first_factors(mixing: MixingManager, columns: int, rank: int, seed: int = 0)
     return {link: torch.randn(columns, rank, generator=generator).double() for link in links_of(mixing)}
 
 
-def begin_with(gossiper: CompressedGossiper, s: FlatVector, factors: list[dict[tuple[int, int], Tensor]]) -> None:
+def begin_with(gossiper: Algorithm, s: FlatVector, factors: list[dict[tuple[int, int], Tensor]]) -> None:
     """Put right factors into the state of a new gossiper, one dict per matrix."""
     gossiper.prepare(s)
     state, me = gossiper.state_dict(), gossiper.transport.rank
