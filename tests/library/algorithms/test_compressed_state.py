@@ -184,7 +184,8 @@ def test_a_state_of_other_neighbours_is_refused(name: str) -> None:
         gossiper, s = bound(ALGORITHMS[name](), ring(4), group), vector_of(group.rank())
         gossiper.mix(s, 0)
         resumed = bound(ALGORITHMS[name](), MetropolisHastingsMixing(CompleteGraph(4, peers_per_itr=3)), group)
-        with pytest.raises(ValueError, match=r"got the state of (vector|links) .*, expected .*; (load|resume)"):
+        message = r"got the state of (vector|links) .*, expected .*; (load|resume)"
+        with pytest.raises(ValueError, match=message):  # noqa: PT012 (links are compared at once, vectors in a round)
             resumed.load_state_dict(gossiper.state_dict())
             resumed.mix(s, 1)
 
@@ -332,9 +333,7 @@ def test_after_a_round_that_ended_while_it_wrote_only_a_checkpoint_goes_on() -> 
             rounds.mix(s, 1)
         assert rounds.state_dict() == {}
         for again in (rounds, copy.deepcopy(rounds)):
-            with pytest.raises(
-                RuntimeError, match=r"got a round after one that failed.* start again from a checkpoint"
-            ):
+            with pytest.raises(RuntimeError, match=r"got a round after one that failed.* start again"):
                 again.mix(s, 2)
         rounds.load_state_dict(state)
         rounds.mix(s, 2)
