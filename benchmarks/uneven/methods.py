@@ -43,8 +43,8 @@ def _on_base_graph(num_workers: int, num_peers: int) -> Mapping[str, Any]:
 
 METHODS: Mapping[str, UnevenMethod] = {
     "ar": UnevenMethod("All-reduce", None),
-    "relaysgd": UnevenMethod("RelaySGD, two binary trees", lambda n: {"gossiper": RelaySGD()}),
-    "relaysgd-chain": UnevenMethod("RelaySGD, chain", lambda n: {"gossiper": RelaySGD(), "graph": ChainGraph(n)}),
+    "relaysgd": UnevenMethod("RelaySGD, two binary trees", lambda n: {"algorithm": RelaySGD()}),
+    "relaysgd-chain": UnevenMethod("RelaySGD, chain", lambda n: {"algorithm": RelaySGD(), "graph": ChainGraph(n)}),
     "sgp": UnevenMethod("SGP, one-peer exponential", lambda n: {}),
     "base": UnevenMethod("D-PSGD, Base-2", lambda n: _on_base_graph(n, 1)),
     "base3": UnevenMethod("D-PSGD, Base-3", lambda n: _on_base_graph(n, 2)),

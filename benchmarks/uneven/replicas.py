@@ -1,6 +1,6 @@
 """The models of all workers as the rows of one tensor, trained in one thread by the library's own algorithms.
 
-A row goes through what a rank goes through: the weights, the rule and, of RelaySGD, the gossiper that
+A row goes through what a rank goes through: the weights, the rule and, of RelaySGD, the algorithm that
 `GossipDataParallel` chooses for the same arguments, and torch's own SGD. Tests hold the two together, method by method.
 Ranks as threads took three times as long: 72 ms of one core for a step of SGP by 16 ranks, 32 images each; stacked, the
 networks took 22 and a round 2.
@@ -8,7 +8,6 @@ networks took 22 and a round 2.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossip_modules import Carried, FlatVector, MixingManager, PushPull, PushSum, Schedule
-from gossip_modules.methods.one_thread import GossiperRule
+from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.rows import StackedMixing
+from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.update_rules.sgd_momentum import SGDStep
 from gossip_modules.wrappers.defaults import Choices
 
@@ -98,6 +98,18 @@ def _mix_by(mixing: MixingManager) -> Callable[[Tensor, int], Tensor]:
     return lambda x, t: rounds.round(t).mix(x).sub_(x)
 
 
+def _rounds_of(algorithm: Algorithm, mixing: MixingManager) -> Callable[[Tensor, int], Tensor]:
+    """What round t of an algorithm adds to x [n, d]."""
+    driver = Stacked(algorithm, mixing)
+
+    def difference(x: Tensor, t: int) -> Tensor:
+        after = x.clone()
+        driver.step(after, t)
+        return after.sub_(x)
+
+    return difference
+
+
 class StackedGossip:
     """The rounds of `GossipDataParallel(model, **arguments)` on the rows of x.
 
@@ -119,7 +131,7 @@ class StackedGossip:
         if is_plain and not mixing.is_doubly_stochastic:
             raise ValueError(f"got {mixing}, expected doubly stochastic weights: there are no push-sum weights here")
         self._x, self._optimizer = x, optimizer
-        self._mix = _mix_by(mixing) if is_plain else GossiperRule(lambda: copy.deepcopy(gossiper), mixing).difference
+        self._mix = _mix_by(mixing) if is_plain else _rounds_of(gossiper.algorithm, mixing)
         self._rule, self._carried, self._t = algorithm.rule, None, 0
         if self._rule is not None:
             self._rule.check(mixing)

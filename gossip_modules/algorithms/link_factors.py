@@ -80,10 +80,10 @@ class LinkFactors:
             if peers
         ]
 
-    def advance(self, link: Link, theirs: Sequence[Tensor], mine: Sequence[Tensor]) -> None:
-        """The factor that is next <- theirs - mine; the products of j and of i < j, for each batch."""
+    def advance(self, link: Link, high: Sequence[Tensor], low: Sequence[Tensor]) -> None:
+        """P <- X_j Q̂ - X_i Q̂, or Q <- X_j^T P̂ - X_i^T P̂; high: the products of j. low: of i < j. For each batch."""
         side = link["iterations"] % 2
-        pairs = zip(theirs, mine, self._matrices.batches, strict=True)
+        pairs = zip(high, low, self._matrices.batches, strict=True)
         link[SIDES[side]] = [torch.sub(a, b).view(batch.factor_shape(side)) for a, b, batch in pairs]
         link["iterations"] += 1
 

@@ -75,7 +75,10 @@ class MatrixBatches:
         self.exact: list[Exact] = []
         for part, segment in enumerate(layout.segments):
             for found in _runs(part, segment, rank=rank, compress_vectors=compress_vectors):
-                (self.batches if isinstance(found, Batch) else self.exact).append(found)  # type: ignore[attr-defined]
+                if isinstance(found, Batch):
+                    self.batches.append(found)
+                else:
+                    self.exact.append(found)
         dtypes = [segment.dtype for segment in layout.segments]
         self.dtypes = [wide(dtypes[batch.part]) for batch in self.batches]
         self.exact_sizes = [(dtypes[run.part], run.last - run.first) for run in self.exact]

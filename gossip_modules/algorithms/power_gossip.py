@@ -138,13 +138,13 @@ class PowerGossip(Algorithm):
                 mine, theirs = messages[j].fields, reply.fields
                 if exact:
                     vectors.append((weights[j], theirs, mine))
-                ends = (theirs, mine) if v.rank < j else (mine, theirs)
-                factors.advance(links[j], *(fields[len(exact) :] for fields in ends))
+                high, low = (theirs, mine) if v.rank < j else (mine, theirs)
+                factors.advance(links[j], high[len(exact) :], low[len(exact) :])
                 weights[j] *= 1.0 if v.rank < j else -1.0
             change.add([base.among(links) for base in bases], links, weights)  # + or - step_size W_ij D̂
         v.x.begin_adding()
-        for weight, theirs, mine in vectors:
-            for run, other, own in zip(matrices.exact, theirs, mine, strict=False):
+        for weight, others, owns in vectors:
+            for run, other, own in zip(matrices.exact, others, owns, strict=False):
                 add_(run.of(v.x.parts), other, alpha=weight)
                 add_(run.of(v.x.parts), own, alpha=-weight)
         with full_precision(v.x.device):

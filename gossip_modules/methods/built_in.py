@@ -160,7 +160,7 @@ BUILT_IN: tuple[Method, ...] = (
             "ICML 2019",
             "1902.00340",
         ),
-        example="GossipDataParallel(model, gossiper=Choco(SignNorm(), step_size=0.45))",
+        example="GossipDataParallel(model, algorithm=Choco(SignNorm(), step_size=0.45))",
         graph="undirected, static",
         options=COMPRESSED | {"compressor"},
         gossiper=choco,
@@ -181,7 +181,7 @@ BUILT_IN: tuple[Method, ...] = (
             "2019",
             "1907.07346",
         ),
-        example="GossipDataParallel(model, gossiper=DeepSqueeze(SignNorm(), step_size=0.01))",
+        example="GossipDataParallel(model, algorithm=DeepSqueeze(SignNorm(), step_size=0.01))",
         graph="undirected",
         options=COMPRESSED | {"compressor"},
         gossiper=deep_squeeze,
@@ -199,7 +199,7 @@ BUILT_IN: tuple[Method, ...] = (
         paper=Paper(
             "Lu, De Sa", "Moniqua: Modulo Quantized Communication in Decentralized SGD", "ICML 2020", "2002.11787"
         ),
-        example="GossipDataParallel(model, gossiper=Moniqua(theta=0.5))",
+        example="GossipDataParallel(model, algorithm=Moniqua(theta=0.5))",
         graph="undirected",
         options=COMPRESSED | {"theta", "compression_bits"},
         gossiper=moniqua,

@@ -17,11 +17,11 @@ from ..outer.anchor import Anchor
 from ..outer.fragment import Fragment, Range
 from ..outer.method import OuterMethod
 from ..rounds.rows import Rows, StackedMixing
-from ..schedule import Action, Schedule
+from ..schedule import Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, GatherClock, SyncClock
-from ..simulate.codes import code_rows, coded_message
-from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
+from ..simulate.codes import coded_message
+from ..simulate.gossip import RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
 from .options import MethodOptions
 from .simulated import options_of, undirected
@@ -37,7 +37,7 @@ class AllAnchors(Anchor):
         """See `Anchor`; without messages: `gradients` become what they would mean."""
         for own, meant in zip(x, self.gradients, strict=True):
             rows = own.view(self.num_ranks, -1)
-            meant.copy_(code_rows(compressor, rows, self._num_compressed).flatten())
+            meant.copy_(compressor.decompressed(rows, t=self._num_compressed).flatten())
             own.sub_(meant)
         self._num_compressed += 1
 
@@ -45,7 +45,7 @@ class AllAnchors(Anchor):
         """See `Anchor`: `compress` has written it."""
 
 
-class OuterSimulation(LockstepMethod):
+class OuterSimulation(RuleMethod):
     """An outer method itself, on the models of all ranks at once.
 
     An outer step with a delay is applied that much later; its time is that of one which training waits for.
@@ -57,7 +57,7 @@ class OuterSimulation(LockstepMethod):
     """
 
     def __init__(self, outer: OuterMethod, mixing: MixingManager | None, clock: Clock) -> None:
-        super().__init__(Plain(), None if mixing is None else StackedMixing(mixing), Schedule(), clock)
+        super().__init__(None, None if mixing is None else StackedMixing(mixing), Schedule(), clock)
         self.outer = outer
         rates = {f"outer_{name}": getattr(outer, name) for name in ("lr", "momentum") if hasattr(outer, name)}
         step_size = {"step_size": outer.step_size} if hasattr(outer, "step_size") else {}
@@ -74,8 +74,7 @@ class OuterSimulation(LockstepMethod):
         self._arrive(models, step)
         starting = self.outer.starting_at(step)
         round_ = self._round() if starting else None
-        action = Action.SKIP if not starting else Action.AVERAGE if round_ is None else Action.GOSSIP
-        self.clock.advance(action, round_)
+        self.clock.advance([round_] if starting else [])
         for p in starting:
             self._start(self._anchors[p], models)
             if not self.outer.delay:
@@ -96,8 +95,7 @@ class OuterSimulation(LockstepMethod):
         """An outer step up to where it would be applied."""
         round_ = self._round()
         self._t += 1
-        if self.num_ranks > 1:
-            self._count_bytes(round_)
+        self._count_bytes([round_])
         self.outer.start(anchor, anchor.read(models)[0])
         if self.outer.is_eager:
             anchor.write_to(models)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,13 @@ from ..registry import Method, Paper
 from ..rounds.rows import Rows, StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
-from ..simulate.codes import code_rows, coded_message
-from ..simulate.gossip import LockstepMethod, Rule, SimulatedMethod
+from ..simulate.codes import coded_message
+from ..simulate.gossip import Rule, RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
+from .built_in import ROUNDS
 from .controlled_simulation import schedule_of
 from .graphs import make_undirected_graph
 from .options import Context, MethodOptions
-from .own import gossiper_method
 from .simulated import options_of, undirected
 from .wrapping import code, wrap_gossip
 
@@ -41,7 +40,7 @@ class SpartaRule(Rule):
 
     def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
-        result = code_rows(self.compressor, x, t)
+        result = self.compressor.decompressed(x, t=t)
         columns = result.any(dim=0).nonzero().flatten()
         said = result.index_select(1, columns)
         return result.index_copy_(1, columns, round_.mix(said).sub_(said))
@@ -54,7 +53,7 @@ def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
     gossiper = Sparta(options.compression_ratio, seed=setting.seed)
     message = coded_message(gossiper.compressor, setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(SpartaRule(gossiper), StackedMixing(mixing), schedule, clock)
+    return RuleMethod(SpartaRule(gossiper), StackedMixing(mixing), schedule, clock)
 
 
 def everyone_or_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
@@ -62,23 +61,22 @@ def everyone_or_neighbours(options: MethodOptions, num_nodes: int, context: Cont
     return {"graph": None if options.graph == "auto" else make_undirected_graph(options.graph, num_nodes=num_nodes)}
 
 
-SPARTA_METHOD: Method = replace(
-    gossiper_method(
-        "sparta",
-        sparta,
-        algorithm=Sparta,
-        title="SPARTA",
-        summary="averages a small random share of the parameters in each step",
-        paper=Paper(
-            "Beton et al.",
-            "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging",
-            "2025",
-        ),
-        options=frozenset({"compression_ratio"}),
-    ),
-    simulate=simulate_sparta,
+SPARTA_METHOD: Method = Method(
+    "sparta",
+    "SPARTA",
+    "averages a small random share of the parameters in each step",
+    Sparta,
     make=partial(wrap_gossip, whom=everyone_or_neighbours, what=partial(code, gossiper=sparta)),
-    example="GossipDataParallel(model, gossiper=Sparta())",
+    simulate=simulate_sparta,
+    paper=Paper(
+        "Beton et al.",
+        "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging",
+        "2025",
+    ),
+    example="GossipDataParallel(model, algorithm=Sparta())",
+    graph="undirected",
+    options=ROUNDS | {"overlap", "compression_ratio"},
+    gossiper=sparta,
     simulated_graph=lambda n, peers: "complete",
 )
 """Its entry."""

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -148,7 +148,7 @@ class Memory:
         """
         if key not in self._cached:
             self._cached[key] = make()
-        return self._cached[key]
+        return cast("_T", self._cached[key])
 
     def zeros(self) -> list[Tensor]:
         """The parts of a new vector."""

@@ -52,7 +52,7 @@ class Vector:
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[Vector]:
-        """A vector to add several terms to: the parts, or float32 zeros for narrow parts, which are added at the end."""
+        """The vector to add several terms to: the parts, or float32 zeros in place of narrow ones, added at the end."""
         self.begin_adding()
         total = Vector([torch.zeros_like(x, dtype=torch.float32) if x.element_size() < 4 else x for x in self.parts])
         yield total

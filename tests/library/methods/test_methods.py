@@ -31,7 +31,7 @@ from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
-from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, MoniquaRule, Plain, Rule
+from gossip_modules.simulate.gossip import DeepSqueezeRule, MoniquaRule, Rule
 from tests.library.outer.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
@@ -110,8 +110,6 @@ def test_the_tables_have_a_row_for_each_entry() -> None:
 
 
 RULES: dict[str, tuple[Rule, Any]] = {
-    "dpsgd": (Plain(), lambda: gm.PushPull()),
-    "choco": (ChocoRule(gm.SignNorm(16), step_size=0.3), lambda: gm.Choco(gm.SignNorm(16), step_size=0.3)),
     "deepsqueeze": (DeepSqueezeRule(gm.QSGD(8), step_size=0.3), lambda: gm.DeepSqueeze(gm.QSGD(8), step_size=0.3)),
     "sparta": (SpartaRule(gm.Sparta(0.1, seed=3)), lambda: gm.Sparta(0.1, seed=3)),
     "moniqua": (MoniquaRule(16.0, step_size=0.5), lambda: gm.Moniqua(16.0, step_size=0.5)),
@@ -214,8 +212,12 @@ def test_the_simulator_takes_rounds_of_a_rule_as_training_does(name: str) -> Non
 
 def test_what_one_thread_cannot_run_is_refused() -> None:
     mixing = default_mixing(gm.RingGraph(4, peers_per_itr=2), push_sum=False)
+
+    class Twice(HalfStep):
+        num_phases = 2
+
     with pytest.raises(ValueError, match=r"rounds of 2 phases, expected one phase; give the method a rule of its own"):
-        GossiperRule(lambda: gm.PowerGossip(num_iterations=2), mixing)
+        GossiperRule(Twice, mixing)
     (transport,) = make_transports(1)
     with pytest.raises(NotImplementedError, match=r"got a collective \(a sum\) among ranks of one thread"):
         transport.all_reduce(torch.zeros(1), what="a sum")
