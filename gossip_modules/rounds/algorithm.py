@@ -149,7 +149,7 @@ def combined(*parts: object) -> tuple[Algorithm | Over | None, list[object]]:
     found: Algorithm | Over | None = None
     others: list[object] = []
     for part in reversed(parts):
-        made = part() if isinstance(part, type) and issubclass(part, Algorithm) else part
+        made = _made(part) if isinstance(part, type) and issubclass(part, Algorithm) else part
         if isinstance(made, Over) or (isinstance(made, Algorithm) and found is None):
             found = made
         elif isinstance(made, Algorithm):
@@ -157,6 +157,16 @@ def combined(*parts: object) -> tuple[Algorithm | Over | None, list[object]]:
             found = made.over(found)
         others.insert(0, None if isinstance(made, Algorithm | Over) else part)
     return found, others
+
+
+def _made(kind: type[Algorithm]) -> Algorithm:
+    try:
+        return kind()
+    except TypeError as error:
+        raise ValueError(
+            f"got the algorithm {kind.__name__}, and {kind.__name__}() fails: {error}; pass an object with its "
+            "settings, such as Choco(TopK(0.01), step_size=0.04)"
+        ) from None
 
 
 def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:
