@@ -6,9 +6,14 @@ from typing import Any
 from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
 from .algorithms.choco import Choco
+from .algorithms.d2 import D2
+from .algorithms.decentlam import DecentLaM
 from .algorithms.deep_squeeze import DeepSqueeze
+from .algorithms.exact_diffusion import ExactDiffusion
+from .algorithms.gradient_tracking import GradientTracking
 from .algorithms.moniqua import Moniqua
 from .algorithms.power_gossip import PowerGossip
+from .algorithms.qg_dsgdm import QGDSGDm
 from .algorithms.relay_sgd import RelaySGD
 from .algorithms.sparta import Sparta
 from .compression.chunk_top_k import ChunkTopK
@@ -25,7 +30,6 @@ from .dpwa.wrapper import PairwiseDataParallel
 from .engine.engine import Engine, LockstepEngine, SyncEngine
 from .engine.outer import OuterEngine
 from .engine.overlap import OverlapEngine
-from .engine.ruled import RuledEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
 from .flat.vector import FlatVector
@@ -84,19 +88,15 @@ from .outer.noloco import NoLoCo
 from .outer.slowmo import SlowMo
 from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
+from .rounds.algorithm import Algorithm
+from .rounds.memory import Memory
+from .rounds.requests import Mix, Round
+from .rounds.vectors import SGDStep, Vectors
 from .schedule import Schedule
 from .transport.base import Transport
 from .transport.connect import connect
 from .transport.process_group import ProcessGroupTransport
 from .transport.progress import Progress, job_store
-from .update_rules.carried import Carried
-from .update_rules.d2 import D2
-from .update_rules.decentlam import DecentLaM
-from .update_rules.exact_diffusion import ExactDiffusion
-from .update_rules.gradient_tracking import GradientTracking
-from .update_rules.qg_dsgdm import QGDSGDm
-from .update_rules.rule import UpdateRule
-from .update_rules.sgd_momentum import SGDStep
 from .version import __version__ as __version__
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
@@ -108,12 +108,12 @@ __all__ = [
     "D2",
     "QSGD",
     "AccumAdam",
+    "Algorithm",
     "AllReduceDataParallel",
     "Anchor",
     "BaseGraph",
     "BilatGossipDataParallel",
     "ButterflyGroups",
-    "Carried",
     "Cast",
     "ChainGraph",
     "Choco",
@@ -158,7 +158,9 @@ __all__ = [
     "MatchaGraph",
     "MatrixMixing",
     "Membership",
+    "Memory",
     "MetropolisHastingsMixing",
+    "Mix",
     "Mixer",
     "MixingManager",
     "MixingWeights",
@@ -184,7 +186,7 @@ __all__ = [
     "RandomPushGraph",
     "RelaySGD",
     "RingGraph",
-    "RuledEngine",
+    "Round",
     "SGDStep",
     "Schedule",
     "Selection",
@@ -201,7 +203,7 @@ __all__ = [
     "Transport",
     "TwoBit",
     "UniformMixing",
-    "UpdateRule",
+    "Vectors",
     "WeightedGraph",
     "connect",
     "gossip",

@@ -50,9 +50,11 @@ METHODS: Mapping[str, UnevenMethod] = {
     "base3": UnevenMethod("D-PSGD, Base-3", lambda n: _on_base_graph(n, 2)),
     "base5": UnevenMethod("D-PSGD, Base-5", lambda n: _on_base_graph(n, 4)),
     "dpsgd": UnevenMethod("D-PSGD, ring", lambda n: {"push_sum": False, "graph": _ring(n)}),
-    "qgdsgdm": UnevenMethod("QG-DSGDm, ring", lambda n: {"rule": QGDSGDm(), "graph": _ring(n)}, needs_momentum=True),
-    "d2": UnevenMethod("D2, ring", lambda n: {"rule": D2()}),
-    "gradienttracking": UnevenMethod("Gradient tracking, ring", lambda n: {"rule": GradientTracking()}),
-    "decentlam": UnevenMethod("DecentLaM, ring", lambda n: {"rule": DecentLaM()}, needs_momentum=True),
+    "qgdsgdm": UnevenMethod(
+        "QG-DSGDm, ring", lambda n: {"algorithm": QGDSGDm(), "graph": _ring(n)}, needs_momentum=True
+    ),
+    "d2": UnevenMethod("D2, ring", lambda n: {"algorithm": D2()}),
+    "gradienttracking": UnevenMethod("Gradient tracking, ring", lambda n: {"algorithm": GradientTracking()}),
+    "decentlam": UnevenMethod("DecentLaM, ring", lambda n: {"algorithm": DecentLaM()}, needs_momentum=True),
 }
 """By name. SGP on the one-peer exponential graph is also D-PSGD there: its weights are doubly stochastic."""

@@ -66,8 +66,8 @@ class Choco(Algorithm):
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
-        public = m.vector("public", average="reset", of_weights=True)
-        drift = m.vector("drift", average="reset", of_weights=True)
+        public = m.vector("public", average="on_request", of_weights=True)
+        drift = m.vector("drift", average="on_request", of_weights=True)
         q = v.encode(self.compressor, m.scratch("difference").sum_(v.x, public, alpha=-1))
         received = yield Share(q)
         q.add_to(public)

@@ -56,7 +56,7 @@ class DeepSqueeze(Algorithm):
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
-        e = m.vector("error", average="reset", join="zero")
+        e = m.vector("error", average="on_request", join="zero")
         e.add_(v.x)  # v_i, in the memory of e_i, since a copy of the model would cost more than a round that fails
         try:
             q = v.encode(self.compressor, e)

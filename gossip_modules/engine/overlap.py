@@ -156,6 +156,7 @@ class OverlapEngine(LockstepEngine):
 
     def close(self) -> None:
         """See `Engine`. A round in flight is left to end by itself: its peers have its message."""
+        super().close()
         if self._thread is not None:
             self._thread.close()
         self._thread = self._snapshot = self._flight = None

@@ -21,7 +21,6 @@ from ..mixing_manager.laplacian import LaplacianMixing
 from ..outer.method import OuterMethod
 from ..rounds.algorithm import Algorithm
 from ..schedule import Schedule
-from ..update_rules.rule import UpdateRule
 from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
 from ..wrappers.gossip import GossipDataParallel
@@ -202,7 +201,7 @@ def wrap_local_sgd(module: nn.Module, options: MethodOptions, context: Context) 
 
 def wrap_with(
     argument: str,
-    make: Callable[[MethodOptions, int], OuterMethod | UpdateRule | Algorithm],
+    make: Callable[[MethodOptions, int], OuterMethod | Algorithm],
     *,
     whom: Callable[[MethodOptions, int, Context], dict[str, Any]] | None = None,
 ) -> Callable[[nn.Module, MethodOptions, Context], Wrapper]:

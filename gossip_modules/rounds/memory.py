@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,17 +30,11 @@ _K = TypeVar("_K", bound=Kept)
 _T = TypeVar("_T")
 
 
-@dataclass
-class _Entry:
-    """A vector with what was declared of it."""
+class _Entry(NamedTuple):
+    """A vector, and the arguments of `Memory.vector` that it was declared with."""
 
     vector: Vector
-    start: Literal["zero", "x"]
-    average: Literal["keep", "reset"]
-    generation: Literal["keep", "reset"]
-    join: Literal["copy", "zero"]
-    has_units: bool
-    is_of_weights: bool
+    policy: Mapping[str, Any]
 
 
 class Memory:
@@ -50,6 +43,13 @@ class Memory:
     An algorithm declares a thing where it first uses it, and gets the same one from then on. The rest happens here, for
     all algorithms: checkpoints, other devices, layers that are frozen or added, exact averages, new generations of a
     membership, and workers that join.
+
+    [Note: Sums over workers] A worker that dies takes with it what it keeps, and one that joins brings a copy of what
+    another one keeps too. Where an algorithm holds only while a vector has a certain sum over the ranks, that vector
+    starts anew with each generation (`generation="reset"`), at the same step on all workers: what it has learnt of the
+    differences between their data is learnt again. A checkpoint that is loaded under a membership, and the state for a
+    worker that joins, leave such vectors out. In the rounds between a death and the next generation the sum is wrong by
+    the share of the dead worker, about the size of a step.
 
     Vectors have float32 at least where the model is narrower, and no buffers. Where other tensors are trained than
     before, the values of tensors that are still trained stay, and new tensors begin as declared.
@@ -62,6 +62,7 @@ class Memory:
     def __init__(self, weights: str = "") -> None:
         self.num_rounds, self.weights = 0, weights
         self._x: Vector | None = None  # the model of the present round
+        self._devices: list[torch.device] | None = None  # of its parts; None: there was no round yet
         self._layout: FlatLayout | None = None  # of the parameters, widened
         self._entries: dict[str, _Entry] = {}
         self._optimizers: dict[str, OuterOptimizer] = {}
@@ -79,7 +80,7 @@ class Memory:
         name: str,
         *,
         start: Literal["zero", "x"] = "zero",
-        average: Literal["keep", "reset"] = "keep",
+        average: Literal["keep", "reset", "on_request"] = "keep",
         generation: Literal["keep", "reset"] = "keep",
         join: Literal["copy", "zero"] = "copy",
         in_units_of_rate: bool = False,
@@ -90,8 +91,9 @@ class Memory:
         Args:
             name: of the vector.
             start: its values at first: zeros, or those of the model.
-            average: whether it stays or starts anew after an exact average of all models that the user asks for.
-            generation: whether it stays or starts anew where workers come or go.
+            average: whether it stays after an exact average of all models, starts anew, or starts anew only where the
+                user has asked for the average, in a world whose ranks stay.
+            generation: whether it stays or starts anew where workers come or go; see [Note: Sums over workers].
             join: whether a worker that joins gets the vector of its donor, or starts anew.
             in_units_of_rate: whether it is made of steps, so that it is scaled where the learning rate changes.
             of_weights: whether it is a sum over rounds with the same peers and weights, so that a checkpoint with
@@ -99,14 +101,27 @@ class Memory:
         """
         entry = self._entries.get(name)
         if entry is None:
-            entry = _Entry(Vector(self.zeros()), start, average, generation, join, in_units_of_rate, of_weights)
-            self._entries[name] = entry
+            policy = {
+                "start": start,
+                "average": average,
+                "generation": generation,
+                "join": join,
+                "in_units_of_rate": in_units_of_rate,
+                "of_weights": of_weights,
+            }
+            entry = self._entries[name] = _Entry(Vector(self.zeros()), policy)
             if start == "x":
                 entry.vector.set_(self._model)
             if (state := self._loaded.get("vectors", {}).pop(name, None)) is not None:
-                self._check_weights(entry, name)
+                if of_weights:
+                    self._check_weights(name)
                 self._copy(name, entry.vector, state)
         return entry.vector
+
+    @property
+    def momentum(self) -> Vector:
+        """The momentum of the user's SGD, where the algorithm `needs_sgd`; after a round it is the optimizer's."""
+        return self.vector("momentum", average="on_request")
 
     def optimizer(self, name: str, make: Callable[[Sequence[Tensor]], Optimizer], of: Vector) -> Optimizer | None:
         """The optimizer of that name, which `make` makes of the parts of a vector; None: the vector is empty."""
@@ -176,9 +191,10 @@ class Memory:
             x: the model.
             who: the algorithm, for a warning.
         """
-        before, self._x = self._x, x
+        self._x = x
+        before, self._devices = self._devices, [part.device for part in x.parts]
         layout = self._layout if x.flat is None else _layout_of(x.flat)
-        is_moved = before is not None and [p.device for p in before.parts] != [p.device for p in x.parts]
+        is_moved = before is not None and before != self._devices
         if before is not None and layout == self._layout and not is_moved:
             return
         old, self._layout = self._layout, layout
@@ -196,36 +212,48 @@ class Memory:
         self._entries, self._optimizers = {}, {}
         assert old is not None or is_moved
         for name, entry in kept.items():
-            new = self._like_entry(name, entry)
-            _carry(entry.vector.parts, old, new.parts, layout)
+            new = self.vector(name, **entry.policy)
+            _carry(entry.vector.parts, _places(old), new.parts, _places(layout))
         for name, before_ in optimizers.items():
             vector = next(self._entries[key].vector for key, entry in kept.items() if entry.vector is before_.of)
             if self.optimizer(name, before_.make, vector) is not None:
-                self._optimizers[name].go_on_as(before_, lambda a, b: _carry(a, old, b, layout))
+                self._optimizers[name].go_on_as(before_, lambda a, b: _carry(a, _places(old), b, _places(layout)))
         self._objects = {} if not is_moved else self._objects
 
     def scale(self, rates: Rates | None) -> None:
         """Scale vectors that are in units of the learning rate to these rates; see `RateUnits`."""
-        vectors = [entry.vector for entry in self._entries.values() if entry.has_units]
         self._units.put_back()
-        if vectors and rates is not None:
+        if rates is not None:
+            for name, policy in self._loaded.get("policies", {}).items():
+                if policy["in_units_of_rate"]:
+                    self.vector(name, **policy)
+            vectors = [entry.vector for entry in self._entries.values() if entry.policy["in_units_of_rate"]]
             self._units.scale(vectors, rates, self._layout)
 
     def end_round(self) -> None:
         """A round has ended."""
         self.num_rounds += 1
+        self.put_back()
+
+    def put_back(self) -> None:
+        """A round is over, whether it has ended or not: see `RateUnits.put_back`."""
         self._units.put_back()
 
-    def forget_models(self) -> None:
-        """All models have become equal: links, and vectors that are declared so, start anew."""
-        self._links = {}
-        self._loaded.pop("links", None)
-        self._reset(lambda entry: entry.average == "reset")
+    def forget_models(self, *, is_asked: bool = True) -> None:
+        """All models have become equal: vectors that are declared so start anew.
+
+        is_asked: whether the user has asked for the average, in a world whose ranks stay; links start anew then too.
+        """
+        if is_asked:
+            self._links = {}
+            self._loaded.pop("links", None)
+        kinds = ("reset", "on_request") if is_asked else ("reset",)
+        self._reset(lambda policy: policy["average"] in kinds)
 
     def begin_generation(self) -> None:
-        """Workers have come or gone: vectors that are declared so start anew."""
+        """Workers have come or gone: vectors that are declared so start anew; see [Note: Sums over workers]."""
         self._cached = {}
-        self._reset(lambda entry: entry.generation == "reset")
+        self._reset(lambda policy: policy["generation"] == "reset")
 
     def forget_peer(self, peer: int) -> None:
         """Nothing is kept of the link to a peer any more."""
@@ -237,9 +265,9 @@ class Memory:
 
     def reset(self) -> None:
         """As before the first round."""
-        x = self._x
+        x, devices, layout = self._x, self._devices, self._layout
         self.__init__(self.weights)  # type: ignore[misc]
-        self._x, self._layout = x, None if x is None or x.flat is None else _layout_of(x.flat)
+        self._x, self._devices, self._layout = x, devices, layout
 
     def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """Everything that is kept; shares memory with this object.
@@ -249,14 +277,23 @@ class Memory:
             has_links: whether it has what is kept of links, which is of no use to a worker with other peers.
         """
         self._units.put_back()
-        entries = {name: entry for name, entry in self._entries.items() if not joins or entry.join == "copy"}
-        optimizers = {} if joins and not entries else self._optimizers
-        state: dict[str, Any] = {
-            "num_rounds": self.num_rounds,
-            "vectors": {
-                **self._loaded.get("vectors", {}),
-                **{name: list(e.vector.parts) for name, e in entries.items()},
-            },
+        policies = {**self._loaded.get("policies", {}), **{name: e.policy for name, e in self._entries.items()}}
+        vectors = {
+            **self._loaded.get("vectors", {}),
+            **{name: list(e.vector.parts) for name, e in self._entries.items()},
+        }
+        num_rounds, optimizers, places = self.num_rounds, self._optimizers, None
+        if joins:
+            left_out = [name for name, p in policies.items() if p["join"] == "zero" or p["generation"] == "reset"]
+            vectors = {name: vector for name, vector in vectors.items() if name not in left_out}
+            num_rounds, optimizers = (0 if left_out else num_rounds), (optimizers if vectors else {})
+            places = _places(self._layout) if self._entries else self._loaded.get("places")
+        state = {
+            "num_rounds": num_rounds,
+            "policies": {name: dict(policy) for name, policy in policies.items() if name in vectors},
+            "places": places,
+            "weights": self._weights_of(policies.values()),
+            "vectors": vectors,
             "optimizers": {
                 **self._loaded.get("optimizers", {}),
                 **{name: optimizer.state_dict() for name, optimizer in optimizers.items()},
@@ -267,7 +304,6 @@ class Memory:
             },
             "links": {**self._loaded.get("links", {}), **self._links} if has_links else {},
             "rates": self._units.rates,
-            "weights": self._loaded.get("weights") or self._weights_of(entries.values()),
         }
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
 
@@ -275,10 +311,20 @@ class Memory:
         """Take back what `state_dict()` gave; copies it. The next round uses it, and checks its shapes."""
         self.reset()
         self._loaded = copy.deepcopy(
-            {name: state[name] for name in ("vectors", "optimizers", "objects", "links", "weights") if name in state}
+            {
+                name: state[name]
+                for name in ("vectors", "optimizers", "objects", "links", "policies", "places", "weights")
+                if name in state
+            }
         )
         self.num_rounds = state.get("num_rounds", 0)
         self._units.rates = state.get("rates")
+
+    def parts_of(self, name: str) -> Sequence[Tensor]:
+        """The parts of a vector, as far as one of that name is kept; shares memory."""
+        if name in self._entries:
+            return self._entries[name].vector.parts
+        return self._loaded.get("vectors", {}).get(name, ())
 
     # Parts.
 
@@ -287,37 +333,39 @@ class Memory:
         assert self._x is not None, "fit() comes first"
         return self._x
 
-    def _like_entry(self, name: str, entry: _Entry) -> Vector:
-        return self.vector(
-            name,
-            start=entry.start,
-            average=entry.average,
-            generation=entry.generation,
-            join=entry.join,
-            in_units_of_rate=entry.has_units,
-            of_weights=entry.is_of_weights,
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_x": None, "_scratch": {}, "_cached": {}}  # a copy has a model of its own
 
-    def _reset(self, is_reset: Callable[[_Entry], bool]) -> None:
-        gone = [name for name, entry in self._entries.items() if is_reset(entry)]
+    def _reset(self, is_reset: Callable[[Mapping[str, Any]], bool]) -> None:
+        gone = [name for name, entry in self._entries.items() if is_reset(entry.policy)]
         vectors = {id(self._entries[name].vector) for name in gone}
         self._optimizers = {n: kept for n, kept in self._optimizers.items() if id(kept.of) not in vectors}
         for name in gone:
             del self._entries[name]
+        loaded = self._loaded.get("vectors", {})
+        gone += [name for name, policy in self._loaded.get("policies", {}).items() if is_reset(policy)]
+        for name in gone:
+            loaded.pop(name, None)
+            self._loaded.get("policies", {}).pop(name, None)
         if gone:
-            self.num_rounds, self._loaded = 0, {}
+            self.num_rounds = 0
+            self._loaded.pop("optimizers", None)
 
-    def _weights_of(self, entries: Iterable[_Entry]) -> str:
-        return self.weights if any(entry.is_of_weights for entry in entries) else ""
+    def _weights_of(self, policies: Iterable[Mapping[str, Any]]) -> str:
+        is_bound = any(policy.get("of_weights", False) for policy in policies)
+        return self._loaded.get("weights", self.weights) if is_bound else ""
 
-    def _check_weights(self, entry: _Entry, name: str) -> None:
-        if entry.is_of_weights and (found := self._loaded.get("weights")) and found != self.weights:
+    def _check_weights(self, name: str) -> None:
+        if (found := self._loaded.get("weights", self.weights)) != self.weights:
             raise ValueError(
                 f"got the state of vector {name!r} on {found}, expected {self.weights}, since it is a sum over rounds "
                 "with the same peers and weights; resume on the same graph"
             )
 
     def _copy(self, name: str, vector: Vector, state: Sequence[Tensor]) -> None:
+        if (theirs := self._loaded.get("places")) is not None:  # of a donor, which may have trained other tensors
+            _carry(state, theirs, vector.parts, _places(self._layout))
+            return
         state, parts = ([x for x in side if x.numel()] for side in (state, vector.parts))
         found, own = [x.numel() for x in state], [x.numel() for x in parts]
         if found != own:
@@ -360,7 +408,22 @@ def _layout_of(flat: FlatVector) -> FlatLayout:
     return widened(flat.layout, has_buffers=False)
 
 
-def _carry(old: Sequence[Tensor], before: FlatLayout | None, new: Sequence[Tensor], after: FlatLayout | None) -> None:
+Places: TypeAlias = dict[str, list[int]]
+"""Where each tensor of a vector is, by name: the part, its first element there, and how many it has."""
+
+
+def _places(layout: FlatLayout | None) -> Places | None:
+    """The places of a layout; None: there is none."""
+    if layout is None:
+        return None
+    return {
+        f"{spec.name}+{spec.first}" if spec.first else spec.name: [k, a, spec.numel]
+        for k, segment in enumerate(layout.segments)
+        for a, spec in segment.places()
+    }
+
+
+def _carry(old: Sequence[Tensor], before: Places | None, new: Sequence[Tensor], after: Places | None) -> None:
     """Values of tensors that both have <- those of the old one."""
     if before == after:
         for x, y in zip(new, old, strict=True):
@@ -368,9 +431,7 @@ def _carry(old: Sequence[Tensor], before: FlatLayout | None, new: Sequence[Tenso
         return
     assert before is not None, "flat vectors have layouts"
     assert after is not None, "flat vectors have layouts"
-    places = {spec.name: (k, a, spec.numel) for k, s in enumerate(before.segments) for a, spec in s.places()}
-    for k, segment in enumerate(after.segments):
-        for first, spec in segment.places():
-            if spec.name in places and places[spec.name][2] == spec.numel:
-                j, a, numel = places[spec.name]
-                new[k][first : first + numel].copy_(old[j][a : a + numel])
+    for name, (k, first, numel) in after.items():
+        if name in before and before[name][2] == numel:
+            j, start, _ = before[name]
+            new[k][first : first + numel].copy_(old[j][start : start + numel])

@@ -56,7 +56,7 @@ class Received:
         names: of the ranks that have sent the messages, for errors.
     """
 
-    def __init__(self, row: Sequence[tuple[float, Message]], names: Sequence[object]) -> None:
+    def __init__(self, row: Sequence[tuple[float, Message]], names: Sequence[object] = ()) -> None:
         self._row, self.names = tuple(row), tuple(names)
 
     def __iter__(self) -> Iterator[tuple[float, Message]]:

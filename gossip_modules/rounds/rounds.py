@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..flat.buffer import FlatBuffer
+from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector
 from ..gossiper.gossiper import Gossiper
 from ..gossiper.message import MessageBuffer
-from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer
+from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, is_elastic
@@ -48,6 +49,8 @@ class Rounds(Mixer):
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
         )
         self.watch: OptimizerWatch | None = None  # of the optimizer, once the wrapper has said which model it is
+        self._has_checked_step = False
+        self._agree_finite: Callable[[bool], bool] | None = None  # where answers are looked at
         self.has_failed = False  # whether the last round took no effect, as a worker had died
         self._k = self._t = 0
         self._alpha: float | None = None
@@ -127,7 +130,7 @@ class Rounds(Mixer):
         """See `Mixer`; without a copy of s, but where the algorithm keeps models, which are never mixed late."""
         if self.algorithm.keeps_models:
             return super().difference(s)
-        snapshot = Snapshot(s)
+        snapshot = Snapshot(s.parameters, s)
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
         self._alpha = None
@@ -159,6 +162,10 @@ class Rounds(Mixer):
         own = self.algorithm.default_mixing(world_size)
         return own or (self.mixer.default_mixing(world_size) if isinstance(self.mixer, Rounds) else None)
 
+    def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
+        """See `Mixer`."""
+        self._agree_finite = agree
+
     def watch_optimizer(self, buffer: FlatBuffer) -> None:
         """Watch the optimizers of this model, as far as the algorithms need it."""
         self.watch = OptimizerWatch(self.algorithm, buffer)
@@ -168,7 +175,15 @@ class Rounds(Mixer):
     # A round.
 
     def begin(self, x: FlatVector) -> None:
-        """See `Mixer`."""
+        """See `Mixer`. The rates of the first step of SGD are looked at before anything has changed.
+
+        On an elastic transport they are not: one worker would end the training of others by its rates.
+        """
+        step = None if self.watch is None else self.watch.step
+        if step is not None and not self._has_checked_step:
+            if not is_elastic(self.transport):
+                self.algorithm.check_step(self.mixing, step)
+            self._has_checked_step = True
         if not self._has_begun:
             self.algorithm.begin(self._vectors(Vector.of(x)), self.memory)
             self._has_begun = True
@@ -188,23 +203,27 @@ class Rounds(Mixer):
             )
         v = self._vectors(x)
         if self.watch is not None:
-            v.step = self.watch.before_round(self.memory)
+            self.watch.before_round(self.memory)
+            v.step = self.watch.step if self.memory.num_rounds else None
         self._buffers = [b.clone() for b in x.flat.buffers]
         self._own_buffer_weight, self.has_failed = 1.0, False
         generator = self.algorithm.round(v, self.memory, self._k)
+        lost: Exception | None = None
         try:
             self._drive(generator, v)
-        except RoundLost:
-            self.has_failed = True
-            return
+            self.memory.end_round()
+            if self._alpha is None:
+                for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
+                    b.copy_(mixed)
+        except (RoundLost, NonfiniteRound) as error:  # training goes on without this round
+            lost, self.has_failed = error, True
         finally:
             generator.close()
-        if self._alpha is None:
-            for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
-                b.copy_(mixed)
-        self.memory.end_round()
+            self.memory.put_back()
         if self.watch is not None:
             self.watch.after_round(self.memory)
+        if isinstance(lost, NonfiniteRound):
+            raise lost
 
     def _drive(self, generator: Generator[Request, Any, None], v: Vectors) -> None:
         """Answer until the round ends."""
@@ -219,6 +238,10 @@ class Rounds(Mixer):
                 return
             self._is_torn = False
             reply = self._answer(request, v)
+            if self._agree_finite is not None and isinstance(request, Mix | Average):
+                flat = request.x.flat
+                if flat is not None and not self._agree_finite(is_finite(flat)):
+                    raise NonfiniteRound
             if reply is RoundLost:
                 generator.throw(RoundLost())
 
@@ -273,12 +296,41 @@ class Rounds(Mixer):
         """See `Mixer`."""
         self.memory.forget_models()
         self.mixer.forget_models()
+        self._begin_anew()
+
+    def end_average(self) -> None:
+        """See `Mixer`."""
+        self.memory.forget_models(is_asked=False)
+        self.mixer.end_average()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._has_begun = False
+        if self.watch is not None:
+            self.watch.forget(self.memory.parts_of("momentum"))
+
+    def shared(self, x: FlatVector) -> Sequence[Tensor]:
+        """See `Mixer`: the momentum of the optimizer, where the algorithm writes it."""
+        if not self.algorithm.needs_sgd:
+            return ()
+        self.memory.fit(Vector.of(x), who=self.algorithm)
+        return self.memory.momentum.parts
+
+    def take_shared(self, x: FlatVector) -> None:
+        """See `Mixer`."""
+        if self.watch is not None:
+            self.watch.forget(self.shared(x))
+
+    def close(self) -> None:
+        """See `Mixer`; keeps what `state_dict()` gives."""
+        self.mixer.close()
+        if self.watch is not None:
+            self.watch.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory. Empty after a round that ended while it was writing."""
+        """See `Mixer`; shares memory. Without any memory after a round that ended while it was writing."""
         if self._is_torn:
-            return {}
+            return {"algorithm": self.name}
         return {
             "algorithm": self.name,
             "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
@@ -289,13 +341,20 @@ class Rounds(Mixer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Mixer`; an empty state starts anew."""
-        state = renewed(state)
-        if state and state.get("algorithm") != self.name:
+        """See `Mixer`. Under a membership what workers must keep the sum of starts anew: see `Memory`."""
+        state = renewed(state, self.name)
+        if state.get("algorithm") != self.name:
             raise ValueError(
                 f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {self.name}; wrap "
                 "as when it was saved, or load the model alone: module.load_state_dict"
             )
+        self._load(state)
+
+    def reset(self) -> None:
+        """See `Mixer`."""
+        self._load({})
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._has_begun = self._is_torn = False
         memory = dict(state.get("memory", {}))
         if self.algorithm.keeps_links and is_elastic(self.transport):
@@ -306,10 +365,24 @@ class Rounds(Mixer):
             else:
                 self._check_links(state["links"])
         self.memory.load_state_dict(memory)
+        if is_elastic(self.transport):
+            self.memory.begin_generation()
         self.messages.load_state_dict(state.get("messages", {}))
-        self.mixer.load_state_dict(state.get("mixer", {}))
+        if mixer := state.get("mixer"):
+            self.mixer.load_state_dict(mixer)
+        else:
+            self.mixer.reset()
         if self.watch is not None:
-            self.watch.load_state_dict(state.get("optimizer", {}))
+            self.watch.load_state_dict(state.get("optimizer", {}), self.memory.parts_of("momentum"))
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """See `Mixer`."""
+        return {
+            "algorithm": self.name,
+            "memory": self.memory.state_dict(joins=True, has_links=False),
+            "mixer": self.mixer.state_for_newcomer(),
+            "optimizer": {} if self.watch is None else self.watch.state_dict(joins=True),
+        }
 
     def _check_links(self, found: Sequence[int]) -> None:
         own = sorted(self.mixing.graph.phone_book(self.transport.rank))

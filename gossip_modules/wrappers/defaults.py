@@ -25,7 +25,6 @@ from ..outer.method import OuterMethod
 from ..rounds.algorithm import Algorithm, Over
 from ..rounds.rounds import Rounds, rounds_of
 from ..schedule import Schedule
-from ..update_rules.rule import UpdateRule
 from .arguments import (
     GossiperLike,
     GraphLike,
@@ -33,9 +32,9 @@ from .arguments import (
     as_gossiper,
     as_graph,
     as_mixing,
+    check_algorithm,
     check_flags,
     check_outer,
-    check_rule,
     check_size,
     check_wire_dtype,
 )
@@ -128,7 +127,7 @@ class Choices:
     """What the user of a lockstep wrapper has named: whom ranks gossip with, by which weights, what, and when.
 
     Args:
-        graph, mixing, push_sum, gossiper, wire_dtype, schedule, outer, rule: see `GossipDataParallel`.
+        graph, mixing, push_sum, gossiper, wire_dtype, schedule, outer, algorithm: see `GossipDataParallel`.
     """
 
     graph: GraphLike | None
@@ -138,7 +137,6 @@ class Choices:
     wire_dtype: torch.dtype | None
     schedule: Schedule | ConsensusControl
     outer: OuterMethod | None = None
-    rule: UpdateRule | None = None
     algorithm: Algorithm | Over | None = None
 
     def choose(
@@ -158,13 +156,18 @@ class Choices:
         gossiper = self._gossiper()
         return self._mixing_of(self.graph, self.mixing, num_nodes, gossiper), gossiper
 
-    def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: object) -> None:
+    def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: Any) -> None:
         check_flags(push_sum=self.push_sum)
         gossip = {"graph": self.graph, "mixing": self.mixing, "gossiper": self.gossiper, "wire_dtype": self.wire_dtype}
         if self.outer is not None:
             check_outer(self.outer, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
-        if self.rule is not None:
-            check_rule(self.rule, self.schedule, {"outer": self.outer, "overlap": overlap, **others, **gossip})
+        if self.algorithm is not None:
+            if self.outer is not None:
+                raise ValueError(
+                    f"got outer={self.outer} and {self.algorithm}, expected one of them: both say what is made of the "
+                    "steps of a rank"
+                )
+            check_algorithm(self.algorithm, self.schedule, overlap=overlap, nprocs_per_node=others["nprocs_per_node"])
         if isinstance(self.schedule, ConsensusControl) and others["nprocs_per_node"] != 1:
             raise ValueError(
                 f"got nprocs_per_node={others['nprocs_per_node']} with schedule={self.schedule}, expected 1: each "
@@ -205,20 +208,18 @@ class Choices:
         return is_default and gossips and self.schedule.average_every != 1  # 1: all rounds are exact averages
 
     def check(self, mixing: MixingManager) -> None:
-        """Raise ValueError where the method of outer steps, or the rule, is wrong with these weights."""
+        """Raise ValueError where the method of outer steps is wrong with these weights."""
         if self.outer is not None:
             check_mixing(mixing, self.outer)
-        if self.rule is not None:
-            self.rule.check(mixing)
 
     @property
     def _sends_weights(self) -> bool:
-        """What outer steps mix has no weight, nor have the models that a rule mixes."""
+        """Whether models carry push-sum weights: not where outer steps or an algorithm mix something else."""
         if self.algorithm is not None:
             outermost = self.algorithm.outer if isinstance(self.algorithm, Over) else self.algorithm
             return self.push_sum and outermost.takes_push_sum
         gossips = self.outer is None or (self.outer.averages_exactly and self.outer.gossip_every > 0)
-        return self.push_sum and gossips and self.rule is None
+        return self.push_sum and gossips
 
     def _mixing_of(
         self, graph: GraphLike | None, mixing: MixingLike | None, num_nodes: int, gossiper: Gossiper
@@ -228,6 +229,4 @@ class Choices:
             graph = self.outer.default_graph(num_nodes)
         if graph is None and mixing is None and isinstance(gossiper, Rounds):
             mixing = gossiper.default_mixing(num_nodes)
-        if graph is None and mixing is None and self.rule is not None:
-            mixing = self.rule.default_mixing(num_nodes)
         return choose_mixing(graph, mixing, push_sum=self._sends_weights, world_size=num_nodes, gossiper=gossiper)

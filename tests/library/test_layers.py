@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "update_rules", "engine", "membership", "wrappers", "rounds"}
+_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "engine", "membership", "wrappers", "rounds"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -33,12 +33,11 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "outer": {"flat", "graph_manager", "mixing_manager", "compression"},
         "optim": set(),
         "sparta": {"graph_manager", "compression", "gossiper"},
-        "update_rules": {"flat", "graph_manager", "mixing_manager"},
         "rounds": {*_LOCKSTEP},
         "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds"},
         "engine": {
             *("gossiper", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
-            *("outer", "update_rules", "compression"),
+            *("outer", "compression"),
         },
         "version": set(),
         "membership": {*_LOCKSTEP, "version"},
@@ -92,7 +91,6 @@ WITHOUT_PROCESSES = {
     "mixing_manager",
     "matcha",
     "outer",
-    "update_rules",
     "optim",
     "simulate",
     "registry",
