@@ -14,7 +14,7 @@ from .compressors import (
     make_compressor,
     step_size_of,
 )
-from .options import MethodOptions
+from .simulated_options import MethodOptions
 
 
 def choco(options: MethodOptions, seed: int) -> Choco:

@@ -1,26 +1,19 @@
-"""SPARTA as a method: a gossiper for undirected graphs, on the complete one where none is named."""
+"""How SPARTA is simulated."""
 
 from __future__ import annotations
-
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from ..algorithms.sparta import Sparta
-from ..registry import Method, Paper
 from ..rounds.rows import Rows, StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
 from ..simulate.codes import coded_message
 from ..simulate.gossip import Rule, RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
-from .built_in import ROUNDS
 from .controlled_simulation import schedule_of
-from .graphs import make_undirected_graph
-from .options import Context, MethodOptions
 from .simulated import options_of, undirected
-from .wrapping import code, wrap_gossip
+from .simulated_options import MethodOptions
 
 
 def sparta(options: MethodOptions, seed: int) -> Sparta:
@@ -54,29 +47,3 @@ def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
     message = coded_message(gossiper.compressor, setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
     return RuleMethod(SpartaRule(gossiper), StackedMixing(mixing), schedule, clock)
-
-
-def everyone_or_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
-    """All ranks, or the neighbours on the undirected graph that is named."""
-    return {"graph": None if options.graph == "auto" else make_undirected_graph(options.graph, num_nodes=num_nodes)}
-
-
-SPARTA_METHOD: Method = Method(
-    "sparta",
-    "SPARTA",
-    "averages a small random share of the parameters in each step",
-    Sparta,
-    make=partial(wrap_gossip, whom=everyone_or_neighbours, what=partial(code, gossiper=sparta)),
-    simulate=simulate_sparta,
-    paper=Paper(
-        "Beton et al.",
-        "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging",
-        "2025",
-    ),
-    example="GossipDataParallel(model, algorithm=Sparta())",
-    graph="undirected",
-    options=ROUNDS | {"overlap", "compression_ratio"},
-    gossiper=sparta,
-    simulated_graph=lambda n, peers: "complete",
-)
-"""Its entry."""
