@@ -31,11 +31,12 @@ from gossip_modules.methods import (
 )
 from gossip_modules.methods.__main__ import methods_table, step_sizes_table
 from gossip_modules.methods.compressors import COMPRESSORS
-from gossip_modules.methods.one_thread import AlgorithmRule, GossiperRule, make_transports, measured_message
+from gossip_modules.methods.one_thread import GossiperRule, make_transports, measured_message
 from gossip_modules.methods.outer_simulation import simulate_outer
 from gossip_modules.methods.sparta_method import SpartaRule
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
+from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
@@ -149,12 +150,12 @@ RULES: dict[str, tuple[Rule, Any]] = {
 def test_algorithms_do_what_the_rules_of_the_simulator_say(name: str) -> None:
     rule, make = RULES[name]
     mixing = default_mixing(gm.RingGraph(5, peers_per_itr=2), push_sum=False)
-    real, rounds = AlgorithmRule(make(), mixing), StackedMixing(mixing)
+    real, rounds = Stacked(make(), mixing), StackedMixing(mixing)
     x = torch.randn(5, 100, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     y = x.clone()
     for t in range(6):
         x += rule.correction(x, rounds.round(t), t)
-        y += real.correction(y, rounds.round(t), t)
+        real.step(y, t)
         torch.testing.assert_close(y, x, rtol=1e-6, atol=1e-6)
 
 
