@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..flat.layout import align
 from ..graph_manager.base import GraphManager
 from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
 from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
+from ..rounds.message import MessageBuffer
 from ..rounds.requests import Exchange, Round
 from ..rounds.vector import wide
 from ..rounds.vectors import Vectors
@@ -76,7 +76,8 @@ class RelaySGD(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         n, relay = v.num_ranks, m.cached("relay", lambda: Relay(v))
-        received = {j: m.link(j, partial(relay.zeros, j), unpack=partial(relay.unpack, j))["received"] for j in v.peers}
+        links = {j: m.link(j, partial(relay.zeros, j), unpack=partial(relay.unpack, j)) for j in v.peers}
+        received = {j: relay.fields(j, link["received"]) for j, link in links.items()}
         messages = {j: v.message(relay.sizes(j), key=j) for j in v.peers}
         for tree, neighbours in enumerate(relay.neighbours):
             for j in neighbours:
@@ -97,7 +98,7 @@ class RelaySGD(Algorithm):
                     total.add_(fields[index])
                 x.copy_(total.div_(n))
         for j, reply in replies.items():
-            m.link(j, dict)["received"] = list(reply.fields)  # whose memory stays until the next message of j
+            links[j]["received"] = reply.raw  # in memory that the next message of j is written to
 
 
 class Relay:
@@ -129,18 +130,22 @@ class Relay:
         return [size for tree in self._trees(peer) for size in self._sizes[tree]]
 
     def zeros(self, peer: int) -> dict[str, Any]:
-        """What a link keeps before its first message."""
-        return {"received": [torch.zeros(n, dtype=dtype, device=self._one.device) for dtype, n in self.sizes(peer)]}
+        """What a link keeps before its first message: the bytes of one, since its fields have several dtypes."""
+        return {"received": MessageBuffer(self.sizes(peer), self._one.device).raw}
+
+    def fields(self, peer: int, message: Tensor) -> Sequence[Tensor]:
+        """The fields of the bytes of a message from this peer; share memory."""
+        return MessageBuffer(self.sizes(peer), message).fields
 
     def unpack(self, peer: int, message: Tensor) -> dict[str, Any]:
-        """What a link keeps, of a message of 0.1.0, uint8, in which parameters and buffers were one."""
-        places = [(last - first) for tree in self._trees(peer) for first, last in [*self._places(tree), (0, 1)]]
+        """What a link keeps, of the bytes that 0.1.0 has received, in which parameters and buffers were one."""
+        numels = [last - first for tree in self._trees(peer) for first, last in [*self._places(tree), (0, 1)]]
         dtypes = [dtype for dtype, _ in self.sizes(peer)]
-        fields, start = [], 0
-        for dtype, numel, (_, kept) in zip(dtypes, places, self.sizes(peer), strict=True):
-            fields.append(message[start : start + kept * dtype.itemsize].view(dtype))
-            start = align(start + numel * dtype.itemsize, 8)
-        return {"received": fields}
+        before = MessageBuffer(list(zip(dtypes, numels, strict=True)), message)
+        link = self.zeros(peer)
+        for field, old in zip(self.fields(peer, link["received"]), before.fields, strict=True):
+            field.copy_(old[: field.numel()])
+        return link
 
     def of(self, fields: Sequence[Tensor], peer: int, tree: int) -> Sequence[Tensor]:
         """The fields of a message that belong to this tree; the last one is the count, float64 [1]."""
