@@ -17,7 +17,6 @@ from .dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Inter
 from .dpwa.wire.curve_keys import CurveKeys
 from .dpwa.wrapper import PairwiseDataParallel
 from .engine.engine import Engine, LockstepEngine, SyncEngine
-from .engine.outer import OuterEngine
 from .engine.overlap import OverlapEngine
 from .engine.ruled import RuledEngine
 from .flat.buffer import FlatBuffer
@@ -73,15 +72,14 @@ from .mixing_manager.laplacian import LaplacianMixing
 from .mixing_manager.matrix import MatrixMixing
 from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
 from .optim.accum_adam import AccumAdam
-from .outer.anchor import Anchor
-from .outer.diloco import DiLoCo
-from .outer.eager_diloco import EagerDiLoCo
-from .outer.gasloc import GASLoC
-from .outer.method import OuterMethod
-from .outer.noloco import NoLoCo
-from .outer.slowmo import SlowMo
-from .outer.sparse_loco import SparseLoCo
-from .outer.streaming_diloco import StreamingDiLoCo
+from .algorithms.diloco import DiLoCo
+from .algorithms.eager_diloco import EagerDiLoCo
+from .algorithms.gasloc import GASLoC
+from .algorithms.outer_method import OuterMethod
+from .algorithms.noloco import NoLoCo
+from .algorithms.slowmo import SlowMo
+from .algorithms.sparse_loco import SparseLoCo
+from .algorithms.streaming_diloco import StreamingDiLoCo
 from .relay.relay_sgd import RelaySGD
 from .schedule import Schedule
 from .sparta.sparta import Sparta
@@ -109,7 +107,6 @@ __all__ = [
     "QSGD",
     "AccumAdam",
     "AllReduceDataParallel",
-    "Anchor",
     "BaseGraph",
     "BilatGossipDataParallel",
     "ButterflyGroups",
@@ -166,7 +163,6 @@ __all__ = [
     "NPeerDynamicDirectedExponentialGraph",
     "NetworkXGraph",
     "NoLoCo",
-    "OuterEngine",
     "OuterMethod",
     "OverlapEngine",
     "PairwiseAverager",

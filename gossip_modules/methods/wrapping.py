@@ -18,7 +18,7 @@ from ..dpwa.wrapper import PairwiseDataParallel
 from ..gossiper.gossiper import Gossiper
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.laplacian import LaplacianMixing
-from ..outer.method import OuterMethod
+from ..algorithms.outer_method import OuterMethod
 from ..schedule import Schedule
 from ..update_rules.rule import UpdateRule
 from ..wagma.wrapper import GroupAverageDataParallel

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..flat.layout import FlatLayout
+from ..flat.layout import FlatLayout, TensorSpec
 from ..flat.vector import FlatVector
+from .fragment import Fragment
 from .outer_optimizer import OuterOptimizer
 from .rates import Rates, RateUnits
 from .vector import Vector, widened
@@ -59,6 +60,7 @@ class Memory:
     def __init__(self) -> None:
         self.num_rounds = 0
         self._x: Vector | None = None  # the model of the present round
+        self._devices: list[torch.device] | None = None  # of its parts
         self._layout: FlatLayout | None = None  # of the parameters, widened
         self._entries: dict[str, _Entry] = {}
         self._optimizers: dict[str, OuterOptimizer] = {}
@@ -66,6 +68,9 @@ class Memory:
         self._links: dict[int, dict[str, Any]] = {}
         self._scratch: dict[str, Vector] = {}
         self._loaded: dict[str, Any] = {}  # of a checkpoint, until an algorithm asks for it
+        self._loaded_layout: FlatLayout | None = None  # of the vectors there, where another worker gave them
+        self._seen: FlatLayout | None = None  # of a model without new tensors
+        self._has_buffers = False  # whether these end in buffers, as in old checkpoints
         self._units = RateUnits()
 
     # For algorithms.
@@ -107,7 +112,7 @@ class Memory:
                 return None
             self._optimizers[name] = OuterOptimizer(make, of)
             if (state := self._loaded.get("optimizers", {}).pop(name, None)) is not None:
-                self._optimizers[name].load_state_dict(state)
+                self._optimizers[name].load_state_dict(self._fitting(state, of))
         return self._optimizers[name].optimizer
 
     def keep(self, name: str, make: Callable[[], _K]) -> _K:
@@ -117,6 +122,15 @@ class Memory:
             if (state := self._loaded.get("objects", {}).pop(name, None)) is not None:
                 self._objects[name].load_state_dict(state)
         return self._objects[name]  # type: ignore[return-value]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a vector of that name, or one in the checkpoint that was loaded."""
+        return name in self._entries or name in self._loaded.get("vectors", {})
+
+    def forget(self, name: str) -> None:
+        """Keep the vector of that name no longer; it need not be there."""
+        self._entries.pop(name, None)
+        self._loaded.get("vectors", {}).pop(name, None)
 
     def link(self, peer: int) -> dict[str, Any]:
         """What is kept of the link to a peer; empty at first. Both ends of a link begin again together."""
@@ -142,9 +156,9 @@ class Memory:
             x: the model.
             who: the algorithm, for a warning.
         """
-        before, self._x = self._x, x
+        before, self._x, self._devices = self._devices, x, [part.device for part in x.parts]
         layout = self._layout if x.flat is None else _layout_of(x.flat)
-        is_moved = before is not None and [p.device for p in before.parts] != [p.device for p in x.parts]
+        is_moved = before is not None and before != self._devices
         if before is not None and layout == self._layout and not is_moved:
             return
         old, self._layout = self._layout, layout
@@ -168,6 +182,19 @@ class Memory:
             if self.optimizer(name, before_.make, vector) is not None:
                 self._optimizers[name].go_on_as(before_, lambda a, b: _carry(a, old, b, layout))
         self._objects = {} if not is_moved else self._objects
+
+    def release(self) -> None:
+        """The round is over, and so is the vector that it was about."""
+        self._x = None
+
+    def new_tensors(self, x: FlatVector) -> list[Tensor]:
+        """The parameters of x that this memory has not kept anything of so far; views."""
+        known = self._loaded_layout if self._layout is None else self._layout
+        if known is None or not (self._entries or self._loaded.get("vectors")):
+            return []
+        if not (new := tensors_beyond(known, x)):
+            self._seen = x.layout
+        return new
 
     def scale(self, rates: Rates | None) -> None:
         """Scale vectors that are in units of the learning rate to these rates; see `RateUnits`."""
@@ -199,14 +226,17 @@ class Memory:
 
     def reset(self) -> None:
         """As before the first round."""
-        x = self._x
+        x, devices = self._x, self._devices
         self.__init__()  # type: ignore[misc]
-        self._x, self._layout = x, None if x is None or x.flat is None else _layout_of(x.flat)
+        if x is not None:
+            self._x, self._devices = x, devices
+            self._layout = None if x.flat is None else _layout_of(x.flat)
 
     def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
         """Everything that is kept; shares memory with this object.
 
-        joins: whether it is for a worker that joins, which gets what is declared so.
+        joins: whether it is for another worker, which gets the vectors that are declared so, and may train other
+            tensors.
         """
         self._units.put_back()
         entries = {name: entry for name, entry in self._entries.items() if not joins or entry.join == "copy"}
@@ -226,6 +256,7 @@ class Memory:
                 **{n: kept.state_dict() for n, kept in self._objects.items()},
             },
             "rates": self._units.rates,
+            "tensors": self._tensors() if joins else None,
         }
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
 
@@ -237,6 +268,24 @@ class Memory:
         )
         self.num_rounds = state.get("num_rounds", 0)
         self._units.rates = state.get("rates")
+        self._has_buffers = bool(state.get("has_buffers", False))
+        if (tensors := state.get("tensors")) is not None:
+            self._loaded_layout = FlatLayout.of(
+                (torch.float32, [TensorSpec((numel,), name=name) for name, numel in part]) for part in tensors
+            )
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict(joins=True)` of another rank; the vectors that no other rank has stay."""
+        own = {name: [x.clone() for x in e.vector.parts] for name, e in self._entries.items() if e.join == "zero"}
+        tensors = self._tensors()
+        own = own if state.get("tensors") == tensors else {}
+        self.load_state_dict({**state, "vectors": {**state.get("vectors", {}), **own}})
+
+    def _tensors(self) -> list[list[tuple[str, int]]]:
+        """The names and sizes of the tensors of each part."""
+        layout = self._loaded_layout if self._layout is None else self._layout
+        segments = () if layout is None else layout.segments
+        return [[(spec.name, spec.numel) for _, spec in segment.places()] for segment in segments]
 
     # Parts.
 
@@ -270,7 +319,13 @@ class Memory:
             self.num_rounds, self._loaded = 0, {}
 
     def _copy(self, name: str, vector: Vector, state: Sequence[Tensor]) -> None:
+        if self._loaded_layout is not None and self._differs:
+            _carry(state, self._loaded_layout, vector.parts, self._layout)
+            return
         found, own = [x.numel() for x in state], [x.numel() for x in vector.parts]
+        if self._has_buffers and len(found) == len(own):
+            state = [x[:numel] for x, numel in zip(state, own, strict=True)]
+            found = [x.numel() for x in state]
         if found != own:
             raise ValueError(
                 f"got the state of vector {name!r} with {found} elements, expected {own}: other tensors were trained "
@@ -278,6 +333,31 @@ class Memory:
             )
         for mine, theirs in zip(vector.parts, state, strict=True):
             mine.copy_(theirs)
+
+    @property
+    def _differs(self) -> bool:
+        """Whether loaded vectors are of other tensors."""
+        theirs = [[(spec.name, spec.numel) for _, spec in s.places()] for s in self._loaded_layout.segments]  # type: ignore[union-attr]
+        layout = self._layout
+        return layout is not None and theirs != [[(p.name, p.numel) for _, p in s.places()] for s in layout.segments]
+
+    def _fitting(self, state: Mapping[str, Any], of: Vector) -> Mapping[str, Any]:
+        """The state of an optimizer of other tensors, as that of an optimizer of `of`."""
+        if self._loaded_layout is None or not self._differs:
+            return state
+        kept = state["state"]
+        values = {name: [kept[k][name] for k in sorted(kept)] for name in (kept[min(kept)] if kept else ())}
+        sizes = [segment.numel for segment in self._loaded_layout.segments]
+        moved: dict[int, dict[str, Any]] = {k: {} for k in range(len(of.parts))}
+        for name, tensors in values.items():
+            is_vector = [x.numel() for x in tensors if isinstance(x, Tensor)] == sizes and any(n != 1 for n in sizes)
+            new = [torch.zeros_like(part) for part in of.parts]
+            if is_vector:
+                _carry(tensors, self._loaded_layout, new, self._layout)
+            for k, part in enumerate(new):
+                moved[k][name] = part if is_vector else copy.deepcopy(tensors[0])
+        groups = [{**group, "params": list(moved)} for group in state["param_groups"][:1]]
+        return {**state, "state": moved if values else {}, "param_groups": groups}
 
 
 def _layout_of(flat: FlatVector) -> FlatLayout:
@@ -298,3 +378,66 @@ def _carry(old: Sequence[Tensor], before: FlatLayout | None, new: Sequence[Tenso
             if spec.name in places and places[spec.name][2] == spec.numel:
                 j, a, numel = places[spec.name]
                 new[k][first : first + numel].copy_(old[j][a : a + numel])
+
+
+def tensors_beyond(known: FlatLayout, x: FlatVector) -> list[Tensor]:
+    """The parameters of x that vectors of the layout `known` do not have; views."""
+    layout = _layout_of(x)
+    if layout == known:
+        return []
+    there = {(spec.name, spec.numel) for segment in known.segments for _, spec in segment.places()}
+    return [
+        part[first : first + spec.numel]
+        for part, segment in zip(x.parameters, layout.segments, strict=True)
+        for first, spec in segment.places()
+        if (spec.name, spec.numel) not in there
+    ]
+
+
+def move_parts(
+    old: Sequence[tuple[Fragment, Memory]],
+    before: FlatLayout,
+    new: Sequence[tuple[Fragment, Memory]],
+    x: FlatVector,
+    device: torch.device | None = None,
+) -> None:
+    """The memories of the fragments of x <- those of the fragments of a vector of other tensors, by their names.
+
+    Args:
+        old: the fragments of a vector of the layout `before`, and their memories.
+        before: float32 or wider, with buffers.
+        new: the fragments of x, with new memories; mutated.
+        x: the model.
+        device: of the memories; None: that of the model.
+    """
+    after = widened(x.layout, has_buffers=True)
+    for fragment, memory in new:
+        part = fragment.read(x, device or x.raw.device)
+        memory.fit(Vector.of(part))
+        memory.num_rounds = old[0][1].num_rounds
+    model = old[0][1]
+
+    def move(theirs: Sequence[Sequence[Tensor]], ours: Sequence[Sequence[Tensor]]) -> None:
+        device = ours[0][0].device
+        whole, result = FlatVector.zeros(before, device), FlatVector.zeros(after, device)
+        for (fragment, _), parts in zip(old, theirs, strict=True):
+            fragment.spread(parts, whole)
+        for (fragment, _), parts in zip(new, ours, strict=True):
+            fragment.spread(parts, result)
+        _carry(whole.parameters, before.where(is_buffer=False), result.parameters, after.where(is_buffer=False))
+        for (fragment, _), parts in zip(new, ours, strict=True):
+            fragment.collect(result, parts)
+
+    for name, entry in model._entries.items():
+        vectors = [memory._like_entry(name, entry).parts for _, memory in new]
+        move([memory._entries[name].vector.parts for _, memory in old], vectors)
+    for name, kept in model._optimizers.items():
+        key = next(key for key, entry in model._entries.items() if entry.vector is kept.of)
+        made = [memory.optimizer(name, kept.make, memory._entries[key].vector) for _, memory in new]
+        assert all(optimizer is not None for optimizer in made), "fragments have elements"
+        mine = [memory._optimizers[name] for _, memory in new]
+        theirs = [memory._optimizers[name] for _, memory in old]
+        for optimizer in mine:
+            optimizer.go_on_as(kept, lambda _a, _b: None)
+        for state in kept.vector_states():
+            move([o.state_of(state) for o in theirs], [o.state_of(state) for o in mine])

@@ -49,6 +49,10 @@ class MessageRounds(LinkedGossiper):
         self._x, self._t, self._phase = x, t, 0
         self._is_planned = False
 
+    def release(self) -> None:
+        """The vector of the last round is needed no more."""
+        self._x = Vector(())
+
     @property
     def peers(self) -> Sequence[int]:
         """The peers of the round that are there. The first look of a round compares links, see [Note: links anew]."""
@@ -66,7 +70,7 @@ class MessageRounds(LinkedGossiper):
         sizes = tuple((b.dtype, b.numel()) for b in flat.buffers) if self._phase == 0 else ()
         sizes += tuple((torch.uint8, code.message_like(part).numel()) for part in like)
         if (key, sizes) not in self._memory:
-            self._memory[key, sizes] = MessageBuffer(sizes, x.parts[0].device)
+            self._memory[key, sizes] = MessageBuffer(sizes, flat.raw.device)
         return Message(code, self._memory[key, sizes], num_others=len(sizes) - len(like))
 
     def share(self, message: Message, x: Vector, buffers: Sequence[Tensor]) -> Received:

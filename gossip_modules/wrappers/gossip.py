@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..consensus_control import ConsensusControl
-from ..engine.elastic_outer import ElasticOuterEngine
 from ..engine.engine import LockstepEngine, SyncEngine
-from ..engine.outer import OuterEngine
 from ..engine.overlap import OverlapEngine
 from ..engine.ruled import RuledEngine
 from ..flat.nonfinite import check_policy
@@ -25,11 +23,10 @@ from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
 from ..membership.node.participant import NodeParticipant
 from ..mixing_manager.base import MixingManager
-from ..outer.anchor import anchor_dtypes
-from ..outer.fragment import check_names
-from ..outer.method import OuterMethod
 from ..rounds.algorithm import Algorithm, Over, combined
+from ..rounds.pieces import Pieces
 from ..rounds.rounds import Rounds
+from ..rounds.vector import widened
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..update_rules.rule import UpdateRule
@@ -110,8 +107,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a
             `ConsensusControl` = as often as the distance between the models asks for.
-        outer: an `OuterMethod` such as `DiLoCo`: ranks train alone, and every H steps an outer optimizer steps on where
-            they have come. Costs three copies of the model; in place of `schedule` and `overlap`.
+        outer: an algorithm such as `DiLoCo`, as `algorithm`: ranks train alone, and every H steps an outer optimizer
+            steps on where they have come. Costs three copies of the model.
         rule: an `UpdateRule` such as `D2`, for ranks with different data: rounds carry vectors that make up for it.
         process_group: a group that carries nothing else; None = a new one over all ranks.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
@@ -176,7 +173,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         gossiper: GossiperLike | None = None,
         wire_dtype: torch.dtype | None = None,
         schedule: Schedule | ConsensusControl | int = 1,
-        outer: OuterMethod | None = None,
+        outer: Algorithm | Over | None = None,
         rule: UpdateRule | None = None,
         process_group: dist.ProcessGroup | None = None,
         nprocs_per_node: int = 1,
@@ -257,7 +254,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
 
     def _describe(self, chosen: Choices, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
-        self._outer, self._rule, self._was_on_a_ring = chosen.outer, chosen.rule, chosen.was_on_a_ring(mixing)
+        self._rule, self._was_on_a_ring = chosen.rule, chosen.was_on_a_ring(mixing)
         self._graph = None if self._elastic is not None else str(mixing.graph)
         options |= {
             "schedule": chosen.schedule,
@@ -267,15 +264,19 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             **({"ignore": ignored} if (ignored := self._buffer.selection.ignore) else {}),
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
-            **({} if self._outer is None else {"outer": self._outer.describe(anchor_dtypes(self._buffer.vector))}),
             **({} if self._rule is None else {"rule": self._rule}),
         }
-        what = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
+        what: dict[str, object] = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
+        if isinstance(gossiper, Rounds | Pieces):
+            layout = widened(self._buffer.vector.layout, has_buffers=False)
+            what["gossiper"] = gossiper.describe([segment.dtype for segment in layout.segments if segment.numel])
         self._description = {name: str(value) for name, value in {**what, **options}.items()}
 
     def _start(self, chosen: Choices, mixing: MixingManager, gossiper: Gossiper) -> None:
         gossiper.bind(mixing, self._transport)
-        if isinstance(gossiper, Rounds):
+        if isinstance(gossiper, Pieces):
+            gossiper.watch_optimizer(self._buffer, is_whole=self._node is None or self._node.is_whole)
+        elif isinstance(gossiper, Rounds):
             gossiper.watch_optimizer(self._buffer)
         engine = self._make_engine(gossiper, chosen.schedule)
         self._engine: LockstepEngine = engine if self._node is None else self._node.engine_of(engine)
@@ -288,11 +289,6 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
         policy, is_whole = self._on_nonfinite, self._node is None or self._node.is_whole
-        if self._outer is not None:
-            check_names(self._outer.fragments, self.module)
-            places = self._buffer.places if is_whole else None
-            make_engine = OuterEngine if self._elastic is None else ElasticOuterEngine
-            return make_engine(gossiper, self._outer, self._buffer, on_nonfinite=policy, places=places)
         if self._rule is not None:
             return RuledEngine(gossiper, self._rule, self._buffer, on_nonfinite=policy)
         if not self.overlap:

@@ -1,0 +1,36 @@
+"""Error feedback: the mean of compressed messages, of which the next ones have what was left out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..compression.compressor import Compressor
+from ..rounds.memory import Memory
+from ..rounds.requests import Gather, Round
+from ..rounds.vector import Vector
+from ..rounds.vectors import Vectors
+
+if TYPE_CHECKING:
+    from ..rounds.message import Message
+
+
+def compressed_average(v: Vectors, m: Memory, x: Vector, code: Compressor, decay: float) -> Round:
+    """x <- 1/n sum_j q_j with q_i = C(decay e_i + x_i), and e_i <- decay e_i + x_i - q_i.
+
+    Every rank gets the messages of all, and adds them up in the order of the ranks, so that all have the same mean, to
+    the bit. A rank sends its message n - 1 times, where an average of the vector sends it almost twice: that is less
+    where messages are less than 2 / n of the vector.
+    """
+    error = m.vector("error", join="zero")  # what the messages of this rank have left out so far
+    messages: list[Message] = yield Gather(v.encode(code, x.add_(error, alpha=decay)))
+    error.set_(x)
+    messages[v.rank].add_to(error, alpha=-1.0)
+    mean_of(messages, x)
+
+
+def mean_of(messages: list[Message], x: Vector) -> None:
+    """x <- the mean of the messages of all ranks."""
+    x.zero_()
+    for message in messages:
+        message.add_to(x)
+    x.div_(len(messages))
