@@ -5,6 +5,14 @@ from typing import Any
 
 from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
+from .algorithms.diloco import DiLoCo
+from .algorithms.eager_diloco import EagerDiLoCo
+from .algorithms.gasloc import GASLoC
+from .algorithms.noloco import NoLoCo
+from .algorithms.outer_method import OuterMethod
+from .algorithms.slowmo import SlowMo
+from .algorithms.sparse_loco import SparseLoCo
+from .algorithms.streaming_diloco import StreamingDiLoCo
 from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
@@ -72,14 +80,6 @@ from .mixing_manager.laplacian import LaplacianMixing
 from .mixing_manager.matrix import MatrixMixing
 from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
 from .optim.accum_adam import AccumAdam
-from .algorithms.diloco import DiLoCo
-from .algorithms.eager_diloco import EagerDiLoCo
-from .algorithms.gasloc import GASLoC
-from .algorithms.outer_method import OuterMethod
-from .algorithms.noloco import NoLoCo
-from .algorithms.slowmo import SlowMo
-from .algorithms.sparse_loco import SparseLoCo
-from .algorithms.streaming_diloco import StreamingDiLoCo
 from .relay.relay_sgd import RelaySGD
 from .schedule import Schedule
 from .sparta.sparta import Sparta

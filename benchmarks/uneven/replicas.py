@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from gossip_modules import Carried, FlatVector, MixingManager, PushPull, PushSum, Schedule
 from gossip_modules.methods.one_thread import GossiperRule
-from gossip_modules.simulate.mixing import SimulatedMixing
+from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.update_rules.sgd_momentum import SGDStep
 from gossip_modules.wrappers.defaults import Choices
 
@@ -94,7 +94,7 @@ class Replicas:
 
 def _mix_by(mixing: MixingManager) -> Callable[[Tensor, int], Tensor]:
     """What round t of plain gossip adds to x [n, d]: (W(t) - I) x."""
-    rounds = SimulatedMixing(mixing)
+    rounds = StackedMixing(mixing)
     return lambda x, t: rounds.round(t).mix(x).sub_(x)
 
 

@@ -22,9 +22,10 @@ def compressed_average(v: Vectors, m: Memory, x: Vector, code: Compressor, decay
     where messages are less than 2 / n of the vector.
     """
     error = m.vector("error", join="zero")  # what the messages of this rank have left out so far
-    messages: list[Message] = yield Gather(v.encode(code, x.add_(error, alpha=decay)))
+    q = v.encode(code, x.add_(error, alpha=decay))
+    messages: list[Message] = yield Gather(q)
     error.set_(x)
-    messages[v.rank].add_to(error, alpha=-1.0)
+    q.add_to(error, alpha=-1.0)
     mean_of(messages, x)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -89,6 +90,20 @@ class Compressor(ABC):
         if d:
             self._add(message, target, sizes[message.numel()], alpha)
 
+    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
+        """C(x_i) of each row: the values that a receiver of the message of rank i adds.
+
+        A subclass may compute all rows at once.
+
+        Args:
+            x: the vectors of n ranks with equal compressors, float32 or float64 [n, d]; not changed.
+            t: the round, as in `compress`.
+
+        Returns:
+            The values, like x.
+        """
+        return decompressed_rows(self, x, t)
+
     @abstractmethod
     def __repr__(self) -> str:
         """All settings; ranks compare this text when a model is wrapped."""
@@ -134,8 +149,35 @@ class Cast(Compressor):
         for start, stop, _ in chunks(target, 1):
             target[start:stop] += narrow[start:stop].to(wide(target)).mul_(alpha)
 
+    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
+        """See `Compressor`."""
+        return saturated(x, torch.finfo(self.dtype).max).to(self.dtype).to(x.dtype)
+
     def __repr__(self) -> str:
         return f"Cast({self.dtype})"
+
+
+class Code(Protocol):
+    """Turns a flat tensor into bytes: a `Compressor`, or the code of an algorithm."""
+
+    def message_like(self, x: Tensor) -> Tensor:
+        """A new message for vectors like x."""
+
+    def compress(self, x: Tensor, message: Tensor, *, t: int) -> None:
+        """message <- C(x)."""
+
+    def add_decompressed(self, message: Tensor, target: Tensor, *, alpha: float = 1.0) -> None:
+        """target <- target + alpha C(x)."""
+
+
+def decompressed_rows(code: Code, x: Tensor, t: int) -> Tensor:
+    """C(x_i) of each row of x [n, d], by the messages of a code of any kind, one row after another."""
+    result = torch.zeros_like(x)
+    for row, values in zip(x, result, strict=True):
+        message = code.message_like(row)
+        code.compress(row.contiguous(), message, t=t)
+        code.add_decompressed(message, values)
+    return result
 
 
 def chunks(x: Tensor, block_size: int) -> Iterator[tuple[int, int, slice]]:

@@ -62,6 +62,16 @@ class SignNorm(Compressor):
             codes = unpack(bits[start // 8 : packed_size(stop, 1)], 1, stop - start, signed=True)
             _add_scaled(codes.mul_(2).add_(1), scales[blocks], target[start:stop])
 
+    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
+        """See `Compressor`."""
+        bounded = x if x.dtype == torch.float32 else saturated(x, LARGEST)
+        size = self.block_size or max(x.shape[1], 1)
+        signed = []
+        for block, inside in zip(x.split(size, dim=1), bounded.split(size, dim=1), strict=True):
+            scales = _as_scales(inside.abs().mean(1, True, dtype=torch.float64)).float().to(x.dtype)
+            signed.append(torch.where(block < 0, -scales, scales))
+        return torch.cat(signed, dim=1)
+
     def __repr__(self) -> str:
         return f"SignNorm({self.block_size})"
 
@@ -130,6 +140,21 @@ class QSGD(Compressor):
             begin, end = (packed_size(i, self.bits) for i in (start, stop))
             levels = unpack(packed[begin:end], self.bits, stop - start, signed=True)
             _add_scaled(levels, scales[buckets], target[start:stop])
+
+    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
+        """See `Compressor`; the dither of a round is one for all rows."""
+        result = torch.empty_like(x)
+        generator = torch.Generator(x.device).manual_seed(random_words(self.seed, t, 1)[0])
+        for start, stop, buckets in chunks(x[0], self.bucket_size):
+            rows = x[:, start:stop].reshape(len(x), buckets.stop - buckets.start, -1)
+            bounded = rows if x.dtype == torch.float32 else saturated(rows, LARGEST)
+            norms = torch.linalg.vector_norm(bounded, dim=2, keepdim=True, dtype=torch.float64)
+            norms = _as_scales(norms).float()
+            dither = rows.new_empty(rows.shape[1:]).uniform_(generator=generator)
+            levels = (rows / norms).mul_(self.num_levels).add_(dither).floor_()
+            levels.clamp_(-self.num_levels, self.num_levels).nan_to_num_(nan=0.0)
+            result[:, start:stop] = levels.mul_(norms.to(x.dtype) * self._step).flatten(1)
+        return result
 
     def __repr__(self) -> str:
         return f"QSGD(bits={self.bits}, bucket_size={self.bucket_size}, seed={self.seed}, unbiased={self.unbiased})"

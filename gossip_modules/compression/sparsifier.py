@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .bit_packing import indices_size, pack_indices, unpack_indices
-from .compressor import Compressor, checked_seed, chunks, random_words
+from .compressor import Compressor, checked_seed, chunks, decompressed_rows, random_words
 
 _SAMPLE_SIZE = 1 << 16
 
@@ -56,6 +56,11 @@ class TopK(Compressor):
         num_value_bytes = k * dtype.itemsize
         indices = unpack_indices(message[num_value_bytes:], k, d)
         add_at(indices, message[:num_value_bytes].view(dtype), target, alpha)
+
+    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
+        """See `Compressor`."""
+        kept = x.abs().topk(_num_kept(self.ratio, x.shape[1]), dim=1, sorted=False).indices
+        return torch.zeros_like(x).scatter_(1, kept, x.gather(1, kept))
 
     def __repr__(self) -> str:
         return f"TopK({self.ratio})"
@@ -116,6 +121,12 @@ class RandomK(Compressor):
     def _positions(self, progression: Tensor, d: int) -> Tensor:
         i = torch.arange(_num_kept(self.ratio, d), device=progression.device)
         return i.mul_(progression[1]).add_(progression[0]).remainder_(d)
+
+    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
+        """See `Compressor`: all rows keep the same positions."""
+        factors = decompressed_rows(self, torch.ones_like(x[:1]), t)[0]
+        largest = torch.finfo(x.dtype).max
+        return torch.where(factors == 0, 0.0, torch.where(x.isfinite(), (x * factors).clamp_(-largest, largest), x))
 
     def __repr__(self) -> str:
         return f"RandomK({self.ratio}, seed={self.seed}, unbiased={self.unbiased})"

@@ -17,10 +17,10 @@ from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, is_finite
 from ..flat.vector import FlatVector, add_
 from ..gossiper.mixer import Mixer
+from ..rounds.gossip_thread import GossipThread
 from ..schedule import Schedule
 from .engine import LockstepEngine
 from .filling import Filling
-from ..rounds.gossip_thread import GossipThread
 
 _ROUNDING = 16  # units in the last place
 

@@ -18,6 +18,7 @@ from .layout import FlatLayout
 from .renamed import Renamed, renamed_argument
 from .selection import Selection
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
+from .step_hooks import STEP_HOOKS
 from .vector import FlatVector
 
 _FUNCTIONAL_CALL = stateless._functional_call.__code__  # whose frame lends tensors to a module
@@ -296,6 +297,7 @@ class FlatBuffer:
             move_aliases(aliases)
         self._slots, self._views, self.vector = slots, [views[id(slot.tensor)] for slot in slots], vector
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
+        STEP_HOOKS.look_again()
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
         self._is_agreed = self.signature() == self.agreed
         self.parameter_segments = tuple(

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,13 +18,13 @@ from .instances import instances_of
 
 
 class Stepped(Protocol):
-    """Who is told of steps."""
+    """An object that is told of steps."""
 
     order: int
     """Members of a higher order are told of the end of a step after those of a lower one."""
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """Whether the steps of this optimizer concern it."""
+        """Whether the steps of this optimizer concern it; asked again after `StepHooks.look_again`."""
         ...
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -107,11 +107,13 @@ class StepHooks:  # one for the process: STEP_HOOKS
         self._lock = threading.RLock()
         self._handles: tuple[RemovableHandle, ...] = ()
         self._steppers: set[int] = set()  # threads that have taken a step since the hooks came
+        self._concerned: weakref.WeakKeyDictionary[Optimizer, _Concerned] = weakref.WeakKeyDictionary()
 
     def add(self, member: Stepped) -> None:
         """Tell `member` of steps as long as it lives and is not discarded."""
         with self._lock:
             self._members.add(member)
+            self.look_again()
             weakref.finalize(member, self._unhook_if_idle).atexit = False
             if not self._handles:
                 self._handles = (
@@ -123,7 +125,12 @@ class StepHooks:  # one for the process: STEP_HOOKS
         """Tell it no more."""
         with self._lock:
             self._members.discard(member)
+            self.look_again()
         self._unhook_if_idle()
+
+    def look_again(self) -> None:
+        """A member has other parameters: which optimizers concern it is found out anew."""
+        self._concerned = weakref.WeakKeyDictionary()
 
     def _unhook_if_idle(self) -> None:
         """Also called by the garbage collector, when an object has died, in any thread."""
@@ -146,19 +153,47 @@ class StepHooks:  # one for the process: STEP_HOOKS
             frame = above
         return False
 
-    def _stepped_by(self, optimizer: Optimizer) -> list[Stepped]:
-        with self._lock:
-            members = list(self._members)
-        return sorted((member for member in members if member.is_stepped_by(optimizer)), key=_order)
+    def _concerned_by(self, optimizer: Optimizer) -> _Concerned:
+        """The members for the steps of this optimizer, found out once for each optimizer and its parameters."""
+        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
+        found = self._concerned.get(optimizer)
+        if found is None or found.num_held != num_held:
+            with self._lock:
+                members, concerned = list(self._members), self._concerned
+            stepped = sorted((member for member in members if member.is_stepped_by(optimizer)), key=_order)
+            idle = {*members}.difference(stepped)
+            others = tuple(weakref.WeakMethod(member.other_step) for member in idle if hasattr(member, "other_step"))
+            found = concerned[optimizer] = _Concerned(num_held, tuple(map(weakref.ref, stepped)), others)
+        return found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steppers.add(threading.get_ident())
-        for member in self._stepped_by(optimizer):
-            member.before_step(optimizer)
+        concerned = self._concerned_by(optimizer)
+        for other in concerned.others:
+            if (tell := other()) is not None:
+                tell()
+        for reference in concerned.members:
+            if (member := reference()) is not None:
+                member.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for member in self._stepped_by(optimizer):
-            member.after_step(optimizer)
+        for reference in self._concerned_by(optimizer).members:
+            if (member := reference()) is not None:
+                member.after_step(optimizer)
+
+
+class _Concerned(NamedTuple):
+    """What the steps of one optimizer mean.
+
+    Attributes:
+        num_held: the number of its parameters.
+        members: those that it concerns, by order.
+        others: `other_step` of those that it does not concern, where they have one.
+    """
+
+    num_held: int
+    members: tuple[Callable[[], Stepped | None], ...]
+    others: tuple[Callable[[], Callable[[], None] | None], ...]
 
 
 STEP_HOOKS = StepHooks()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..consensus_control import ConsensusControl, ControlLaw, Differences
+from ..rounds.rows import Rows, StackedMixing
 from ..schedule import Action, Schedule
 from ..simulate.clocks import Clock, ControlledRound
 from ..simulate.gossip import LockstepMethod, Plain
-from ..simulate.mixing import Round, SimulatedMixing
 from ..simulate.setting import ControlRates, Setting
 
 _ROUNDING = 1e-9  # of products of a count and a rate, which are whole numbers where rates were measured
@@ -32,7 +32,7 @@ class ControlledMethod(LockstepMethod):
     """
 
     def __init__(
-        self, mixing: SimulatedMixing, control: ConsensusControl, clock: Clock, *, overlap: bool = False
+        self, mixing: StackedMixing, control: ConsensusControl, clock: Clock, *, overlap: bool = False
     ) -> None:
         if not mixing.is_doubly_stochastic:
             raise ValueError(
@@ -78,7 +78,7 @@ class ControlledMethod(LockstepMethod):
     def _mix(self, x: Tensor) -> tuple[Tensor, ControlledRound]:
         """The models [n, d] after a step's rounds and average, and what these were; x does not change."""
 
-    def _next_round(self) -> Round:
+    def _next_round(self) -> Rows:
         round_ = self._mixing.round(self._t)
         self._t += 1
         return round_
@@ -100,7 +100,7 @@ class ControlSimulation(ControlledMethod):
     """
 
     def __init__(
-        self, mixing: SimulatedMixing, control: ConsensusControl, clock: Clock, *, overlap: bool = False
+        self, mixing: StackedMixing, control: ConsensusControl, clock: Clock, *, overlap: bool = False
     ) -> None:
         super().__init__(mixing, control, clock, overlap=overlap)
         self.law = ControlLaw(control)
@@ -123,7 +123,7 @@ class ControlSimulation(ControlledMethod):
             self._kept = mixed
             return mixed, ControlledRound((), True)
         self._differences.step(max(law.steps_between, 1))
-        rounds: list[Round] = []
+        rounds: list[Rows] = []
         mixed, is_apart = self._gossip(x, rounds)
         distance = law.estimate  # at the beginning of the step
         while is_apart and control.remedy == "rounds" and len(rounds) < control.max_rounds:
@@ -139,7 +139,7 @@ class ControlSimulation(ControlledMethod):
         self._kept = mixed
         return mixed, ControlledRound(tuple(rounds), has_average)
 
-    def _gossip(self, x: Tensor, rounds: list[Round]) -> tuple[Tensor, bool]:
+    def _gossip(self, x: Tensor, rounds: list[Rows]) -> tuple[Tensor, bool]:
         """One round, which is added to `rounds`: the models after it, and whether those before were too far apart."""
         t = self._t
         rounds.append(self._next_round())
@@ -169,7 +169,7 @@ class RateSimulation(ControlledMethod):
 
     def __init__(
         self,
-        mixing: SimulatedMixing,
+        mixing: StackedMixing,
         control: ConsensusControl,
         clock: Clock,
         *,
@@ -210,7 +210,7 @@ class RateSimulation(ControlledMethod):
         return math.floor((before + 1) * per_round + _ROUNDING) - math.floor(before * per_round + _ROUNDING)
 
 
-def gossip_of(mixing: SimulatedMixing, setting: Setting, clock: Clock, *, overlap: bool = False) -> LockstepMethod:
+def gossip_of(mixing: StackedMixing, setting: Setting, clock: Clock, *, overlap: bool = False) -> LockstepMethod:
     """Gossip of the models themselves, by the schedule of the setting or under its control.
 
     Raises:

@@ -14,10 +14,10 @@ from ..flat.vector import FlatVector
 from ..gossiper.gossiper import Gossiper
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..rounds.rows import Rows
 from ..simulate.codes import CODE_PASSES, UNKNOWN_PASSES
 from ..simulate.delays import LinkModel, MessageCost
 from ..simulate.gossip import Rule
-from ..simulate.mixing import Round
 
 _SAMPLE_ENTRIES = 1 << 16  # of the model whose messages are measured
 
@@ -138,7 +138,7 @@ class GossiperRule(Rule):
         if isinstance(step_size, float):
             self.options = {"step_size": step_size}
 
-    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`: the difference that round t makes; who talks to whom is known from the mixing already."""
         return self.difference(x, t)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compression.chunk_top_k import ChunkTopK
-from ..compression.quantizer import QSGD
-from ..compression.two_bit import TwoBit
 from ..algorithms.diloco import DiLoCo
 from ..algorithms.eager_diloco import EagerDiLoCo
 from ..algorithms.gasloc import GASLoC
-from ..algorithms.outer_method import OuterMethod
 from ..algorithms.noloco import NoLoCo
+from ..algorithms.outer_method import OuterMethod
 from ..algorithms.slowmo import SlowMo
 from ..algorithms.sparse_loco import SparseLoCo
 from ..algorithms.streaming_diloco import StreamingDiLoCo
+from ..compression.chunk_top_k import ChunkTopK
+from ..compression.quantizer import QSGD
+from ..compression.two_bit import TwoBit
 from ..registry import Method, Paper
 from .options import MethodOptions
 from .outer_simulation import simulate_outer

@@ -7,10 +7,10 @@ from functools import partial
 
 from ..gossiper.gossiper import Gossiper
 from ..registry import Method, Paper
+from ..rounds.rows import StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
 from ..simulate.gossip import LockstepMethod, SimulatedMethod
-from ..simulate.mixing import SimulatedMixing
 from ..simulate.setting import Setting
 from .built_in import ROUNDS
 from .controlled_simulation import schedule_of
@@ -77,4 +77,4 @@ def simulate_gossiper(
 
     message = measured_message(make, setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(GossiperRule(make, mixing), SimulatedMixing(mixing), schedule, clock)
+    return LockstepMethod(GossiperRule(make, mixing), StackedMixing(mixing), schedule, clock)

@@ -13,11 +13,11 @@ from ..graph_manager.named_graphs import named_graph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Method, Paper
 from ..relay.relay_sgd import RelaySGD, trees_of
+from ..rounds.rows import Rows, StackedMixing
 from ..schedule import Action, Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, SyncClock
 from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
-from ..simulate.mixing import Round, SimulatedMixing
 from ..simulate.setting import Setting
 from ..update_rules.carried import Carried
 from ..update_rules.d2 import D2
@@ -53,7 +53,7 @@ class RuleSimulation(LockstepMethod):
     """
 
     def __init__(self, rule: UpdateRule, mixing: MixingManager, clock: Clock) -> None:
-        super().__init__(Plain(), SimulatedMixing(mixing), Schedule(), clock)
+        super().__init__(Plain(), StackedMixing(mixing), Schedule(), clock)
         rule.check(mixing)
         self._update_rule = rule
         self._carried: Carried | None = None
@@ -69,7 +69,7 @@ class RuleSimulation(LockstepMethod):
         if self._update_rule.needs_sgd and carried.num_rounds:
             step = SGDStep(1.0, SIMULATED_MOMENTUM)
             self._add_momentum(carried)
-        rounds: list[Round] = []
+        rounds: list[Rows] = []
         with torch.no_grad():
             self._update_rule.round(carried, lambda: self._mix(carried.sent.segments[0].view(x.shape), rounds), step)
             carried.write_to(models)
@@ -87,7 +87,7 @@ class RuleSimulation(LockstepMethod):
         for x, _, last, m in carried.each("last", "momentum"):
             x.lerp_(last.to(x.dtype), SIMULATED_MOMENTUM).sub_(m, alpha=SIMULATED_MOMENTUM)
 
-    def _mix(self, sent: Tensor, rounds: list[Round]) -> None:
+    def _mix(self, sent: Tensor, rounds: list[Rows]) -> None:
         assert self.mixing is not None, "a rule mixes on a graph"
         rounds.append(self.mixing.round(self._t))
         sent.copy_(rounds[-1].mix(sent))
@@ -113,7 +113,7 @@ def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     share = (graph.world_size - 1) / num_links if num_links else 1.0
     message = setting.network.plain_message(share * setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(GossiperRule(RelaySGD, mixing), SimulatedMixing(mixing), Schedule(), clock)
+    return LockstepMethod(GossiperRule(RelaySGD, mixing), StackedMixing(mixing), Schedule(), clock)
 
 
 _GRAPH = frozenset({"graph"})

@@ -12,6 +12,7 @@ from ..graph_manager.static_graphs import networkx_graph
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing
+from ..rounds.rows import StackedMixing
 from ..schedule import Schedule
 from ..simulate.asynchronous import BilateralMethod, PullMethod
 from ..simulate.choice import Choice
@@ -20,7 +21,6 @@ from ..simulate.codes import coded_message
 from ..simulate.delays import MessageCost
 from ..simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule, SimulatedMethod
 from ..simulate.groups import GroupMethod
-from ..simulate.mixing import SimulatedMixing
 from ..simulate.power_gossip import PowerGossipRule, power_message, power_step_size
 from ..simulate.setting import Setting
 from .compressors import (
@@ -59,7 +59,7 @@ def _lockstep(
     rule: Rule, mixing: MixingManager, choice: Choice, setting: Setting, message: MessageCost
 ) -> LockstepMethod:
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(rule, SimulatedMixing(mixing), schedule_of(choice.method, setting), clock)
+    return LockstepMethod(rule, StackedMixing(mixing), schedule_of(choice.method, setting), clock)
 
 
 def simulate_all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -99,7 +99,7 @@ def undirected(choice: Choice, setting: Setting, *, is_static: bool = False) -> 
 def _plain(mixing: MixingManager, setting: Setting) -> LockstepMethod:
     """Gossip of the models themselves, which training waits for."""
     clock = SyncClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
-    return gossip_of(SimulatedMixing(mixing), setting, clock)
+    return gossip_of(StackedMixing(mixing), setting, clock)
 
 
 def simulate_d_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -114,7 +114,7 @@ def simulate_sgp(choice: Choice, setting: Setting) -> SimulatedMethod:
 
 def simulate_osgp(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Overlap SGP."""
-    mixing = SimulatedMixing(default_mixing(_graph(choice, setting), push_sum=True))
+    mixing = StackedMixing(default_mixing(_graph(choice, setting), push_sum=True))
     clock = OverlapClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
     return gossip_of(mixing, setting, clock, overlap=True)
 
@@ -187,7 +187,7 @@ def simulate_ad_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
             f"got adpsgd on {graph!r}, expected a bipartite graph with one peer per round; take bipartite-exponential"
         )
     message = setting.network.plain_message(setting.model_bytes)
-    mixing = SimulatedMixing(default_mixing(graph, push_sum=False))
+    mixing = StackedMixing(default_mixing(graph, push_sum=False))
     return BilateralMethod(mixing, setting.compute, setting.network, message)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..gossiper.gossiper import Gossiper
 from ..registry import Method, Paper
+from ..rounds.rows import Rows, StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
 from ..simulate.codes import code_rows
 from ..simulate.gossip import LockstepMethod, Rule, SimulatedMethod
-from ..simulate.mixing import Round, SimulatedMixing
 from ..simulate.setting import Setting
 from ..sparta.sparta import Sparta
 from .controlled_simulation import schedule_of
@@ -41,7 +41,7 @@ class SpartaRule(Rule):
     def __init__(self, gossiper: Sparta) -> None:
         self.compressor = gossiper.compressor
 
-    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
         result = code_rows(self.compressor, x, t)
         columns = result.any(dim=0).nonzero().flatten()
@@ -56,7 +56,7 @@ def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
     gossiper = Sparta(options.compression_ratio, seed=setting.seed)
     message = measured_message(lambda: sparta(options, setting.seed), setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(SpartaRule(gossiper), SimulatedMixing(mixing), schedule, clock)
+    return LockstepMethod(SpartaRule(gossiper), StackedMixing(mixing), schedule, clock)
 
 
 def everyone_or_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:

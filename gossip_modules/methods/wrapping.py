@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..ad_psgd.wrapper import BilatGossipDataParallel
+from ..algorithms.outer_method import OuterMethod
 from ..consensus_control import ConsensusControl
 from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
 from ..dpwa.wrapper import PairwiseDataParallel
 from ..gossiper.gossiper import Gossiper
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.laplacian import LaplacianMixing
-from ..algorithms.outer_method import OuterMethod
 from ..schedule import Schedule
 from ..update_rules.rule import UpdateRule
 from ..wagma.wrapper import GroupAverageDataParallel

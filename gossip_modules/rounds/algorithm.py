@@ -56,6 +56,8 @@ class Algorithm(ABC):
         can_recover: whether `recover` makes a model finite, so that no round is ever left out.
         needs_inner_rate: whether `inner_rate` is to be asked.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
+        takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
+            False where it has a message for each peer, or looks into its messages.
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
     """
 
@@ -80,6 +82,7 @@ class Algorithm(ABC):
     writes_early: ClassVar[bool] = False
     can_recover: ClassVar[bool] = False
     needs_inner_rate: ClassVar[bool] = False
+    takes_rows: ClassVar[bool] = True
 
     @abstractmethod
     def round(self, v: Vectors, m: Memory, k: int) -> Round:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from ..compression.compressor import Compressor
+from ..compression.compressor import Code as Code
 from ..flat.vector import add_
 from ..gossiper.message import MessageBuffer
 from .vector import Snapshot, Vector
-
-
-class Code(Protocol):
-    """Turns a flat tensor into bytes: a `Compressor`, or the code of an algorithm."""
-
-    def message_like(self, x: Tensor) -> Tensor: ...
-
-    def compress(self, x: Tensor, message: Tensor, *, t: int) -> None: ...
-
-    def add_decompressed(self, message: Tensor, target: Tensor, *, alpha: float = 1.0) -> None: ...
 
 
 class Message:
@@ -33,7 +21,7 @@ class Message:
         num_others: fields of the buffer before those of the code, which are the driver's.
     """
 
-    def __init__(self, code: Compressor | Code, buffer: MessageBuffer, num_others: int = 0) -> None:
+    def __init__(self, code: Code, buffer: MessageBuffer, num_others: int = 0) -> None:
         self.code, self.buffer = code, buffer
         self.fields = buffer.fields[num_others:]
 

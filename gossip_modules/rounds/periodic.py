@@ -96,7 +96,9 @@ class Periodic(Algorithm):
 
     def starting_at(self, k: int) -> list[int]:
         """The fragments that begin a round after k optimizer steps."""
-        return [p for p in range(self.num_fragments) if k >= self._first(p) and (k - self._first(p)) % self.sync_every == 0]
+        return [
+            p for p in range(self.num_fragments) if k >= self._first(p) and (k - self._first(p)) % self.sync_every == 0
+        ]
 
     def number_of(self, fragment: int, k: int) -> int:
         """The number of rounds of that fragment before step k, at which it begins one."""

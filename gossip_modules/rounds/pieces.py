@@ -28,7 +28,6 @@ from .periodic import Periodic
 from .rounds import Rounds, average_, rounds_of
 from .vector import widened
 
-
 _OTHERS = "what it keeps of tensors that are still trained stays, and new ones start anew"
 
 
@@ -306,7 +305,11 @@ class Pieces(Mixer):
             average_(new, x, self.rounds[0].averager)
         memories = [Memory() for _ in old]
         move_parts(
-            [(f, rounds.memory) for f, rounds in old], before, list(zip(fragments, memories, strict=True)), x, self._device
+            [(f, rounds.memory) for f, rounds in old],
+            before,
+            list(zip(fragments, memories, strict=True)),
+            x,
+            self._device,
         )
         for (_, rounds), memory in zip(old, memories, strict=True):
             rounds.memory = memory

@@ -64,7 +64,9 @@ class Rounds(Mixer):
         self.watch: OptimizerWatch | None = None  # of the optimizer, once the wrapper has said which model it is
         self.has_failed = False  # whether the last round took no effect, as a worker had died
         self._k = self._t = 0
-        self._stamp = self._missed = 0  # the steps of the last round that took effect, and of the last one that was lost
+        self._stamp = self._missed = (
+            0  # the steps of the last round that took effect, and of the last one that was lost
+        )
         self._is_agreed = self._has_tried = True  # [Note: One memory]
         self._alpha: float | None = None
         self._has_begun = False

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..rounds.rows import Array, Indices, StackedMixing
 from .delays import ComputeModel, MessageCost, Network
 from .gossip import OwnPace
-from .mixing import Array, Indices, SimulatedMixing
 
 
 class AsynchronousMethod(OwnPace):
@@ -66,7 +66,7 @@ class BilateralMethod(AsynchronousMethod):
         compute, network, message: see `AsynchronousMethod`.
     """
 
-    def __init__(self, mixing: SimulatedMixing, compute: ComputeModel, network: Network, message: MessageCost) -> None:
+    def __init__(self, mixing: StackedMixing, compute: ComputeModel, network: Network, message: MessageCost) -> None:
         super().__init__(compute, network, message)
         self.mixing = mixing
         n = self.num_ranks

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..rounds.rows import Array, Rows
 from ..schedule import Action
 from .delays import ComputeModel, MessageCost, Network
-from .mixing import Array, Round
 
 FORWARD_SHARE = 1 / 3
 """Of the time of forward and backward."""
@@ -27,7 +27,7 @@ class ControlledRound(NamedTuple):
     has_average: whether an exact average follows.
     """
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[Rows, ...]
     has_average: bool
 
     def measure_bytes(self, num_ranks: int) -> int:
@@ -71,7 +71,7 @@ class Clock(ABC):
         self.waited_seconds = np.zeros(network.num_ranks)
         self.step = 0  # the next one
 
-    def advance(self, action: Action, round_: Round | ControlledRound | None) -> None:
+    def advance(self, action: Action, round_: Rows | ControlledRound | None) -> None:
         """`starts` becomes that of the next step.
 
         Args:
@@ -89,10 +89,10 @@ class Clock(ABC):
         return self.starts + self.compute.step_seconds(self.step - 1, num_ranks=len(self.starts))
 
     @abstractmethod
-    def _meet(self, arrivals: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
+    def _meet(self, arrivals: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
         """When each rank may start, having come at `arrivals`."""
 
-    def _exchanged(self, since: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
+    def _exchanged(self, since: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
         """When each rank has the result of what the action starts, if it takes part since then."""
         if action is Action.SKIP or len(since) == 1:
             return since
@@ -116,7 +116,7 @@ class Clock(ABC):
         """When all have an exact average."""
         return np.full(len(since), since.max() + self._average_seconds())
 
-    def _mixed(self, since: Array, round_: Round) -> Array:
+    def _mixed(self, since: Array, round_: Rows) -> Array:
         """When each rank has mixed what its peers have sent in a round of gossip."""
         seconds_of = self.network.exchange_seconds(round_, self.message)
         for _ in range(self.num_phases):
@@ -131,7 +131,7 @@ class Clock(ABC):
 class SyncClock(Clock):
     """Rounds that training waits for: start_i(k + 1) = max over i and its in-peers of their arrival, + exchange."""
 
-    def _meet(self, arrivals: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
+    def _meet(self, arrivals: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
         return self._exchanged(arrivals, action, round_)
 
 
@@ -161,7 +161,7 @@ class OverlapClock(Clock):
 
     _round_ends: Array | None = None  # when the round that is under way is done
 
-    def _meet(self, arrivals: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
+    def _meet(self, arrivals: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
         starts = arrivals if self._round_ends is None else np.maximum(arrivals, self._round_ends)
         self._round_ends = None
         if action is not Action.SKIP and len(starts) > 1:
@@ -179,7 +179,7 @@ class BucketClock(Clock):
 
     begins_with_round = False
 
-    def _meet(self, arrivals: Array, action: Action, round_: Round | ControlledRound | None) -> Array:
+    def _meet(self, arrivals: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
         if self.step == 0 or len(arrivals) == 1:
             return arrivals
         compute = self.compute.compute_seconds(self.step - 1, num_ranks=len(arrivals))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .mixing import Array, Indices, Round
+from ..rounds.rows import Array, Indices, Rows
 
 TCP_SHARE = 0.957
 """Of the line rate: what TCP/IP headers leave, of Ethernet frames of 1,500 bytes."""
@@ -154,7 +154,7 @@ class Network:
         """The model as it is; to mix it takes three passes: read the message, read and write the own model."""
         return MessageCost(num_bytes, decode_seconds=3 * self.links.memory_seconds(num_bytes))
 
-    def exchange_seconds(self, round_: Round, message: MessageCost) -> Array:
+    def exchange_seconds(self, round_: Rows, message: MessageCost) -> Array:
         """From when a rank and its in-peers have encoded until the rank has mixed their messages: float64 [n].
 
         A link carries all the messages of its rank, those out beside those in; a rank waits for the slowest of its

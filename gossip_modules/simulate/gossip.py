@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Compressor, random_words
+from ..rounds.rows import Array, Rows, StackedMixing
 from ..schedule import Action, Schedule
 from .clocks import Clock
 from .codes import code_rows
 from .delays import ComputeModel, MessageCost, Network
-from .mixing import Array, Round, SimulatedMixing
 from .setting import ControlRates
 
 
@@ -114,7 +114,7 @@ class Rule(ABC):
     """See `SimulatedMethod`."""
 
     @abstractmethod
-    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """What to add to x [n, d] for round t, e.g. (W - I) x; x does not change."""
 
 
@@ -123,7 +123,7 @@ class Plain(Rule):
 
     needs_push_sum = True
 
-    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
         return round_.mix(x).sub_(x)
 
@@ -142,7 +142,7 @@ class ChocoRule(Rule):
         self._public: Tensor | None = None
         self._drift: Tensor | None = None
 
-    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
         if self._public is None or self._drift is None:
             self._public, self._drift = torch.zeros_like(x), torch.zeros_like(x)
@@ -165,7 +165,7 @@ class DeepSqueezeRule(Rule):
         self.options = {"step_size": step_size}
         self._error: Tensor | None = None
 
-    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
         self._error = x.clone() if self._error is None else self._error.add_(x)
         said = code_rows(self.compressor, self._error, t)
@@ -190,7 +190,7 @@ class MoniquaRule(Rule):
         self.num_levels, self.step_size, self.theta, self.seed = 1 << bits, step_size, theta, seed
         self.options = {"theta": theta, "step_size": step_size}
 
-    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
         half = self.num_levels // 2
         spacing = self.theta / (half - 1)
@@ -209,7 +209,7 @@ class MoniquaRule(Rule):
         return result
 
     @staticmethod
-    def _largest_difference(x: Tensor, round_: Round) -> float:
+    def _largest_difference(x: Tensor, round_: Rows) -> float:
         columns = (torch.from_numpy(round_.peers[:, k]) for k in range(round_.peers.shape[1]))
         return float(torch.stack([(x.index_select(0, column) - x).abs().max() for column in columns]).max())
 
@@ -229,7 +229,7 @@ class LockstepMethod(SimulatedMethod):
     """
 
     def __init__(
-        self, rule: Rule, mixing: SimulatedMixing | None, schedule: Schedule, clock: Clock, *, overlap: bool = False
+        self, rule: Rule, mixing: StackedMixing | None, schedule: Schedule, clock: Clock, *, overlap: bool = False
     ) -> None:
         super().__init__(len(clock.starts))
         self.rule, self.mixing, self.schedule, self.clock, self.overlap = rule, mixing, schedule, clock, overlap
@@ -273,7 +273,7 @@ class LockstepMethod(SimulatedMethod):
         else:
             self._add(x, *corrections)
 
-    def _corrections(self, x: Tensor, round_: Round | None) -> tuple[Tensor, Tensor | None]:
+    def _corrections(self, x: Tensor, round_: Rows | None) -> tuple[Tensor, Tensor | None]:
         """Of x and of the weights."""
         if round_ is None:
             return x.mean(0) - x, None if self.weights is None else self.weights.mean(0) - self.weights
@@ -285,7 +285,7 @@ class LockstepMethod(SimulatedMethod):
         if self.weights is not None and of_weights is not None:
             self.weights += of_weights
 
-    def _count_bytes(self, round_: Round | None) -> None:
+    def _count_bytes(self, round_: Rows | None) -> None:
         if round_ is None:
             self.sent_bytes += 2 * (self.num_ranks - 1) / self.num_ranks * self.clock.model_bytes
         else:

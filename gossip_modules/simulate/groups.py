@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..graph_manager.butterfly_groups import ButterflyGroups
+from ..rounds.rows import Array, Flags, Indices
 from .delays import ComputeModel, MessageCost, Network
 from .gossip import OwnPace
-from .mixing import Array, Flags, Indices
 
 
 class GroupMethod(OwnPace):

@@ -9,9 +9,9 @@ from torch import Tensor
 from ..compression.orthonormal import orthonormalize
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import best_step_size
+from ..rounds.rows import Indices, Rows
 from .delays import LinkModel, MessageCost
 from .gossip import Rule
-from .mixing import Indices, Round
 
 MATRIX_SIDE = 512
 """Rows and columns of the matrices that a model is taken to be made of: rank 1 sends 1/512 of it."""
@@ -43,7 +43,7 @@ class PowerGossipRule(Rule):
         self._iterations = np.zeros(0, dtype=np.int64)
         self._factors = [torch.empty(0, side, self.rank, dtype=torch.float64, device="cpu") for side in shape]
 
-    def correction(self, x: Tensor, round_: Round, t: int) -> Tensor:
+    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
         matrices = x.view(-1, *self.shape)
         lows, places = np.nonzero(round_.is_peer & (round_.peers > np.arange(len(x))[:, None]))

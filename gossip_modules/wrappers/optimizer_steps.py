@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, existing_optimizers, holds_any
+from ..flat.step_hooks import STEP_HOOKS, existing_optimizers, holds_any
 from ..flat.transformed import not_compiled
 from .foreign.user_line import levels_to_user
 from .weights.masters import sample
@@ -88,7 +88,6 @@ class OptimizerSteps:
         self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
         self._has_warned = self._has_raised = False
         self._gradient = _WatchedGradient()
-        self._known = KnownOptimizers()
         self.has_ended = False
         self._listen()
 
@@ -207,10 +206,11 @@ class OptimizerSteps:
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
-        if self._known(optimizer, self._buffer.parameters):
-            return True
-        self._gradient.forget()  # a loop that steps another model leaves out no step of this one
-        return False
+        return holds_any(optimizer, self._buffer.parameters)
+
+    def other_step(self) -> None:
+        """See `StepHooks`: a loop that steps another model leaves out no step of this one."""
+        self._gradient.forget()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""

@@ -35,7 +35,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "relay": {"flat", "graph_manager", "mixing_manager", "transport", "gossiper"},
         "sparta": {"graph_manager", "compression", "gossiper"},
         "update_rules": {"flat", "graph_manager", "mixing_manager"},
-        "rounds": {"flat", "graph_manager", "mixing_manager", "compression", "transport", "gossiper"},
+        "rounds": {*_LOCKSTEP},
         "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds"},
         "engine": {
             *("gossiper", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
@@ -49,8 +49,8 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "dpwa": _WRAPPERS,
         "registry": set(),
         "simulate": {
-            *("graph_manager", "mixing_manager", "matcha", "compression", "schedule", "consensus_control"),
-            "registry",
+            *("graph_manager", "mixing_manager", "compression", "schedule", "consensus_control"),
+            *("algorithms", "rounds", "registry"),
         },
         "methods": {*_WRAPPERS, "algorithms", "relay", "sparta", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
         "testing": {"membership", "transport"},

@@ -15,6 +15,7 @@ from gossip_modules.methods import METHODS
 from gossip_modules.methods.controlled_simulation import ControlSimulation, RateSimulation
 from gossip_modules.methods.wrapping import rounds_of
 from gossip_modules.mixing_manager.graph_weights import default_mixing
+from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.schedule import Action, Schedule
 from gossip_modules.simulate import Choice, Consensus, ControlRates, Digits, Setting, advise, simulate, tune
 from gossip_modules.simulate.__main__ import main
@@ -22,7 +23,6 @@ from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import ControlledRound, SyncClock
 from gossip_modules.simulate.gossip import SimulatedMethod
-from gossip_modules.simulate.mixing import SimulatedMixing
 from tests.harness.ranks import run_ranks
 from tests.library.engine.test_controlled import LR, targets, train
 from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, irregular
@@ -83,7 +83,7 @@ def test_steps_and_bytes_are_those_of_ranks_on_threads(name: str, overlap: bool)
 def test_a_step_under_control_takes_what_its_parts_take() -> None:
     """All wait for the slowest in each part, as all gather what was measured."""
     n, network = 4, replace(CLUSTER, world_size=4).network
-    rounds = SimulatedMixing(default_mixing(RingGraph(n, peers_per_itr=2), push_sum=False))
+    rounds = StackedMixing(default_mixing(RingGraph(n, peers_per_itr=2), push_sum=False))
     message = network.plain_message(1e7)
     clock, plain = (SyncClock(UNEVEN, network, message) for _ in range(2))
     for each in (clock, plain):
@@ -131,7 +131,7 @@ def test_control_is_for_the_methods_whose_recipes_take_it(name: str) -> None:
 
 
 def test_weights_that_the_library_refuses_are_refused() -> None:
-    mixing = SimulatedMixing(default_mixing(irregular(6, is_directed=True), push_sum=True))
+    mixing = StackedMixing(default_mixing(irregular(6, is_directed=True), push_sum=True))
     clock = SyncClock(UNEVEN, CLUSTER.network, CLUSTER.network.plain_message(1e6))
     with pytest.raises(ValueError, match=r"got schedule=ConsensusControl.*, expected doubly stochastic weights"):
         ControlSimulation(mixing, ConsensusControl(2.0), clock)
@@ -187,7 +187,7 @@ def test_rates_go_with_a_control_that_has_them() -> None:
 
 def test_rates_are_kept_over_any_number_of_steps() -> None:
     """In k steps ceil(k r) rounds begin, the first in the first step; averages and added rounds come late."""
-    mixing = SimulatedMixing(default_mixing(CompleteGraph(3), push_sum=False))
+    mixing = StackedMixing(default_mixing(CompleteGraph(3), push_sum=False))
     network = replace(CLUSTER, world_size=3).network
     clock = SyncClock(UNEVEN, network, network.plain_message(1e6))
     rates = ControlRates(7 / 30, 2 / 30, 11 / 30)

@@ -26,12 +26,12 @@ from gossip_modules.methods.one_thread import GossiperRule, make_transports, mea
 from gossip_modules.methods.outer_simulation import simulate_outer
 from gossip_modules.methods.sparta_method import SpartaRule
 from gossip_modules.mixing_manager.graph_weights import default_mixing
+from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, MoniquaRule, Plain, Rule
-from gossip_modules.simulate.mixing import SimulatedMixing
 from tests.library.outer.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
@@ -122,7 +122,7 @@ RULES: dict[str, tuple[Rule, Any]] = {
 def test_gossipers_of_one_thread_do_what_the_rules_of_the_simulator_say(name: str) -> None:
     rule, make = RULES[name]
     mixing = default_mixing(gm.RingGraph(5, peers_per_itr=2), push_sum=False)
-    real, rounds = GossiperRule(make, mixing), SimulatedMixing(mixing)
+    real, rounds = GossiperRule(make, mixing), StackedMixing(mixing)
     x = torch.randn(5, 100, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     y = x.clone()
     for t in range(6):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import default_graph_name
 from gossip_modules.mixing_manager.graph_weights import default_mixing
+from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.simulate import (
     Choice,
     Consensus,
@@ -27,7 +28,6 @@ from gossip_modules.simulate.clocks import SyncClock
 from gossip_modules.simulate.codes import code_rows
 from gossip_modules.simulate.delays import MessageCost, Network
 from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule
-from gossip_modules.simulate.mixing import SimulatedMixing
 from gossip_modules.simulate.power_gossip import PowerGossipRule
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.library.simulate.simulations import CLUSTER, EVEN, LINKS, UNEVEN, graphs, prediction
@@ -43,7 +43,7 @@ CASES = [
 
 def lockstep(graph: gm.GraphManager, rule: Rule, *, push_sum: bool = False) -> LockstepMethod:
     network = Network(LINKS, graph.world_size)
-    mixing = SimulatedMixing(default_mixing(graph, push_sum=push_sum))
+    mixing = StackedMixing(default_mixing(graph, push_sum=push_sum))
     return LockstepMethod(rule, mixing, gm.Schedule(), SyncClock(EVEN, network, MessageCost(1e6)))
 
 
@@ -73,13 +73,13 @@ def test_consensus_equals_the_product_of_dense_matrices(graph: gm.GraphManager, 
 def test_weights_of_its_own_and_schedules_of_peers_are_simulated() -> None:
     graph = gm.NPeerDynamicDirectedExponentialGraph(6, peers_per_itr={0: 2, 3: 1})
     matrices = [gm.UniformMixing(graph).matrix(t) for t in range(8)]
-    simulated = SimulatedMixing(gm.UniformMixing(graph))
+    simulated = StackedMixing(gm.UniformMixing(graph))
     ring = gm.RingGraph(6, peers_per_itr=2)
     skewed = gm.MatrixMixing(ring, 0.3 * torch.eye(6) + 0.7 * gm.UniformMixing(ring).matrix(0))
     for t, matrix in enumerate(matrices):
         eye = torch.eye(6, dtype=torch.float64)
         torch.testing.assert_close(simulated.round(t).mix(eye), matrix, rtol=0, atol=1e-12)
-        torch.testing.assert_close(SimulatedMixing(skewed).round(t).mix(eye), skewed.matrix(t), rtol=0, atol=1e-12)
+        torch.testing.assert_close(StackedMixing(skewed).round(t).mix(eye), skewed.matrix(t), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -168,7 +168,7 @@ def test_moniqua_says_when_neighbours_are_too_far_apart() -> None:
     assert (
         lockstep(gm.RingGraph(4, peers_per_itr=2), MoniquaRule(1.0))
         .rule.correction(
-            nothing, SimulatedMixing(gm.MetropolisHastingsMixing(gm.RingGraph(4, peers_per_itr=2))).round(0), 0
+            nothing, StackedMixing(gm.MetropolisHastingsMixing(gm.RingGraph(4, peers_per_itr=2))).round(0), 0
         )
         .isnan()
         .all()
@@ -289,7 +289,7 @@ def test_a_method_of_its_own_is_simulated_like_a_named_one() -> None:
     ring = gm.RingGraph(8, peers_per_itr=2)
     lazy = gm.MatrixMixing(ring, (torch.eye(8) + gm.UniformMixing(ring).matrix(0)) / 2)
     clock = SyncClock(EVEN, CLUSTER.network, CLUSTER.network.plain_message(CLUSTER.model_bytes))
-    method = LockstepMethod(Plain(), SimulatedMixing(lazy), gm.Schedule(), clock)
+    method = LockstepMethod(Plain(), StackedMixing(lazy), gm.Schedule(), clock)
     own, named = simulate(method, CLUSTER, Consensus()), simulate("dpsgd:ring", CLUSTER, Consensus())
     assert own.step_seconds == pytest.approx(named.step_seconds)
     assert own.num_steps > 1.5 * named.num_steps

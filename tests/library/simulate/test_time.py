@@ -11,6 +11,7 @@ import torch
 import gossip_modules as gm
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.mixing_manager.graph_weights import default_mixing
+from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.schedule import Action
 from gossip_modules.simulate import (
     Choice,
@@ -25,7 +26,6 @@ from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import BucketClock, Clock, OverlapClock, SyncClock, bucket_bytes
 from gossip_modules.simulate.delays import MessageCost, Network
 from gossip_modules.simulate.groups import GroupMethod
-from gossip_modules.simulate.mixing import SimulatedMixing
 from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, graphs
 
 # Time.
@@ -77,7 +77,7 @@ def event_loop(
 def clock_starts(clock: Clock, mixing: gm.MixingManager | None, steps: int, action: Action) -> list[list[float]]:
     starts = []
     for t in range(steps):
-        clock.advance(action, None if mixing is None else SimulatedMixing(mixing).round(t))
+        clock.advance(action, None if mixing is None else StackedMixing(mixing).round(t))
         starts.append(clock.starts.tolist())
     return starts
 

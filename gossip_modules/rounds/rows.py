@@ -22,7 +22,7 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 _MAX_ENTRIES = 1 << 24  # peers of rounds that are kept for when they come around: 256 MiB
 
 
-class Round(NamedTuple):
+class Rows(NamedTuple):
     """W(t) by rows: x_i <- own[i] x_i + sum_k weights[i, k] x_{peers[i, k]}.
 
     own: float64 [n].
@@ -40,7 +40,7 @@ class Round(NamedTuple):
     out_degrees: Indices
 
     @classmethod
-    def of(cls, own: Array, peers: Indices, weights: Array) -> Round:
+    def of(cls, own: Array, peers: Indices, weights: Array) -> Rows:
         """With the degrees that follow from the peers."""
         n = len(own)
         is_peer = peers != np.arange(n)[:, None]
@@ -53,9 +53,9 @@ class Round(NamedTuple):
 
     def mix_apart(self, x: Tensor, said: Tensor) -> Tensor:
         """own[i] x_i + sum_k weights[i, k] said_{peers[i, k]}: `said` [n, d] is what peers have of x."""
-        result = x * _column(self.own, x)
+        result = x * column(self.own, x)
         for k in range(self.peers.shape[1]):
-            result.addcmul_(said.index_select(0, torch.from_numpy(self.peers[:, k])), _column(self.weights[:, k], x))
+            result.addcmul_(said.index_select(0, torch.from_numpy(self.peers[:, k])), column(self.weights[:, k], x))
         return result
 
     def latest(self, seconds: Array) -> Array:
@@ -63,11 +63,13 @@ class Round(NamedTuple):
         return np.maximum(seconds, seconds[self.peers].max(axis=1, initial=-np.inf))
 
 
-def _column(weights: Array, x: Tensor) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(weights)).to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+def column(weights: Array, like: Tensor | None = None) -> Tensor:
+    """A number for each row: float64 [n, 1], or to be multiplied with a tensor [n, ...] and of its dtype."""
+    numbers = torch.from_numpy(np.ascontiguousarray(weights))
+    return numbers[:, None] if like is None else numbers.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
-class SimulatedMixing:
+class StackedMixing:
     """The rounds of a mixing manager, all ranks at once; equal to its `weights` (tests hold it to them).
 
     Never n x n numbers. On a `ShiftGraph` a round is an addition of vectors, on a `MatchaGraph` a choice of stored
@@ -77,7 +79,7 @@ class SimulatedMixing:
         mixing: the weights and, in it, the graph.
 
     >>> from gossip_modules.graph_manager.static_graphs import RingGraph
-    >>> round = SimulatedMixing(UniformMixing(RingGraph(4))).round(0)
+    >>> round = StackedMixing(UniformMixing(RingGraph(4))).round(0)
     >>> round.peers[:, 0].tolist(), round.weights[0].tolist()
     ([3, 0, 1, 2], [0.5])
     """
@@ -85,10 +87,10 @@ class SimulatedMixing:
     def __init__(self, mixing: MixingManager) -> None:
         self.mixing, self.graph = mixing, mixing.graph
         self._ranks = np.arange(self.graph.world_size, dtype=np.int64)
-        self._rounds: dict[int, Round] = {}
+        self._rounds: dict[int, Rows] = {}
         self._num_entries = 0
 
-    def round(self, t: int) -> Round:
+    def round(self, t: int) -> Rows:
         """W(t)."""
         key = t % self.mixing.period if self.mixing.period else self.graph.canonical_round(t)
         if key not in self._rounds:
@@ -104,25 +106,25 @@ class SimulatedMixing:
         """See `MixingManager`: then no push-sum weight is needed."""
         return self.mixing.is_doubly_stochastic
 
-    def _make(self, t: int) -> Round:
+    def _make(self, t: int) -> Rows:
         if isinstance(self.graph, MatchaGraph) and isinstance(self.mixing, LaplacianMixing):
             return self._matcha_round(self.graph, self.mixing.alpha, t)
         if isinstance(self.graph, ShiftGraph) and isinstance(self.mixing, UniformMixing | MetropolisHastingsMixing):
             peers = shifted_peers(self.graph, t)
             weight = 1 / (1 + peers.shape[1])
-            return Round.of(np.full(len(peers), 1 - weight * peers.shape[1]), peers, np.full(peers.shape, weight))
+            return Rows.of(np.full(len(peers), 1 - weight * peers.shape[1]), peers, np.full(peers.shape, weight))
         rows = [self.mixing.weights(rank, t) for rank in range(self.graph.world_size)]
         most = max(len(row.inp) for row in rows)
         peers, weights = np.repeat(self._ranks[:, None], most, axis=1), np.zeros((len(rows), most))
         for rank, row in enumerate(rows):
             peers[rank, : len(row.inp)] = list(row.inp)
             weights[rank, : len(row.inp)] = list(row.inp.values())
-        return Round.of(np.array([row.own for row in rows]), peers, weights)
+        return Rows.of(np.array([row.own for row in rows]), peers, weights)
 
-    def _matcha_round(self, graph: MatchaGraph, alpha: float, t: int) -> Round:
+    def _matcha_round(self, graph: MatchaGraph, alpha: float, t: int) -> Rows:
         peers = self._partners[:, graph.active(t)]
         weights = np.where(peers == self._ranks[:, None], 0.0, alpha)
-        return Round.of(1 - weights.sum(1), peers, weights)
+        return Rows.of(1 - weights.sum(1), peers, weights)
 
     @cached_property
     def _partners(self) -> Indices:

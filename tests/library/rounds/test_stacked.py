@@ -1,0 +1,158 @@
+"""Ranks that are rows of one tensor do what ranks in threads do, algorithm by algorithm."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gossip_modules as gm
+from gossip_modules import algorithms
+from gossip_modules.algorithms.choco import Choco
+from gossip_modules.algorithms.d2 import D2
+from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.algorithms.diloco import DiLoCo
+from gossip_modules.rounds.algorithm import Algorithm, Over
+from gossip_modules.rounds.stacked import Stacked
+from gossip_modules.rounds.vectors import SGDStep
+from gossip_modules.schedule import Action
+from tests.harness.ranks import run_ranks
+
+NUM_RANKS, NUM_STEPS, SHAPE, LR = 5, 13, (6, 4), 0.1
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def found_algorithms() -> Iterator[type[Algorithm]]:
+    """All that the library has."""
+    for module in pkgutil.walk_packages(algorithms.__path__, f"{algorithms.__name__}."):
+        for _, each in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            if issubclass(each, Algorithm) and not inspect.isabstract(each) and each.__module__ == module.name:
+                yield each
+
+
+EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
+    Choco: [
+        Choco(code, step_size=size)
+        for code, size in (
+            (gm.SignNorm(8), 0.3),
+            (gm.QSGD(4), 0.3),
+            (gm.TopK(0.3), 0.2),
+            (gm.RandomK(0.3), 0.2),
+            (gm.Cast(torch.bfloat16), 0.9),
+        )
+    ],
+    DiLoCo: [DiLoCo(3)],
+}
+"""Of algorithms that cannot be made without arguments, or take several ways with them."""
+
+
+def examples() -> list[Algorithm | Over]:
+    """An object of each algorithm at least."""
+    return [made for kind in found_algorithms() for made in EXAMPLES.get(kind) or [kind()]]
+
+
+def targets(dtype: torch.dtype) -> Tensor:
+    """The optimum of each rank: [n, *SHAPE]."""
+    return torch.randn(NUM_RANKS, *SHAPE, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def momentum_of(algorithm: Algorithm | Over) -> float:
+    own = algorithm.outer if isinstance(algorithm, Over) else algorithm
+    return 0.5 if own.needs_sgd else 0.0
+
+
+class Quadratic(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(*SHAPE, dtype=dtype))
+
+    def forward(self, target: Tensor) -> Tensor:
+        return (self.w - target).square().sum() / 2
+
+
+def in_threads(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any) -> tuple[Tensor, Any]:
+    """The models [n, d] after training by ranks in threads, and the weights that the wrapper has chosen."""
+    goals = targets(dtype)
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Any]:
+        model: Any = gm.GossipDataParallel(Quadratic(dtype), process_group=group, algorithm=algorithm, **arguments)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum_of(algorithm))
+        for _ in range(NUM_STEPS):
+            loss = model(goals[group.rank()])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        model.settle()
+        trained, mixing = model.module.w.detach().clone(), model._engine.gossiper.mixing
+        model.close()
+        return trained.flatten(), mixing
+
+    ranks = run_ranks(NUM_RANKS, body)
+    return torch.stack([each[0] for each in ranks]), ranks[0][1]
+
+
+def stacked(driver: Stacked, dtype: torch.dtype, schedule: gm.Schedule) -> Tensor:
+    """The models [n, d] after the same training as rows."""
+    goals, momentum = targets(dtype).flatten(1), momentum_of(driver.algorithm)
+    x = nn.Parameter(torch.zeros_like(goals))
+    optimizer = torch.optim.SGD([x], lr=LR, momentum=momentum)
+    for k in range(NUM_STEPS):
+        driver.step(x.data, k, schedule.action(k), sgd=SGDStep(LR, momentum) if k else None)
+        if driver.momentum is not None:
+            optimizer.state[x]["momentum_buffer"].copy_(driver.momentum)
+        x.grad = driver.estimates(x.data) - goals
+        optimizer.step()
+    driver.step(x.data, NUM_STEPS, Action.SKIP)
+    return driver.estimates(x.data)
+
+
+def compare(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any) -> None:
+    real, mixing = in_threads(algorithm, dtype, **arguments)
+    own = algorithm.outer if isinstance(algorithm, Over) else algorithm
+    driver = Stacked(
+        algorithm,
+        None if own.averages_exactly else mixing,
+        NUM_RANKS,
+        overlap=arguments.get("overlap", False),
+        shape=SHAPE,
+    )
+    rows = stacked(driver, dtype, arguments.get("schedule", gm.Schedule()))
+    torch.testing.assert_close(rows, real, rtol=0, atol=TOLERANCE[dtype])
+    assert float(real.std(dim=0).max()) > 1e-3, "ranks are equal"
+    assert float(real.abs().max()) > 0.1, "nothing was learnt"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("algorithm", examples(), ids=repr)
+def test_rows_are_ranks(algorithm: Algorithm, dtype: torch.dtype) -> None:
+    graph = {} if algorithm.averages_exactly else {"graph": gm.RingGraph(NUM_RANKS, peers_per_itr=2)}
+    compare(algorithm, dtype, push_sum=False, **graph)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("algorithm", [a for a in examples() if not (a.needs_current or a.keeps_models)], ids=repr)
+def test_rows_are_ranks_whose_rounds_overlap(algorithm: Algorithm, dtype: torch.dtype) -> None:
+    graph = {} if algorithm.averages_exactly else {"graph": gm.RingGraph(NUM_RANKS, peers_per_itr=2)}
+    compare(algorithm, dtype, push_sum=False, overlap=True, **graph)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rows_have_push_sum_weights(dtype: torch.dtype, overlap: bool) -> None:
+    import networkx as nx
+
+    star = gm.NetworkXGraph(nx.star_graph(NUM_RANKS - 1))
+    compare(DPSGD(), dtype, graph=star, overlap=overlap, schedule=gm.Schedule(gossip_every=2, average_every=3))
+
+
+@pytest.mark.parametrize("algorithm", [DPSGD(), D2(), EXAMPLES[Choco][0]], ids=repr)
+def test_rows_take_exact_averages(algorithm: Algorithm) -> None:
+    ring = gm.RingGraph(NUM_RANKS, peers_per_itr=2)
+    compare(algorithm, torch.float64, graph=ring, push_sum=False, schedule=gm.Schedule(average_every=3))
