@@ -93,6 +93,11 @@ class Rounds(Mixer):
                 "push_sum=False: where workers die and join, push-sum weights have no known sum, by which such a round "
                 "would average models"
             )
+        if self.algorithm.writes_early and self.algorithm.averages_exactly and is_elastic(transport):
+            raise ValueError(
+                f"got {self.algorithm} with a membership, expected an algorithm that waits for its averages: the "
+                "anchor has moved before an average comes, which may fail; e.g. StreamingDiLoCo"
+            )
         self.messages.bind(mixing, transport)
         self.averager: GlobalAverage = (ElasticAverage if is_elastic(transport) else GlobalAverage)(transport)
         self._is_agreed = self._has_tried = not self._must_agree

@@ -19,7 +19,7 @@ from gossip_modules.methods import METHODS
 from gossip_modules.simulate.options import MAX_STEPS
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.harness.scripts import script_outputs
-from tests.library.outer.quadratics import START, descended, solve
+from tests.harness.quadratics import START, descended, solve
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "extend"
 

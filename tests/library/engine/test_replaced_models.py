@@ -31,7 +31,7 @@ from gossip_modules import (
     gossip,
 )
 from tests.harness.ranks import run_ranks
-from tests.library.outer.quadratics import Point
+from tests.harness.quadratics import Point
 
 NUM_RANKS, PERIOD = 4, 3
 
