@@ -8,17 +8,20 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from ..algorithms.d_psgd import DPSGD
 from ..consensus_control import ConsensusControl, ControlLaw, Differences
+from ..mixing_manager.base import MixingManager
 from ..rounds.rows import Rows, StackedMixing
-from ..schedule import Action, Schedule
+from ..rounds.stacked import Stacked
+from ..schedule import Schedule
 from ..simulate.clocks import Clock, ControlledRound
-from ..simulate.gossip import LockstepMethod, Plain
+from ..simulate.gossip import ClockedMethod, LockstepMethod
 from ..simulate.setting import ControlRates, Setting
 
 _ROUNDING = 1e-9  # of products of a count and a rate, which are whole numbers where rates were measured
 
 
-class ControlledMethod(LockstepMethod):
+class ControlledMethod(ClockedMethod):
     """Steps with any number of rounds of gossip, an exact average after them, or nothing, as the subclass says.
 
     Args:
@@ -39,9 +42,10 @@ class ControlledMethod(LockstepMethod):
                 f"got schedule={control} with {mixing.mixing}, expected doubly stochastic weights, with which a "
                 "correction tells how far ranks are apart; take dpsgd, or another graph"
             )
-        super().__init__(Plain(), mixing, Schedule(), clock, overlap=overlap)
-        self.control = control
-        self._mixing = mixing
+        super().__init__(clock, overlap=overlap)
+        self.control, self.mixing = control, mixing
+        self._t = 0  # rounds so far
+        self._late: Tensor | None = None
         self._num_controlled = self._num_added = self._num_averages = 0
         self._num_forwards = 0
 
@@ -58,15 +62,15 @@ class ControlledMethod(LockstepMethod):
         step, self._num_forwards = self._num_forwards, self._num_forwards + 1
         late, self._late = self._late, None
         if late is not None:
-            x += late[0]
+            x += late
         if self.num_ranks == 1 or not self._starts_round(step):
-            self.clock.advance(Action.SKIP, None)
+            self.clock.advance([])
             return
         mixed, done = self._mix(x)
-        self.clock.advance(Action.GOSSIP, done)
+        self.clock.advance(done)
         self._count(done)
-        if self.overlap:
-            self._late = mixed - x, None
+        if self.is_overlapped:
+            self._late = mixed - x
         else:
             x.copy_(mixed)
 
@@ -79,7 +83,7 @@ class ControlledMethod(LockstepMethod):
         """The models [n, d] after a step's rounds and average, and what these were; x does not change."""
 
     def _next_round(self) -> Rows:
-        round_ = self._mixing.round(self._t)
+        round_ = self.mixing.round(self._t)
         self._t += 1
         return round_
 
@@ -87,8 +91,7 @@ class ControlledMethod(LockstepMethod):
         self._num_controlled += 1
         self._num_added += max(len(done.rounds) - 1, 0)
         self._num_averages += done.has_average
-        for round_ in (*done.rounds, *[None] * done.has_average):
-            self._count_bytes(round_)
+        self._count_bytes([*done.rounds, *[None] * done.has_average])
         self.sent_bytes += done.measure_bytes(self.num_ranks)
 
 
@@ -210,7 +213,7 @@ class RateSimulation(ControlledMethod):
         return math.floor((before + 1) * per_round + _ROUNDING) - math.floor(before * per_round + _ROUNDING)
 
 
-def gossip_of(mixing: StackedMixing, setting: Setting, clock: Clock, *, overlap: bool = False) -> LockstepMethod:
+def gossip_of(mixing: MixingManager, setting: Setting, clock: Clock, *, overlap: bool = False) -> ClockedMethod:
     """Gossip of the models themselves, by the schedule of the setting or under its control.
 
     Raises:
@@ -218,15 +221,15 @@ def gossip_of(mixing: StackedMixing, setting: Setting, clock: Clock, *, overlap:
     """
     schedule, rates = setting.schedule, setting.control_rates
     if not isinstance(schedule, ConsensusControl):
-        return LockstepMethod(Plain(), mixing, schedule, clock, overlap=overlap)
+        return LockstepMethod(Stacked(DPSGD(), mixing, overlap=overlap), schedule, clock)
     if rates is None:
         if schedule.is_relative and not setting.has_gradients:
             raise ValueError(
                 f"got schedule={schedule} for a problem in which ranks agree and learn nothing, expected "
                 "is_relative=False: there are no updates whose size the target could be in; take the problem digits"
             )
-        return ControlSimulation(mixing, schedule, clock, overlap=overlap)
-    return RateSimulation(mixing, schedule, clock, rates=rates, overlap=overlap)
+        return ControlSimulation(StackedMixing(mixing), schedule, clock, overlap=overlap)
+    return RateSimulation(StackedMixing(mixing), schedule, clock, rates=rates, overlap=overlap)
 
 
 def schedule_of(method: str, setting: Setting) -> Schedule:

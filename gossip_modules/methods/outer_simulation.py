@@ -18,11 +18,10 @@ from ..rounds.rows import Rows, StackedMixing
 from ..rounds.stacked import Stacked
 from ..rounds.vector import Vector
 from ..rounds.vectors import Vectors
-from ..schedule import Action, Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, GatherClock, SyncClock
 from ..simulate.codes import coded_message
-from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
+from ..simulate.gossip import ClockedMethod, SimulatedMethod
 from ..simulate.setting import Setting
 from .options import MethodOptions
 from .simulated import options_of, undirected
@@ -31,7 +30,7 @@ MakeOuter: TypeAlias = Callable[[MethodOptions, int], OuterMethod]
 """Makes an outer method, given options and a seed."""
 
 
-class OuterSimulation(LockstepMethod):
+class OuterSimulation(ClockedMethod):
     """An outer method itself, on the models of all ranks at once.
 
     An outer step with a delay is applied that much later; its time is that of one which training waits for.
@@ -43,8 +42,8 @@ class OuterSimulation(LockstepMethod):
     """
 
     def __init__(self, outer: OuterMethod, mixing: MixingManager | None, clock: Clock) -> None:
-        super().__init__(Plain(), None if mixing is None else StackedMixing(mixing), Schedule(), clock)
-        self.outer = outer
+        super().__init__(clock)
+        self.outer, self.mixing, self._t = outer, None if mixing is None else StackedMixing(mixing), 0
         rates = {f"outer_{name}": getattr(outer, name) for name in ("lr", "momentum") if hasattr(outer, name)}
         step_size = {"step_size": outer.step_size} if hasattr(outer, "step_size") else {}
         self.options = {"sync_period": outer.sync_every, **rates, **step_size}
@@ -65,8 +64,7 @@ class OuterSimulation(LockstepMethod):
         self._arrive(x, step)
         starting = self.outer.starting_at(step)
         round_ = self._round() if starting else None
-        action = Action.SKIP if not starting else Action.AVERAGE if round_ is None else Action.GOSSIP
-        self.clock.advance(action, round_)
+        self.clock.advance([round_] if starting else [])
         for p in starting:
             self._start(p, x, step)
             if not self.outer.delay:
@@ -76,8 +74,7 @@ class OuterSimulation(LockstepMethod):
         """A round up to where it would be applied."""
         round_ = self._round()
         self._t += 1
-        if self.num_ranks > 1:
-            self._count_bytes(round_)
+        self._count_bytes([round_])
         columns, piece = self._pieces[p]
         piece.t = self.outer.number_of(p, step)
         v = piece._vectors(Vector([x[:, columns]]))

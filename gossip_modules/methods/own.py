@@ -10,7 +10,7 @@ from ..registry import Method, Paper
 from ..rounds.rows import StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
-from ..simulate.gossip import LockstepMethod, SimulatedMethod
+from ..simulate.gossip import RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
 from .built_in import ROUNDS
 from .controlled_simulation import schedule_of
@@ -77,4 +77,4 @@ def simulate_gossiper(
 
     message = measured_message(make, setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(GossiperRule(make, mixing), StackedMixing(mixing), schedule, clock)
+    return RuleMethod(GossiperRule(make, mixing), StackedMixing(mixing), schedule, clock)

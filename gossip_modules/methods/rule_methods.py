@@ -14,10 +14,10 @@ from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Method, Paper
 from ..relay.relay_sgd import RelaySGD, trees_of
 from ..rounds.rows import Rows, StackedMixing
-from ..schedule import Action, Schedule
+from ..schedule import Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, SyncClock
-from ..simulate.gossip import LockstepMethod, Plain, SimulatedMethod
+from ..simulate.gossip import RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
 from ..update_rules.carried import Carried
 from ..update_rules.d2 import D2
@@ -43,7 +43,7 @@ def named_neighbours(options: MethodOptions, num_nodes: int, context: Context, *
     return (all_neighbours if is_static else undirected_neighbours)(options, num_nodes, context)
 
 
-class RuleSimulation(LockstepMethod):
+class RuleSimulation(RuleMethod):
     """A rule itself, on the models of all ranks at once.
 
     Args:
@@ -53,7 +53,7 @@ class RuleSimulation(LockstepMethod):
     """
 
     def __init__(self, rule: UpdateRule, mixing: MixingManager, clock: Clock) -> None:
-        super().__init__(Plain(), StackedMixing(mixing), Schedule(), clock)
+        super().__init__(None, StackedMixing(mixing), Schedule(), clock)
         rule.check(mixing)
         self._update_rule = rule
         self._carried: Carried | None = None
@@ -75,12 +75,8 @@ class RuleSimulation(LockstepMethod):
             carried.write_to(models)
         carried.num_rounds += 1
         self._t += 1
-        self.clock.num_phases = 1
-        if self.num_ranks > 1 and (self.clock.step or self.clock.begins_with_round):
-            for round_ in rounds:
-                self._count_bytes(round_)
-        self.clock.num_phases = len(rounds)
-        self.clock.advance(Action.GOSSIP, rounds[0])
+        self._count_bytes(rounds)
+        self.clock.advance(rounds)
 
     def _add_momentum(self, carried: Carried) -> None:
         """x <- x' + (1 - b) (x - x') - b m, where x' is what the round before has left: a step of momentum SGD."""
@@ -113,7 +109,7 @@ def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     share = (graph.world_size - 1) / num_links if num_links else 1.0
     message = setting.network.plain_message(share * setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(GossiperRule(RelaySGD, mixing), StackedMixing(mixing), Schedule(), clock)
+    return RuleMethod(GossiperRule(RelaySGD, mixing), StackedMixing(mixing), Schedule(), clock)
 
 
 _GRAPH = frozenset({"graph"})

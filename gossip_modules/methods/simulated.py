@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from ..algorithms.choco import Choco
+from ..algorithms.d_psgd import DPSGD
 from ..graph_manager.base import GraphManager
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..graph_manager.named_graphs import default_graph_name, named_graph
@@ -12,14 +14,16 @@ from ..graph_manager.static_graphs import networkx_graph
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing
+from ..rounds.algorithm import Algorithm, Over
 from ..rounds.rows import StackedMixing
+from ..rounds.stacked import Stacked
 from ..schedule import Schedule
 from ..simulate.asynchronous import BilateralMethod, PullMethod
 from ..simulate.choice import Choice
 from ..simulate.clocks import BucketClock, OverlapClock, SyncClock
 from ..simulate.codes import coded_message
 from ..simulate.delays import MessageCost
-from ..simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule, SimulatedMethod
+from ..simulate.gossip import DeepSqueezeRule, LockstepMethod, MoniquaRule, Rule, RuleMethod, SimulatedMethod
 from ..simulate.groups import GroupMethod
 from ..simulate.power_gossip import PowerGossipRule, power_message, power_step_size
 from ..simulate.setting import Setting
@@ -55,26 +59,32 @@ def static(world_size: int, peers_per_itr: PeersPerItr = 1) -> str:
     return "ring" if is_prime else "torus"
 
 
-def _lockstep(
-    rule: Rule, mixing: MixingManager, choice: Choice, setting: Setting, message: MessageCost
-) -> LockstepMethod:
+def _lockstep(rule: Rule, mixing: MixingManager, choice: Choice, setting: Setting, message: MessageCost) -> RuleMethod:
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(rule, StackedMixing(mixing), schedule_of(choice.method, setting), clock)
+    return RuleMethod(rule, StackedMixing(mixing), schedule_of(choice.method, setting), clock)
+
+
+def lockstep(
+    algorithm: Algorithm | Over, mixing: MixingManager, choice: Choice, setting: Setting, message: MessageCost
+) -> LockstepMethod:
+    """An algorithm with the schedule of the setting."""
+    clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
+    return LockstepMethod(Stacked(algorithm, mixing, shape=setting.shape), schedule_of(choice.method, setting), clock)
 
 
 def simulate_all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
     """AllReduce SGD."""
     kind = BucketClock if setting.has_gradients else SyncClock
     clock = kind(setting.compute, setting.network, MessageCost(setting.model_bytes))
-    return LockstepMethod(Plain(), None, Schedule(average_every=1), clock)
+    return LockstepMethod(Stacked(DPSGD(), None, setting.world_size), Schedule(average_every=1), clock)
 
 
 def simulate_local_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Local SGD."""
     clock = SyncClock(setting.compute, setting.network, MessageCost(setting.model_bytes))
-    method = LockstepMethod(Plain(), None, Schedule(gossip_every=setting.local_steps, average_every=1), clock)
-    method.options = {"sync_period": setting.local_steps}
-    return method
+    schedule = Schedule(gossip_every=setting.local_steps, average_every=1)
+    driver = Stacked(DPSGD(), None, setting.world_size)
+    return LockstepMethod(driver, schedule, clock, options={"sync_period": setting.local_steps})
 
 
 def _graph(choice: Choice, setting: Setting) -> GraphManager:
@@ -96,10 +106,10 @@ def undirected(choice: Choice, setting: Setting, *, is_static: bool = False) -> 
     return default_mixing(graph, push_sum=False)
 
 
-def _plain(mixing: MixingManager, setting: Setting) -> LockstepMethod:
+def _plain(mixing: MixingManager, setting: Setting) -> SimulatedMethod:
     """Gossip of the models themselves, which training waits for."""
     clock = SyncClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
-    return gossip_of(StackedMixing(mixing), setting, clock)
+    return gossip_of(mixing, setting, clock)
 
 
 def simulate_d_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -114,7 +124,7 @@ def simulate_sgp(choice: Choice, setting: Setting) -> SimulatedMethod:
 
 def simulate_osgp(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Overlap SGP."""
-    mixing = StackedMixing(default_mixing(_graph(choice, setting), push_sum=True))
+    mixing = default_mixing(_graph(choice, setting), push_sum=True)
     clock = OverlapClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
     return gossip_of(mixing, setting, clock, overlap=True)
 
@@ -129,7 +139,7 @@ def simulate_matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
     graph = undirected(choice, setting, is_static=True).graph
     base = networkx_graph(graph)
     mixing = default_mixing(MatchaGraph(base, budget=setting.budget, seed=setting.seed), push_sum=False)
-    return _lockstep(Plain(), mixing, choice, setting, setting.network.plain_message(setting.model_bytes))
+    return lockstep(DPSGD(), mixing, choice, setting, setting.network.plain_message(setting.model_bytes))
 
 
 def options_of(choice: Choice, setting: Setting) -> MethodOptions:
@@ -149,9 +159,9 @@ def simulate_choco(choice: Choice, setting: Setting) -> SimulatedMethod:
     """CHOCO-SGD."""
     options = options_of(choice, setting)
     compressor = make_compressor(options, setting.seed)
-    rule = ChocoRule(compressor, step_size=compressor_step_size(options, "choco", CHOCO_STEP_SIZES))
+    algorithm = Choco(compressor, step_size=compressor_step_size(options, "choco", CHOCO_STEP_SIZES))
     message = coded_message(compressor, setting.num_parameters, setting.links)
-    return _lockstep(rule, undirected(choice, setting, is_static=True), choice, setting, message)
+    return lockstep(algorithm, undirected(choice, setting, is_static=True), choice, setting, message)
 
 
 def simulate_deep_squeeze(choice: Choice, setting: Setting) -> SimulatedMethod:

@@ -13,8 +13,7 @@ from ..registry import Method, Paper
 from ..rounds.rows import Rows, StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
-from ..simulate.codes import code_rows
-from ..simulate.gossip import LockstepMethod, Rule, SimulatedMethod
+from ..simulate.gossip import Rule, RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
 from ..sparta.sparta import Sparta
 from .controlled_simulation import schedule_of
@@ -43,7 +42,7 @@ class SpartaRule(Rule):
 
     def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
-        result = code_rows(self.compressor, x, t)
+        result = self.compressor.decompressed(x, t=t)
         columns = result.any(dim=0).nonzero().flatten()
         said = result.index_select(1, columns)
         return result.index_copy_(1, columns, round_.mix(said).sub_(said))
@@ -56,7 +55,7 @@ def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
     gossiper = Sparta(options.compression_ratio, seed=setting.seed)
     message = measured_message(lambda: sparta(options, setting.seed), setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(SpartaRule(gossiper), StackedMixing(mixing), schedule, clock)
+    return RuleMethod(SpartaRule(gossiper), StackedMixing(mixing), schedule, clock)
 
 
 def everyone_or_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:

@@ -171,14 +171,14 @@ def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:
     needs_symmetry = algorithm.needs_symmetric_weights or algorithm.needs_static_graph
     if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):
         raise ValueError(
-            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take MetropolisHastingsMixing over "
-            "a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
+            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take MetropolisHastingsMixing "
+            "over a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
         )
     if algorithm.needs_static_graph and (mixing.graph.is_dynamic or mixing.period != 1):
         raise ValueError(
             f"{name}: got {mixing} of period {mixing.period}, expected a graph that never changes, since the memory of "
-            "a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a torus "
-            "with 4, or a hypercube with all neighbours"
+            "a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a "
+            "torus with 4, or a hypercube with all neighbours"
         )
     if algorithm.needs_doubly_stochastic and not algorithm.averages_exactly and not mixing.is_doubly_stochastic:
         raise ValueError(

@@ -149,12 +149,12 @@ class Memory:
 
     # For drivers.
 
-    def fit(self, x: Vector, *, who: object = "") -> None:
+    def fit(self, x: Vector, *, who: object = None) -> None:
         """Be of the tensors of x, on its device; called before each round.
 
         Args:
             x: the model.
-            who: the algorithm, for a warning.
+            who: the algorithm, for a warning; None: nobody is warned.
         """
         before, self._x, self._devices = self._devices, x, [part.device for part in x.parts]
         layout = self._layout if x.flat is None else _layout_of(x.flat)
@@ -164,7 +164,8 @@ class Memory:
         old, self._layout = self._layout, layout
         if before is None:
             return
-        if not is_moved and (self._entries or self._objects):
+        has_new = x.flat is None or old is None or bool(tensors_beyond(old, x.flat))
+        if who is not None and not is_moved and has_new and (self._entries or self._objects):
             warnings.warn(
                 f"{who}: other tensors are trained than before; what it keeps of tensors that are still trained stays, "
                 "and new tensors start anew",

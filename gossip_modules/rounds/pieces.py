@@ -16,6 +16,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..gossiper.gossiper import Gossiper
+from ..gossiper.linked import LinkedGossiper
 from ..gossiper.mixer import Mixer
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
@@ -76,6 +77,15 @@ class Pieces(Mixer):
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
+        plain: Mixer = self.rounds[0]
+        while isinstance(plain, Rounds):
+            plain = plain.mixer
+        keeps_links = isinstance(plain, LinkedGossiper) or not plain.is_elastic
+        if self.algorithm.mixes and self.algorithm.num_fragments > 1 and keeps_links:
+            raise ValueError(
+                f"got {plain} with {self.algorithm}, expected fragments=1, or no gossiper: it keeps what it knows of "
+                "its peers for one vector, and each fragment is another one"
+            )
         self.rounds[0].bind(mixing, transport)
         super().bind(mixing, transport)
         self.rounds += [self.rounds[0].sibling() for _ in range(self.algorithm.num_fragments - 1)]

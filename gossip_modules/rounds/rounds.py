@@ -273,7 +273,7 @@ class Rounds(Mixer):
             )
             if average_(new, x, self.averager):
                 self._stamp, has_changed = max(k, self._stamp), True
-                self.memory.fit(Vector.of(x), who=self.algorithm)
+                self.memory.fit(Vector.of(x))
         return has_changed
 
     def recover(self, x: FlatVector) -> None:

@@ -49,14 +49,15 @@ class Rows(NamedTuple):
 
     def mix(self, x: Tensor) -> Tensor:
         """W(t) x for x [n] or [n, d], in its dtype; x does not change."""
-        return self.mix_apart(x, x)
-
-    def mix_apart(self, x: Tensor, said: Tensor) -> Tensor:
-        """own[i] x_i + sum_k weights[i, k] said_{peers[i, k]}: `said` [n, d] is what peers have of x."""
         result = x * column(self.own, x)
         for k in range(self.peers.shape[1]):
-            result.addcmul_(said.index_select(0, torch.from_numpy(self.peers[:, k])), column(self.weights[:, k], x))
+            result.addcmul_(x.index_select(0, torch.from_numpy(self.peers[:, k])), column(self.weights[:, k], x))
         return result
+
+    @property
+    def mean_out_degree(self) -> float:
+        """Messages that a rank sends, mean over ranks."""
+        return float(self.out_degrees.mean())
 
     def latest(self, seconds: Array) -> Array:
         """The maximum over each rank and its in-peers: float64 [n] of [n]."""

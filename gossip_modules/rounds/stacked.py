@@ -8,7 +8,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ..compression.compressor import Code, Compressor, decompressed_rows
+from ..compression.compressor import Cast, Code, Compressor, decompressed_rows
+from ..flat.layout import align
 from ..flat.vector import FlatVector
 from ..gossiper.message import MessageBuffer
 from ..mixing_manager.base import MixingManager, MixingWeights
@@ -22,6 +23,8 @@ from .rows import Rows, StackedMixing, column
 from .vector import Vector
 from .vectors import SGDStep, Vectors
 
+HEADER_BYTES = 8
+"""What is sent ahead of a message, see `Header`."""
 Answered: TypeAlias = Rows | None
 """What a request was answered with: the rows of W(t), or None for an average over all ranks."""
 
@@ -41,6 +44,8 @@ class Stacked:
         mixing: W(t); None where the algorithm only averages over all ranks.
         num_ranks: n; None: that of the graph.
         overlap: whether a round takes effect one step later.
+        wire_dtype: torch.bfloat16 or torch.float16 rounds models and other vectors that are mixed, see
+            [Note: narrow wire] of `PushPull`; None: they are sent as they are.
         shape: of the one tensor that a model is, for algorithms that see matrices; None: a vector.
 
     Raises:
@@ -50,6 +55,7 @@ class Stacked:
         weights: push-sum weights, float64 [n, 1]; None: all are one.
         memory: of all ranks, where the algorithm `takes_rows`.
         t: rounds with an exchange so far.
+        sent_bytes: payload that a rank has sent so far, mean over ranks, headers of messages included.
 
     Example:
         >>> ring = RingGraph(3, peers_per_itr=2)
@@ -66,11 +72,14 @@ class Stacked:
         num_ranks: int | None = None,
         *,
         overlap: bool = False,
+        wire_dtype: torch.dtype | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
         own = algorithm.outer if isinstance(algorithm, Over) else algorithm
         self.algorithm: Algorithm = own
-        self.inner = Stacked(algorithm.inner, mixing, num_ranks, shape=shape) if isinstance(algorithm, Over) else None
+        self.inner: Stacked | None = None
+        if isinstance(algorithm, Over):
+            self.inner = Stacked(algorithm.inner, mixing, num_ranks, wire_dtype=wire_dtype, shape=shape)
         if mixing is not None:
             own.check(mixing)
         if overlap and (own.needs_current or own.keeps_models):
@@ -78,9 +87,10 @@ class Stacked:
         self.mixing = None if mixing is None else StackedMixing(mixing)
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
         self.overlap, self.shape = overlap, shape
+        self._wire = None if wire_dtype is None else Cast(wire_dtype)
         is_weighted = self.mixing is not None and own.takes_push_sum and not self.mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_weighted else None
-        self.t = 0
+        self.t, self.sent_bytes = 0, 0.0
         self.memory = Memory()
         self._has_begun = False
         self._late: tuple[Tensor, Tensor | None] | None = None
@@ -154,6 +164,9 @@ class Stacked:
 
     def run(self, x: Vector, k: int, sgd: SGDStep | None = None) -> None:
         """One round of all ranks. x: the models, [n, d], mutated."""
+        if self.algorithm.is_plain:
+            self.mix(x, is_model=True)
+            return
         if self._in_step is not None:
             self._in_step.run(x, k)
             return
@@ -181,11 +194,12 @@ class Stacked:
             for part in request.x.parts:
                 self._average(part, is_model=request.x is v.x)
         elif isinstance(request, Share):
-            self._answered.append(self.rows)
-            return StackedReceived(self.rows, cast(StackedMessage, request.message))
+            message = cast(StackedMessage, request.message)
+            self.count_message(message.num_bytes)
+            return StackedReceived(self.rows, message)
         else:
             assert isinstance(request, Gather), f"got the request {request!r} of an algorithm that takes rows"
-            self._answered.append(None)
+            self.count_gather(cast(StackedMessage, request.message).num_bytes)
             return [cast(StackedMessage, request.message).of(torch.tensor([j])) for j in range(self.num_ranks)]
         return None
 
@@ -200,15 +214,36 @@ class Stacked:
         if self.inner is not None:
             self.inner.t, self.inner._answered = self.t, self._answered
             self.inner.run(x, 0)
+            self.sent_bytes += self.inner.sent_bytes
+            self.inner.sent_bytes = 0.0
             return
-        self._answered.append(self.rows)
+        rows, num_bytes = self.rows, 8 if self.weights is not None else 0
         for part in x.parts:
-            part.copy_(self.rows.mix(part))
+            if self._wire is None:
+                part.copy_(rows.mix(part))
+                num_bytes += part[0].nbytes
+            else:
+                sent = self._wire.decompressed(part)
+                part.add_(rows.mix(sent).sub_(sent))
+                num_bytes += self._wire.num_bytes(part[0].numel(), part.dtype)
         if is_model and self.weights is not None:
-            self.weights = self.rows.mix(self.weights)
+            self.weights = rows.mix(self.weights)
+        self._answered.append(rows)
+        self.sent_bytes += rows.mean_out_degree * num_bytes
+
+    def count_message(self, num_bytes: float) -> None:
+        """Each rank has sent a message of so many bytes, on average, to each of its peers."""
+        self._answered.append(self.rows)
+        self.sent_bytes += self.rows.mean_out_degree * (num_bytes + HEADER_BYTES)
+
+    def count_gather(self, num_bytes: int) -> None:
+        """Each rank has sent a message of so many bytes to all others."""
+        self._answered.append(None)
+        self.sent_bytes += (self.num_ranks - 1) * num_bytes
 
     def _average(self, x: Tensor, *, is_model: bool) -> None:
         self._answered.append(None)
+        self.sent_bytes += 2 * (self.num_ranks - 1) * x[0].nbytes // self.num_ranks
         x.copy_(x.mean(0).expand_as(x))
         if is_model and self.weights is not None:
             self.weights = self.weights.mean(0).expand_as(self.weights).clone()
@@ -241,6 +276,11 @@ class StackedMessage(Message):
 
     def __init__(self, code: Code, values: Sequence[Tensor]) -> None:
         self.code, self.values = code, tuple(values)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the message of one rank."""
+        return sum(align(self.code.message_like(values[0]).numel(), 8) for values in self.values)
 
     def write(self, x: Vector, t: int) -> StackedMessage:
         """See `Message`."""
@@ -341,13 +381,15 @@ class InStep:
             for vector, row in zip(vectors, models.parts[0], strict=True):
                 vector.parts[0].copy_(row)
             return [None] * n
-        is_for_all = isinstance(first, Gather)
-        driver._answered.append(None if is_for_all else driver.rows)
         if isinstance(first, Exchange):
             messages = [dict(cast(Exchange, request).messages) for request in requests]
+            sizes = [message.buffer.raw.numel() for mine in messages for message in mine.values()]
+            driver.count_message(sum(sizes) / max(len(sizes), 1))
             return [{j: _copy(messages[j][i], mine[j].code) for j in mine} for i, mine in enumerate(messages)]
         sent = [cast(Share, request).message for request in requests]
-        if is_for_all:
+        num_bytes = sent[0].buffer.raw.numel()
+        (driver.count_gather if isinstance(first, Gather) else driver.count_message)(num_bytes)
+        if isinstance(first, Gather):
             return [[_copy(message, own.code) for message in sent] for own in sent]
         return [mail.received(own, sent) for mail, own in zip(self._mails, sent, strict=True)]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..rounds.rows import Array, Rows
-from ..schedule import Action
 from .delays import ComputeModel, MessageCost, Network
 
 FORWARD_SHARE = 1 / 3
@@ -36,6 +36,10 @@ class ControlledRound(NamedTuple):
         return (num_ranks - 1) * (len(self.rounds) * ROUND_MEASURE_BYTES + self.has_average * of_average)
 
 
+Exchanges: TypeAlias = Sequence[Rows | None] | ControlledRound
+"""What ranks do in a step, one after another: rounds of gossip by the rows of W(t), and exact averages (None)."""
+
+
 class Clock(ABC):
     """When each rank starts its step k: `starts`, float64 [n], in seconds from the beginning of training.
 
@@ -46,7 +50,6 @@ class Clock(ABC):
         compute: how long steps take.
         network: the links.
         message: what a rank says to a peer in one phase of a round.
-        num_phases: exchanges of a round, one after another.
         model_bytes: of the parameters, which global averages send as they are.
 
     Attributes:
@@ -62,24 +65,18 @@ class Clock(ABC):
         network: Network,
         message: MessageCost,
         *,
-        num_phases: int = 1,
         model_bytes: float | None = None,
     ) -> None:
-        self.compute, self.network, self.message, self.num_phases = compute, network, message, num_phases
+        self.compute, self.network, self.message = compute, network, message
         self.model_bytes = message.num_bytes if model_bytes is None else model_bytes
         self.starts = np.zeros(network.num_ranks)
         self.waited_seconds = np.zeros(network.num_ranks)
         self.step = 0  # the next one
 
-    def advance(self, action: Action, round_: Rows | ControlledRound | None) -> None:
-        """`starts` becomes that of the next step.
-
-        Args:
-            action: what the step begins with.
-            round_: who hears whom then, where the action is to gossip; or all that happens, under control.
-        """
+    def advance(self, exchanges: Exchanges) -> None:
+        """`starts` becomes that of the next step. exchanges: what the step begins with."""
         arrivals = self.arrivals() if self.step else self.starts
-        starts = self._meet(arrivals, action, round_)
+        starts = self._meet(arrivals, exchanges)
         self.waited_seconds += starts - arrivals
         self.starts = starts
         self.step += 1
@@ -89,17 +86,18 @@ class Clock(ABC):
         return self.starts + self.compute.step_seconds(self.step - 1, num_ranks=len(self.starts))
 
     @abstractmethod
-    def _meet(self, arrivals: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
+    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
         """When each rank may start, having come at `arrivals`."""
 
-    def _exchanged(self, since: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
-        """When each rank has the result of what the action starts, if it takes part since then."""
-        if action is Action.SKIP or len(since) == 1:
+    def _exchanged(self, since: Array, exchanges: Exchanges) -> Array:
+        """When each rank has the result of all exchanges, if it takes part since then."""
+        if len(since) == 1:
             return since
-        if action is Action.AVERAGE:
-            return self._averaged(since)
-        assert round_ is not None, "gossip is with somebody"
-        return self._controlled(since, round_) if isinstance(round_, ControlledRound) else self._mixed(since, round_)
+        if isinstance(exchanges, ControlledRound):
+            return self._controlled(since, exchanges)
+        for rows in exchanges:
+            since = self._averaged(since) if rows is None else self._mixed(since, rows)
+        return since
 
     def _controlled(self, since: Array, step: ControlledRound) -> Array:
         """Whoever gathers measurements waits for all ranks, so all are done at one time."""
@@ -118,10 +116,7 @@ class Clock(ABC):
 
     def _mixed(self, since: Array, round_: Rows) -> Array:
         """When each rank has mixed what its peers have sent in a round of gossip."""
-        seconds_of = self.network.exchange_seconds(round_, self.message)
-        for _ in range(self.num_phases):
-            since = round_.latest(since + self.message.encode_seconds) + seconds_of
-        return since
+        return round_.latest(since + self.message.encode_seconds) + self.network.exchange_seconds(round_, self.message)
 
     def _average_seconds(self) -> float:
         """An average over all ranks, from when the last one has come."""
@@ -131,8 +126,8 @@ class Clock(ABC):
 class SyncClock(Clock):
     """Rounds that training waits for: start_i(k + 1) = max over i and its in-peers of their arrival, + exchange."""
 
-    def _meet(self, arrivals: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
-        return self._exchanged(arrivals, action, round_)
+    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
+        return self._exchanged(arrivals, exchanges)
 
 
 class GatherClock(SyncClock):
@@ -161,12 +156,12 @@ class OverlapClock(Clock):
 
     _round_ends: Array | None = None  # when the round that is under way is done
 
-    def _meet(self, arrivals: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
+    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
         starts = arrivals if self._round_ends is None else np.maximum(arrivals, self._round_ends)
         self._round_ends = None
-        if action is not Action.SKIP and len(starts) > 1:
+        if exchanges and len(starts) > 1:
             starts = starts + 2 * self.network.links.memory_seconds(self.model_bytes)
-            self._round_ends = self._exchanged(starts, action, round_)
+            self._round_ends = self._exchanged(starts, exchanges)
         return starts
 
 
@@ -179,7 +174,7 @@ class BucketClock(Clock):
 
     begins_with_round = False
 
-    def _meet(self, arrivals: Array, action: Action, round_: Rows | ControlledRound | None) -> Array:
+    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
         if self.step == 0 or len(arrivals) == 1:
             return arrivals
         compute = self.compute.compute_seconds(self.step - 1, num_ranks=len(arrivals))

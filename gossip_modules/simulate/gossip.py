@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -12,12 +12,25 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Compressor, random_words
+from ..rounds.algorithm import Algorithm
 from ..rounds.rows import Array, Rows, StackedMixing
+from ..rounds.stacked import Stacked
+from ..rounds.vectors import SGDStep
 from ..schedule import Action, Schedule
 from .clocks import Clock
-from .codes import code_rows
 from .delays import ComputeModel, MessageCost, Network
 from .setting import ControlRates
+
+MOMENTUM = 0.9
+"""Of algorithms that need some, with a learning rate that is smaller by one minus this."""
+_OPTIONS = {
+    "sync_every": "sync_period",
+    "lr": "outer_lr",
+    "momentum": "outer_momentum",
+    "theta": "theta",
+    "step_size": "step_size",
+}
+"""The options of training that are fields of algorithms, by the names of the fields."""
 
 
 class SimulatedMethod(ABC):
@@ -118,40 +131,6 @@ class Rule(ABC):
         """What to add to x [n, d] for round t, e.g. (W - I) x; x does not change."""
 
 
-class Plain(Rule):
-    """(W - I) x: D-PSGD, SGP and MATCHA, and with overlap OSGP."""
-
-    needs_push_sum = True
-
-    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
-        """See `Rule`."""
-        return round_.mix(x).sub_(x)
-
-
-class ChocoRule(Rule):
-    """See `Choco`.
-
-    Args:
-        compressor: C, a contraction.
-        step_size: of consensus.
-    """
-
-    def __init__(self, compressor: Compressor, *, step_size: float) -> None:
-        self.compressor, self.step_size = compressor, step_size
-        self.options = {"step_size": step_size}
-        self._public: Tensor | None = None
-        self._drift: Tensor | None = None
-
-    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
-        """See `Rule`."""
-        if self._public is None or self._drift is None:
-            self._public, self._drift = torch.zeros_like(x), torch.zeros_like(x)
-        said = code_rows(self.compressor, x - self._public, t)
-        self._public += said
-        self._drift += round_.mix(said).sub_(said)
-        return self._drift * self.step_size
-
-
 class DeepSqueezeRule(Rule):
     """See `DeepSqueeze`.
 
@@ -168,7 +147,7 @@ class DeepSqueezeRule(Rule):
     def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
         """See `Rule`."""
         self._error = x.clone() if self._error is None else self._error.add_(x)
-        said = code_rows(self.compressor, self._error, t)
+        said = self.compressor.decompressed(self._error, t=t)
         self._error -= said
         return round_.mix(said).sub_(said).mul_(self.step_size)
 
@@ -214,7 +193,81 @@ class MoniquaRule(Rule):
         return float(torch.stack([(x.index_select(0, column) - x).abs().max() for column in columns]).max())
 
 
-class LockstepMethod(SimulatedMethod):
+class ClockedMethod(SimulatedMethod):
+    """A method whose ranks step together, so that one clock has the time of all.
+
+    Args:
+        clock: what steps take; an `OverlapClock` with overlap.
+        overlap: whether rounds run under the compute.
+    """
+
+    def __init__(self, clock: Clock, *, overlap: bool = False) -> None:
+        super().__init__(len(clock.starts))
+        self.clock, self.is_overlapped = clock, overlap
+
+    @property
+    def starts(self) -> Array:
+        """See `SimulatedMethod`."""
+        return self.clock.starts
+
+    @property
+    def waited_seconds(self) -> Array:
+        """See `SimulatedMethod`."""
+        return self.clock.waited_seconds
+
+    def _count_bytes(self, exchanges: Sequence[Rows | None]) -> None:
+        for rows in exchanges if self.num_ranks > 1 else ():
+            if rows is None:
+                self.sent_bytes += 2 * (self.num_ranks - 1) / self.num_ranks * self.clock.model_bytes
+            else:
+                self.sent_bytes += rows.mean_out_degree * self.clock.message.num_bytes
+
+
+class LockstepMethod(ClockedMethod):
+    """The rounds of an algorithm, as its driver runs them, a schedule and a clock; step k of one rank is step k of all.
+
+    An algorithm that works on the momentum of SGD gets some: a step u of the problem moves x by (1 - b) u - b m.
+
+    Args:
+        driver: runs the rounds; before its first step.
+        schedule: which step does what.
+        clock: what it takes; an `OverlapClock` where the driver overlaps.
+        options: see `SimulatedMethod`; None: those of the algorithm.
+    """
+
+    def __init__(
+        self, driver: Stacked, schedule: Schedule, clock: Clock, *, options: Mapping[str, float] | None = None
+    ) -> None:
+        super().__init__(clock, overlap=driver.overlap)
+        self.driver, self.schedule, self.mixing = driver, schedule, driver.mixing
+        self.options = _options_of(driver.algorithm) if options is None else options
+        self._momentum = MOMENTUM if driver.algorithm.needs_sgd else 0.0
+        self._last: Tensor | None = None  # what the last round has left, where there is momentum
+
+    def estimates(self, x: Tensor) -> Tensor:
+        """See `SimulatedMethod`."""
+        return self.driver.estimates(x)
+
+    def forward(self, x: Tensor) -> None:
+        """See `SimulatedMethod`."""
+        step, clock = self.clock.step, self.clock
+        if self._last is not None and (momentum := self.driver.momentum) is not None:
+            x.lerp_(self._last, self._momentum).sub_(momentum, alpha=self._momentum)
+        action = self.schedule.action(step) if step or clock.begins_with_round else Action.SKIP
+        exchanges = self.driver.step(x, step, action, sgd=SGDStep(1.0, self._momentum) if step else None)
+        clock.advance(exchanges)
+        self._count_bytes(exchanges)
+        if self._momentum:
+            self._last = x.clone()
+
+
+def _options_of(algorithm: Algorithm) -> dict[str, float]:
+    """The settings of an algorithm that are options of training, by their names there."""
+    found = {option: getattr(algorithm, name, None) for name, option in _OPTIONS.items()}
+    return {option: value for option, value in found.items() if isinstance(value, int | float)}
+
+
+class RuleMethod(ClockedMethod):
     """A rule, a graph, a schedule and a clock: step k of one rank is step k of all.
 
     x <- x + correction of x; with overlap that of the x one forward ago, whose round ran under the step since. Where
@@ -229,26 +282,23 @@ class LockstepMethod(SimulatedMethod):
     """
 
     def __init__(
-        self, rule: Rule, mixing: StackedMixing | None, schedule: Schedule, clock: Clock, *, overlap: bool = False
+        self,
+        rule: Rule | None,
+        mixing: StackedMixing | None,
+        schedule: Schedule,
+        clock: Clock,
+        *,
+        overlap: bool = False,
     ) -> None:
-        super().__init__(len(clock.starts))
-        self.rule, self.mixing, self.schedule, self.clock, self.overlap = rule, mixing, schedule, clock, overlap
-        is_push_sum = mixing is not None and rule.needs_push_sum and not mixing.is_doubly_stochastic
+        super().__init__(clock, overlap=overlap)
+        self.rule, self.mixing, self.schedule = rule, mixing, schedule
+        is_push_sum = (
+            mixing is not None and rule is not None and rule.needs_push_sum and not mixing.is_doubly_stochastic
+        )
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_push_sum else None
-        self.is_overlapped = overlap
-        self.options = rule.options
+        self.options = {} if rule is None else rule.options
         self._t = 0  # rounds so far
         self._late: tuple[Tensor, Tensor | None] | None = None
-
-    @property
-    def starts(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self.clock.starts
-
-    @property
-    def waited_seconds(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self.clock.waited_seconds
 
     def estimates(self, x: Tensor) -> Tensor:
         """See `SimulatedMethod`."""
@@ -259,16 +309,16 @@ class LockstepMethod(SimulatedMethod):
         is_idle = self.num_ranks == 1 or (self.clock.step == 0 and not self.clock.begins_with_round)
         action = self.schedule.action(self.clock.step)
         round_ = self.mixing.round(self._t) if self.mixing is not None and action is Action.GOSSIP else None
-        self.clock.advance(action, round_)
+        self.clock.advance([] if action is Action.SKIP else [round_])
         late, self._late = self._late, None
         if late is not None:
             self._add(x, *late)
         if action is Action.SKIP or is_idle:
             return
-        self._count_bytes(round_)
+        self._count_bytes([round_])
         corrections = self._corrections(x, round_)
         self._t += 1
-        if self.overlap:
+        if self.is_overlapped:
             self._late = corrections
         else:
             self._add(x, *corrections)
@@ -277,6 +327,7 @@ class LockstepMethod(SimulatedMethod):
         """Of x and of the weights."""
         if round_ is None:
             return x.mean(0) - x, None if self.weights is None else self.weights.mean(0) - self.weights
+        assert self.rule is not None
         correction = self.rule.correction(x, round_, self._t)
         return correction, None if self.weights is None else round_.mix(self.weights) - self.weights
 
@@ -284,9 +335,3 @@ class LockstepMethod(SimulatedMethod):
         x += correction
         if self.weights is not None and of_weights is not None:
             self.weights += of_weights
-
-    def _count_bytes(self, round_: Rows | None) -> None:
-        if round_ is None:
-            self.sent_bytes += 2 * (self.num_ranks - 1) / self.num_ranks * self.clock.model_bytes
-        else:
-            self.sent_bytes += float(round_.out_degrees.mean()) * self.clock.num_phases * self.clock.message.num_bytes

@@ -16,7 +16,7 @@ from gossip_modules.methods.controlled_simulation import ControlSimulation, Rate
 from gossip_modules.methods.wrapping import rounds_of
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
-from gossip_modules.schedule import Action, Schedule
+from gossip_modules.schedule import Schedule
 from gossip_modules.simulate import Choice, Consensus, ControlRates, Digits, Setting, advise, simulate, tune
 from gossip_modules.simulate.__main__ import main
 from gossip_modules.simulate.advice import recipe_options
@@ -87,17 +87,17 @@ def test_a_step_under_control_takes_what_its_parts_take() -> None:
     message = network.plain_message(1e7)
     clock, plain = (SyncClock(UNEVEN, network, message) for _ in range(2))
     for each in (clock, plain):
-        each.advance(Action.SKIP, None)
+        each.advance([])
     arrivals = clock.arrivals()
     copies = 6 * LINKS.memory_seconds(1e7)
     gathered = {num_bytes: network.gather_seconds(num_bytes) for num_bytes in (16, 32)}
     exchange = float(network.exchange_seconds(rounds.round(0), message).max())
     expected = arrivals.max() + 2 * (exchange + copies + gathered[32])
     expected += network.all_reduce_seconds(1e7) + copies + gathered[16]
-    clock.advance(Action.GOSSIP, ControlledRound((rounds.round(0), rounds.round(1)), True))
+    clock.advance(ControlledRound((rounds.round(0), rounds.round(1)), True))
     assert clock.starts.tolist() == pytest.approx([expected] * n, rel=1e-12)
 
-    plain.advance(Action.GOSSIP, ControlledRound((), True))
+    plain.advance(ControlledRound((), True))
     alone = arrivals.max() + network.all_reduce_seconds(1e7) + copies + gathered[32]
     assert plain.starts.tolist() == pytest.approx([alone] * n, rel=1e-12)
 

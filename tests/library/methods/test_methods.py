@@ -31,7 +31,7 @@ from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
-from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, MoniquaRule, Plain, Rule
+from gossip_modules.simulate.gossip import DeepSqueezeRule, MoniquaRule, Rule
 from tests.harness.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
@@ -110,8 +110,6 @@ def test_the_tables_have_a_row_for_each_entry() -> None:
 
 
 RULES: dict[str, tuple[Rule, Any]] = {
-    "dpsgd": (Plain(), lambda: gm.PushPull()),
-    "choco": (ChocoRule(gm.SignNorm(16), step_size=0.3), lambda: gm.Choco(gm.SignNorm(16), step_size=0.3)),
     "deepsqueeze": (DeepSqueezeRule(gm.QSGD(8), step_size=0.3), lambda: gm.DeepSqueeze(gm.QSGD(8), step_size=0.3)),
     "sparta": (SpartaRule(gm.Sparta(0.1, seed=3)), lambda: gm.Sparta(0.1, seed=3)),
     "moniqua": (MoniquaRule(16.0, step_size=0.5), lambda: gm.Moniqua(16.0, step_size=0.5)),

@@ -25,9 +25,9 @@ from gossip_modules import (
 from gossip_modules.methods.one_thread import GossiperRule
 from gossip_modules.relay.relay_sgd import trees_of
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve
 
 A, B = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))
 

@@ -140,15 +140,13 @@ def test_the_state_of_another_method_or_model_is_refused() -> None:
     with pytest.raises(ValueError, match="got the state of SlowMo, expected that of DiLoCo; wrap as"):
         wrapper.set_extra_state(other.get_extra_state())
     plain = GossipDataParallel(mlp(), process_group=solo_group())
-    with pytest.raises(ValueError, match="got state .*algorithm.* of another algorithm, expected none for PushSum"):
+    with pytest.raises(ValueError, match=r"got state .*algorithm.* of another algorithm, expected none for PushSum"):
         plain.set_extra_state(wrapper.get_extra_state())
     loss_of(wrapper, 0, 0)
     small = wrap(nn.Linear(3, 2), solo_group(), DiLoCo(1))
     loss_of(small, 0, 0)
     small.set_extra_state(wrapper.get_extra_state())
-    with pytest.raises(
-        ValueError, match=r"got the state of vector 'phi' with \[26\] elements, expected \[8\]: other tensors were"
-    ):
+    with pytest.raises(ValueError, match=r"got the state of vector 'phi' with \[26\] elements, expected \[8\]: other"):
         loss_of(small, 0, 1)
     for each in (wrapper, other, plain, small):
         each.close()

@@ -19,13 +19,20 @@ from gossip_modules.algorithms.choco import Choco
 from gossip_modules.algorithms.d2 import D2
 from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.algorithms.diloco import DiLoCo
+from gossip_modules.algorithms.eager_diloco import EagerDiLoCo
+from gossip_modules.algorithms.gasloc import GASLoC
+from gossip_modules.algorithms.local_sgd import LocalSGD
+from gossip_modules.algorithms.noloco import NoLoCo
+from gossip_modules.algorithms.slowmo import SlowMo
+from gossip_modules.algorithms.sparse_loco import SparseLoCo
+from gossip_modules.algorithms.streaming_diloco import StreamingDiLoCo
 from gossip_modules.rounds.algorithm import Algorithm, Over
 from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.rounds.vectors import SGDStep
 from gossip_modules.schedule import Action
 from tests.harness.ranks import run_ranks
 
-NUM_RANKS, NUM_STEPS, SHAPE, LR = 5, 13, (6, 4), 0.1
+NUM_RANKS, NUM_STEPS, SHAPE, LR = 5, 13, (8, 8), 0.1  # 64 elements, so that no message ends in padding
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
@@ -45,17 +52,23 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
             (gm.QSGD(4), 0.3),
             (gm.TopK(0.3), 0.2),
             (gm.RandomK(0.3), 0.2),
-            (gm.Cast(torch.bfloat16), 0.9),
         )
     ],
-    DiLoCo: [DiLoCo(3)],
+    DiLoCo: [DiLoCo(3), DiLoCo(3, compressor=gm.QSGD(4, bucket_size=8, unbiased=True), error_decay=0.9)],
+    SparseLoCo: [SparseLoCo(3, compressor=gm.TopK(0.3))],
+    SlowMo: [SlowMo(3)],
+    NoLoCo: [NoLoCo(3)],
+    GASLoC: [GASLoC(3)],
+    LocalSGD: [LocalSGD(3)],
+    StreamingDiLoCo: [],  # in pieces
+    EagerDiLoCo: [],
 }
 """Of algorithms that cannot be made without arguments, or take several ways with them."""
 
 
 def examples() -> list[Algorithm | Over]:
     """An object of each algorithm at least."""
-    return [made for kind in found_algorithms() for made in EXAMPLES.get(kind) or [kind()]]
+    return [made for kind in found_algorithms() for made in (EXAMPLES[kind] if kind in EXAMPLES else [kind()])]
 
 
 def targets(dtype: torch.dtype) -> Tensor:
@@ -77,13 +90,14 @@ class Quadratic(nn.Module):
         return (self.w - target).square().sum() / 2
 
 
-def in_threads(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any) -> tuple[Tensor, Any]:
-    """The models [n, d] after training by ranks in threads, and the weights that the wrapper has chosen."""
+def in_threads(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any) -> tuple[Tensor, Any, float]:
+    """Training by ranks in threads: the models [n, d], the weights of the wrapper, and the bytes that a rank sends."""
     goals = targets(dtype)
 
-    def body(group: dist.ProcessGroup) -> tuple[Tensor, Any]:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Any, int]:
         model: Any = gm.GossipDataParallel(Quadratic(dtype), process_group=group, algorithm=algorithm, **arguments)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum_of(algorithm))
+        before = model.comm_stats()["bytes_sent"]
         for _ in range(NUM_STEPS):
             loss = model(goals[group.rank()])
             optimizer.zero_grad()
@@ -91,11 +105,12 @@ def in_threads(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any
             optimizer.step()
         model.settle()
         trained, mixing = model.module.w.detach().clone(), model._engine.gossiper.mixing
+        sent = model.comm_stats()["bytes_sent"] - before
         model.close()
-        return trained.flatten(), mixing
+        return trained.flatten(), mixing, sent
 
     ranks = run_ranks(NUM_RANKS, body)
-    return torch.stack([each[0] for each in ranks]), ranks[0][1]
+    return torch.stack([each[0] for each in ranks]), ranks[0][1], sum(each[2] for each in ranks) / NUM_RANKS
 
 
 def stacked(driver: Stacked, dtype: torch.dtype, schedule: gm.Schedule) -> Tensor:
@@ -114,17 +129,19 @@ def stacked(driver: Stacked, dtype: torch.dtype, schedule: gm.Schedule) -> Tenso
 
 
 def compare(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any) -> None:
-    real, mixing = in_threads(algorithm, dtype, **arguments)
+    real, mixing, sent = in_threads(algorithm, dtype, **arguments)
     own = algorithm.outer if isinstance(algorithm, Over) else algorithm
     driver = Stacked(
         algorithm,
         None if own.averages_exactly else mixing,
         NUM_RANKS,
         overlap=arguments.get("overlap", False),
+        wire_dtype=arguments.get("wire_dtype"),
         shape=SHAPE,
     )
     rows = stacked(driver, dtype, arguments.get("schedule", gm.Schedule()))
     torch.testing.assert_close(rows, real, rtol=0, atol=TOLERANCE[dtype])
+    assert driver.sent_bytes == pytest.approx(sent)
     assert float(real.std(dim=0).max()) > 1e-3, "ranks are equal"
     assert float(real.abs().max()) > 0.1, "nothing was learnt"
 
@@ -156,3 +173,9 @@ def test_rows_have_push_sum_weights(dtype: torch.dtype, overlap: bool) -> None:
 def test_rows_take_exact_averages(algorithm: Algorithm) -> None:
     ring = gm.RingGraph(NUM_RANKS, peers_per_itr=2)
     compare(algorithm, torch.float64, graph=ring, push_sum=False, schedule=gm.Schedule(average_every=3))
+
+
+@pytest.mark.parametrize("algorithm", [DPSGD(), D2()], ids=repr)
+def test_rows_go_through_a_narrow_wire(algorithm: Algorithm) -> None:
+    ring = gm.RingGraph(NUM_RANKS, peers_per_itr=2)
+    compare(algorithm, torch.float64, graph=ring, push_sum=False, wire_dtype=torch.bfloat16)

@@ -12,9 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossip_modules as gm
+from gossip_modules.algorithms.choco import Choco
+from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.graph_manager.named_graphs import default_graph_name
 from gossip_modules.mixing_manager.graph_weights import default_mixing
+from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.rows import StackedMixing
+from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.simulate import (
     Choice,
     Consensus,
@@ -25,9 +29,8 @@ from gossip_modules.simulate import (
 from gossip_modules.simulate.asynchronous import BilateralMethod
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import SyncClock
-from gossip_modules.simulate.codes import code_rows
 from gossip_modules.simulate.delays import MessageCost, Network
-from gossip_modules.simulate.gossip import ChocoRule, DeepSqueezeRule, LockstepMethod, MoniquaRule, Plain, Rule
+from gossip_modules.simulate.gossip import DeepSqueezeRule, LockstepMethod, MoniquaRule, Rule, RuleMethod
 from gossip_modules.simulate.power_gossip import PowerGossipRule
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.library.simulate.simulations import CLUSTER, EVEN, LINKS, UNEVEN, graphs, prediction
@@ -41,10 +44,15 @@ CASES = [
 ]
 
 
-def lockstep(graph: gm.GraphManager, rule: Rule, *, push_sum: bool = False) -> LockstepMethod:
+def lockstep(
+    graph: gm.GraphManager, algorithm: Algorithm | Rule, *, push_sum: bool = False
+) -> LockstepMethod | RuleMethod:
     network = Network(LINKS, graph.world_size)
-    mixing = StackedMixing(default_mixing(graph, push_sum=push_sum))
-    return LockstepMethod(rule, mixing, gm.Schedule(), SyncClock(EVEN, network, MessageCost(1e6)))
+    mixing = default_mixing(graph, push_sum=push_sum)
+    clock = SyncClock(EVEN, network, MessageCost(1e6))
+    if isinstance(algorithm, Rule):
+        return RuleMethod(algorithm, StackedMixing(mixing), gm.Schedule(), clock)
+    return LockstepMethod(Stacked(algorithm, mixing, shape=(8, 8)), gm.Schedule(), clock)
 
 
 @pytest.mark.parametrize("peers", [1, 2])
@@ -60,7 +68,7 @@ def test_d_psgd_is_simulated_on_its_default_graph(n: int, peers: int) -> None:
 @pytest.mark.parametrize(("graph", "push_sum"), CASES)
 def test_consensus_equals_the_product_of_dense_matrices(graph: gm.GraphManager, push_sum: bool) -> None:
     mixing = default_mixing(graph, push_sum=push_sum)
-    method = lockstep(graph, Plain(), push_sum=push_sum)
+    method = lockstep(graph, DPSGD(), push_sum=push_sum)
     x = Consensus(seed=2).start(graph.world_size)
     expected, weights = x.clone(), torch.ones(graph.world_size, 1, dtype=torch.float64)
     for t in range(min(12, mixing.period + 2 if mixing.period else 12)):
@@ -102,7 +110,7 @@ def test_codes_of_all_rows_are_those_of_the_compressor(compressor: gm.Compressor
     x = torch.randn(5, 150, generator=torch.Generator().manual_seed(1), dtype=dtype)
     x[3] = 0
     for t in (0, 7):
-        for row, coded in zip(x, code_rows(compressor, x, t)):
+        for row, coded in zip(x, compressor.decompressed(x, t=t)):
             message, expected = compressor.message_like(row), torch.zeros_like(row)
             compressor.compress(row, message, t=t)
             compressor.add_decompressed(message, expected)
@@ -124,11 +132,11 @@ def test_a_code_of_its_own_is_computed_row_by_row() -> None:
             return "Wrapped()"
 
     x = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(code_rows(Wrapped(), x, 0), x.half().float(), rtol=0, atol=0)
+    torch.testing.assert_close(Wrapped().decompressed(x), x.half().float(), rtol=0, atol=0)
 
 
-GOSSIPERS: dict[str, tuple[Callable[[], gm.Gossiper], Callable[[], Rule]]] = {
-    "choco": (lambda: gm.Choco(gm.SignNorm(), step_size=0.3), lambda: ChocoRule(gm.SignNorm(), step_size=0.3)),
+GOSSIPERS: dict[str, tuple[Callable[[], gm.Gossiper], Callable[[], Algorithm | Rule]]] = {
+    "choco": (lambda: gm.Choco(gm.SignNorm(), step_size=0.3), lambda: Choco(gm.SignNorm(), step_size=0.3)),
     "deepsqueeze": (
         lambda: gm.DeepSqueeze(gm.QSGD(8), step_size=0.5),
         lambda: DeepSqueezeRule(gm.QSGD(8), step_size=0.5),
@@ -221,7 +229,7 @@ def test_the_options_of_the_best_are_in_the_advice() -> None:
 def test_power_gossip_of_full_rank_is_plain_gossip_of_differences(name: str) -> None:
     """With rank = columns the projection is exact, whatever the basis is."""
     graph = graphs(8)[name]
-    coded, plain = (lockstep(graph, rule) for rule in (PowerGossipRule((8, 8), rank=8), Plain()))
+    coded, plain = (lockstep(graph, rule) for rule in (PowerGossipRule((8, 8), rank=8), DPSGD()))
     x, y = Consensus().start(8), Consensus().start(8)
     for _ in range(7):
         coded.forward(x)
@@ -289,7 +297,7 @@ def test_a_method_of_its_own_is_simulated_like_a_named_one() -> None:
     ring = gm.RingGraph(8, peers_per_itr=2)
     lazy = gm.MatrixMixing(ring, (torch.eye(8) + gm.UniformMixing(ring).matrix(0)) / 2)
     clock = SyncClock(EVEN, CLUSTER.network, CLUSTER.network.plain_message(CLUSTER.model_bytes))
-    method = LockstepMethod(Plain(), StackedMixing(lazy), gm.Schedule(), clock)
+    method = LockstepMethod(Stacked(DPSGD(), lazy), gm.Schedule(), clock)
     own, named = simulate(method, CLUSTER, Consensus()), simulate("dpsgd:ring", CLUSTER, Consensus())
     assert own.step_seconds == pytest.approx(named.step_seconds)
     assert own.num_steps > 1.5 * named.num_steps

@@ -12,7 +12,6 @@ import gossip_modules as gm
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
-from gossip_modules.schedule import Action
 from gossip_modules.simulate import (
     Choice,
     ComputeModel,
@@ -74,10 +73,10 @@ def event_loop(
     return starts
 
 
-def clock_starts(clock: Clock, mixing: gm.MixingManager | None, steps: int, action: Action) -> list[list[float]]:
+def clock_starts(clock: Clock, mixing: gm.MixingManager | None, steps: int) -> list[list[float]]:
     starts = []
     for t in range(steps):
-        clock.advance(action, None if mixing is None else StackedMixing(mixing).round(t))
+        clock.advance([None if mixing is None else StackedMixing(mixing).round(t)])
         starts.append(clock.starts.tolist())
     return starts
 
@@ -91,7 +90,7 @@ def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -
     mixing = default_mixing(graphs(n)[name], push_sum=True)
     clock = (OverlapClock if overlap else SyncClock)(UNEVEN, network, message)
     expected = event_loop(UNEVEN, network, mixing, message, 15, overlap=overlap)
-    got = clock_starts(clock, mixing, 15, Action.GOSSIP)
+    got = clock_starts(clock, mixing, 15)
     for k, (mine, theirs) in enumerate(zip(got, expected)):
         assert mine == pytest.approx(theirs, rel=1e-12), f"step {k}"
 
@@ -100,7 +99,7 @@ def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -
 @pytest.mark.parametrize("megabytes", [0.5, 30, 60])
 def test_buckets_take_what_an_event_loop_says(n: int, megabytes: float) -> None:
     network, size = Network(LinkModel(rate_bit_s=2e9, latency_s=0.003), n), megabytes * 1e6
-    got = clock_starts(BucketClock(UNEVEN, network, MessageCost(size)), None, 10, Action.AVERAGE)
+    got = clock_starts(BucketClock(UNEVEN, network, MessageCost(size)), None, 10)
     start = 0.0
     for k in range(1, 10):
         compute = UNEVEN.compute_seconds(k - 1, num_ranks=n).tolist()
