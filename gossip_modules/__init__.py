@@ -5,11 +5,18 @@ from typing import Any
 
 from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
+from .algorithms.d2 import D2
+from .algorithms.decentlam import DecentLaM
 from .algorithms.diloco import DiLoCo
 from .algorithms.eager_diloco import EagerDiLoCo
+from .algorithms.exact_diffusion import ExactDiffusion
 from .algorithms.gasloc import GASLoC
+from .algorithms.gradient_tracking import GradientTracking
 from .algorithms.noloco import NoLoCo
 from .algorithms.outer_method import OuterMethod
+from .algorithms.power_gossip import PowerGossip
+from .algorithms.qg_dsgdm import QGDSGDm
+from .algorithms.relay_sgd import RelaySGD
 from .algorithms.slowmo import SlowMo
 from .algorithms.sparse_loco import SparseLoCo
 from .algorithms.streaming_diloco import StreamingDiLoCo
@@ -26,17 +33,14 @@ from .dpwa.wire.curve_keys import CurveKeys
 from .dpwa.wrapper import PairwiseDataParallel
 from .engine.engine import Engine, LockstepEngine, SyncEngine
 from .engine.overlap import OverlapEngine
-from .engine.ruled import RuledEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
 from .flat.vector import FlatVector
 from .gossiper.choco import Choco
 from .gossiper.deep_squeeze import DeepSqueeze
 from .gossiper.gossiper import Gossiper
-from .gossiper.link_times import measure_link_times
 from .gossiper.mixer import GlobalAverage, Mixer
 from .gossiper.moniqua import Moniqua
-from .gossiper.power_gossip import PowerGossip
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager
@@ -68,6 +72,7 @@ from .graph_manager.static_graphs import (
 )
 from .graph_manager.weighted_graph import WeightedGraph
 from .matcha.graph import MatchaGraph
+from .matcha.link_times import measure_link_times
 from .membership.membership import Membership
 from .mixing_manager.base import (
     MetropolisHastingsMixing,
@@ -80,21 +85,16 @@ from .mixing_manager.laplacian import LaplacianMixing
 from .mixing_manager.matrix import MatrixMixing
 from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
 from .optim.accum_adam import AccumAdam
-from .relay.relay_sgd import RelaySGD
+from .rounds.algorithm import Algorithm
+from .rounds.memory import Memory
+from .rounds.requests import Mix, Round
+from .rounds.vectors import SGDStep, Vectors
 from .schedule import Schedule
 from .sparta.sparta import Sparta
 from .transport.base import Transport
 from .transport.connect import connect
 from .transport.process_group import ProcessGroupTransport
 from .transport.progress import Progress, job_store
-from .update_rules.carried import Carried
-from .update_rules.d2 import D2
-from .update_rules.decentlam import DecentLaM
-from .update_rules.exact_diffusion import ExactDiffusion
-from .update_rules.gradient_tracking import GradientTracking
-from .update_rules.qg_dsgdm import QGDSGDm
-from .update_rules.rule import UpdateRule
-from .update_rules.sgd_momentum import SGDStep
 from .version import __version__ as __version__
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
@@ -106,11 +106,11 @@ __all__ = [
     "D2",
     "QSGD",
     "AccumAdam",
+    "Algorithm",
     "AllReduceDataParallel",
     "BaseGraph",
     "BilatGossipDataParallel",
     "ButterflyGroups",
-    "Carried",
     "Cast",
     "ChainGraph",
     "Choco",
@@ -155,7 +155,9 @@ __all__ = [
     "MatchaGraph",
     "MatrixMixing",
     "Membership",
+    "Memory",
     "MetropolisHastingsMixing",
+    "Mix",
     "Mixer",
     "MixingManager",
     "MixingWeights",
@@ -180,7 +182,7 @@ __all__ = [
     "RandomPushGraph",
     "RelaySGD",
     "RingGraph",
-    "RuledEngine",
+    "Round",
     "SGDStep",
     "Schedule",
     "Selection",
@@ -197,7 +199,7 @@ __all__ = [
     "Transport",
     "TwoBit",
     "UniformMixing",
-    "UpdateRule",
+    "Vectors",
     "WeightedGraph",
     "connect",
     "gossip",

@@ -43,16 +43,18 @@ def _on_base_graph(num_workers: int, num_peers: int) -> Mapping[str, Any]:
 
 METHODS: Mapping[str, UnevenMethod] = {
     "ar": UnevenMethod("All-reduce", None),
-    "relaysgd": UnevenMethod("RelaySGD, two binary trees", lambda n: {"gossiper": RelaySGD()}),
-    "relaysgd-chain": UnevenMethod("RelaySGD, chain", lambda n: {"gossiper": RelaySGD(), "graph": ChainGraph(n)}),
+    "relaysgd": UnevenMethod("RelaySGD, two binary trees", lambda n: {"algorithm": RelaySGD()}),
+    "relaysgd-chain": UnevenMethod("RelaySGD, chain", lambda n: {"algorithm": RelaySGD(), "graph": ChainGraph(n)}),
     "sgp": UnevenMethod("SGP, one-peer exponential", lambda n: {}),
     "base": UnevenMethod("D-PSGD, Base-2", lambda n: _on_base_graph(n, 1)),
     "base3": UnevenMethod("D-PSGD, Base-3", lambda n: _on_base_graph(n, 2)),
     "base5": UnevenMethod("D-PSGD, Base-5", lambda n: _on_base_graph(n, 4)),
     "dpsgd": UnevenMethod("D-PSGD, ring", lambda n: {"push_sum": False, "graph": _ring(n)}),
-    "qgdsgdm": UnevenMethod("QG-DSGDm, ring", lambda n: {"rule": QGDSGDm(), "graph": _ring(n)}, needs_momentum=True),
-    "d2": UnevenMethod("D2, ring", lambda n: {"rule": D2()}),
-    "gradienttracking": UnevenMethod("Gradient tracking, ring", lambda n: {"rule": GradientTracking()}),
-    "decentlam": UnevenMethod("DecentLaM, ring", lambda n: {"rule": DecentLaM()}, needs_momentum=True),
+    "qgdsgdm": UnevenMethod(
+        "QG-DSGDm, ring", lambda n: {"algorithm": QGDSGDm(), "graph": _ring(n)}, needs_momentum=True
+    ),
+    "d2": UnevenMethod("D2, ring", lambda n: {"algorithm": D2()}),
+    "gradienttracking": UnevenMethod("Gradient tracking, ring", lambda n: {"algorithm": GradientTracking()}),
+    "decentlam": UnevenMethod("DecentLaM, ring", lambda n: {"algorithm": DecentLaM()}, needs_momentum=True),
 }
 """By name. SGP on the one-peer exponential graph is also D-PSGD there: its weights are doubly stochastic."""

@@ -1,6 +1,6 @@
 """The models of all workers as the rows of one tensor, trained in one thread by the library's own algorithms.
 
-A row goes through what a rank goes through: the weights, the rule and, of RelaySGD, the gossiper that
+A row goes through what a rank goes through: the weights, the rule and, of RelaySGD, the algorithm that
 `GossipDataParallel` chooses for the same arguments, and torch's own SGD. Tests hold the two together, method by method.
 Ranks as threads took three times as long: 72 ms of one core for a step of SGP by 16 ranks, 32 images each; stacked, the
 networks took 22 and a round 2.
@@ -8,7 +8,6 @@ networks took 22 and a round 2.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossip_modules import Carried, FlatVector, MixingManager, PushPull, PushSum, Schedule
-from gossip_modules.methods.one_thread import GossiperRule
+from gossip_modules import MixingManager, PushPull, PushSum, Schedule, SGDStep
+from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.rounds.rows import StackedMixing
-from gossip_modules.update_rules.sgd_momentum import SGDStep
+from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.wrappers.defaults import Choices
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -102,28 +101,24 @@ class StackedGossip:
     """The rounds of `GossipDataParallel(model, **arguments)` on the rows of x.
 
     Args:
-        arguments: of `GossipDataParallel`: graph, mixing, push_sum, gossiper, rule.
+        arguments: of `GossipDataParallel`: graph, mixing, push_sum, gossiper, algorithm.
         x: the models [n, d], which rounds change.
-        optimizer: an SGD over x alone, whose momentum a rule may change.
+        optimizer: an SGD over x alone, whose momentum an algorithm may change.
 
     Raises:
         ValueError: push-sum weights other than 1 would be needed.
     """
 
     def __init__(self, arguments: Mapping[str, Any], x: Tensor, optimizer: torch.optim.SGD) -> None:
-        algorithm = Choices(**{**_DEFAULTS, **arguments})
-        mixing, gossiper = algorithm.choose(
-            len(x), overlap=False, init_sync=True, on_nonfinite="raise", nprocs_per_node=1
-        )
+        chosen = Choices(**{**_DEFAULTS, **arguments})
+        mixing, gossiper = chosen.choose(len(x), overlap=False, init_sync=True, on_nonfinite="raise", nprocs_per_node=1)
         is_plain = isinstance(gossiper, PushPull | PushSum)
+        assert is_plain or isinstance(gossiper, Rounds), f"got {gossiper}, which has no rounds of rows"
         if is_plain and not mixing.is_doubly_stochastic:
             raise ValueError(f"got {mixing}, expected doubly stochastic weights: there are no push-sum weights here")
-        self._x, self._optimizer = x, optimizer
-        self._mix = _mix_by(mixing) if is_plain else GossiperRule(lambda: copy.deepcopy(gossiper), mixing).difference
-        self._rule, self._carried, self._t = algorithm.rule, None, 0
-        if self._rule is not None:
-            self._rule.check(mixing)
-            self._carried = Carried(FlatVector.over(x.data), self._rule.vectors, scaled=self._rule.scales_with_rate)
+        self._x, self._optimizer, self._t = x, optimizer, 0
+        self._driver = Stacked(gossiper.algorithm, mixing) if isinstance(gossiper, Rounds) else None
+        self._mix = _mix_by(mixing)
         self._step: SGDStep | None = None  # since the last round
         optimizer.register_step_post_hook(self._note_step)
 
@@ -135,26 +130,10 @@ class StackedGossip:
     def round(self) -> None:
         """x <- what a round makes of it; before each step's forward, as in the wrappers."""
         models = self._x.data
-        if self._rule is None:
+        if self._driver is None:
             models += self._mix(models, self._t)
         else:
-            self._ruled_round(FlatVector.over(models))
+            self._driver.step(models, self._t, sgd=self._step)
+            if self._step is not None and (momentum := self._driver.momentum) is not None:
+                self._optimizer.state[self._x]["momentum_buffer"].copy_(momentum)
         self._t += 1
-
-    def _ruled_round(self, models: FlatVector) -> None:
-        rule, carried = self._rule, self._carried
-        assert rule is not None, "this is a round of a rule"
-        assert carried is not None, "a rule carries vectors"
-        sent = carried.sent.segments[0].view_as(self._x)
-        step = self._step if rule.needs_sgd else None
-
-        def mix() -> None:
-            sent.add_(self._mix(sent, self._t))
-
-        carried.take(models, None if self._step is None else self._step.lr)
-        rule.round(carried, mix, step)
-        carried.num_rounds += 1
-        carried.write_to(models)
-        if step is not None:
-            momentum = self._optimizer.state[self._x]["momentum_buffer"]
-            momentum.copy_(carried.vector("momentum")[0].view_as(momentum))

@@ -30,7 +30,7 @@ class Choco(Algorithm):
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
-        public, drift = m.vector("public", average="reset"), m.vector("drift", average="reset")
+        public, drift = m.vector("public", average="on_request"), m.vector("drift", average="on_request")
         q = v.encode(self.compressor, m.scratch("difference").sum_(v.x, public, alpha=-1))  # q_i = C(x_i - x̂_i)
         received = yield Share(q)
         q.add_to(public)

@@ -14,8 +14,9 @@ from torch import Tensor
 from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer
+from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..mixing_manager.base import MixingManager
+from ..rounds.old_checkpoints import converted
 from ..schedule import Action, Schedule
 from ..transport.base import Transport, is_elastic, timeout_of
 from ..transport.state_tree import copied
@@ -207,6 +208,7 @@ class LockstepEngine(Engine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`."""
+        state = converted(state)
         super().load_state_dict(state)
         self.step = state["step"]
         self.gossiper.load_state_dict(state["gossiper"])
@@ -215,11 +217,20 @@ class LockstepEngine(Engine):
 
     def reset(self) -> None:
         """See `Engine`."""
-        self.load_state_dict({"t": 0, "step": 0, "gossiper": {}})
+        self.t = self.step = 0
+        self.gossiper.reset()
+        if self._control is not None:
+            self._control.load_state_dict({})
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self.gossiper.close()
 
     def forget_models(self) -> None:
         """See `Engine`. Where workers may fail in the average, both ends of a link must keep what they have."""
-        if not is_elastic(self.gossiper.transport):
+        if is_elastic(self.gossiper.transport):
+            self.gossiper.end_average()
+        else:
             self.gossiper.forget_models()
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
@@ -245,10 +256,6 @@ class LockstepEngine(Engine):
         """See `Engine`."""
         return self.gossiper.flush(x)
 
-    def close(self) -> None:
-        """See `Engine`."""
-        self.gossiper.close()
-
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
         """Copies of what a worker that joins goes on from: `state_dict()`, without what links to peers keep.
 
@@ -261,11 +268,12 @@ class LockstepEngine(Engine):
         return float(self.t), float(self.step), float(self.is_in_flight), *map(float, astuple(self.stats))
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
-        """What a round has written beside x, the model, and all processes of a node must have."""
-        return ()
+        """See `Mixer`."""
+        return self.gossiper.shared(x)
 
     def take_shared(self, x: FlatVector) -> None:
-        """What `shared` gives was written by another process, whose round it was."""
+        """See `Mixer`."""
+        self.gossiper.take_shared(x)
 
     def advance(self, num_steps: int) -> None:
         """Count training steps as if they had been taken here."""
@@ -316,6 +324,8 @@ class SyncEngine(LockstepEngine):
     def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
         self._is_finite = FiniteCheck()
+        if on_nonfinite == "skip" and not gossiper.can_recover:
+            gossiper.refuse_nonfinite(self._agree_finite)
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
@@ -333,6 +343,8 @@ class SyncEngine(LockstepEngine):
                 mixer.start(x, self.t)
                 self.t += 1
                 mixer.finish(x)
+            if mixer is self._scheduled_average and not self._scheduled_average.has_failed:
+                self.gossiper.end_average()
         self.stats.wait_seconds += time.perf_counter() - start
         self.stats.record(0)
         return True
@@ -351,8 +363,14 @@ class SyncEngine(LockstepEngine):
         correction = x.clone()
         mixer.start(correction, self.t)
         self.t += 1
-        alpha = mixer.difference(correction)
-        if self.agree_finite(is_finite(correction)):
-            x.add_(correction, alpha=alpha)
-        else:
+        try:
+            alpha = mixer.difference(correction)
+            if not self._agree_finite(is_finite(correction)):
+                raise NonfiniteRound
+        except NonfiniteRound:
             self.stats.num_skipped += 1
+        else:
+            x.add_(correction, alpha=alpha)
+
+    def _agree_finite(self, is_finite: bool) -> bool:
+        return self.agree_finite(is_finite)  # which a node replaces

@@ -35,8 +35,8 @@ class FollowingEngine(LockstepEngine):
     @property
     def state_name(self) -> str:
         """See `Engine`."""
-        name = super().state_name
-        return name if self._followed == name else f"process that follows a {self._followed}"
+        name, whole = super().state_name, self.gossiper.state_dict()
+        return name if self._followed == name and not whole else f"process that follows {self.gossiper}"
 
     def follow(self, progress: Sequence[float]) -> None:
         """Take what `LockstepEngine.progress` of the other engine gave."""

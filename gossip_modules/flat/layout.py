@@ -24,12 +24,13 @@ class TensorSpec(NamedTuple):
     """The shape of one tensor of a segment. A buffer is a statistic, which no lossy code may touch.
 
     The name is there so that vectors of other tensors of the same shapes have another layout: what was kept for one
-    must not be applied to the other.
+    must not be applied to the other. So it is with `first`, the place in its tensor of a part of one.
     """
 
     shape: tuple[int, ...]
     is_buffer: bool = False
     name: str = ""
+    first: int = 0
 
     @classmethod
     def of(cls, x: Tensor, *, is_buffer: bool = False, name: str = "") -> TensorSpec:
@@ -54,13 +55,13 @@ class TensorSpec(NamedTuple):
         row = prod(self.shape[1:]) if self.is_matrix else 0
         top, bottom = (-(-first // row), last // row) if row else (0, 0)
         if top >= bottom:
-            yield self._replace(shape=(last - first,))
+            yield self._replace(shape=(last - first,), first=self.first + first)
             return
         if first < top * row:
-            yield self._replace(shape=(top * row - first,))
-        yield self._replace(shape=(bottom - top, *self.shape[1:]))
+            yield self._replace(shape=(top * row - first,), first=self.first + first)
+        yield self._replace(shape=(bottom - top, *self.shape[1:]), first=self.first + top * row)
         if bottom * row < last:
-            yield self._replace(shape=(last - bottom * row,))
+            yield self._replace(shape=(last - bottom * row,), first=self.first + bottom * row)
 
 
 class Segment(NamedTuple):

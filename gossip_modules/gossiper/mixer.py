@@ -16,6 +16,10 @@ from ..transport.base import Transport, is_elastic
 _T = TypeVar("_T", Tensor, FlatVector)
 
 
+class NonfiniteRound(Exception):
+    """A round has ended without effect: see `Mixer.refuse_nonfinite`."""
+
+
 class Mixer(ABC):
     """One way of mixing vectors over the ranks: s <- W(t) s, in two halves so that work fits between them.
 
@@ -116,20 +120,32 @@ class Mixer(ABC):
         """x <- x + all that the mixer itself has in flight; whether x was written."""
         return False
 
-    def close(self) -> None:
-        """End threads, and watch nothing any longer; idempotent."""
-
-    def state_for_newcomer(self) -> dict[str, Any]:
-        """The part of `state_dict()` that a worker that joins goes on from."""
-        return {}
-
     def is_due(self, k: int) -> bool:
         """Whether there is a round after k optimizer steps; asked once for each of them, the same on all ranks."""
         return True
 
     def forget_models(self) -> None:
-        """All ranks have taken one model: start anew what is kept of other models."""
-        self.load_state_dict({})
+        """The user has let all ranks take one model: start anew what is kept of other models."""
+        self.reset()
+
+    def end_average(self) -> None:
+        """All ranks have taken one model in place of a round: start anew what such a round makes wrong."""
+
+    def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
+        """Let rounds end with `NonfiniteRound`, all as before, where an answer to one holds infinities or NaN.
+
+        agree: whether it is finite for all processes of a node, given whether it is here.
+        """
+
+    def shared(self, x: FlatVector) -> Sequence[Tensor]:
+        """What a round has written beside x, the model, and all processes of a node must have."""
+        return ()
+
+    def take_shared(self, x: FlatVector) -> None:
+        """What `shared` gives was written by another process, whose round it was."""
+
+    def close(self) -> None:
+        """Let go of everything outside; idempotent."""
 
     @abstractmethod
     def start(self, s: FlatVector, t: int) -> None:
@@ -203,6 +219,14 @@ class Mixer(ABC):
         """Take back what `state_dict()` gave."""
         if state:
             raise ValueError(f"got state {sorted(state)} of another algorithm, expected none for {self}")
+
+    def reset(self) -> None:
+        """Start anew, as without any state."""
+        self.load_state_dict({})
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """What a worker that joins goes on from: nothing of links to peers."""
+        return {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

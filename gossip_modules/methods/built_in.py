@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from ..ad_psgd.exchange import BilateralAverage
+from ..algorithms.power_gossip import PowerGossip
 from ..dpwa.engine import PairwiseEngine
 from ..engine.overlap import OverlapEngine
 from ..gossiper.choco import Choco
 from ..gossiper.deep_squeeze import DeepSqueeze
 from ..gossiper.moniqua import Moniqua
-from ..gossiper.power_gossip import PowerGossip
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper
@@ -219,7 +219,7 @@ BUILT_IN: tuple[Method, ...] = (
             "NeurIPS 2020",
             "2008.01425",
         ),
-        example="GossipDataParallel(model, gossiper=PowerGossip())",
+        example="GossipDataParallel(model, algorithm=PowerGossip())",
         graph="undirected",
         options=COMPRESSED | {"power_rank", "power_iterations", "warm_start", "compress_vectors"},
         gossiper=power_gossip,

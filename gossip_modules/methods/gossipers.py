@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..algorithms.power_gossip import PowerGossip
 from ..gossiper.choco import Choco
 from ..gossiper.deep_squeeze import DeepSqueeze
 from ..gossiper.gossiper import Gossiper
 from ..gossiper.moniqua import Moniqua
-from ..gossiper.power_gossip import PowerGossip
 from .compressors import (
     CHOCO_STEP_SIZES,
     DEEP_SQUEEZE_STEP_SIZES,
@@ -36,7 +36,7 @@ def moniqua(options: MethodOptions, seed: int) -> Gossiper:
     return Moniqua(options.theta, bits=options.compression_bits, step_size=step_size, seed=seed)
 
 
-def power_gossip(options: MethodOptions, seed: int) -> Gossiper:
+def power_gossip(options: MethodOptions, seed: int) -> PowerGossip:
     """PowerGossip."""
     return PowerGossip(
         rank=options.power_rank,

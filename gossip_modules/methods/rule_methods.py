@@ -5,35 +5,25 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..flat.vector import FlatVector
+from ..algorithms.d2 import D2
+from ..algorithms.decentlam import DecentLaM
+from ..algorithms.exact_diffusion import ExactDiffusion
+from ..algorithms.gradient_tracking import GradientTracking
+from ..algorithms.qg_dsgdm import QGDSGDm
+from ..algorithms.relay_sgd import RelaySGD, trees_of
 from ..graph_manager.named_graphs import named_graph
-from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..mixing_manager.base import MetropolisHastingsMixing
 from ..registry import Method, Paper
-from ..relay.relay_sgd import RelaySGD, trees_of
-from ..rounds.rows import Rows, StackedMixing
+from ..rounds.algorithm import Algorithm
+from ..rounds.stacked import Stacked
 from ..schedule import Schedule
 from ..simulate.choice import Choice
-from ..simulate.clocks import Clock, SyncClock
-from ..simulate.gossip import RuleMethod, SimulatedMethod
+from ..simulate.clocks import SyncClock
+from ..simulate.gossip import LockstepMethod, SimulatedMethod
 from ..simulate.setting import Setting
-from ..update_rules.carried import Carried
-from ..update_rules.d2 import D2
-from ..update_rules.decentlam import DecentLaM
-from ..update_rules.exact_diffusion import ExactDiffusion
-from ..update_rules.gradient_tracking import GradientTracking
-from ..update_rules.qg_dsgdm import QGDSGDm
-from ..update_rules.rule import UpdateRule
-from ..update_rules.sgd_momentum import SGDStep
-from .one_thread import GossiperRule
 from .options import Context, MethodOptions
 from .simulated import pairs, undirected
 from .wrapping import all_neighbours, tree_neighbours, undirected_neighbours, wrap_with
-
-SIMULATED_MOMENTUM = 0.9
-"""Of rules that need some, with a learning rate that is smaller by one minus this."""
 
 
 def named_neighbours(options: MethodOptions, num_nodes: int, context: Context, *, is_static: bool) -> dict[str, Any]:
@@ -43,60 +33,14 @@ def named_neighbours(options: MethodOptions, num_nodes: int, context: Context, *
     return (all_neighbours if is_static else undirected_neighbours)(options, num_nodes, context)
 
 
-class RuleSimulation(RuleMethod):
-    """A rule itself, on the models of all ranks at once.
-
-    Args:
-        rule: what a round computes.
-        mixing: its weights.
-        clock: what rounds take.
-    """
-
-    def __init__(self, rule: UpdateRule, mixing: MixingManager, clock: Clock) -> None:
-        super().__init__(None, StackedMixing(mixing), Schedule(), clock)
-        rule.check(mixing)
-        self._update_rule = rule
-        self._carried: Carried | None = None
-
-    def forward(self, x: Tensor) -> None:
-        """See `SimulatedMethod`."""
-        models = FlatVector.over(x)
-        carried = self._carried = self._carried or Carried(
-            models, self._update_rule.vectors, scaled=self._update_rule.scales_with_rate
-        )
-        carried.take(models)
-        step = None
-        if self._update_rule.needs_sgd and carried.num_rounds:
-            step = SGDStep(1.0, SIMULATED_MOMENTUM)
-            self._add_momentum(carried)
-        rounds: list[Rows] = []
-        with torch.no_grad():
-            self._update_rule.round(carried, lambda: self._mix(carried.sent.segments[0].view(x.shape), rounds), step)
-            carried.write_to(models)
-        carried.num_rounds += 1
-        self._t += 1
-        self._count_bytes(rounds)
-        self.clock.advance(rounds)
-
-    def _add_momentum(self, carried: Carried) -> None:
-        """x <- x' + (1 - b) (x - x') - b m, where x' is what the round before has left: a step of momentum SGD."""
-        for x, _, last, m in carried.each("last", "momentum"):
-            x.lerp_(last.to(x.dtype), SIMULATED_MOMENTUM).sub_(m, alpha=SIMULATED_MOMENTUM)
-
-    def _mix(self, sent: Tensor, rounds: list[Rows]) -> None:
-        assert self.mixing is not None, "a rule mixes on a graph"
-        rounds.append(self.mixing.round(self._t))
-        sent.copy_(rounds[-1].mix(sent))
-
-
-def simulate_rule(rule: UpdateRule, choice: Choice, setting: Setting) -> SimulatedMethod:
+def simulate_rule(rule: Algorithm, choice: Choice, setting: Setting) -> SimulatedMethod:
     """A rule on the graph that was chosen; on a ring with the rule's own weights."""
     mixing = undirected(choice, setting, is_static=rule.needs_static_graph)
     if choice.graph == "ring":
         mixing = rule.default_mixing(setting.world_size) or mixing
     message = setting.network.plain_message(setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return RuleSimulation(rule, mixing, clock)
+    return LockstepMethod(Stacked(rule, mixing), Schedule(), clock)
 
 
 def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -109,14 +53,14 @@ def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     share = (graph.world_size - 1) / num_links if num_links else 1.0
     message = setting.network.plain_message(share * setting.model_bytes)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return RuleMethod(GossiperRule(RelaySGD, mixing), StackedMixing(mixing), Schedule(), clock)
+    return LockstepMethod(Stacked(RelaySGD(), mixing, shape=setting.shape), Schedule(), clock)
 
 
 _GRAPH = frozenset({"graph"})
 _NODES = frozenset({"nprocs_per_node"})
 
 
-def _method(name: str, title: str, summary: str, rule: UpdateRule, paper: Paper) -> Method:
+def _method(name: str, title: str, summary: str, rule: Algorithm, paper: Paper) -> Method:
     """The entry of a rule, which one object serves: it holds settings only."""
     return Method(
         name,
@@ -124,11 +68,11 @@ def _method(name: str, title: str, summary: str, rule: UpdateRule, paper: Paper)
         summary,
         type(rule),
         make=wrap_with(
-            "rule", lambda options, seed: rule, whom=partial(named_neighbours, is_static=rule.needs_static_graph)
+            "algorithm", lambda options, seed: rule, whom=partial(named_neighbours, is_static=rule.needs_static_graph)
         ),
         simulate=partial(simulate_rule, rule),
         paper=paper,
-        example=f"GossipDataParallel(model, rule={type(rule).__name__}())",
+        example=f"GossipDataParallel(model, algorithm={type(rule).__name__}())",
         graph="undirected, static" if rule.needs_static_graph else "undirected",
         options=_GRAPH if rule.needs_sgd else _GRAPH | _NODES,
         needs_sgd=rule.needs_sgd,
@@ -202,7 +146,7 @@ RULE_METHODS: tuple[Method, ...] = (
         "RelaySGD",
         "relays sums of models through trees, so that every rank averages those of all",
         RelaySGD,
-        make=wrap_with("gossiper", lambda options, seed: RelaySGD(), whom=tree_neighbours),
+        make=wrap_with("algorithm", lambda options, seed: RelaySGD(), whom=tree_neighbours),
         simulate=simulate_relay_sgd,
         paper=Paper(
             "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
@@ -210,7 +154,7 @@ RULE_METHODS: tuple[Method, ...] = (
             "NeurIPS 2021",
             "2110.04175",
         ),
-        example="GossipDataParallel(model, gossiper=RelaySGD())",
+        example="GossipDataParallel(model, algorithm=RelaySGD())",
         graph="tree",
         options=_GRAPH | _NODES,
         simulated_graph=lambda n, peers: "double-binary-tree",

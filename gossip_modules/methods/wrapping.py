@@ -19,8 +19,8 @@ from ..dpwa.wrapper import PairwiseDataParallel
 from ..gossiper.gossiper import Gossiper
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.laplacian import LaplacianMixing
+from ..rounds.algorithm import Algorithm
 from ..schedule import Schedule
-from ..update_rules.rule import UpdateRule
 from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
 from ..wrappers.gossip import GossipDataParallel
@@ -175,7 +175,7 @@ def parameters(options: MethodOptions, context: Context) -> dict[str, Any]:
 
 
 def code(
-    options: MethodOptions, context: Context, *, gossiper: Callable[[MethodOptions, int], Gossiper]
+    options: MethodOptions, context: Context, *, gossiper: Callable[[MethodOptions, int], Gossiper | Algorithm]
 ) -> dict[str, Any]:
     """What a gossiper makes of the parameters."""
     return {"gossiper": gossiper(options, context.seed)}
@@ -201,7 +201,7 @@ def wrap_local_sgd(module: nn.Module, options: MethodOptions, context: Context) 
 
 def wrap_with(
     argument: str,
-    make: Callable[[MethodOptions, int], OuterMethod | UpdateRule | Gossiper],
+    make: Callable[[MethodOptions, int], OuterMethod | Algorithm],
     *,
     whom: Callable[[MethodOptions, int, Context], dict[str, Any]] | None = None,
 ) -> Callable[[nn.Module, MethodOptions, Context], Wrapper]:
@@ -223,7 +223,7 @@ def wrap_with(
 
 
 def wrap_gossiper(
-    gossiper: Callable[[MethodOptions, int], Gossiper], *, is_static: bool
+    gossiper: Callable[[MethodOptions, int], Gossiper | Algorithm], *, is_static: bool
 ) -> Callable[[nn.Module, MethodOptions, Context], Wrapper]:
     """How a method wraps a model that is a gossiper on an undirected graph, which never changes if `is_static`."""
     whom = all_neighbours if is_static else undirected_neighbours

@@ -36,6 +36,8 @@ class Algorithm(ABC):
     Attributes:
         is_plain: whether a round is `yield Mix(v.x)` and nothing else, which drivers do without a generator.
         needs_current: whether a round must be about the model of the last step, so that it cannot overlap training.
+        mixes_several: whether a round asks for more than one `Mix`, which must all be by W(t) then: not by the rounds
+            of another algorithm, whose memory is of one vector.
         keeps_models: whether it keeps models of peers from round to round, so that it would undo exact averages
             in between, and cannot overlap either.
         is_skippable: whether a rank may leave a round out after it has received the answers. False where peers count on
@@ -56,6 +58,9 @@ class Algorithm(ABC):
         can_recover: whether `recover` makes a model finite, so that no round is ever left out.
         needs_inner_rate: whether `inner_rate` is to be asked.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
+        is_elastic: whether a round goes on without peers that fail, so that a membership may run it.
+        checks_messages: whether ranks number their messages, and compare before each one what they have sent each other
+            so far. False where that would take longer than it is worth, as where messages are models.
         takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
             False where it has a message for each peer, or looks into its messages.
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
@@ -63,6 +68,7 @@ class Algorithm(ABC):
 
     is_plain: ClassVar[bool] = False
     needs_current: ClassVar[bool] = False
+    mixes_several: ClassVar[bool] = False
     keeps_models: ClassVar[bool] = False
     is_skippable: ClassVar[bool] = True
     needs_symmetric_weights: ClassVar[bool] = False
@@ -82,6 +88,8 @@ class Algorithm(ABC):
     writes_early: ClassVar[bool] = False
     can_recover: ClassVar[bool] = False
     needs_inner_rate: ClassVar[bool] = False
+    is_elastic: ClassVar[bool] = True
+    checks_messages: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = True
 
     @abstractmethod
@@ -145,6 +153,18 @@ class Over:
 
     outer: Algorithm
     inner: Algorithm | Over
+
+    def __post_init__(self) -> None:
+        inner = self.inner.outer if isinstance(self.inner, Over) else self.inner
+        if inner.needs_current and not inner.keeps_models:
+            raise ValueError(
+                f"got {self.outer} and {self.inner}, expected one of them: both say what is made of the steps of a rank"
+            )
+        if self.outer.mixes_several and not inner.is_plain:
+            raise ValueError(
+                f"got {self.outer} over {self.inner}, expected plain gossip below it: it mixes two vectors in a round, "
+                f"and {type(inner).__name__} keeps what it has sent of one; take D2 or ExactDiffusion"
+            )
 
     def __repr__(self) -> str:
         return f"{self.outer!r}.over({self.inner!r})"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..flat.layout import FlatLayout, TensorSpec
+from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from .fragment import Fragment
 from .outer_optimizer import OuterOptimizer
@@ -29,18 +29,14 @@ class Kept(Protocol):
 
 
 _K = TypeVar("_K", bound=Kept)
+_T = TypeVar("_T")
 
 
-@dataclass
-class _Entry:
-    """A vector with what was declared of it."""
+class _Entry(NamedTuple):
+    """A vector, and the arguments of `Memory.vector` that it was declared with."""
 
     vector: Vector
-    start: Literal["zero", "x"]
-    average: Literal["keep", "reset"]
-    generation: Literal["keep", "reset"]
-    join: Literal["copy", "zero"]
-    has_units: bool
+    policy: Mapping[str, Any]
 
 
 class Memory:
@@ -49,6 +45,13 @@ class Memory:
     An algorithm declares a thing where it first uses it, and gets the same one from then on. The rest happens here, for
     all algorithms: checkpoints, other devices, layers that are frozen or added, exact averages, new generations of a
     membership, and workers that join.
+
+    [Note: Sums over workers] A worker that dies takes with it what it keeps, and one that joins brings a copy of what
+    another one keeps too. Where an algorithm holds only while a vector has a certain sum over the ranks, that vector
+    starts anew with each generation (`generation="reset"`), at the same step on all workers: what it has learnt of the
+    differences between their data is learnt again. A checkpoint that is loaded under a membership, and the state for a
+    worker that joins, leave such vectors out. In the rounds between a death and the next generation the sum is wrong by
+    the share of the dead worker, about the size of a step.
 
     Vectors have float32 at least where the model is narrower, and no buffers. Where other tensors are trained than
     before, the values of tensors that are still trained stay, and new tensors begin as declared.
@@ -60,17 +63,16 @@ class Memory:
     def __init__(self) -> None:
         self.num_rounds = 0
         self._x: Vector | None = None  # the model of the present round
-        self._devices: list[torch.device] | None = None  # of its parts
+        self._devices: list[torch.device] | None = None  # of its parts; None: there was no round yet
         self._layout: FlatLayout | None = None  # of the parameters, widened
         self._entries: dict[str, _Entry] = {}
         self._optimizers: dict[str, OuterOptimizer] = {}
         self._objects: dict[str, Kept] = {}
         self._links: dict[int, dict[str, Any]] = {}
         self._scratch: dict[str, Vector] = {}
+        self._cached: dict[object, Any] = {}
         self._loaded: dict[str, Any] = {}  # of a checkpoint, until an algorithm asks for it
-        self._loaded_layout: FlatLayout | None = None  # of the vectors there, where another worker gave them
         self._seen: FlatLayout | None = None  # of a model without new tensors
-        self._has_buffers = False  # whether these end in buffers, as in old checkpoints
         self._units = RateUnits()
 
     # For algorithms.
@@ -80,7 +82,7 @@ class Memory:
         name: str,
         *,
         start: Literal["zero", "x"] = "zero",
-        average: Literal["keep", "reset"] = "keep",
+        average: Literal["keep", "reset", "on_request"] = "keep",
         generation: Literal["keep", "reset"] = "keep",
         join: Literal["copy", "zero"] = "copy",
         in_units_of_rate: bool = False,
@@ -90,20 +92,32 @@ class Memory:
         Args:
             name: of the vector.
             start: its values at first: zeros, or those of the model.
-            average: whether it stays or starts anew after an exact average of all models that the user asks for.
-            generation: whether it stays or starts anew where workers come or go.
+            average: whether it stays after an exact average of all models, starts anew, or starts anew only where the
+                user has asked for the average, in a world whose ranks stay.
+            generation: whether it stays or starts anew where workers come or go; see [Note: Sums over workers].
             join: whether a worker that joins gets the vector of its donor, or starts anew.
             in_units_of_rate: whether it is made of steps, so that it is scaled where the learning rate changes.
         """
         entry = self._entries.get(name)
         if entry is None:
-            entry = _Entry(Vector(self._zeros()), start, average, generation, join, in_units_of_rate)
-            self._entries[name] = entry
+            policy = {
+                "start": start,
+                "average": average,
+                "generation": generation,
+                "join": join,
+                "in_units_of_rate": in_units_of_rate,
+            }
+            entry = self._entries[name] = _Entry(Vector(self._zeros()), policy)
             if start == "x":
                 entry.vector.set_(self._model)
             if (state := self._loaded.get("vectors", {}).pop(name, None)) is not None:
                 self._copy(name, entry.vector, state)
         return entry.vector
+
+    @property
+    def momentum(self) -> Vector:
+        """The momentum of the user's SGD, where the algorithm `needs_sgd`; after a round it is the optimizer's."""
+        return self.vector("momentum", average="on_request")
 
     def optimizer(self, name: str, make: Callable[[Sequence[Tensor]], Optimizer], of: Vector) -> Optimizer | None:
         """The optimizer of that name, which `make` makes of the parts of a vector; None: the vector is empty."""
@@ -132,9 +146,29 @@ class Memory:
         self._entries.pop(name, None)
         self._loaded.get("vectors", {}).pop(name, None)
 
-    def link(self, peer: int) -> dict[str, Any]:
-        """What is kept of the link to a peer; empty at first. Both ends of a link begin again together."""
-        return self._links.setdefault(peer, {})
+    def link(self, peer: int, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What is kept of the link to a peer. Both ends of a link begin again together.
+
+        Args:
+            peer: at the other end.
+            make: what is there at first: numbers, tensors and lists of tensors, by name. Tensors keep their shapes.
+        """
+        if peer not in self._links:
+            link = make()
+            if (state := self._loaded.get("links", {}).pop(peer, None)) is not None:
+                _check_link(link, state)
+                link = state
+            self._links[peer] = link
+        return self._links[peer]
+
+    def cached(self, key: object, make: Callable[[], _T]) -> _T:
+        """What `make` makes of the tensors that are trained, their device, the rank and the weights of its peers.
+
+        It is made once, and again when one of these changes. Nothing of it is in a checkpoint.
+        """
+        if key not in self._cached:
+            self._cached[key] = make()
+        return cast("_T", self._cached[key])
 
     def scratch(self, name: str = "sent") -> Vector:
         """A vector that is kept only for its memory: of any values at the beginning of a round; it can be mixed."""
@@ -154,9 +188,10 @@ class Memory:
 
         Args:
             x: the model.
-            who: the algorithm, for a warning; None: nobody is warned.
+            who: the algorithm, for a warning where it meets new tensors; None: nobody is warned.
         """
-        before, self._x, self._devices = self._devices, x, [part.device for part in x.parts]
+        self._x = x
+        before, self._devices = self._devices, [part.device for part in x.parts]
         layout = self._layout if x.flat is None else _layout_of(x.flat)
         is_moved = before is not None and before != self._devices
         if before is not None and layout == self._layout and not is_moved:
@@ -164,24 +199,26 @@ class Memory:
         old, self._layout = self._layout, layout
         if before is None:
             return
-        has_new = x.flat is None or old is None or bool(tensors_beyond(old, x.flat))
-        if who is not None and not is_moved and has_new and (self._entries or self._objects):
+        has_new = x.flat is None or old is None or bool(tensors_beyond(_places(old), x.flat))
+        starts_anew = (has_new and bool(self._entries)) or bool(self._objects or self._links)
+        if who is not None and not is_moved and starts_anew:
             warnings.warn(
-                f"{who}: other tensors are trained than before; what it keeps of tensors that are still trained stays, "
-                "and new tensors start anew",
+                f"{who}: other tensors are trained than before; vectors that it keeps of tensors that are still "
+                "trained stay, and all else starts anew",
                 stacklevel=2,
             )
-        self._scratch = {}
+        self._scratch, self._cached = {}, {}
+        self._links = {j: _moved(link, x.parts[0].device) for j, link in self._links.items()} if is_moved else {}
         kept, optimizers = self._entries, self._optimizers
         self._entries, self._optimizers = {}, {}
         assert old is not None or is_moved
         for name, entry in kept.items():
-            new = self._like_entry(name, entry)
-            _carry(entry.vector.parts, old, new.parts, layout)
+            new = self.vector(name, **entry.policy)
+            _carry(entry.vector.parts, _places(old), new.parts, _places(layout))
         for name, before_ in optimizers.items():
             vector = next(self._entries[key].vector for key, entry in kept.items() if entry.vector is before_.of)
             if self.optimizer(name, before_.make, vector) is not None:
-                self._optimizers[name].go_on_as(before_, lambda a, b: _carry(a, old, b, layout))
+                self._optimizers[name].go_on_as(before_, lambda a, b: _carry(a, _places(old), b, _places(layout)))
         self._objects = {} if not is_moved else self._objects
 
     def release(self) -> None:
@@ -190,32 +227,54 @@ class Memory:
 
     def new_tensors(self, x: FlatVector) -> list[Tensor]:
         """The parameters of x that this memory has not kept anything of so far; views."""
-        known = self._loaded_layout if self._layout is None else self._layout
-        if known is None or not (self._entries or self._loaded.get("vectors")):
+        if x.layout is self._seen:
             return []
-        if not (new := tensors_beyond(known, x)):
+        known = _places(self._layout) if self._entries else self._loaded.get("places")
+        new = [] if known is None else tensors_beyond(known, x)
+        if not new:
             self._seen = x.layout
         return new
 
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict(joins=True)` of another rank; the vectors that no other rank has stay."""
+        own = {n: [x.clone() for x in e.vector.parts] for n, e in self._entries.items() if e.policy["join"] == "zero"}
+        own = own if state.get("places") == _places(self._layout) else {}
+        self.load_state_dict({**state, "vectors": {**state.get("vectors", {}), **own}})
+
     def scale(self, rates: Rates | None) -> None:
         """Scale vectors that are in units of the learning rate to these rates; see `RateUnits`."""
-        vectors = [entry.vector for entry in self._entries.values() if entry.has_units]
         self._units.put_back()
-        if vectors and rates is not None:
+        if rates is not None:
+            for name, policy in self._loaded.get("policies", {}).items():
+                if policy["in_units_of_rate"]:
+                    self.vector(name, **policy)
+            vectors = [entry.vector for entry in self._entries.values() if entry.policy["in_units_of_rate"]]
             self._units.scale(vectors, rates, self._layout)
 
     def end_round(self) -> None:
         """A round has ended."""
         self.num_rounds += 1
+        self.put_back()
+
+    def put_back(self) -> None:
+        """A round is over, whether it has ended or not: see `RateUnits.put_back`."""
         self._units.put_back()
 
-    def forget_models(self) -> None:
-        """All models have become equal: vectors that are declared so start anew."""
-        self._reset(lambda entry: entry.average == "reset")
+    def forget_models(self, *, is_asked: bool = True) -> None:
+        """All models have become equal: vectors that are declared so start anew.
+
+        is_asked: whether the user has asked for the average, in a world whose ranks stay; links start anew then too.
+        """
+        if is_asked:
+            self._links = {}
+            self._loaded.pop("links", None)
+        kinds = ("reset", "on_request") if is_asked else ("reset",)
+        self._reset(lambda policy: policy["average"] in kinds)
 
     def begin_generation(self) -> None:
-        """Workers have come or gone: vectors that are declared so start anew."""
-        self._reset(lambda entry: entry.generation == "reset")
+        """Workers have come or gone: vectors that are declared so start anew; see [Note: Sums over workers]."""
+        self._cached = {}
+        self._reset(lambda policy: policy["generation"] == "reset")
 
     def forget_peer(self, peer: int) -> None:
         """Nothing is kept of the link to a peer any more."""
@@ -227,27 +286,34 @@ class Memory:
 
     def reset(self) -> None:
         """As before the first round."""
-        x, devices = self._x, self._devices
+        x, devices, layout = self._x, self._devices, self._layout
         self.__init__()  # type: ignore[misc]
-        if x is not None:
-            self._x, self._devices = x, devices
-            self._layout = None if x.flat is None else _layout_of(x.flat)
+        self._x, self._devices, self._layout = x, devices, layout
 
-    def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """Everything that is kept; shares memory with this object.
 
-        joins: whether it is for another worker, which gets the vectors that are declared so, and may train other
-            tensors.
+        Args:
+            joins: whether it is for a worker that joins, which gets what is declared so.
+            has_links: whether it has what is kept of links, which is of no use to a worker with other peers.
         """
         self._units.put_back()
-        entries = {name: entry for name, entry in self._entries.items() if not joins or entry.join == "copy"}
-        optimizers = {} if joins and not entries else self._optimizers
+        policies = {**self._loaded.get("policies", {}), **{name: e.policy for name, e in self._entries.items()}}
+        vectors = {
+            **self._loaded.get("vectors", {}),
+            **{name: list(e.vector.parts) for name, e in self._entries.items()},
+        }
+        num_rounds, optimizers, places = self.num_rounds, self._optimizers, None
+        if joins:
+            left_out = [name for name, p in policies.items() if p["join"] == "zero" or p["generation"] == "reset"]
+            vectors = {name: vector for name, vector in vectors.items() if name not in left_out}
+            num_rounds, optimizers = (0 if left_out else num_rounds), (optimizers if vectors else {})
+            places = _places(self._layout) if self._entries else self._loaded.get("places")
         state = {
-            "num_rounds": self.num_rounds,
-            "vectors": {
-                **self._loaded.get("vectors", {}),
-                **{name: list(e.vector.parts) for name, e in entries.items()},
-            },
+            "num_rounds": num_rounds,
+            "policies": {name: dict(policy) for name, policy in policies.items() if name in vectors},
+            "places": places,
+            "vectors": vectors,
             "optimizers": {
                 **self._loaded.get("optimizers", {}),
                 **{name: optimizer.state_dict() for name, optimizer in optimizers.items()},
@@ -256,8 +322,8 @@ class Memory:
                 **self._loaded.get("objects", {}),
                 **{n: kept.state_dict() for n, kept in self._objects.items()},
             },
+            "links": {**self._loaded.get("links", {}), **self._links} if has_links else {},
             "rates": self._units.rates,
-            "tensors": self._tensors() if joins else None,
         }
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
 
@@ -265,28 +331,20 @@ class Memory:
         """Take back what `state_dict()` gave; copies it. The next round uses it, and checks its shapes."""
         self.reset()
         self._loaded = copy.deepcopy(
-            {name: state[name] for name in ("vectors", "optimizers", "objects") if name in state}
+            {
+                name: state[name]
+                for name in ("vectors", "optimizers", "objects", "links", "policies", "places", "has_buffers")
+                if name in state
+            }
         )
         self.num_rounds = state.get("num_rounds", 0)
         self._units.rates = state.get("rates")
-        self._has_buffers = bool(state.get("has_buffers", False))
-        if (tensors := state.get("tensors")) is not None:
-            self._loaded_layout = FlatLayout.of(
-                (torch.float32, [TensorSpec((numel,), name=name) for name, numel in part]) for part in tensors
-            )
 
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict(joins=True)` of another rank; the vectors that no other rank has stay."""
-        own = {name: [x.clone() for x in e.vector.parts] for name, e in self._entries.items() if e.join == "zero"}
-        tensors = self._tensors()
-        own = own if state.get("tensors") == tensors else {}
-        self.load_state_dict({**state, "vectors": {**state.get("vectors", {}), **own}})
-
-    def _tensors(self) -> list[list[tuple[str, int]]]:
-        """The names and sizes of the tensors of each part."""
-        layout = self._loaded_layout if self._layout is None else self._layout
-        segments = () if layout is None else layout.segments
-        return [[(spec.name, spec.numel) for _, spec in segment.places()] for segment in segments]
+    def parts_of(self, name: str) -> Sequence[Tensor]:
+        """The parts of a vector, as far as one of that name is kept; shares memory."""
+        if name in self._entries:
+            return self._entries[name].vector.parts
+        return self._loaded.get("vectors", {}).get(name, ())
 
     # Parts.
 
@@ -300,34 +358,32 @@ class Memory:
             torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
         ]
 
-    def _like_entry(self, name: str, entry: _Entry) -> Vector:
-        return self.vector(
-            name,
-            start=entry.start,
-            average=entry.average,
-            generation=entry.generation,
-            join=entry.join,
-            in_units_of_rate=entry.has_units,
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_x": None, "_scratch": {}, "_cached": {}}  # a copy has a model of its own
 
-    def _reset(self, is_reset: Callable[[_Entry], bool]) -> None:
-        gone = [name for name, entry in self._entries.items() if is_reset(entry)]
+    def _reset(self, is_reset: Callable[[Mapping[str, Any]], bool]) -> None:
+        gone = [name for name, entry in self._entries.items() if is_reset(entry.policy)]
         vectors = {id(self._entries[name].vector) for name in gone}
         self._optimizers = {n: kept for n, kept in self._optimizers.items() if id(kept.of) not in vectors}
         for name in gone:
             del self._entries[name]
+        loaded = self._loaded.get("vectors", {})
+        gone += [name for name, policy in self._loaded.get("policies", {}).items() if is_reset(policy)]
+        for name in gone:
+            loaded.pop(name, None)
+            self._loaded.get("policies", {}).pop(name, None)
         if gone:
-            self.num_rounds, self._loaded = 0, {}
+            self.num_rounds = 0
+            self._loaded.pop("optimizers", None)
 
     def _copy(self, name: str, vector: Vector, state: Sequence[Tensor]) -> None:
-        if self._loaded_layout is not None and self._differs:
-            _carry(state, self._loaded_layout, vector.parts, self._layout)
+        if (theirs := self._loaded.get("places")) is not None:  # of a donor, which may have trained other tensors
+            _carry(state, theirs, vector.parts, _places(self._layout))
             return
-        found, own = [x.numel() for x in state], [x.numel() for x in vector.parts]
-        if self._has_buffers and len(found) == len(own):
+        own = [x.numel() for x in vector.parts]
+        if self._loaded.get("has_buffers") and len(state) == len(own):  # those of 0.1.0 end in buffers
             state = [x[:numel] for x, numel in zip(state, own, strict=True)]
-            found = [x.numel() for x in state]
-        if found != own:
+        if (found := [x.numel() for x in state]) != own:
             raise ValueError(
                 f"got the state of vector {name!r} with {found} elements, expected {own}: other tensors were trained "
                 "when it was saved; freeze the same parameters, or load the model alone: module.load_state_dict"
@@ -335,37 +391,74 @@ class Memory:
         for mine, theirs in zip(vector.parts, state, strict=True):
             mine.copy_(theirs)
 
-    @property
-    def _differs(self) -> bool:
-        """Whether loaded vectors are of other tensors."""
-        theirs = [[(spec.name, spec.numel) for _, spec in s.places()] for s in self._loaded_layout.segments]  # type: ignore[union-attr]
-        layout = self._layout
-        return layout is not None and theirs != [[(p.name, p.numel) for _, p in s.places()] for s in layout.segments]
-
     def _fitting(self, state: Mapping[str, Any], of: Vector) -> Mapping[str, Any]:
-        """The state of an optimizer of other tensors, as that of an optimizer of `of`."""
-        if self._loaded_layout is None or not self._differs:
+        """The state of the optimizer of a donor, which may have trained other tensors, as that of one of `of`."""
+        theirs, mine = self._loaded.get("places"), _places(self._layout)
+        if theirs is None or theirs == mine:
             return state
-        kept = state["state"]
-        values = {name: [kept[k][name] for k in sorted(kept)] for name in (kept[min(kept)] if kept else ())}
-        sizes = [segment.numel for segment in self._loaded_layout.segments]
+        kept, sizes = state["state"], Counter[int]()
+        for part, _, numel in theirs.values():
+            sizes[part] += numel
         moved: dict[int, dict[str, Any]] = {k: {} for k in range(len(of.parts))}
-        for name, tensors in values.items():
-            is_vector = [x.numel() for x in tensors if isinstance(x, Tensor)] == sizes and any(n != 1 for n in sizes)
+        for name in kept[min(kept)] if kept else ():
+            values = [kept[k][name] for k in sorted(kept)]
+            is_vector = all(isinstance(x, Tensor) and x.numel() == sizes[k] for k, x in enumerate(values))
             new = [torch.zeros_like(part) for part in of.parts]
             if is_vector:
-                _carry(tensors, self._loaded_layout, new, self._layout)
+                _carry(values, theirs, new, mine)
             for k, part in enumerate(new):
-                moved[k][name] = part if is_vector else copy.deepcopy(tensors[0])
+                moved[k][name] = part if is_vector else copy.deepcopy(values[0])
         groups = [{**group, "params": list(moved)} for group in state["param_groups"][:1]]
-        return {**state, "state": moved if values else {}, "param_groups": groups}
+        return {**state, "state": moved if kept else {}, "param_groups": groups}
+
+
+def _moved(kept: Any, device: torch.device) -> Any:
+    """Numbers, tensors, and containers of these, with the tensors on the device."""
+    if isinstance(kept, Tensor):
+        return kept.to(device)
+    if isinstance(kept, dict):
+        return {name: _moved(value, device) for name, value in kept.items()}
+    return [_moved(value, device) for value in kept] if isinstance(kept, list) else kept
+
+
+def _check_link(link: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    found, own = _shapes(state), _shapes(link)
+    if found != own:
+        raise ValueError(
+            f"got the state of a link with {found}, expected {own}; load a checkpoint of the same model and the same "
+            "trained tensors"
+        )
+
+
+def _shapes(kept: Any) -> Any:
+    """The same, with the shape of a tensor in its place, and the type of a number."""
+    if isinstance(kept, Tensor):
+        return tuple(kept.shape)
+    if isinstance(kept, Mapping):
+        return {name: _shapes(value) for name, value in kept.items()}
+    return [_shapes(value) for value in kept] if isinstance(kept, list) else type(kept).__name__
 
 
 def _layout_of(flat: FlatVector) -> FlatLayout:
     return widened(flat.layout, has_buffers=False)
 
 
-def _carry(old: Sequence[Tensor], before: FlatLayout | None, new: Sequence[Tensor], after: FlatLayout | None) -> None:
+Places: TypeAlias = dict[str, list[int]]
+"""Where each tensor of a vector is, by name: the part, its first element there, and how many it has."""
+
+
+def _places(layout: FlatLayout | None) -> Places | None:
+    """The places of a layout; None: there is none."""
+    if layout is None:
+        return None
+    return {
+        f"{spec.name}+{spec.first}" if spec.first else spec.name: [k, a, spec.numel]
+        for k, segment in enumerate(layout.segments)
+        for a, spec in segment.places()
+    }
+
+
+def _carry(old: Sequence[Tensor], before: Places | None, new: Sequence[Tensor], after: Places | None) -> None:
     """Values of tensors that both have <- those of the old one."""
     if before == after:
         for x, y in zip(new, old, strict=True):
@@ -373,26 +466,22 @@ def _carry(old: Sequence[Tensor], before: FlatLayout | None, new: Sequence[Tenso
         return
     assert before is not None, "flat vectors have layouts"
     assert after is not None, "flat vectors have layouts"
-    places = {spec.name: (k, a, spec.numel) for k, s in enumerate(before.segments) for a, spec in s.places()}
-    for k, segment in enumerate(after.segments):
-        for first, spec in segment.places():
-            if spec.name in places and places[spec.name][2] == spec.numel:
-                j, a, numel = places[spec.name]
-                new[k][first : first + numel].copy_(old[j][a : a + numel])
+    for name, (k, first, numel) in after.items():
+        if name in before and before[name][2] == numel:
+            j, start, _ = before[name]
+            new[k][first : first + numel].copy_(old[j][start : start + numel])
 
 
-def tensors_beyond(known: FlatLayout, x: FlatVector) -> list[Tensor]:
-    """The parameters of x that vectors of the layout `known` do not have; views."""
-    layout = _layout_of(x)
-    if layout == known:
-        return []
-    there = {(spec.name, spec.numel) for segment in known.segments for _, spec in segment.places()}
-    return [
-        part[first : first + spec.numel]
-        for part, segment in zip(x.parameters, layout.segments, strict=True)
-        for first, spec in segment.places()
-        if (spec.name, spec.numel) not in there
-    ]
+def tensors_beyond(known: Places | None, x: FlatVector) -> list[Tensor]:
+    """The parameters of x that vectors with these places do not have; views."""
+    there = {} if known is None else {name: numel for name, (_, _, numel) in known.items()}
+    places = _places(_layout_of(x)) or {}
+    return [x.parameters[k][a : a + numel] for name, (k, a, numel) in places.items() if there.get(name) != numel]
+
+
+def places_of(layout: FlatLayout) -> Places:
+    """Where the parameters of a vector are."""
+    return _places(widened(layout, has_buffers=False)) or {}
 
 
 def move_parts(
@@ -425,12 +514,12 @@ def move_parts(
             fragment.spread(parts, whole)
         for (fragment, _), parts in zip(new, ours, strict=True):
             fragment.spread(parts, result)
-        _carry(whole.parameters, before.where(is_buffer=False), result.parameters, after.where(is_buffer=False))
+        _carry(whole.parameters, places_of(before), result.parameters, places_of(after))
         for (fragment, _), parts in zip(new, ours, strict=True):
             fragment.collect(result, parts)
 
     for name, entry in model._entries.items():
-        vectors = [memory._like_entry(name, entry).parts for _, memory in new]
+        vectors = [memory.vector(name, **entry.policy).parts for _, memory in new]
         move([memory._entries[name].vector.parts for _, memory in old], vectors)
     for name, kept in model._optimizers.items():
         key = next(key for key, entry in model._entries.items() if entry.vector is kept.of)

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from ..compression.compressor import Code as Code
-from ..flat.vector import add_
 from ..gossiper.message import MessageBuffer
-from .vector import Snapshot, Vector
+from ..gossiper.message import warn_of_little as warn_of_little
+from .vector import Vector
 
 
 class Message:
-    """What a code makes of a vector: one uint8 tensor for each of its parts.
+    """What a code makes of a vector: one uint8 tensor for each of its parts. Or fields that the algorithm fills itself.
 
     Args:
-        code: writes and reads the bytes.
+        code: writes and reads the bytes; None: the algorithm does.
         buffer: the memory of the bytes.
-        num_others: fields of the buffer before those of the code, which are the driver's.
+        num_others: fields of the buffer before those of the algorithm, which are the driver's.
+
+    Attributes:
+        fields: the tensors that are sent, in memory that the next message of the same key, or the next one of the same
+            peer, is written to.
     """
 
-    def __init__(self, code: Code, buffer: MessageBuffer, num_others: int = 0) -> None:
+    def __init__(self, code: Code | None, buffer: MessageBuffer, num_others: int = 0) -> None:
         self.code, self.buffer = code, buffer
         self.fields = buffer.fields[num_others:]
 
     def write(self, x: Vector, t: int) -> Message:
         """self <- C(x). t: the round, of which random choices are a function."""
+        assert self.code is not None, "the algorithm fills the fields of this message"
         for part, field in zip(x.parts, self.fields, strict=True):
             if part.numel():
                 self.code.compress(part if part.element_size() >= 4 else part.float(), field, t=t)
@@ -34,6 +37,7 @@ class Message:
 
     def add_to(self, x: Vector, alpha: float = 1.0) -> None:
         """x <- x + alpha C: what the bytes mean is added."""
+        assert self.code is not None, "the algorithm reads the fields of this message"
         for part, field in zip(x.parts, self.fields, strict=True):
             if part.numel():
                 self.code.add_decompressed(field, part, alpha=alpha)
@@ -53,14 +57,6 @@ class Received:
 
     def add_to(self, x: Vector, alpha: float = 1.0) -> None:
         """x <- x + alpha sum_j W_ij (C_j - C_i)."""
-        if isinstance(x, Snapshot):
-            x.begin_adding()
-        narrow = any(part.element_size() < 4 for part in x.parts)
-        total = Vector(
-            [torch.zeros_like(part, dtype=torch.float32) if part.element_size() < 4 else part for part in x.parts]
-        )
-        for weight, message in self._row:
-            message.add_to(total, alpha=alpha * weight)
-        for part, whole in zip(x.parts, total.parts, strict=True) if narrow else ():
-            if whole is not part:
-                add_(part, whole, alpha=1.0)
+        with x.adding() as total:
+            for weight, message in self._row:
+                message.add_to(total, alpha=alpha * weight)

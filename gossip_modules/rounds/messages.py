@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector, add_
-from ..gossiper.gossiper import Messages
+from ..gossiper.gossiper import Gossiper, Messages
 from ..gossiper.linked import LinkedGossiper
 from ..gossiper.message import MessageBuffer
 from ..mixing_manager.base import MixingManager, MixingWeights
 from ..transport.base import Transport
+from .memory import Memory
 from .message import Code, Message, Received
 from .vector import Vector
 
@@ -27,21 +28,21 @@ class MessageRounds(LinkedGossiper):
     out of the round: see [Note: lost peers] of `Gossiper`.
 
     Args:
-        forget: called with a peer of which nothing may be kept any more.
+        memory: forgets links, or knows them under other ranks, when messages do.
         has_links: whether the algorithm keeps something that must be the same at both ends of a link.
+        is_checked: whether numbers and digests are compared.
     """
 
     is_elastic = True
 
-    def __init__(self, forget: Callable[[int], None], *, has_links: bool) -> None:
+    def __init__(self, memory: Memory, *, has_links: bool, is_checked: bool = True) -> None:
         super().__init__()
         self.has_links = has_links
-        self._forget_memory = forget
+        self._memory_of_links, self._is_checked = memory, is_checked
         self._numbers: dict[int, int] = {}  # of messages to each peer
         self._phase = 0
         self._checksums: Mapping[int, int] = {}
-        self._sends: Messages = {}
-        self._recvs: Messages = {}
+        self._inboxes: Mapping[int, Message] = {}
         self._memory: dict[tuple[object, tuple[tuple[torch.dtype, int], ...]], MessageBuffer] = {}
 
     def begin_round(self, x: Vector, t: int) -> None:
@@ -67,42 +68,66 @@ class MessageRounds(LinkedGossiper):
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
         like = [part if part.element_size() >= 4 else part.float() for part in x.parts]
-        sizes = tuple((b.dtype, b.numel()) for b in flat.buffers) if self._phase == 0 else ()
-        sizes += tuple((torch.uint8, code.message_like(part).numel()) for part in like)
-        if (key, sizes) not in self._memory:
-            self._memory[key, sizes] = MessageBuffer(sizes, flat.raw.device)
-        return Message(code, self._memory[key, sizes], num_others=len(sizes) - len(like))
+        sizes = tuple((torch.uint8, code.message_like(part).numel()) for part in like)
+        message = self.room_for_fields(sizes, key=key)
+        message.code = code
+        return message
 
-    def share(self, message: Message, x: Vector, buffers: Sequence[Tensor]) -> Received:
-        """See `Share`. buffers: of the model, mutated."""
-        replies = self.exchange(dict.fromkeys(self.peers, message), {}, x, buffers)
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """See `Vectors.message`; in the first exchange of a round the buffers of the model are in front."""
+        flat = self._x.flat
+        assert flat is not None, "messages carry the buffers of a flat vector"
+        others = [(b.dtype, b.numel()) for b in flat.buffers] if self._phase == 0 else []
+        return Message(None, self._room((*others, *sizes), key), num_others=len(others))
+
+    def _room(self, sizes: tuple[tuple[torch.dtype, int], ...], key: object) -> MessageBuffer:
+        if (key, sizes) not in self._memory:
+            assert self._x.flat is not None, "messages carry the buffers of a flat vector"
+            self._memory[key, sizes] = MessageBuffer(sizes, self._x.flat.raw.device)
+        return self._memory[key, sizes]
+
+    def row_of(self, message: Message, replies: Mapping[int, Message]) -> Received:
+        """See `Share`. message: went to all peers. replies: of the peers."""
         inp = self._weights.inp
         return Received([(self._weights.own - 1, message), *((inp[j], reply) for j, reply in replies.items())])
 
-    def exchange(
-        self, messages: Mapping[int, Message], checksums: Mapping[int, int], x: Vector, buffers: Sequence[Tensor]
-    ) -> dict[int, Message]:
-        """See `Exchange`. buffers: of the model, mutated in the first exchange of a round."""
+    def post(
+        self, messages: Mapping[int, Message], buffers: Sequence[Tensor], *, checksums: Mapping[int, int] | None = None
+    ) -> None:
+        """See `Exchange`; `wait` comes next. buffers: of the model, sent in the first exchange of a round."""
         num_others = len(buffers) if self._phase == 0 else 0
         for message in {id(m): m for m in messages.values()}.values():
             for field, mine in zip(message.buffer.fields[:num_others], buffers, strict=False):
                 field.copy_(mine)
-        inboxes = {j: self.room_for(message.code, x, key=("from", j)) for j, message in messages.items()}
-        self._buffers = {j: (message.buffer, inboxes[j].buffer) for j, message in messages.items()}
-        self._checksums = checksums
-        self.post_headers()
+        self._inboxes = {
+            j: Message(message.code, self._room(message.buffer.sizes, ("from", j)), num_others)
+            for j, message in messages.items()
+        }
+        self._buffers = {j: (message.buffer, self._inboxes[j].buffer) for j, message in messages.items()}
+        self._checksums = checksums or {}
+        if self._is_checked:
+            self.post_headers()
         sends = {j: (mine.raw,) for j, (mine, _) in self._buffers.items()}
         self._pending = self.transport.exchange(
             sends, {j: (theirs.raw,) for j, (_, theirs) in self._buffers.items()}, tag=self._t
         )
+
+    def wait(self, buffers: Sequence[Tensor]) -> dict[int, Message]:
+        """The replies to what was posted. buffers: of the model, mutated in the first exchange of a round."""
         self._wait()
         for j in self._buffers:
             self._numbers[j] = self._numbers.get(j, 0) + 1
-        if num_others:
+        if self._phase == 0:
             self._mix_buffers(buffers)
         self._phase += 1
         self._peers = tuple(self._buffers)
-        return {j: inboxes[j] for j in self._buffers}
+        return {j: self._inboxes[j] for j in self._buffers}
+
+    def _wait(self) -> None:
+        if self._is_checked:
+            super()._wait()
+        else:
+            Gossiper._wait(self)
 
     def weight_of(self, peer: int) -> float:
         """See `Vectors`."""
@@ -135,11 +160,12 @@ class MessageRounds(LinkedGossiper):
     def forget_link(self, peer: int) -> None:
         """See `LinkedGossiper`."""
         self._numbers.pop(peer, None)
-        self._forget_memory(peer)
+        self._memory_of_links.forget_peer(peer)
 
     def renumber_links(self, ranks: Mapping[int, int]) -> None:
         """See `LinkedGossiper`."""
         self._numbers = {ranks[peer]: number for peer, number in self._numbers.items() if peer in ranks}
+        self._memory_of_links.renumber_links(ranks)
         self._memory = {}
 
     def check(self, mixing: MixingManager) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
@@ -14,9 +15,6 @@ from .memory import Memory
 from .sgd_momentum import SGDMomentum
 from .step_rates import StepRates
 from .vectors import SGDStep
-
-MOMENTUM = "momentum"
-"""The vector of a memory that is the momentum buffer of the user's SGD, where an algorithm `needs_sgd`."""
 
 
 class OptimizerWatch:
@@ -28,14 +26,7 @@ class OptimizerWatch:
     """
 
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
-        self._momentum: SGDMomentum | None = None
-        if algorithm.needs_sgd:
-            self._momentum = SGDMomentum(
-                buffer,
-                rule=type(algorithm).__name__,
-                takes_nesterov=algorithm.takes_nesterov,
-                needs_gradients=algorithm.needs_gradients,
-            )
+        self._momentum = SGDMomentum(buffer, algorithm) if algorithm.needs_sgd else None
         self._rates = StepRates(buffer) if algorithm.follows_rate else None
         self._inner = InnerRate(algorithm, buffer) if algorithm.needs_inner_rate else None
 
@@ -45,37 +36,43 @@ class OptimizerWatch:
         return None if self._inner is None else self._inner.rate
 
     @property
-    def next_step(self) -> SGDStep | None:
-        """The step of SGD since the last round, which `before_round` will take."""
+    def step(self) -> SGDStep | None:
+        """The step of SGD since the last round."""
         return None if self._momentum is None else self._momentum.step
 
-    def before_round(self, memory: Memory) -> SGDStep | None:
-        """Scale the memory to the rates of the steps since the last round; returns the step of SGD."""
-        memory.scale(None if self._rates is None else self._rates.take())
-        step = None if self._momentum is None else self._momentum.take_step()
-        return step if memory.num_rounds else None
+    def before_round(self, memory: Memory) -> None:
+        """Scale the memory to the rates of the steps since the last round."""
+        memory.scale(None if self._rates is None else self._rates.since_round())
 
     def after_round(self, memory: Memory) -> None:
-        """Write the momentum of the algorithm into the optimizer."""
+        """Write the momentum of the algorithm into the optimizer, and wait for the next step."""
+        if self._rates is not None:
+            self._rates.end_round()
         if self._momentum is not None:
-            self._momentum.write(memory.vector(MOMENTUM).parts)
+            self._momentum.step = None
+            self._momentum.write(memory.momentum.parts)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The step and the rates since the last round."""
-        step = None if self._momentum is None or self._momentum.step is None else list(self._momentum.step)
+    def forget(self, momentum: Sequence[Tensor] = ()) -> None:
+        """There was no step since the last round. momentum: of the algorithm; empty: the optimizer keeps its own."""
+        if self._momentum is not None:
+            self._momentum.step = None
+            self._momentum.write(momentum)
+
+    def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
+        """The step and the rates since the last round. joins: for a worker that joins, which has taken no step."""
+        step = None if joins or self.step is None else list(self.step)
         rates = None if self._rates is None else self._rates.state_dict()
         return {"sgd_step": step, "step_rates": rates, "inner_rate": self.inner_rate}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave; nothing = start anew."""
+    def load_state_dict(self, state: Mapping[str, Any], momentum: Sequence[Tensor] = ()) -> None:
+        """Take back what `state_dict()` gave; nothing = start anew. momentum: see `forget`."""
         if self._rates is not None:
             self._rates.load_state_dict(state.get("step_rates") or {})
         if self._inner is not None:
             self._inner.rate = state.get("inner_rate")
-        if self._momentum is not None:
-            step = state.get("sgd_step")
-            self._momentum.step = None if step is None else SGDStep(*step)
-            self._momentum.write(state.get("momentum", ()))
+        self.forget(momentum)
+        if self._momentum is not None and (step := state.get("sgd_step")) is not None:
+            self._momentum.step = SGDStep(*step)
 
     def close(self) -> None:
         """Watch no longer; idempotent."""

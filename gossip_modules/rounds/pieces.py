@@ -24,7 +24,7 @@ from ..transport.base import Transport, timeout_of
 from .algorithm import Algorithm, Over
 from .fragment import Fragment, check_names, cut
 from .gossip_thread import GossipThread
-from .memory import Memory, move_parts, tensors_beyond
+from .memory import Memory, move_parts, places_of, tensors_beyond
 from .periodic import Periodic
 from .rounds import Rounds, average_, rounds_of
 from .vector import widened
@@ -309,7 +309,7 @@ class Pieces(Mixer):
         self, old: list[tuple[Fragment, Rounds]], before: FlatLayout, fragments: list[Fragment], x: FlatVector
     ) -> bool:
         """Other tensors are trained: new tensors begin at their average, and the memory of others stays."""
-        new = tensors_beyond(before.where(is_buffer=False), x)
+        new = tensors_beyond(places_of(before), x)
         warnings.warn(f"{self.algorithm}: other tensors are trained than before; {_OTHERS}", stacklevel=2)
         if new and self.algorithm.has_equal_memory:
             average_(new, x, self.rounds[0].averager)
@@ -332,6 +332,16 @@ class Pieces(Mixer):
         for rounds in self.rounds:
             rounds.forget_models()
 
+    def end_average(self) -> None:
+        """See `Mixer`."""
+        for rounds in self.rounds:
+            rounds.end_average()
+
+    def reset(self) -> None:
+        """See `Mixer`."""
+        for rounds in self.rounds:
+            rounds.reset()
+
     def state_dict(self) -> dict[str, Any]:
         """See `Mixer`; shares memory."""
         return self._state([rounds.state_dict() for rounds in self.rounds])
@@ -344,8 +354,8 @@ class Pieces(Mixer):
         return states[0] if len(states) == 1 else {"algorithm": states[0]["algorithm"], "fragments": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Mixer`; an empty state starts anew."""
-        states = state.get("fragments", [state] if state else [{} for _ in self.rounds])
+        """See `Mixer`."""
+        states = state.get("fragments", [state])
         if len(states) != len(self.rounds) and state.get("algorithm") == type(self.algorithm).__name__:
             raise ValueError(
                 f"got the state of {len(states)} fragments, expected {len(self.rounds)}; wrap with the fragments= of "

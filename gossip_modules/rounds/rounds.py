@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..flat.buffer import FlatBuffer
+from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector, add_
 from ..gossiper.gossiper import Gossiper
 from ..gossiper.message import MessageBuffer
-from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer
+from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..transport.agreement import broadcast_state
@@ -60,13 +61,15 @@ class Rounds(Mixer):
     def __init__(self, algorithm: Algorithm, mixer: Gossiper | Rounds) -> None:
         self.algorithm, self.mixer = algorithm, mixer
         self.memory = Memory()
-        self.messages = MessageRounds(self.memory.forget_peer, has_links=algorithm.keeps_links)
+        self.messages = MessageRounds(
+            self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
+        )
         self.watch: OptimizerWatch | None = None  # of the optimizer, once the wrapper has said which model it is
+        self._has_checked_step = False
+        self._agree_finite: Callable[[bool], bool] | None = None  # where answers are looked at
         self.has_failed = False  # whether the last round took no effect, as a worker had died
         self._k = self._t = 0
-        self._stamp = self._missed = (
-            0  # the steps of the last round that took effect, and of the last one that was lost
-        )
+        self._stamp = self._missed = 0  # the steps of the last rounds that took effect, and that were lost
         self._is_agreed = self._has_tried = True  # [Note: One memory]
         self._alpha: float | None = None
         self._has_begun = False
@@ -197,7 +200,9 @@ class Rounds(Mixer):
         self._run(Vector.of(s))
 
     def difference(self, s: FlatVector) -> float:
-        """See `Mixer`; without a copy of s."""
+        """See `Mixer`; without a copy of s, but where the algorithm keeps models, which are never mixed late."""
+        if self.algorithm.keeps_models:
+            return super().difference(s)
         snapshot = Snapshot(s)
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
@@ -230,6 +235,10 @@ class Rounds(Mixer):
         own = self.algorithm.default_mixing(world_size)
         return own or (self.mixer.default_mixing(world_size) if isinstance(self.mixer, Rounds) else None)
 
+    def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
+        """See `Mixer`."""
+        self._agree_finite = agree
+
     def watch_optimizer(self, buffer: FlatBuffer) -> None:
         """Watch the optimizers of this model, as far as the algorithms need it."""
         self.watch = OptimizerWatch(self.algorithm, buffer)
@@ -253,8 +262,17 @@ class Rounds(Mixer):
         return self.begin_part(x, is_due=self.algorithm.averages_at(k), k=k)
 
     def begin_part(self, x: FlatVector, *, is_due: bool, k: int) -> bool:
-        """As `begin`. is_due: whether a round of x that averages is due now."""
+        """As `begin`. is_due: whether a round of x that averages is due now.
+
+        The rates of the first step of SGD are looked at before anything has changed; on an elastic transport they are
+        not: one worker would end the training of others by its rates.
+        """
         has_changed = False
+        step = None if self.watch is None else self.watch.step
+        if step is not None and not self._has_checked_step:
+            if not is_elastic(self.transport):
+                self.algorithm.check_step(self.mixing, step)
+            self._has_checked_step = True
         if not self._has_begun:
             self.algorithm.begin(self._vectors(Vector.of(x)), self.memory)
             self._buffers = [b.clone() for b in x.buffers]
@@ -388,21 +406,23 @@ class Rounds(Mixer):
             return
         v = self._vectors(x)
         if self.watch is not None:
-            v.step, v.inner_rate = self.watch.before_round(self.memory), self.watch.inner_rate
+            self.watch.before_round(self.memory)
+            v.step = self.watch.step if self.memory.num_rounds else None
+            v.inner_rate = self.watch.inner_rate
         self._buffers = [b.clone() for b in x.flat.buffers]
         self._v, self._generator = v, self.algorithm.round(v, self.memory, self._k)
         self._go_on(None)
 
     def _go_on(self, reply: Any) -> None:
         """To the next request, or to the end of the round."""
-        assert self._generator is not None
+        assert self._generator is not None, "a round is open"
         try:
             if reply is RoundLost:
                 self._generator.throw(RoundLost())
             self._request = self._generator.send(reply)
         except StopIteration:
             self._request = None
-        except RoundLost:
+        except RoundLost:  # training goes on without this round
             self._request, self.has_failed, self._missed = None, True, self._k
         except BaseException:
             self._close()
@@ -411,31 +431,43 @@ class Rounds(Mixer):
     def _close(self) -> None:
         if self._generator is not None:
             self._generator.close()
+            self.memory.put_back()
         self._generator = self._request = self._v = None
 
     def _end(self, x: Vector, kept: float) -> None:
         """The round has ended. kept: what x keeps of its own buffers."""
+        is_open = self._generator is not None
+        if is_open and not self.has_failed:
+            self.memory.end_round()
+            assert x.flat is not None, "rounds mix flat vectors"
+            if self._alpha is None:
+                for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
+                    b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
+            if self.algorithm.averages_at(self._k):
+                self._stamp = self._k
         self._close()
-        if self.has_failed:
-            return
-        assert x.flat is not None, "rounds mix flat vectors"
-        if self._alpha is None:
-            for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
-                b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
-        if self.algorithm.averages_at(self._k):
-            self._stamp = self._k
-        self.memory.end_round()
-        if self.watch is not None:
+        if is_open and self.watch is not None:
             self.watch.after_round(self.memory)
 
     def _answer(self, request: Request) -> Any:
         v = self._v
         assert v is not None, "a round is open"
         try:
-            return self._reply_to(request, v)
+            reply = self._reply_to(request, v)
+            if self._agree_finite is not None and isinstance(request, Mix | Average):
+                flat = request.x.flat
+                if flat is not None and not self._agree_finite(is_finite(flat)):
+                    raise NonfiniteRound
+        except NonfiniteRound:  # training goes on without this round
+            self.has_failed = True
+            self._close()
+            if self.watch is not None:
+                self.watch.after_round(self.memory)
+            raise
         except BaseException:
             self._close()
             raise
+        return reply
 
     def _reply_to(self, request: Request, v: Vectors) -> Any:
         if isinstance(request, Mix):
@@ -446,15 +478,19 @@ class Rounds(Mixer):
                 return RoundLost
             self._set_weight(v)
             return None
-        if isinstance(request, Share | Exchange):
-            if isinstance(request, Share):
-                reply: Any = self.messages.share(request.message, v.x, self._buffers)
-            else:
-                reply = self.messages.exchange(request.messages, request.checksums, v.x, self._buffers)
-            self._own_buffer_weight = self.messages.own_buffer_weight
-            return reply
+        if isinstance(request, Share):
+            replies = self._exchange(dict.fromkeys(v.peers, request.message), {})
+            return self.messages.row_of(request.message, replies)
+        if isinstance(request, Exchange):
+            return self._exchange(request.messages, request.checksums)
         assert isinstance(request, Gather), f"got the request {request!r}"
         return self._gather(request.message, v)
+
+    def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
+        self.messages.post(messages, self._buffers, checksums=checksums)
+        replies = self.messages.wait(self._buffers)
+        self._own_buffer_weight = self.messages.own_buffer_weight
+        return replies
 
     def _set_weight(self, v: Vectors) -> None:
         """After an exact average of all ranks their weights are one."""
@@ -512,48 +548,108 @@ class Rounds(Mixer):
         """See `Mixer`."""
         self.memory.forget_models()
         self.mixer.forget_models()
+        self._begin_anew()
+
+    def end_average(self) -> None:
+        """See `Mixer`."""
+        self.memory.forget_models(is_asked=False)
+        self.mixer.end_average()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._has_begun = False
+        if self.watch is not None:
+            self.watch.forget(self.memory.parts_of("momentum"))
+
+    def shared(self, x: FlatVector) -> Sequence[Tensor]:
+        """See `Mixer`: the momentum of the optimizer, where the algorithm writes it."""
+        if not self.algorithm.needs_sgd:
+            return ()
+        self.memory.fit(Vector.of(x), who=self.algorithm)
+        return self.memory.momentum.parts
+
+    def take_shared(self, x: FlatVector) -> None:
+        """See `Mixer`."""
+        if self.watch is not None:
+            self.watch.forget(self.shared(x))
+
+    def close(self) -> None:
+        """See `Mixer`; keeps what `state_dict()` gives."""
+        self.mixer.close()
+        if self.watch is not None:
+            self.watch.close()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Mixer`; shares memory."""
         return {
             "algorithm": type(self.algorithm).__name__,
-            "memory": self.memory.state_dict(),
+            "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
+            "memory": self.memory.state_dict(has_links=not is_elastic(self.transport)),
             "messages": self.messages.state_dict(),
             "mixer": self.mixer.state_dict(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(),
             "stamps": [self._stamp, self._missed],
         }
 
-    def state_for_newcomer(self) -> dict[str, Any]:
-        """See `Mixer`."""
-        state = {**self.state_dict(), "memory": self.memory.state_dict(joins=True), "messages": {}}
-        return {**state, "mixer": self.mixer.state_for_newcomer()}
-
-    def close(self) -> None:
-        """See `Mixer`."""
-        if self.watch is not None:
-            self.watch.close()
-        self.mixer.close()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Mixer`; an empty state starts anew."""
+        """See `Mixer`. Under a membership what workers must keep the sum of starts anew: see `Memory`."""
         name = type(self.algorithm).__name__
-        if state and state.get("algorithm") != name:
+        if state.get("algorithm") != name:
             raise ValueError(
                 f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {name}; wrap as "
                 "when it was saved, or load the model alone: module.load_state_dict"
             )
+        self._load(state)
+
+    def reset(self) -> None:
+        """See `Mixer`."""
+        self._load({})
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._has_begun = False
         self._stamp, self._missed = state.get("stamps", (0, 0))
-        self.memory.load_state_dict(state.get("memory", {}))
+        memory = dict(state.get("memory", {}))
+        if memory.get("links"):
+            if is_elastic(self.transport):  # whoever loads it may have other peers
+                del memory["links"]
+            else:
+                self._check_links(state["links"])
+        self.memory.load_state_dict(memory)
+        if is_elastic(self.transport):
+            self.memory.begin_generation()
         self.messages.load_state_dict(state.get("messages", {}))
-        self.mixer.load_state_dict(state.get("mixer", {}))
+        if mixer := state.get("mixer"):
+            self.mixer.load_state_dict(mixer)
+        else:
+            self.mixer.reset()
         if self.watch is not None:
-            self.watch.load_state_dict(state.get("optimizer", {}))
+            self.watch.load_state_dict(state.get("optimizer", {}), self.memory.parts_of("momentum"))
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """See `Mixer`."""
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            "memory": self.memory.state_dict(joins=True, has_links=False),
+            "mixer": self.mixer.state_for_newcomer(),
+            "optimizer": {} if self.watch is None else self.watch.state_dict(joins=True),
+            "stamps": [self._stamp, self._missed],
+        }
+
+    def _check_links(self, found: Sequence[int]) -> None:
+        own = sorted(self.mixing.graph.phone_book(self.transport.rank))
+        if list(found) != own:
+            raise ValueError(
+                f"{self.algorithm}: got the state of links to {list(found)}, expected {own}; load the checkpoint of "
+                "this rank, made on the same graph"
+            )
 
     def for_membership(self) -> Rounds:
         """See `Gossiper`."""
+        if not self.algorithm.is_elastic:
+            raise ValueError(
+                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
+                "which says so by is_elastic = True; take another one, such as DPSGD()"
+            )
         return self
 
     def __getstate__(self) -> dict[str, Any]:

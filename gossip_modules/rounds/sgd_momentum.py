@@ -1,4 +1,4 @@
-"""The momentum of the user's torch.optim.SGD as one flat vector, which an update rule writes between steps."""
+"""The momentum of the user's torch.optim.SGD as one flat vector, which an algorithm writes between steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, is_left_out
 from ..flat.vector import FlatVector
+from .algorithm import Algorithm
 from .vectors import SGDStep
 
 
@@ -24,17 +25,16 @@ class SGDMomentum:
 
     Args:
         buffer: has the parameters.
-        rule: the name of the rule, for errors.
-        takes_nesterov: whether the optimizer may have nesterov=True.
+        algorithm: says which optimizers it takes.
 
     Raises:
         ValueError: (optimizer steps) see `check`.
         RuntimeError: (optimizer steps) a second step without a round between.
     """
 
-    def __init__(self, buffer: FlatBuffer, *, rule: str, takes_nesterov: bool, needs_gradients: bool = False) -> None:
-        self.buffer, self.rule, self.takes_nesterov = buffer, rule, takes_nesterov
-        self.needs_gradients = needs_gradients
+    def __init__(self, buffer: FlatBuffer, algorithm: Algorithm) -> None:
+        self.buffer, self.name = buffer, type(algorithm).__name__
+        self.takes_nesterov, self.needs_gradients = algorithm.takes_nesterov, algorithm.needs_gradients
         self.step: SGDStep | None = None  # since the last round
         self._vector: FlatVector | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # each parameter and its view of the vector
@@ -48,16 +48,11 @@ class SGDMomentum:
         if self._vector is not None and self._vector.layout == self.buffer.vector.layout:
             self._copy_next(self._vector)
 
-    def take_step(self) -> SGDStep | None:
-        """The step since the last call, if there was one."""
-        step, self.step = self.step, None
-        return step
-
     def check(self, optimizer: Optimizer) -> None:
-        """Raise ValueError where the optimizer is none that the rule knows how to change."""
+        """Raise ValueError where the optimizer is none that the algorithm knows how to change."""
         extra = "" if self.takes_nesterov else ", without nesterov"
         expected = f"one torch.optim.SGD with momentum{extra}, without dampening and maximize, over all parameters"
-        name = f"{self.rule}: got {type(optimizer).__name__}"
+        name = f"{self.name}: got {type(optimizer).__name__}"
         remedy = "its law is that of momentum SGD; change it, or take D2 or GradientTracking, which take any optimizer"
         if not isinstance(optimizer, SGD):
             raise ValueError(f"{name} that steps the model, expected {expected}; {remedy}")
@@ -69,7 +64,7 @@ class SGDMomentum:
             if len(rates) > 1:
                 raise ValueError(
                     f"{name} with {name_of_rate} of {sorted(rates)} in its groups of parameters, expected one for all: "
-                    f"the momentum of {self.rule} is made of how far the whole model moves; {remedy}"
+                    f"the momentum of {self.name} is made of how far the whole model moves; {remedy}"
                 )
         group = optimizer.param_groups[0]
         if group["momentum"] <= 0 or group["dampening"] or group["maximize"]:
@@ -91,7 +86,7 @@ class SGDMomentum:
         """See `Stepped`."""
         if self.step is not None:
             raise RuntimeError(
-                f"{self.rule}: got a second optimizer step after one training forward, expected a forward between "
+                f"{self.name}: got a second optimizer step after one training forward, expected a forward between "
                 "them, where the round that makes the momentum runs; accumulate gradients under no_sync() instead"
             )
         self.check(optimizer)

@@ -17,7 +17,6 @@ from ..schedule import Action
 from .algorithm import Algorithm, Over
 from .memory import Memory
 from .message import Message, Received
-from .optimizer_watch import MOMENTUM
 from .requests import Average, Exchange, Gather, Mix, Request, Share
 from .rows import Rows, StackedMixing, column
 from .vector import Vector
@@ -133,7 +132,13 @@ class Stacked:
     def momentum(self) -> Tensor | None:
         """The momentum of SGD that the last round has made, [n, d]; None: the algorithm leaves it alone."""
         has_written = self.algorithm.needs_sgd and self.memory.num_rounds
-        return self.memory.vector(MOMENTUM).parts[0] if has_written else None
+        return self.memory.momentum.parts[0] if has_written else None
+
+    @property
+    def memories(self) -> Sequence[Memory]:
+        """Of all ranks and algorithms."""
+        own = [self.memory] if self._in_step is None else self._in_step.memories
+        return own if self.inner is None else [*own, *self.inner.memories]
 
     # A step.
 
@@ -156,6 +161,8 @@ class Stacked:
     def _change(self, x: Tensor, k: int, action: Action, sgd: SGDStep | None) -> None:
         if action is Action.AVERAGE:
             self._average(x, is_model=True)
+            for memory in self.memories:
+                memory.forget_models(is_asked=False)
         else:
             self.run(Vector([x]), k, sgd)
         self.t += 1
@@ -234,7 +241,8 @@ class Stacked:
     def count_message(self, num_bytes: float) -> None:
         """Each rank has sent a message of so many bytes, on average, to each of its peers."""
         self._answered.append(self.rows)
-        self.sent_bytes += self.rows.mean_out_degree * (num_bytes + HEADER_BYTES)
+        header = HEADER_BYTES if self.algorithm.checks_messages else 0
+        self.sent_bytes += self.rows.mean_out_degree * (num_bytes + header)
 
     def count_gather(self, num_bytes: int) -> None:
         """Each rank has sent a message of so many bytes to all others."""
@@ -261,6 +269,15 @@ class StackedMail:
         """See `Mail`."""
         raise AssertionError("an algorithm that looks at the peers of a rank declares takes_rows = False")
 
+    @property
+    def mixing(self) -> MixingManager:
+        """See `Mail`."""
+        raise AssertionError("an algorithm that looks at the weights of a rank declares takes_rows = False")
+
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """See `Mail`."""
+        raise AssertionError("an algorithm that fills its messages itself declares takes_rows = False")
+
     def weight_of(self, peer: int) -> float:
         """See `Mail`."""
         raise AssertionError("an algorithm that looks at the weights of a rank declares takes_rows = False")
@@ -274,12 +291,13 @@ class StackedMessage(Message):
         values: what they mean.
     """
 
-    def __init__(self, code: Code, values: Sequence[Tensor]) -> None:
+    def __init__(self, code: Code | None, values: Sequence[Tensor]) -> None:
         self.code, self.values = code, tuple(values)
 
     @property
     def num_bytes(self) -> int:
         """The size of the message of one rank."""
+        assert self.code is not None, "messages of all ranks have a code"
         return sum(align(self.code.message_like(values[0]).numel(), 8) for values in self.values)
 
     def write(self, x: Vector, t: int) -> StackedMessage:
@@ -323,7 +341,8 @@ class StackedReceived(Received):
             part.add_(self._rows.mix(values).sub_(values), alpha=alpha)
 
 
-def _decompressed(code: Code, x: Tensor, t: int) -> Tensor:
+def _decompressed(code: Code | None, x: Tensor, t: int) -> Tensor:
+    assert code is not None, "messages of all ranks have a code"
     return code.decompressed(x, t=t) if isinstance(code, Compressor) else decompressed_rows(code, x, t)
 
 
@@ -337,7 +356,8 @@ class InStep:
     def __init__(self, driver: Stacked) -> None:
         self._driver = driver
         self.memories = [Memory() for _ in range(driver.num_ranks)]
-        self._mails = [RowMail() for _ in range(driver.num_ranks)]
+        mixing = None if driver.mixing is None else driver.mixing.mixing
+        self._mails = [RowMail(mixing) for _ in range(driver.num_ranks)]
 
     def begin(self, x: Tensor) -> None:
         """See `Algorithm.begin`."""
@@ -399,7 +419,8 @@ class RowMail:
 
     weights: MixingWeights | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, mixing: MixingManager | None) -> None:
+        self._mixing = mixing
         self._room: dict[object, MessageBuffer] = {}
 
     @property
@@ -413,16 +434,28 @@ class RowMail:
 
     def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
         """See `Mail`."""
-        sizes = tuple((torch.uint8, code.message_like(part).numel()) for part in x.parts)
-        if (key, sizes) not in self._room:
-            self._room[key, sizes] = MessageBuffer(sizes, x.parts[0].device)
-        return Message(code, self._room[key, sizes])
+        message = self.room_for_fields([(torch.uint8, code.message_like(part).numel()) for part in x.parts], key=key)
+        message.code = code
+        return message
+
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """See `Mail`."""
+        room = key, tuple(sizes)
+        if room not in self._room:
+            self._room[room] = MessageBuffer(sizes, torch.device("cpu"))
+        return Message(None, self._room[room])
 
     def received(self, own: Message, sent: Sequence[Message]) -> Received:
         """The reply to `Share`."""
         weights: Mapping[int, float] = self._weights.inp
         row = [(weight, _copy(sent[j], own.code)) for j, weight in weights.items()]
         return Received([(self._weights.own - 1, own), *row])
+
+    @property
+    def mixing(self) -> MixingManager:
+        """See `Mail`."""
+        assert self._mixing is not None, "the algorithm asks for weights, but there is no graph"
+        return self._mixing
 
     @property
     def _weights(self) -> MixingWeights:
@@ -437,6 +470,6 @@ def _next_request(generator: Any, reply: Any) -> Request | None:
         return None
 
 
-def _copy(message: Message, code: Code) -> Message:
+def _copy(message: Message, code: Code | None) -> Message:
     """A message as it has arrived: its sender may write the next one into the same memory."""
     return Message(code, MessageBuffer(message.buffer.sizes, message.buffer.raw.clone()))

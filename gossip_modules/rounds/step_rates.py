@@ -40,15 +40,17 @@ class StepRates:
         self._num_counted = 0
         STEP_HOOKS.add(self)
 
-    def take(self) -> Rates | None:
-        """The rates since the last call; None: no optimizer is known, or none that has rates."""
+    def since_round(self) -> Rates | None:
+        """The rates since the last round; None: no optimizer is known, or none that has rates."""
         if not self._has_looked:
             self._look()
-        rates = self._rates()
+        return self._rates()
+
+    def end_round(self) -> None:
+        """Begin anew: the rates are those of the next step."""
         for optimizer, stepper in self._known():
             stepper.expect(optimizer)
         self._loaded = (self._rates(), 0)
-        return rates
 
     def _look(self) -> None:
         """Find the optimizers that exist already, once."""

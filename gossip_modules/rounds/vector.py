@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -34,6 +35,30 @@ class Vector:
     def of(cls, flat: FlatVector) -> Vector:
         """The parameters of a flat vector; shares memory."""
         return cls(flat.parameters, flat)
+
+    @property
+    def layout(self) -> FlatLayout:
+        """The shapes of the tensors in each part."""
+        assert self.flat is not None, "shapes are known of the model and of m.scratch()"
+        return self.flat.layout.where(is_buffer=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parts."""
+        return self.parts[0].device if self.flat is None else self.flat.raw.device
+
+    def begin_adding(self) -> None:
+        """All that the round writes from now on is added to the parts."""
+
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[Vector]:
+        """The vector to add several terms to: the parts, or float32 zeros in place of narrow ones, added at the end."""
+        self.begin_adding()
+        total = Vector([torch.zeros_like(x, dtype=torch.float32) if x.element_size() < 4 else x for x in self.parts])
+        yield total
+        for x, whole in zip(self.parts, total.parts, strict=True):
+            if whole is not x:
+                add_(x, whole, alpha=1.0)
 
     def set_(self, other: Vector) -> Vector:
         """self <- other."""
@@ -134,10 +159,11 @@ def widened(layout: FlatLayout, *, has_buffers: bool) -> FlatLayout:
         has_buffers: whether the vectors have the buffers of the model too.
     """
     if has_buffers:
-        return layout.with_dtypes(_wide)
+        return layout.with_dtypes(wide)
     halves = layout.where(is_buffer=False).segments
-    return FlatLayout.of((_wide(half.dtype), half.specs or half.numel) for half in halves)
+    return FlatLayout.of((wide(half.dtype), half.specs or half.numel) for half in halves)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype, or float32 where it is narrower."""
     return dtype if dtype.itemsize >= 4 else torch.float32

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
+
+from ..mixing_manager.base import MixingManager
 from .message import Code, Message
 from .vector import Vector
 
@@ -14,6 +17,11 @@ class Mail(Protocol):
 
     @property
     def peers(self) -> Sequence[int]: ...
+
+    @property
+    def mixing(self) -> MixingManager: ...
+
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message: ...
 
     def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message: ...
 
@@ -65,6 +73,20 @@ class Vectors:
     def encode(self, code: Code, x: Vector, *, key: object = "own") -> Message:
         """C(x) as a message. key: messages of other keys may be under way at the same time."""
         return self._mail.room_for(code, x, key=key).write(x, self.t)
+
+    def message(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """A message of fields that the algorithm fills.
+
+        Args:
+            sizes: the dtype and the number of elements of each field; those of the peer's message are the same.
+            key: messages of other keys may be under way at the same time.
+        """
+        return self._mail.room_for_fields(sizes, key=key)
+
+    @property
+    def mixing(self) -> MixingManager:
+        """The graph and its weights, of all rounds and ranks."""
+        return self._mail.mixing
 
     @property
     def peers(self) -> Sequence[int]:

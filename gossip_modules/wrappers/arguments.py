@@ -17,16 +17,14 @@ import torch.distributed as dist
 from ..compression.compressor import Compressor
 from ..consensus_control import ConsensusControl
 from ..gossiper.gossiper import Gossiper
-from ..gossiper.push_pull import PushPull
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..graph_manager.static_graphs import NetworkXGraph
 from ..mixing_manager.base import MixingManager
-from ..rounds.algorithm import Algorithm
+from ..rounds.algorithm import Algorithm, Over
 from ..rounds.periodic import Periodic
 from ..schedule import Schedule
 from ..transport.waits import as_timeout as as_timeout  # which `Membership` takes from below
-from ..update_rules.rule import UpdateRule
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -107,7 +105,7 @@ def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | Conse
     return Schedule(gossip_every=schedule)
 
 
-def check_algorithm(
+def check_periodic(
     algorithm: Algorithm, schedule: object, *, overlap: bool, init_sync: bool, gossip: Mapping[str, object]
 ) -> None:
     """Raise ValueError where an algorithm stands beside arguments that do not fit to it.
@@ -140,44 +138,35 @@ def check_algorithm(
         )
 
 
-def check_rule(rule: object, schedule: Schedule | ConsensusControl, others: Mapping[str, object]) -> None:
-    """Raise ValueError where `rule` is no update rule, or stands beside arguments that do not fit to it.
+def check_algorithm(
+    algorithm: Algorithm | Over, schedule: Schedule | ConsensusControl, *, overlap: bool, nprocs_per_node: int
+) -> None:
+    """Raise ValueError where an algorithm stands beside arguments with which its mathematics does not hold.
 
     Args:
-        rule: what the user gave.
+        algorithm: what the user gave.
         schedule: when ranks communicate.
-        others: other arguments of the wrapper, by name.
+        overlap, nprocs_per_node: other arguments of the wrapper.
     """
-    if not isinstance(rule, UpdateRule):
-        raise ValueError(f"got rule={rule!r}, expected an UpdateRule such as D2(), QGDSGDm() or GradientTracking()")
-    if schedule != Schedule():
+    outermost = algorithm.outer if isinstance(algorithm, Over) else algorithm
+    if overlap and outermost.needs_current:
         raise ValueError(
-            f"got schedule={schedule} beside rule={rule}, expected none: what the rule carries is made in a round "
-            "after every step; leave schedule out"
+            f"got overlap=True with {algorithm}, expected overlap=False: it needs the result of a round before the "
+            "next step; leave overlap out"
         )
-    gossiper = others["gossiper"]
-    is_compressed = gossiper is not None and type(gossiper) is not PushPull
-    refused = {
-        "outer": (others["outer"] is not None, "both say what is made of the steps of a rank; leave one of them out"),
-        "overlap": (others["overlap"], "the rule needs the result of a round before the next step; leave overlap out"),
-        "gossiper": (is_compressed, "the sums that the rule keeps hold for exact messages only; leave gossiper out"),
-        "wire_dtype": (
-            others["wire_dtype"] is not None,
-            "the rule adds up differences of models, and with them what a narrow wire rounds; leave wire_dtype out",
-        ),
-        "on_nonfinite": (
-            others["on_nonfinite"] == "skip",
-            "a round that one rank leaves out would be missing in what the others carry; expected 'raise' or 'spread'",
-        ),
-        "nprocs_per_node": (
-            rule.needs_sgd and others["nprocs_per_node"] != 1,
-            "the rule writes the momentum of the whole model, of which each process of a node mixes a shard; take D2, "
-            "ExactDiffusion or GradientTracking, or nprocs_per_node=1",
-        ),
-    }
-    for name, (is_refused, reason) in refused.items():
-        if is_refused:
-            raise ValueError(f"got {name}={others[name]} beside rule={rule}, expected none of it: {reason}")
+    if not outermost.needs_sgd:
+        return
+    if isinstance(schedule, ConsensusControl) or schedule.gossip_every != 1:
+        raise ValueError(
+            f"got schedule={schedule} with {algorithm}, expected a round after every step: it makes the momentum of "
+            "the next step of how far one step has moved the model; leave schedule out, or take D2, ExactDiffusion or "
+            "GradientTracking"
+        )
+    if nprocs_per_node != 1:
+        raise ValueError(
+            f"got nprocs_per_node={nprocs_per_node} with {algorithm}, expected 1: it writes the momentum of the whole "
+            "model, of which each process of a node mixes a shard; take D2, ExactDiffusion or GradientTracking"
+        )
 
 
 def check_wire_dtype(wire_dtype: object) -> None:

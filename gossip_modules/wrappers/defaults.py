@@ -24,7 +24,6 @@ from ..rounds.algorithm import Algorithm, Over
 from ..rounds.pieces import Pieces, mixer_of
 from ..rounds.rounds import Rounds
 from ..schedule import Schedule
-from ..update_rules.rule import UpdateRule
 from .arguments import (
     GossiperLike,
     GraphLike,
@@ -34,7 +33,7 @@ from .arguments import (
     as_mixing,
     check_algorithm,
     check_flags,
-    check_rule,
+    check_periodic,
     check_size,
     check_wire_dtype,
 )
@@ -127,7 +126,7 @@ class Choices:
     """What the user of a lockstep wrapper has named: whom ranks gossip with, by which weights, what, and when.
 
     Args:
-        graph, mixing, push_sum, gossiper, wire_dtype, schedule, outer, rule: see `GossipDataParallel`.
+        graph, mixing, push_sum, gossiper, wire_dtype, schedule, outer, algorithm: see `GossipDataParallel`.
     """
 
     graph: GraphLike | None
@@ -137,7 +136,6 @@ class Choices:
     wire_dtype: torch.dtype | None
     schedule: Schedule | ConsensusControl
     outer: object = None
-    rule: UpdateRule | None = None
     algorithm: Algorithm | Over | None = None
 
     def choose(
@@ -157,7 +155,7 @@ class Choices:
         gossiper = self._gossiper()
         return self._mixing_of(self.graph, self.mixing, num_nodes, gossiper), gossiper
 
-    def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: object) -> None:
+    def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: Any) -> None:
         check_flags(push_sum=self.push_sum)
         gossip = {"graph": self.graph, "mixing": self.mixing, "gossiper": self.gossiper, "wire_dtype": self.wire_dtype}
         if self.outer is not None:
@@ -166,9 +164,8 @@ class Choices:
                 "pass DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters))"
             )
         if self.algorithm is not None:
-            check_algorithm(self._outermost, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
-        if self.rule is not None:
-            check_rule(self.rule, self.schedule, {"outer": self.outer, "overlap": overlap, **others, **gossip})
+            check_periodic(self._outermost, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
+            check_algorithm(self.algorithm, self.schedule, overlap=overlap, nprocs_per_node=others["nprocs_per_node"])
         if isinstance(self.schedule, ConsensusControl) and others["nprocs_per_node"] != 1:
             raise ValueError(
                 f"got nprocs_per_node={others['nprocs_per_node']} with schedule={self.schedule}, expected 1: each "
@@ -208,17 +205,10 @@ class Choices:
         gossips = self.algorithm is None or self._outermost.mixes
         return is_default and gossips and self.schedule.average_every != 1  # 1: all rounds are exact averages
 
-    def check(self, mixing: MixingManager) -> None:
-        """Raise ValueError where the rule is wrong with these weights."""
-        if self.rule is not None:
-            self.rule.check(mixing)
-
     @property
     def _sends_weights(self) -> bool:
         """Whether models have push-sum weights: not where other vectors are mixed."""
-        if self.algorithm is not None:
-            return self.push_sum and self._outermost.takes_push_sum
-        return self.push_sum and self.rule is None
+        return self.push_sum and (self.algorithm is None or self._outermost.takes_push_sum)
 
     @property
     def _outermost(self) -> Algorithm:
@@ -231,6 +221,4 @@ class Choices:
         """The weights, those of the method where neither graph nor weights are named."""
         if graph is None and mixing is None and isinstance(gossiper, Rounds | Pieces):
             mixing = gossiper.default_mixing(num_nodes)
-        if graph is None and mixing is None and self.rule is not None:
-            mixing = self.rule.default_mixing(num_nodes)
         return choose_mixing(graph, mixing, push_sum=self._sends_weights, world_size=num_nodes, gossiper=gossiper)

@@ -14,7 +14,6 @@ from torch import nn
 from ..consensus_control import ConsensusControl
 from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.overlap import OverlapEngine
-from ..engine.ruled import RuledEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..gossiper.gossiper import Gossiper
@@ -29,7 +28,6 @@ from ..rounds.rounds import Rounds
 from ..rounds.vector import widened
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..update_rules.rule import UpdateRule
 from .arguments import (
     GossiperLike,
     GraphLike,
@@ -82,7 +80,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | gossiper=PowerGossip(), or Choco, DeepSqueeze, Moniqua        |
     | DiLoCo       | outer=DiLoCo(), or SparseLoCo, SlowMo, NoLoCo, GASLoC, ...    |
-    | D2           | rule=D2(), or QGDSGDm, GradientTracking, DecentLaM            |
+    | D2           | algorithm=D2(), or QGDSGDm, GradientTracking, DecentLaM            |
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithms 1
     and 2; Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv
@@ -109,7 +107,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             `ConsensusControl` = as often as the distance between the models asks for.
         outer: an algorithm such as `DiLoCo`, as `algorithm`: ranks train alone, and every H steps an outer optimizer
             steps on where they have come. Costs three copies of the model.
-        rule: an `UpdateRule` such as `D2`, for ranks with different data: rounds carry vectors that make up for it.
+        rule: an older name of `algorithm`.
         process_group: a group that carries nothing else; None = a new one over all ranks.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
             membership: of processes that are one worker, all of torch.distributed or of `process_group`; the first one
@@ -174,7 +172,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         wire_dtype: torch.dtype | None = None,
         schedule: Schedule | ConsensusControl | int = 1,
         outer: Algorithm | Over | None = None,
-        rule: UpdateRule | None = None,
+        rule: Algorithm | None = None,
         process_group: dist.ProcessGroup | None = None,
         nprocs_per_node: int = 1,
         comm_device: torch.device | str | None = None,
@@ -195,8 +193,10 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         algorithm, others = combined(outer, rule, gossiper, algorithm)
-        outer, rule, gossiper = others[:3]  # type: ignore[assignment]
-        chosen = Choices(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, rule, algorithm)
+        outer, other, gossiper = others[:3]  # type: ignore[assignment]
+        if other is not None:
+            raise ValueError(f"got rule={other!r}, expected an Algorithm such as D2(), QGDSGDm() or GradientTracking()")
+        chosen = Choices(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, algorithm)
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         if membership is not None:
             check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
@@ -229,12 +229,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         policies = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
         choose, gossiper = chosen.choose_for_any_size(init_sync=init_sync, **policies)
 
-        def check(mixing: MixingManager) -> None:
-            gossiper.check(mixing)
-            chosen.check(mixing)
-
         participant = LockstepParticipant if g == 1 else NodeParticipant
-        self._elastic = participant(self, membership, choose, check=check)
+        self._elastic = participant(self, membership, choose, check=gossiper.check)
         self._describe(chosen, choose(8), gossiper, **({} if g == 1 else {"nprocs_per_node": g}))
         if g > 1:
             device, what = self._buffer.vector.raw.device, self._elastic.describe()
@@ -254,7 +250,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
 
     def _describe(self, chosen: Choices, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
-        self._rule, self._was_on_a_ring = chosen.rule, chosen.was_on_a_ring(mixing)
+        self._was_on_a_ring = chosen.was_on_a_ring(mixing)
         self._graph = None if self._elastic is not None else str(mixing.graph)
         options |= {
             "schedule": chosen.schedule,
@@ -264,7 +260,6 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             **({"ignore": ignored} if (ignored := self._buffer.selection.ignore) else {}),
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
-            **({} if self._rule is None else {"rule": self._rule}),
         }
         what: dict[str, object] = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
         if isinstance(gossiper, Rounds | Pieces):
@@ -289,8 +284,6 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
         policy, is_whole = self._on_nonfinite, self._node is None or self._node.is_whole
-        if self._rule is not None:
-            return RuledEngine(gossiper, self._rule, self._buffer, on_nonfinite=policy)
         if not self.overlap:
             return SyncEngine(gossiper, schedule, on_nonfinite=policy)
         late = self.max_staleness

@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "update_rules", "engine", "membership", "wrappers", "rounds"}
+_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "engine", "membership", "wrappers", "rounds"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -24,7 +24,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "graph_manager": {"old_calls"},
         "compression": set(),
         "transport": set(),
-        "matcha": {"graph_manager", "old_calls"},
+        "matcha": {"graph_manager", "transport", "old_calls"},
         "matching": {"matcha"},
         "mixing_manager": {"graph_manager", "matcha", "old_calls"},
         "consensus_control": {"mixing_manager"},
@@ -32,14 +32,12 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "gossiper": {*_LOCKSTEP - {"gossiper"}, "old_calls"},
         "outer": {"flat", "graph_manager", "mixing_manager", "compression"},
         "optim": set(),
-        "relay": {"flat", "graph_manager", "mixing_manager", "transport", "gossiper"},
         "sparta": {"graph_manager", "compression", "gossiper"},
-        "update_rules": {"flat", "graph_manager", "mixing_manager"},
         "rounds": {*_LOCKSTEP},
         "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds"},
         "engine": {
             *("gossiper", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
-            *("outer", "update_rules", "compression"),
+            *("outer", "compression"),
         },
         "version": set(),
         "membership": {*_LOCKSTEP, "version"},
@@ -52,7 +50,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             *("graph_manager", "mixing_manager", "compression", "schedule", "consensus_control"),
             *("algorithms", "rounds", "registry"),
         },
-        "methods": {*_WRAPPERS, "algorithms", "relay", "sparta", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
+        "methods": {*_WRAPPERS, "algorithms", "sparta", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
         "testing": {"membership", "transport"},
         # Modules with the names that other systems gave to them.
         "distributed": {"wrappers"},
@@ -93,7 +91,6 @@ WITHOUT_PROCESSES = {
     "mixing_manager",
     "matcha",
     "outer",
-    "update_rules",
     "optim",
     "simulate",
     "registry",

@@ -238,7 +238,24 @@ def test_fragments_that_do_not_fit_the_model_are_refused() -> None:
         match=r"of which \['head', '0.w'\] are names of no module, .* expected names such as \['0', '1', '2'\]",
     ):
         GossipDataParallel(mlp(), process_group=solo_group(), outer=DiLoCo(fragments=[["0", "head"], ["2", "0.w"]]))
-    with pytest.raises(ValueError, match=r"got PowerGossip\(.*expected fragments=1, or no gossiper"):
-        GossipDataParallel(
-            mlp(), process_group=solo_group(), outer=GASLoC(fragments=2, momentum=0.0), gossiper=PowerGossip()
-        )
+
+
+def test_each_fragment_has_links_of_its_own_below_it() -> None:
+    """PowerGossip below GASLoC: models that differ come together, in fragments and late."""
+
+    def body(group: dist.ProcessGroup) -> tuple[float, float]:
+        model = nn.Linear(20, 10)
+        outer = GASLoC(2, momentum=0.0, fragments=2, delay=1)
+        graph = RingGraph(3, peers_per_itr=2)
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer.over(PowerGossip()), graph=graph)
+        wrapper(torch.zeros(1, 20))
+        fill_(model, group.rank())
+        first = wrapper.consensus_distance()
+        for _ in range(60):
+            wrapper(torch.zeros(1, 20))
+        last = wrapper.consensus_distance()
+        wrapper.close()
+        return first, last
+
+    for first, last in run_ranks(3, body):
+        assert last < first / 3

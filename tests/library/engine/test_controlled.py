@@ -263,7 +263,7 @@ def test_one_rank_and_checkpoints_of_plain_schedules() -> None:
     [
         ({"gossiper": Choco(SignNorm(), step_size=0.4)}, "with Choco.*, expected no gossiper: its corrections are not"),
         ({"outer": DiLoCo(2)}, r"got schedule=ConsensusControl\(target=1.0, .* beside outer=DiLoCo"),
-        ({"rule": D2()}, r"got schedule=ConsensusControl\(target=1.0, .* beside rule=D2"),
+        ({"algorithm": D2()}, r"got schedule=ConsensusControl\(target=1.0, .* with D2\(\), expected no"),
         (
             {"schedule": "often"},
             "got schedule='often', expected a Schedule, a ConsensusControl, or the number of steps",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,27 +14,27 @@ from gossip_modules import D2, MetropolisHastingsMixing, PushPull, QGDSGDm, Ring
 from gossip_modules.engine.engine import LockstepEngine, SyncEngine
 from gossip_modules.engine.following import FollowingEngine
 from gossip_modules.engine.overlap import OverlapEngine
-from gossip_modules.engine.ruled import RuledEngine
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import alone
+from gossip_modules.rounds.rounds import rounds_of
 from tests.harness.problems import mlp, sgd
 
-MAKE: dict[str, Callable[[PushPull], LockstepEngine]] = {
-    "sync": lambda gossiper: SyncEngine(gossiper, Schedule(gossip_every=2)),
-    "overlap": lambda gossiper: OverlapEngine(gossiper, Schedule()),
-    "D2": lambda gossiper: RuledEngine(gossiper, D2()),
+MAKE: dict[str, Callable[[], LockstepEngine]] = {
+    "sync": lambda: SyncEngine(bound(PushPull()), Schedule(gossip_every=2)),
+    "overlap": lambda: OverlapEngine(bound(PushPull()), Schedule()),
+    "D2": lambda: SyncEngine(bound(rounds_of(D2(), PushPull())), Schedule()),
 }
+
+
+def bound(gossiper: Any) -> Any:
+    gossiper.bind(MetropolisHastingsMixing(RingGraph(1)), alone(timedelta(seconds=5)))
+    return gossiper
 
 
 def pair(name: str) -> tuple[LockstepEngine, FollowingEngine]:
     """An engine that runs rounds, and one that follows it."""
-    engines = []
-    for _ in range(2):
-        gossiper = PushPull()
-        gossiper.bind(MetropolisHastingsMixing(RingGraph(1)), alone(timedelta(seconds=5)))
-        engines.append(MAKE[name](gossiper))
-    return engines[0], FollowingEngine(engines[1])
+    return MAKE[name](), FollowingEngine(MAKE[name]())
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -68,7 +69,7 @@ def test_it_takes_the_state_of_the_other_one_which_takes_its_own_only_if_that_is
     other.load_state_dict(copy.deepcopy(state))
     assert (other.t, other.step) == (engine.t, engine.step)
     if name == "D2":
-        with pytest.raises(ValueError, match="got the state of a process that follows a D2 engine, expected that of a"):
+        with pytest.raises(ValueError, match=r"got the state of a process that follows D2\(\), expected that of a"):
             engine.load_state_dict(state)
     else:
         assert state == engine.state_dict()
@@ -79,9 +80,9 @@ def test_it_takes_the_state_of_the_other_one_which_takes_its_own_only_if_that_is
 def test_momentum_that_another_process_has_written_is_that_of_the_optimizer() -> None:
     model = mlp()
     buffer = FlatBuffer(model)
-    gossiper = PushPull()
-    gossiper.bind(MetropolisHastingsMixing(RingGraph(1)), alone(timedelta(seconds=5)))
-    follower = FollowingEngine(RuledEngine(gossiper, QGDSGDm(), buffer))
+    gossiper = bound(rounds_of(QGDSGDm(), PushPull()))
+    gossiper.watch_optimizer(buffer)
+    follower = FollowingEngine(SyncEngine(gossiper, Schedule()))
     optimizer = sgd(model)
     for value in (1.0, 2.0):
         (momentum,) = follower.shared(buffer.vector)

@@ -26,6 +26,7 @@ from gossip_modules import (
     Moniqua,
     NetworkXGraph,
     PowerGossip,
+    PushPull,
     RandomK,
     RingGraph,
     SignNorm,
@@ -35,6 +36,8 @@ from gossip_modules import (
 )
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.gossiper.compressed import CompressedGossiper
+from gossip_modules.rounds.algorithm import Algorithm
+from gossip_modules.rounds.rounds import rounds_of
 from tests.harness.problems import train_step
 from tests.harness.ranks import CPU, TIMEOUT
 
@@ -100,6 +103,8 @@ def cases(*graphs: str) -> pytest.MarkDecorator:
 
 def bound(gossiper: CompressedGossiper, mixing: MixingManager, group: dist.ProcessGroup) -> CompressedGossiper:
     """Ready to talk on a group of the tests."""
+    if isinstance(gossiper, Algorithm):
+        gossiper = rounds_of(gossiper, PushPull())  # type: ignore[assignment]
     gossiper.bind(mixing, connect(group, module_device=CPU, timeout=TIMEOUT))
     return gossiper
 

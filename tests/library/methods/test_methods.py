@@ -212,8 +212,12 @@ def test_the_simulator_takes_rounds_of_a_rule_as_training_does(name: str) -> Non
 
 def test_what_one_thread_cannot_run_is_refused() -> None:
     mixing = default_mixing(gm.RingGraph(4, peers_per_itr=2), push_sum=False)
+
+    class Twice(HalfStep):
+        num_phases = 2
+
     with pytest.raises(ValueError, match=r"rounds of 2 phases, expected one phase; give the method a rule of its own"):
-        GossiperRule(lambda: gm.PowerGossip(num_iterations=2), mixing)
+        GossiperRule(Twice, mixing)
     (transport,) = make_transports(1)
     with pytest.raises(NotImplementedError, match=r"got a collective \(a sum\) among ranks of one thread"):
         transport.all_reduce(torch.zeros(1), what="a sum")

@@ -33,7 +33,7 @@ from gossip_modules.schedule import Action
 from tests.harness.ranks import run_ranks
 
 NUM_RANKS, NUM_STEPS, SHAPE, LR = 5, 13, (8, 8), 0.1  # 64 elements, so that no message ends in padding
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 
 
 def found_algorithms() -> Iterator[type[Algorithm]]:
@@ -120,12 +120,17 @@ def stacked(driver: Stacked, dtype: torch.dtype, schedule: gm.Schedule) -> Tenso
     optimizer = torch.optim.SGD([x], lr=LR, momentum=momentum)
     for k in range(NUM_STEPS):
         driver.step(x.data, k, schedule.action(k), sgd=SGDStep(LR, momentum) if k else None)
-        if driver.momentum is not None:
+        if k and driver.momentum is not None:
             optimizer.state[x]["momentum_buffer"].copy_(driver.momentum)
         x.grad = driver.estimates(x.data) - goals
         optimizer.step()
     driver.step(x.data, NUM_STEPS, Action.SKIP)
     return driver.estimates(x.data)
+
+
+def graph_of(algorithm: Algorithm) -> dict[str, Any]:
+    has_own = algorithm.averages_exactly or algorithm.default_graph(NUM_RANKS) is not None
+    return {} if has_own else {"graph": gm.RingGraph(NUM_RANKS, peers_per_itr=2)}
 
 
 def compare(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any) -> None:
@@ -149,15 +154,13 @@ def compare(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any) -
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("algorithm", examples(), ids=repr)
 def test_rows_are_ranks(algorithm: Algorithm, dtype: torch.dtype) -> None:
-    graph = {} if algorithm.averages_exactly else {"graph": gm.RingGraph(NUM_RANKS, peers_per_itr=2)}
-    compare(algorithm, dtype, push_sum=False, **graph)
+    compare(algorithm, dtype, push_sum=False, **graph_of(algorithm))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("algorithm", [a for a in examples() if not (a.needs_current or a.keeps_models)], ids=repr)
 def test_rows_are_ranks_whose_rounds_overlap(algorithm: Algorithm, dtype: torch.dtype) -> None:
-    graph = {} if algorithm.averages_exactly else {"graph": gm.RingGraph(NUM_RANKS, peers_per_itr=2)}
-    compare(algorithm, dtype, push_sum=False, overlap=True, **graph)
+    compare(algorithm, dtype, push_sum=False, overlap=True, **graph_of(algorithm))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,4 +1,4 @@
-"""Update rules beside everything else that a wrapper does: checkpoints, copies, buffers, optimizers, narrow types."""
+"""Algorithms for uneven data beside all else that a wrapper does: checkpoints, copies, buffers, optimizers, dtypes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,40 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
-    Choco,
+    Algorithm,
     DecentLaM,
     DiLoCo,
     ExactDiffusion,
     FlatBuffer,
     GossipDataParallel,
     GradientTracking,
+    Memory,
     MetropolisHastingsMixing,
     ProcessGroupTransport,
     PushPull,
     QGDSGDm,
     RingGraph,
-    RuledEngine,
     Schedule,
     SignNorm,
-    UpdateRule,
     gossip,
 )
-from gossip_modules.wrappers.arguments import check_rule
+from gossip_modules.algorithms.choco import Choco as NewChoco
+from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.rounds.rounds import Rounds, rounds_of
+from gossip_modules.wrappers.arguments import check_algorithm
 from tests.harness.problems import adamw, loss_of, mlp, net, train_step
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
 
-RULES: list[UpdateRule] = [D2(), ExactDiffusion(), GradientTracking(), QGDSGDm(), DecentLaM()]
+
+def memory_of(wrapper: GossipDataParallel) -> Memory:
+    rounds = wrapper._engine.gossiper
+    assert isinstance(rounds, Rounds)
+    return rounds.memory
+
+
+RULES: list[Algorithm] = [D2(), ExactDiffusion(), GradientTracking(), QGDSGDm(), DecentLaM()]
 LR = 0.05
 
 
@@ -45,12 +55,12 @@ def sgd(module: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=LR, **{"momentum": 0.9, **options})
 
 
-def wrap(module: nn.Module, group: dist.ProcessGroup, rule: UpdateRule, **options: Any) -> GossipDataParallel:
-    return GossipDataParallel(module, process_group=group, rule=rule, **options)
+def wrap(module: nn.Module, group: dist.ProcessGroup, rule: Algorithm, **options: Any) -> GossipDataParallel:
+    return GossipDataParallel(module, process_group=group, algorithm=rule, **options)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(rule: UpdateRule) -> None:
+def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(rule: Algorithm) -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank, other = group.rank(), net(5)
         model = net()
@@ -86,7 +96,7 @@ def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(rule: UpdateRule) -> None:
 
 
 @pytest.mark.parametrize("rule", [QGDSGDm(), DecentLaM()], ids=str)
-def test_a_checkpoint_between_forward_and_step_goes_on_to_the_bit(rule: UpdateRule) -> None:
+def test_a_checkpoint_between_forward_and_step_goes_on_to_the_bit(rule: Algorithm) -> None:
     model, other = mlp(), mlp(4)
     wrapper, optimizer = wrap(model, solo_group(), rule), sgd(model)
     for step in range(2):
@@ -119,8 +129,8 @@ def test_the_momentum_of_the_optimizer_is_the_one_of_the_law() -> None:
     assert torch.equal(flatten(model), x)
     mh = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.parameters()]
     wrapper_state = wrapper.state_dict()._metadata[""]["gossip_state"]["engine"]
-    (carried,) = wrapper_state["carried"]["vectors"]["momentum"]
-    assert torch.equal(torch.cat([x.flatten() for x in mh]).sort().values, carried.sort().values)
+    (kept,) = wrapper_state["gossiper"]["memory"]["vectors"]["momentum"]
+    assert torch.equal(torch.cat([x.flatten() for x in mh]).sort().values, kept.sort().values)
     assert not torch.equal(mh[0], m[0])
     with torch.no_grad():
         for group in optimizer.param_groups:
@@ -157,7 +167,7 @@ def test_the_momentum_of_the_optimizer_is_the_one_of_the_law() -> None:
     ],
 )
 def test_an_optimizer_that_the_law_is_not_for_is_refused(
-    rule: UpdateRule, make: Callable[[Any], torch.optim.Optimizer], message: str
+    rule: Algorithm, make: Callable[[Any], torch.optim.Optimizer], message: str
 ) -> None:
     model = mlp()
     wrapper = wrap(model, solo_group(), rule)
@@ -179,7 +189,7 @@ def test_two_steps_after_one_forward_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_buffers_are_averaged_and_touched_by_no_rule(rule: UpdateRule) -> None:
+def test_buffers_are_averaged_and_touched_by_no_rule(rule: Algorithm) -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         model = net()
         wrapper, optimizer = wrap(model, group, rule), sgd(model)
@@ -204,13 +214,13 @@ def test_what_is_carried_of_a_narrow_model_is_float32() -> None:
     wrapper, optimizer = wrap(model, solo_group(), QGDSGDm()), sgd(model)
     for step in range(2):
         train_step(wrapper, optimizer, 0, step)
-    state = wrapper.state_dict()._metadata[""]["gossip_state"]["engine"]["carried"]["vectors"]
+    state = wrapper.state_dict()._metadata[""]["gossip_state"]["engine"]["gossiper"]["memory"]["vectors"]
     assert {x.dtype for tensors in state.values() for x in tensors} == {torch.float32}
     assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
     wrapper.close()
 
 
-def test_freezing_starts_anew_and_other_states_are_refused() -> None:
+def test_freezing_keeps_the_rest_and_other_states_are_refused() -> None:
     model: Any = mlp()
     wrapper, optimizer = wrap(model, solo_group(), QGDSGDm()), sgd(model)
     for step in range(2):
@@ -218,27 +228,32 @@ def test_freezing_starts_anew_and_other_states_are_refused() -> None:
     state = wrapper.get_extra_state()
     model[0].requires_grad_(False)
     train_step(wrapper, optimizer, 0, 2)  # takes along what was trained since the last round
-    with pytest.warns(UserWarning, match="other tensors are trained than before, so what it carries from round to"):
-        train_step(wrapper, optimizer, 0, 3)
+    memory = memory_of(wrapper)
+    before = memory.momentum.parts[0].clone()
+    train_step(wrapper, optimizer, 0, 3)
+    assert len(memory.momentum.parts[0]) < len(before)
+    assert memory.num_rounds == 4
     wrapper.set_extra_state(state)
-    with pytest.raises(ValueError, match=r"got a carried vector with \[26\] elements, expected \[10\]: other tensors"):
+    with pytest.raises(
+        ValueError, match=r"got the state of vector .* with \[26\] elements, expected \[10\]: other ten"
+    ):
         loss_of(wrapper, 0, 4)
     wrapper.set_extra_state(None)
     loss_of(wrapper, 0, 5)
     other = wrap(mlp(), solo_group(), D2())
-    with pytest.raises(ValueError, match="got the state of a QGDSGDm engine, expected that of a D2 engine; wrap as"):
+    with pytest.raises(ValueError, match="got the state of QGDSGDm, expected that of D2; wrap as"):
         other.set_extra_state(state)
     for each in (wrapper, other):
         each.close()
 
 
 @pytest.mark.parametrize("rule", [D2(), GradientTracking()], ids=str)
-def test_rounds_on_the_shards_of_a_node_are_those_of_the_whole(rule: UpdateRule) -> None:
-    def engine(group: dist.ProcessGroup) -> RuledEngine:
-        gossiper = PushPull()
+def test_rounds_on_the_shards_of_a_node_are_those_of_the_whole(rule: Algorithm) -> None:
+    def engine(group: dist.ProcessGroup) -> SyncEngine:
+        gossiper = rounds_of(rule, PushPull())
         mixing = MetropolisHastingsMixing(RingGraph(group.size(), peers_per_itr=2))
         gossiper.bind(mixing, ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
-        return RuledEngine(gossiper, rule)
+        return SyncEngine(gossiper, Schedule())
 
     def body(group: dist.ProcessGroup) -> Tensor:
         whole, cut = (FlatBuffer(net(), num_shards=7).vector for _ in range(2))
@@ -258,7 +273,7 @@ def test_rounds_on_the_shards_of_a_node_are_those_of_the_whole(rule: UpdateRule)
 
 
 def test_gossip_in_place_follows_rules_too_and_infinities_are_noticed() -> None:
-    model = gossip(mlp(), process_group=solo_group(), rule=D2())
+    model = gossip(mlp(), process_group=solo_group(), algorithm=D2())
     for step in range(3):
         loss_of(model, 0, step)
     assert model.comm_stats()["num_rounds"] == 3
@@ -272,27 +287,34 @@ def test_gossip_in_place_follows_rules_too_and_infinities_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "d2"}, r"got rule='d2', expected an UpdateRule such as D2\(\)"),
-        ({"schedule": Schedule(average_every=2)}, "got schedule=.* beside rule=D2.*, expected none: what the rule"),
-        ({"outer": DiLoCo(2)}, "got outer=DiLoCo.* beside rule=D2.*: both say what is made of the steps"),
-        ({"overlap": True}, "got overlap=True beside .*: the rule needs the result of a round before the next step"),
-        ({"gossiper": Choco(SignNorm(), step_size=0.4)}, "got gossiper=Choco.* beside .*hold for exact messages only"),
-        ({"wire_dtype": torch.bfloat16}, "got wire_dtype=torch.bfloat16 beside .*: the rule adds up differences"),
-        ({"on_nonfinite": "skip"}, "got on_nonfinite=skip beside rule=D2.*: a round that one rank leaves out"),
-        ({"graph": RingGraph(1), "mixing": MetropolisHastingsMixing(RingGraph(1)), "rule": 3}, "got rule=3, expected"),
+        ({"algorithm": None, "rule": "d2"}, r"got rule='d2', expected an Algorithm such as D2\(\)"),
+        ({"outer": DiLoCo(2)}, "got DiLoCo.* and D2.*: both say what is made of the steps"),
+        ({"overlap": True}, "got overlap=True with D2.*: it needs the result of a round before the next step"),
+        ({"on_nonfinite": "skip"}, "got on_nonfinite='skip' with D2.*, expected 'raise' or 'spread'"),
+        ({"algorithm": QGDSGDm(), "schedule": 2}, "got schedule=.* with QGDSGDm.*, expected a round after every step"),
     ],
 )
-def test_what_does_not_fit_to_a_rule_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_to_the_mathematics_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        wrap(mlp(), solo_group(), **{"rule": D2(), **options})
+        GossipDataParallel(mlp(), process_group=solo_group(), **{"algorithm": D2(), **options})
 
 
-def test_a_rule_that_changes_the_optimizer_is_refused_on_nodes() -> None:
-    others: dict[str, object] = dict.fromkeys(("outer", "gossiper", "wire_dtype"))
-    others |= {"overlap": False, "on_nonfinite": "raise", "nprocs_per_node": 2}
-    check_rule(D2(), Schedule(), others)
-    with pytest.raises(ValueError, match=r"got nprocs_per_node=2 beside rule=QGDSGDm.*: the rule writes the momentum"):
-        check_rule(QGDSGDm(), Schedule(), others)
+def test_an_algorithm_that_changes_the_optimizer_is_refused_on_nodes() -> None:
+    check_algorithm(D2(), Schedule(), overlap=False, nprocs_per_node=2)
+    with pytest.raises(ValueError, match=r"got nprocs_per_node=2 with QGDSGDm.*: it writes the momentum of the whole"):
+        check_algorithm(QGDSGDm(), Schedule(), overlap=False, nprocs_per_node=2)
+
+
+def test_what_stands_over_another_algorithm() -> None:
+    with pytest.raises(
+        ValueError, match=r"got QGDSGDm.* and D2\(\), expected one of them: both say what is made of the"
+    ):
+        QGDSGDm().over(D2())
+    with pytest.raises(
+        ValueError, match=r"got GradientTracking\(\) over Choco.*, expected plain gossip below it: it mix"
+    ):
+        GradientTracking().over(NewChoco(SignNorm(), step_size=0.4))
+    GradientTracking().over(DPSGD())
 
 
 def test_decentlam_steps_a_parameter_without_a_gradient_by_its_momentum() -> None:
@@ -302,7 +324,7 @@ def test_decentlam_steps_a_parameter_without_a_gradient_by_its_momentum() -> Non
         model = nn.ParameterDict({"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))})
         net: Any = nn.Module()
         net.p = model
-        wrapper = GossipDataParallel(net, process_group=solo_group(), rule=DecentLaM()) if has_rule else None
+        wrapper = GossipDataParallel(net, process_group=solo_group(), algorithm=DecentLaM()) if has_rule else None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         net.forward = lambda is_first: model["a"].sum() + (2 * model["b"].sum() if is_first else 0.0)
         for step in range(3):

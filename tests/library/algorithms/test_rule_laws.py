@@ -1,4 +1,4 @@
-"""Each update rule computes what its paper says, and reaches what its paper promises."""
+"""Each algorithm for uneven data computes what its paper says, and reaches what its paper promises."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
+    Algorithm,
     BaseGraph,
-    Carried,
     DecentLaM,
     DynamicBipartiteExponentialGraph,
     ExactDiffusion,
-    FlatVector,
     GossipDataParallel,
     GradientTracking,
     MetropolisHastingsMixing,
     NetworkXGraph,
     QGDSGDm,
     RingGraph,
+    SGDStep,
     UniformMixing,
-    UpdateRule,
 )
-from gossip_modules.update_rules.sgd_momentum import SGDStep
+from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve
 from tests.harness.ranks import run_ranks
@@ -60,22 +60,20 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("rule", "make_optimizer", "expected"), GOLDEN, ids=["dpsgd", "dsgdm", "d2", "exact", "qg"])
-def test_golden_values_of_every_rank(
-    rule: UpdateRule | None, make_optimizer: Make, expected: tuple[float, ...]
-) -> None:
-    found = solve(lambda: {"rule": rule, "push_sum": False, "graph": RING}, make_optimizer=make_optimizer)
+def test_golden_values_of_every_rank(rule: Algorithm | None, make_optimizer: Make, expected: tuple[float, ...]) -> None:
+    found = solve(lambda: {"algorithm": rule, "push_sum": False, "graph": RING}, make_optimizer=make_optimizer)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("rule", [QGDSGDm, DecentLaM])
-def test_a_step_that_grad_scaler_leaves_out_inside_step_is_none(rule: Callable[[], UpdateRule]) -> None:
+def test_a_step_that_grad_scaler_leaves_out_inside_step_is_none(rule: Callable[[], Algorithm]) -> None:
     """A fused optimizer is called in any case, and finds out itself; others are not called."""
 
     def trained(*, is_fused: bool) -> list[Tensor]:
         def body(group: dist.ProcessGroup) -> Tensor:
             model = mlp(group.rank())
             wrapper = GossipDataParallel(
-                model, process_group=group, rule=rule(), push_sum=False, graph=RingGraph(3, peers_per_itr=2)
+                model, process_group=group, algorithm=rule(), push_sum=False, graph=RingGraph(3, peers_per_itr=2)
             )
             optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.05, momentum=0.9, fused=is_fused)
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -138,8 +136,8 @@ LAWS = [
 
 
 @pytest.mark.parametrize(("rule", "make_optimizer", "law"), LAWS, ids=["tracking", "decentlam", "nesterov"])
-def test_every_rank_follows_the_law(rule: UpdateRule, make_optimizer: Make, law: Callable[[], Tensor]) -> None:
-    found = solve(lambda: {"rule": rule, "graph": RING}, make_optimizer=make_optimizer)
+def test_every_rank_follows_the_law(rule: Algorithm, make_optimizer: Make, law: Callable[[], Tensor]) -> None:
+    found = solve(lambda: {"algorithm": rule, "graph": RING}, make_optimizer=make_optimizer)
     torch.testing.assert_close(found, law(), rtol=0, atol=1e-12)
     assert found.std() > 1e-4
 
@@ -147,7 +145,7 @@ def test_every_rank_follows_the_law(rule: UpdateRule, make_optimizer: Make, law:
 def test_quasi_global_momentum_on_pairs_that_change() -> None:
     mixing = MetropolisHastingsMixing(DynamicBipartiteExponentialGraph(4))
     law = quasi_global_of(4, lambda t: mixing.matrix(t).double())
-    found = solve(lambda: {"rule": QGDSGDm()}, num_ranks=4, make_optimizer=sgd())  # its default graph
+    found = solve(lambda: {"algorithm": QGDSGDm()}, num_ranks=4, make_optimizer=sgd())  # its default graph
     torch.testing.assert_close(found, law, rtol=0, atol=1e-12)
 
 
@@ -160,24 +158,16 @@ def quasi_global_of(n: int, matrices: Callable[[int], Tensor]) -> Tensor:
     return x
 
 
-def limit(rule: UpdateRule | None, *, num_steps: int, momentum: float = 0.0, lr: float = LEARNING_RATE) -> Tensor:
+def limit(rule: Algorithm | None, *, num_steps: int, momentum: float = 0.0, lr: float = LEARNING_RATE) -> Tensor:
     """x of all ranks after so many steps: rounds of the rule itself on the vector of all ranks, in one thread."""
     x = start()
-    vector, m = FlatVector.over(x), torch.zeros_like(x)
-    carried = Carried(vector, () if rule is None else rule.vectors)
-    sent = carried.sent.segments[0]
+    m, driver = torch.zeros_like(x), Stacked(DPSGD() if rule is None else rule, MetropolisHastingsMixing(RING))
     for step in range(num_steps):
         m = momentum * m + gradient(x)
         x -= lr * m
-        if rule is None:
-            x.copy_(W @ x)
-            continue
-        carried.take(vector)
-        rule.round(carried, lambda: sent.copy_(W @ sent), SGDStep(lr, momentum) if step else None)  # type: ignore[arg-type]
-        carried.num_rounds += 1
-        carried.write_to(vector)
-        if rule.needs_sgd:
-            m = carried.vector("momentum")[0].clone()
+        driver.step(x[:, None], step, sgd=SGDStep(lr, momentum) if step else None)
+        if driver.momentum is not None:
+            m = driver.momentum[:, 0].clone()
     return x
 
 
@@ -186,7 +176,7 @@ def limit(rule: UpdateRule | None, *, num_steps: int, momentum: float = 0.0, lr:
     [(D2(), 0.0), (D2(), 0.5), (ExactDiffusion(), 0.0), (GradientTracking(), 0.0)],
     ids=["d2", "d2-momentum", "exact", "tracking"],
 )
-def test_ranks_with_different_data_reach_the_optimum(rule: UpdateRule, momentum: float) -> None:
+def test_ranks_with_different_data_reach_the_optimum(rule: Algorithm, momentum: float) -> None:
     assert (limit(rule, num_steps=300, momentum=momentum) - OPTIMUM).abs().max() < 1e-9
     assert (limit(None, num_steps=300, momentum=momentum) - OPTIMUM).abs().max() > 0.05  # D-PSGD
 
@@ -194,7 +184,7 @@ def test_ranks_with_different_data_reach_the_optimum(rule: UpdateRule, momentum:
 @pytest.mark.parametrize(("graph", "n"), [(DynamicBipartiteExponentialGraph, 4), (BaseGraph, 5)])
 def test_gradient_tracking_reaches_the_optimum_on_graphs_that_change(graph: Callable[[int], Any], n: int) -> None:
     """Each round mixes two vectors, both by W(t), so that both meet all the graphs of an even period."""
-    found = solve(lambda: {"graph": graph, "rule": GradientTracking()}, num_steps=300, num_ranks=n)
+    found = solve(lambda: {"graph": graph, "algorithm": GradientTracking()}, num_steps=300, num_ranks=n)
     optimum = float((A[:n] * B[:n]).sum() / A[:n].sum())
     assert (found - optimum).abs().max() < 1e-9
 
@@ -202,7 +192,7 @@ def test_gradient_tracking_reaches_the_optimum_on_graphs_that_change(graph: Call
 def test_the_bias_of_momentum_is_smaller_where_it_sees_the_round() -> None:
     """D-PSGD stays beside the optimum, with momentum further; DecentLaM has the bias of D-PSGD without momentum."""
 
-    def bias(rule: UpdateRule | None, momentum: float) -> float:
+    def bias(rule: Algorithm | None, momentum: float) -> float:
         return float((limit(rule, num_steps=600, momentum=momentum, lr=0.02) - OPTIMUM).abs().max())
 
     plain, local = bias(None, 0.0), bias(None, 0.8)
@@ -251,7 +241,7 @@ def test_the_limit_of_d2_is_that_of_its_recursion() -> None:
         ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(rule: UpdateRule, mixing: Callable[[], Any], message: str) -> None:
+def test_weights_that_do_not_fit_are_refused(rule: Algorithm, mixing: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rule.check(mixing())
 

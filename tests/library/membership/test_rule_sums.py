@@ -1,4 +1,4 @@
-"""Update rules of workers that die and come: their limit is that of those who live."""
+"""Algorithms for uneven data on workers that die and join: their limit is the optimum of the workers that live."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
+    Algorithm,
     BaseGraph,
     DecentLaM,
     ExactDiffusion,
@@ -24,11 +25,13 @@ from gossip_modules import (
     PushPull,
     QGDSGDm,
     RingGraph,
-    UpdateRule,
 )
-from gossip_modules.engine.ruled import RuledEngine
+from gossip_modules.engine.engine import LockstepEngine, SyncEngine
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import LinkTransport
+from gossip_modules.rounds.memory import Memory
+from gossip_modules.rounds.rounds import Rounds, rounds_of
+from gossip_modules.schedule import Schedule
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
 from tests.harness.ranks import TIMEOUT
@@ -42,11 +45,11 @@ DEATH, SECOND, SNAPSHOT, THIRD, LAST = 12, 15, 18, 21, 110
 class Worker(ScriptedWorker):
     """A number that goes to ten times the worker's name, and the engine of a rule."""
 
-    def __init__(self, name: int, store: dist.Store, rule: UpdateRule) -> None:
+    def __init__(self, name: int, store: dist.Store, rule: Algorithm) -> None:
         super().__init__(name, store)
         self.rule, self.x = rule, FlatVector.over(torch.zeros(1, dtype=torch.float64))
         self.mixing_of = self.mixing_of_size
-        self.engine: RuledEngine | None = None
+        self.engine: SyncEngine | None = None
         self.given: tuple[dict[str, Any], Tensor] | None = None
 
     def mixing_of_size(self, size: int) -> MixingManager:
@@ -56,9 +59,9 @@ class Worker(ScriptedWorker):
 
     def turn_to(self, mixing: MixingManager, transport: LinkTransport, *, is_first: bool) -> None:
         if self.engine is None:
-            gossiper = PushPull()
+            gossiper = rounds_of(self.rule, PushPull())
             gossiper.bind(mixing, transport)
-            self.engine = RuledEngine(gossiper, self.rule)
+            self.engine = SyncEngine(gossiper, Schedule())
         if self.given is not None:
             state, model = self.given
             self.engine.load_state_dict(state)
@@ -77,7 +80,7 @@ class Worker(ScriptedWorker):
 
 
 @pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()])
-def test_all_who_live_reach_the_optimum_of_the_mean_of_their_losses(rule: UpdateRule) -> None:
+def test_all_who_live_reach_the_optimum_of_the_mean_of_their_losses(rule: Algorithm) -> None:
     """Without a new beginning the mean would move for ever by what the dead one carried."""
     handed: queue.Queue[tuple[dict[str, Any], Tensor]] = queue.Queue()
 
@@ -109,25 +112,29 @@ def test_all_who_live_reach_the_optimum_of_the_mean_of_their_losses(rule: Update
         assert worker.x.segments[0].item() == pytest.approx(22.5, abs=0.05)
 
 
-def training(rule: UpdateRule, first_rounds: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:
+def memory_of(engine: LockstepEngine) -> Memory:
+    rounds = engine.gossiper
+    assert isinstance(rounds, Rounds)
+    return rounds.memory
+
+
+def training(rule: Algorithm, first_rounds: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:
     """A body for `Chaos`: trains until the worker that joins has taken ten steps."""
 
     def body(worker: ChaosWorker) -> None:
         membership = worker.membership(min_workers=3, timeout=60, min_deadline=20.0)
-        wrapper = GossipDataParallel(nn.Linear(3, 1), membership=membership, rule=rule)
+        wrapper = GossipDataParallel(nn.Linear(3, 1), membership=membership, algorithm=rule)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01, momentum=0.9)
         membership.track(optimizer=optimizer)
         first, engine = membership.join(), wrapper._engine
-        assert isinstance(engine, RuledEngine)
+        memory = memory_of(engine)
         for step in membership.steps(1 << 30):
             if worker.rank == 3 and step == first + 10:
                 last.append(step + 10)
             if last and step >= last[0]:
                 break
             loss = (wrapper(torch.ones(1, 3)) - worker.rank).square().sum()
-            assert engine._carried is not None
-            rounds, momentum = engine._carried.num_rounds, engine._carried.vector("momentum")[0].norm().item()
-            first_rounds.setdefault(worker.rank, (rounds, momentum))
+            first_rounds.setdefault(worker.rank, (memory.num_rounds, memory.momentum.parts[0].norm().item()))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -138,7 +145,7 @@ def training(rule: UpdateRule, first_rounds: dict[int, Any], last: list[int]) ->
 
 
 @pytest.mark.parametrize("rule", [QGDSGDm(), DecentLaM()])
-def test_momentum_of_rules_comes_from_the_donor(rule: UpdateRule) -> None:
+def test_momentum_of_rules_comes_from_the_donor(rule: Algorithm) -> None:
     found: dict[int, Any] = {}
     Chaos([Kill(step=9, rank=0), Join(step=14)]).run(training(rule, found, []), 3)
     assert [found[rank] for rank in (1, 2)] == [(1, 0.0)] * 2
@@ -152,50 +159,63 @@ def test_a_graph_that_does_not_suit_a_rule_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"QGDSGDm: got mu=0.9 and the usual momentum=0.9 on .*RingGraph\(8,.* grow 1.00\d+ ti"
     ):
-        GossipDataParallel(nn.Linear(2, 1), rule=QGDSGDm(), graph=RingGraph, membership=membership)
+        GossipDataParallel(nn.Linear(2, 1), algorithm=QGDSGDm(), graph=RingGraph, membership=membership)
     with pytest.raises(ValueError, match=r"D2: got .*, expected a graph that never changes"):
-        GossipDataParallel(nn.Linear(2, 1), rule=D2(), graph=BaseGraph, membership=membership)
+        GossipDataParallel(nn.Linear(2, 1), algorithm=D2(), graph=BaseGraph, membership=membership)
     membership.close()
 
 
 @pytest.mark.parametrize("rule", [QGDSGDm(), DecentLaM()])
-def test_who_joins_starts_from_zero_where_less_is_trained_since_the_donor_gave(rule: UpdateRule) -> None:
-    """As the others did when the layer was frozen; that a checkpoint does not fit is an error."""
-    engines, wrappers = [], []
+def test_a_worker_that_joins_takes_what_is_still_trained_where_less_is_trained_since_the_donor_gave(
+    rule: Algorithm,
+) -> None:
+    """As the others do when the layer is frozen; that a checkpoint does not fit is an error."""
+    wrappers = []
     for _ in range(2):
         membership = Membership(dist.HashStore(), min_workers=1)
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-        wrappers.append(GossipDataParallel(model, membership=membership, rule=rule))
-        engine = wrappers[-1]._engine
-        assert isinstance(engine, RuledEngine)
-        engines.append(engine)
-    (donor, newcomer), wrapper = engines, wrappers[1]
+        wrappers.append(GossipDataParallel(model, membership=membership, algorithm=rule))
+    wrapper = wrappers[1]
+    donor, newcomer = (each._engine for each in wrappers)
     whole = wrappers[0]._buffer.vector
     donor.round(whole)
+    memory_of(donor).momentum.parts[0].fill_(0.5)
     newcomer.load_state_dict(donor.state_for_newcomer(whole))
     given = newcomer.state_for_newcomer(wrapper._buffer.vector)  # it may be a donor before its first round
     freeze_first(wrapper)
-    for state in (None, given):
-        if state is not None:
-            newcomer.load_state_dict(state)
-        with pytest.warns(UserWarning, match=r"other tensors are trained .* starts from zero"):
-            newcomer.round(wrapper._buffer.vector)
-        assert newcomer._carried is not None
-        assert newcomer._carried.num_rounds == 1
-        newcomer.round(wrapper._buffer.vector)
+    newcomer.load_state_dict(given)
+    newcomer.round(wrapper._buffer.vector)
+    (momentum,) = memory_of(newcomer).momentum.parts
+    assert momentum.tolist() == [0.5] * 3
+    assert memory_of(newcomer).num_rounds == 2
     newcomer.load_state_dict(donor.state_dict())
-    with pytest.raises(ValueError, match=r"got a carried vector with .* other tensors were trained when it was saved"):
+    with pytest.raises(ValueError, match=r"got the state of vector .* other tensors were trained when it was saved"):
         newcomer.round(wrapper._buffer.vector)
     newcomer.reset()
     for one in wrappers:
         one.close()
 
 
+@pytest.mark.parametrize("rule", [D2(), GradientTracking()])
+def test_sums_are_in_no_state_that_is_loaded_under_a_membership(rule: Algorithm) -> None:
+    membership = Membership(dist.HashStore(), min_workers=1)
+    wrapper = GossipDataParallel(nn.Linear(3, 1), membership=membership, algorithm=rule)
+    engine, x = wrapper._engine, wrapper._buffer.vector
+    engine.round(x)
+    assert memory_of(engine).state_dict()["vectors"]
+    joins = engine.state_for_newcomer(x)["gossiper"]["memory"]
+    assert (joins["num_rounds"], joins.get("vectors")) == (0, None)
+    engine.load_state_dict(engine.state_dict())
+    memory = memory_of(engine).state_dict()
+    assert (memory["num_rounds"], memory.get("vectors")) == (0, None)
+    wrapper.close()
+
+
 def test_a_graph_is_refused_for_the_numbers_of_workers_that_may_come_only() -> None:
     """Under QG-DSGDm differences grow on directed rings of eight workers, and not of four."""
     small = Membership(dist.HashStore(), min_workers=1, max_workers=4, timeout=60)
-    GossipDataParallel(nn.Linear(2, 1), membership=small, rule=QGDSGDm(), graph=RingGraph).close()
+    GossipDataParallel(nn.Linear(2, 1), membership=small, algorithm=QGDSGDm(), graph=RingGraph).close()
     large = Membership(dist.HashStore(), min_workers=1, timeout=60)
     with pytest.raises(ValueError, match=r"grow 1\..*; 8 workers are tried since others may come"):
-        GossipDataParallel(nn.Linear(2, 1), membership=large, rule=QGDSGDm(), graph=RingGraph)
+        GossipDataParallel(nn.Linear(2, 1), membership=large, algorithm=QGDSGDm(), graph=RingGraph)
     large.close()

@@ -18,23 +18,26 @@ from gossip_modules import (
     GraphManager,
     MetropolisHastingsMixing,
     NetworkXGraph,
+    PushPull,
     RelaySGD,
     RingGraph,
     Schedule,
+    connect,
 )
-from gossip_modules.methods.one_thread import GossiperRule
-from gossip_modules.relay.relay_sgd import trees_of
+from gossip_modules.algorithms.relay_sgd import trees_of
+from gossip_modules.rounds.rounds import rounds_of as mixer_of
+from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve
-from tests.harness.ranks import run_ranks, solo_group
+from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
 
 A, B = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))
 
 
-def rounds_of(graph: GraphManager) -> GossiperRule:
+def rounds_of(graph: GraphManager) -> Stacked:
     """Rounds of all ranks in one thread."""
-    return GossiperRule(RelaySGD, MetropolisHastingsMixing(graph))
+    return Stacked(RelaySGD(), MetropolisHastingsMixing(graph))
 
 
 def distances(tree: Any, n: int) -> list[dict[int, int]]:
@@ -67,14 +70,14 @@ def test_each_rank_has_the_mean_of_models_as_old_as_their_way_is_long(graph: Gra
     sent: list[Tensor] = []
     for t in range(8):
         x = x - 0.1 * torch.randn(n, 8, generator=generator, dtype=torch.float64)  # the optimizer's step
-        sent.append(x)
-        x = x + rounds.difference(x, t)
+        sent.append(x.clone())
+        rounds.step(x, t)
         width = 8 // len(trees)
         for k, tree in enumerate(trees):
             part = slice(k * width, (k + 1) * width)
             torch.testing.assert_close(x[:, part], relayed([s[:, part] for s in sent], distances(tree, n)))
-    num_bytes = sum(transport.num_bytes_sent for transport in rounds.transports)
-    assert num_bytes == 8 * 2 * (n - 1) * (8 * 8 + 8 * len(trees))  # models and counts over each link both ways
+    num_bytes = 8 * 2 * (n - 1) * (8 * 8 + 8 * len(trees))  # models and counts over each link both ways
+    assert n * rounds.sent_bytes == pytest.approx(num_bytes)
 
 
 @pytest.mark.parametrize("graph", [ChainGraph(5), DoubleBinaryTreeGraph(5)], ids=str)
@@ -83,7 +86,7 @@ def test_ranks_with_different_data_reach_the_optimum(graph: GraphManager) -> Non
     x = torch.full((5, 2), START, dtype=torch.float64)
     for t in range(320):
         x = x - LEARNING_RATE * A[:, None] * (x - B[:, None])
-        x = x + rounds.difference(x, t)
+        rounds.step(x, t)
     torch.testing.assert_close(x, torch.full_like(x, 0.8), rtol=0, atol=1e-8)
 
 
@@ -94,7 +97,7 @@ def test_training_is_the_law() -> None:
         x = x - LEARNING_RATE * A * (x - B) if step else x  # a round comes before the first step
         sent.append(x)
         x = relayed(sent, hops)
-    found = solve(lambda: {"gossiper": RelaySGD(), "graph": ChainGraph})
+    found = solve(lambda: {"algorithm": RelaySGD(), "graph": ChainGraph})
     torch.testing.assert_close(found, x, rtol=0, atol=1e-12)
 
 
@@ -120,12 +123,12 @@ def test_two_trees_are_shallow_and_an_inner_rank_of_one_is_a_leaf_of_the_other(n
 def test_a_checkpoint_or_a_copy_goes_on_to_the_bit() -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank, model, other = group.rank(), net(), net(5)
-        wrapper = GossipDataParallel(model, process_group=group, gossiper=RelaySGD)
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=RelaySGD())
         optimizer = sgd(model)
         for step in range(3):
             train_step(wrapper, optimizer, rank, step)
         saved, rates = copy.deepcopy(wrapper.state_dict()), copy.deepcopy(optimizer.state_dict())
-        resumed = GossipDataParallel(other, process_group=group, gossiper=RelaySGD())
+        resumed = GossipDataParallel(other, process_group=group, algorithm=RelaySGD())
         loss_of(resumed, rank, 0)
         resumed.load_state_dict(saved)
         again = sgd(other)
@@ -140,22 +143,26 @@ def test_a_checkpoint_or_a_copy_goes_on_to_the_bit() -> None:
 
 
 def test_sums_of_a_narrow_model_are_float32_and_other_tensors_start_anew() -> None:
-    rounds = rounds_of(ChainGraph(2))
-    gossiper = rounds.gossipers[0]
-    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
-    mean = (x + rounds.difference(x, 0)).float()
-    torch.testing.assert_close(mean, x.float().mean(0).expand(2, 6), rtol=0, atol=0.03)
-    state = copy.deepcopy(gossiper.state_dict())
-    assert {peer: message.numel() for peer, message in state["received"].items()} == {1: 6 * 4 + 8}
-    with pytest.warns(UserWarning, match=r"RelaySGD\(\): other tensors, or tensors of other dtypes, are trained than"):
-        rounds.difference(torch.randn(2, 4), 1)
-    gossiper.load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"RelaySGD\(\): got messages of \[32\] bytes, expected \[24\]; load a checkpoint"
-    ):
-        rounds.difference(torch.randn(2, 4), 2)
-    with pytest.raises(ValueError, match=r"got the state of RelaySGD on nothing, expected that of RelaySGD on ChainGr"):
-        gossiper.load_state_dict({**state, "graph": "nothing"})
+    def body(group: dist.ProcessGroup) -> None:
+        mixer = mixer_of(RelaySGD(), PushPull())
+        mixer.bind(MetropolisHastingsMixing(ChainGraph(2)), connect(group, module_device=CPU, timeout=TIMEOUT))
+        both = torch.randn(2, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
+        x = mixer.mix(both[group.rank()].clone(), 0)
+        torch.testing.assert_close(x.float(), both.float().mean(0), rtol=0, atol=0.03)
+        state = copy.deepcopy(mixer.state_dict())
+        received = state["memory"]["links"][1 - group.rank()]["received"]
+        assert [(field.dtype, field.numel()) for field in received] == [(torch.float32, 6), (torch.float64, 1)]
+        with pytest.warns(UserWarning, match=r"RelaySGD\(\): other tensors are trained than before; .* starts anew"):
+            mixer.mix(torch.randn(4), 1)
+        mixer.load_state_dict(state)
+        with pytest.raises(
+            ValueError, match=r"got the state of a link with .*\(6,\).*, expected .*\(4,\).*; load a checkpoint"
+        ):
+            mixer.mix(torch.randn(4), 2)
+        with pytest.raises(ValueError, match=r"RelaySGD\(\): got the state of links to \[5\], expected \[\d\]"):
+            mixer.load_state_dict({**state, "links": [5]})
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize(
@@ -176,4 +183,4 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
             RelaySGD().check(MetropolisHastingsMixing(options["graph"]))
         return
     with pytest.raises(ValueError, match=message):
-        GossipDataParallel(mlp(), process_group=solo_group(), gossiper=RelaySGD(), **options)
+        GossipDataParallel(mlp(), process_group=solo_group(), algorithm=RelaySGD(), **options)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import ClassVar
 
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
-from .carried import Carried
-from .rule import UpdateRule
-from .sgd_momentum import SGDStep
+from ..rounds.algorithm import Algorithm
+from ..rounds.memory import Memory
+from ..rounds.requests import Mix, Round
+from ..rounds.vectors import Vectors
 
 
 @dataclass(frozen=True)
-class DecentLaM(UpdateRule):
+class DecentLaM(Algorithm):
     """DecentLaM: the gradient of momentum SGD is gt = (x - W (x - eta g)) / eta, the move of plain D-PSGD.
 
     A step on rank i with the learning rate eta and the momentum b of the user's `torch.optim.SGD`:
@@ -43,33 +42,30 @@ class DecentLaM(UpdateRule):
             learning rate for all parameters.
 
     Example:
-        >>> model = GossipDataParallel(model, rule=DecentLaM())
+        >>> model = GossipDataParallel(model, algorithm=DecentLaM())
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     """
 
-    vectors = ("last", "momentum")
-    needs_sgd = True
-    takes_nesterov = False
-    needs_gradients = True
-    needs_static_graph = True
+    needs_current: ClassVar[bool] = True
+    needs_sgd: ClassVar[bool] = True
+    takes_nesterov: ClassVar[bool] = False
+    needs_gradients: ClassVar[bool] = True
+    needs_static_graph: ClassVar[bool] = True
 
     def default_mixing(self, world_size: int) -> MixingManager:
-        """See `UpdateRule`."""
+        """See `Algorithm`."""
         return MetropolisHastingsMixing(undirected_ring(world_size))
 
-    def round(self, v: Carried, mix: Callable[[], None], step: SGDStep | None) -> None:
-        """See `UpdateRule`."""
-        if step is None:
-            for h, sent in v.each():
-                sent.copy_(h)
-            mix()
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        last, momentum = m.vector("last", start="x", average="reset"), m.momentum
+        sent = m.scratch()
+        if v.step is None:
+            yield Mix(sent.set_(v.x))
         else:
-            b, eta = step.momentum, step.lr
-            for h, sent, m in v.each("momentum"):
-                torch.add(h, m, alpha=eta * b, out=sent)  # x - eta g
-            mix()
-            for _, mixed, last, m in v.each("last", "momentum"):
-                m.mul_(b).add_(last, alpha=1 / eta).sub_(mixed, alpha=1 / eta)
-                torch.sub(last, m, alpha=eta, out=mixed)
-        for _, x, last in v.each("last"):
-            last.copy_(x)
+            b, eta = v.step.momentum, v.step.lr
+            yield Mix(sent.sum_(v.x, momentum, alpha=eta * b))  # x - eta g
+            momentum.mul_(b).add_(last, alpha=1 / eta).sub_(sent, alpha=1 / eta)  # b m + gt
+            sent.sum_(last, momentum, alpha=-eta)
+        last.set_(sent)
+        v.x.set_(sent)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import ClassVar
 
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
-from .carried import Carried
-from .rule import UpdateRule
-from .sgd_momentum import SGDStep
+from ..rounds.algorithm import Algorithm
+from ..rounds.memory import Memory
+from ..rounds.requests import Mix, Round
+from ..rounds.vectors import Vectors
 
 
 @dataclass(frozen=True)
-class GradientTracking(UpdateRule):
+class GradientTracking(Algorithm):
     """Gradient tracking: x <- W (x - y), where y follows the mean over ranks of the steps u: y <- W (y + u - u').
 
     In a round on rank i, where u_i is the step that its optimizer has taken, and u'_i the one before:
@@ -42,33 +41,30 @@ class GradientTracking(UpdateRule):
         ValueError: (when the model is wrapped) weights that are not doubly stochastic.
 
     Example:
-        >>> model = GossipDataParallel(model, rule=GradientTracking())
+        >>> model = GossipDataParallel(model, algorithm=GradientTracking())
     """
 
-    vectors = ("last", "z")  # x after the last round; y - u
-    scales_with_rate = ("z",)
-    keeps_sums = True  # that of the y is that of the u
+    needs_current: ClassVar[bool] = True
+    is_skippable: ClassVar[bool] = False  # the sum of the y over ranks is that of the u
+    mixes_several: ClassVar[bool] = True
+    follows_rate: ClassVar[bool] = True
 
     def default_mixing(self, world_size: int) -> MixingManager:
-        """See `UpdateRule`."""
+        """See `Algorithm`."""
         return MetropolisHastingsMixing(undirected_ring(world_size))
 
-    def round(self, v: Carried, mix: Callable[[], None], step: SGDStep | None) -> None:
-        """See `UpdateRule`."""
-        if v.num_rounds == 0:  # no optimizer has stepped
-            for h, sent, last in v.each("last"):
-                sent.copy_(h)
-                last.copy_(h)
-            mix()
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        last = m.vector("last", start="x", average="reset", generation="reset")  # x after the last round
+        z = m.vector("z", average="reset", generation="reset", in_units_of_rate=True)  # y - u
+        sent = m.scratch()
+        if m.num_rounds == 0:  # no optimizer has stepped
+            yield Mix(sent.set_(v.x))
         else:
-            for h, y, last, z in v.each("last", "z"):
-                torch.add(z, last, out=y).sub_(h)  # y' - u' + u
-            if v.num_rounds > 1:
-                mix()
-            for h, y, last, z in v.each("last", "z"):
-                torch.sub(last, y, out=last)  # x - y, which is sent
-                torch.sub(h, last, out=z)  # y - u
-                y.copy_(last)
-            mix()
-        for _, x, last in v.each("last"):
-            last.copy_(x)
+            y = m.scratch("y").sum_(z, last).sub_(v.x)  # y' - u' + u
+            if m.num_rounds > 1:
+                yield Mix(y)
+            yield Mix(sent.sum_(last, y, alpha=-1))
+            z.sum_(y, last, alpha=-1).add_(v.x)  # y - u
+        last.set_(sent)
+        v.x.set_(sent)

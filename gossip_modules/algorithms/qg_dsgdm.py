@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
+from typing import ClassVar
 
 from torch import Tensor
 
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
-from .carried import Carried
-from .rule import UpdateRule
-from .sgd_momentum import SGDStep
+from ..rounds.algorithm import Algorithm
+from ..rounds.memory import Memory
+from ..rounds.requests import Mix, Round
+from ..rounds.vectors import SGDStep, Vectors
 
 _USUAL_MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
-class QGDSGDm(UpdateRule):
+class QGDSGDm(Algorithm):
     """QG-DSGDm: momentum SGD whose momentum buffer is an average of how far the models of all ranks have moved.
 
     A step of `torch.optim.SGD(momentum=b)` with learning rate eta on rank i, whose momentum is mh_i, zero at first:
@@ -54,14 +55,14 @@ class QGDSGDm(UpdateRule):
             `torch.optim.SGD` with momentum, without dampening, with one learning rate for all parameters.
 
     Example:
-        >>> model = GossipDataParallel(model, rule=QGDSGDm())
+        >>> model = GossipDataParallel(model, algorithm=QGDSGDm())
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     """
 
-    vectors = ("last", "momentum")
-    needs_sgd = True
-
     mu: float | None = None
+
+    needs_current: ClassVar[bool] = True
+    needs_sgd: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.mu is None:
@@ -72,12 +73,12 @@ class QGDSGDm(UpdateRule):
             )
 
     def check(self, mixing: MixingManager) -> None:
-        """See `UpdateRule`; b is known with the first step only, and taken as 0.9 here."""
+        """See `Algorithm`; b is known with the first step only, and taken as 0.9 here."""
         super().check(mixing)
         self._check_growth(mixing, _USUAL_MOMENTUM, "the usual momentum")
 
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
-        """See `UpdateRule`; by the law of a step without nesterov, with which differences grow more than with it."""
+        """See `Algorithm`; by the law of a step without nesterov, with which differences grow more than with it."""
         self._check_growth(mixing, step.momentum, "a momentum")
 
     def _check_growth(self, mixing: MixingManager, b: float, name: str) -> None:
@@ -91,15 +92,13 @@ class QGDSGDm(UpdateRule):
 
         check_growth("QGDSGDm", {"mu": mu, name: b}, mixing, law, step="round", remedy="a larger mu")
 
-    def round(self, v: Carried, mix: Callable[[], None], step: SGDStep | None) -> None:
-        """See `UpdateRule`."""
-        for h, sent in v.each():
-            sent.copy_(h)
-        mix()
-        if step is not None:
-            mu = step.momentum if self.mu is None else self.mu
-            for _, x, last, mh in v.each("last", "momentum"):
-                last.sub_(x)  # x - x'
-                mh.mul_(mu).add_(last, alpha=(1 - mu) / step.lr)
-        for _, x, last in v.each("last"):
-            last.copy_(x)
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        last, mh = m.vector("last", start="x", average="reset"), m.momentum
+        sent = m.scratch().set_(v.x)
+        yield Mix(sent)  # x'
+        if v.step is not None:
+            mu = v.step.momentum if self.mu is None else self.mu
+            mh.mul_(mu).add_(last.sub_(sent), alpha=(1 - mu) / v.step.lr)
+        last.set_(sent)
+        v.x.set_(sent)

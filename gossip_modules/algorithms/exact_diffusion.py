@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import ClassVar
 
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
-from .carried import Carried
-from .rule import UpdateRule
-from .sgd_momentum import SGDStep
+from ..rounds.algorithm import Algorithm
+from ..rounds.memory import Memory
+from ..rounds.requests import Mix, Round
+from ..rounds.vectors import Vectors
 
 
 @dataclass(frozen=True)
-class ExactDiffusion(UpdateRule):
+class ExactDiffusion(Algorithm):
     """Exact diffusion: each rank adapts, corrects what its adaptation repeats, and combines.
 
     In a round on rank i, where psi_i = x_i - u_i is what its optimizer has left:
@@ -36,23 +35,23 @@ class ExactDiffusion(UpdateRule):
         ValueError: (when the model is wrapped) weights that are not symmetric, or that change.
 
     Example:
-        >>> model = GossipDataParallel(model, rule=ExactDiffusion())
+        >>> model = GossipDataParallel(model, algorithm=ExactDiffusion())
     """
 
-    vectors = ("c",)  # x - psi'
-    scales_with_rate = ("c",)
-    needs_static_graph = True
-    keeps_sums = True  # that of the c is zero
+    needs_current: ClassVar[bool] = True
+    is_skippable: ClassVar[bool] = False  # the sum of the c over ranks is zero
+    needs_static_graph: ClassVar[bool] = True
+    follows_rate: ClassVar[bool] = True
 
     def default_mixing(self, world_size: int) -> MixingManager:
-        """See `UpdateRule`."""
+        """See `Algorithm`."""
         return MetropolisHastingsMixing(undirected_ring(world_size))
 
-    def round(self, v: Carried, mix: Callable[[], None], step: SGDStep | None) -> None:
-        """See `UpdateRule`."""
-        for psi, phi, c in v.each("c"):
-            torch.add(psi, c, out=phi)
-        mix()
-        for psi, x, c in v.each("c"):
-            x.add_(psi).add_(c).div_(2)
-            torch.sub(x, psi, out=c)
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        c = m.vector("c", average="reset", generation="reset", in_units_of_rate=True)  # x - psi'
+        sent = m.scratch().sum_(v.x, c)  # phi
+        yield Mix(sent)
+        sent.add_(v.x).add_(c).div_(2)  # (phi + W phi) / 2
+        c.sum_(sent, v.x, alpha=-1)
+        v.x.set_(sent)

@@ -14,21 +14,22 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
-    Carried,
+    Algorithm,
     ExactDiffusion,
-    FlatVector,
     GossipDataParallel,
     GradientTracking,
+    Memory,
     MetropolisHastingsMixing,
     RingGraph,
-    UpdateRule,
 )
+from gossip_modules.rounds.rates import RateUnits
+from gossip_modules.rounds.vector import Vector
 from tests.harness.problems import loss_of, mlp, train_step
 from tests.harness.quadratics import CURVATURES, MINIMA, START
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 
-RULES: list[UpdateRule] = [D2(), ExactDiffusion(), GradientTracking()]
+RULES: list[Algorithm] = [D2(), ExactDiffusion(), GradientTracking()]
 A, B = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))
 LR = 0.1
 N = 5
@@ -62,7 +63,7 @@ def restarts(k: int) -> float:
     return LR * (1 + math.cos(math.pi * (k % 100) / 100)) / 2
 
 
-def oracle(rule: UpdateRule, rate: Rate, num_steps: int, *, momentum: float = 0.0) -> Tensor:
+def oracle(rule: Algorithm, rate: Rate, num_steps: int, *, momentum: float = 0.0) -> Tensor:
     """x float64 [n] of all ranks after each step and round, [num_steps, n], from the lines of the papers.
 
     What is carried is kept in units of the gradient, so that no rate is in it: c = eta d.
@@ -84,7 +85,7 @@ def oracle(rule: UpdateRule, rate: Rate, num_steps: int, *, momentum: float = 0.
     return torch.stack(history)
 
 
-def train(rule: UpdateRule, rate: Rate, num_steps: int, *, momentum: float = 0.0, curvatures: Tensor = A) -> Tensor:
+def train(rule: Algorithm, rate: Rate, num_steps: int, *, momentum: float = 0.0, curvatures: Tensor = A) -> Tensor:
     """The same by the wrapper and torch.optim.SGD, on ranks that are threads."""
 
     def body(group: dist.ProcessGroup) -> Tensor:
@@ -92,7 +93,7 @@ def train(rule: UpdateRule, rate: Rate, num_steps: int, *, momentum: float = 0.0
         module = nn.Module()
         module.x = x
         module.forward = lambda: curvatures[rank] / 2 * (x - B[rank]).square().sum()
-        model = GossipDataParallel(module, process_group=group, rule=rule, graph=RING)
+        model = GossipDataParallel(module, process_group=group, algorithm=rule, graph=RING)
         optimizer = torch.optim.SGD([x], lr=1.0, momentum=momentum)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         history = []
@@ -116,7 +117,7 @@ RATES = [(drop, 1e-12), (warm_up, 1e-12), (cosine, 1e-12), (restarts, 1e-10)]
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(("rate", "bound"), RATES)
-def test_every_rank_follows_the_law_at_rates_that_change(rule: UpdateRule, rate: Rate, bound: float) -> None:
+def test_every_rank_follows_the_law_at_rates_that_change(rule: Algorithm, rate: Rate, bound: float) -> None:
     starts: dict[Rate, int] = {drop: 240, warm_up: 0, cosine: 280, restarts: 90}
     first = starts[rate]
 
@@ -130,7 +131,7 @@ def test_every_rank_follows_the_law_at_rates_that_change(rule: UpdateRule, rate:
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(("rate", "bound"), RATES)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_law_keeps_the_optimum(rule: UpdateRule, rate: Rate, bound: float, momentum: float) -> None:
+def test_the_law_keeps_the_optimum(rule: Algorithm, rate: Rate, bound: float, momentum: float) -> None:
     """Where it has been reached; the rates of momentum are smaller, for the same step."""
 
     def scaled(k: int) -> float:
@@ -141,7 +142,7 @@ def test_the_law_keeps_the_optimum(rule: UpdateRule, rate: Rate, bound: float, m
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_drop_by_ten_keeps_the_optimum(rule: UpdateRule) -> None:
+def test_a_drop_by_ten_keeps_the_optimum(rule: Algorithm) -> None:
     def rate(k: int) -> float:
         return 0.4 if k < 120 else 0.04
 
@@ -149,77 +150,75 @@ def test_a_drop_by_ten_keeps_the_optimum(rule: UpdateRule) -> None:
     assert distance[118:].max() < 1e-12
 
 
-# What is carried, part by part.
+# What is kept, part by part.
 
 
-def carried(values: dict[str, float]) -> tuple[Carried, FlatVector]:
-    """A vector "c" of twos, over parameters of three elements each, in units of the rates that are given."""
+def kept(values: dict[str, float]) -> tuple[Memory, Callable[[Any], list[float]]]:
+    """A memory with a vector "c" of twos, over parameters of three elements each, in units of the rates that are given;
+    and a function that begins a round with other rates, and gives the first element of each."""
     module = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in values})
-    vector = GossipDataParallel(module, process_group=solo_group())._buffer.vector
-    c = Carried(vector, ("c",), scaled=("c",))
-    c.take(vector, values)
-    c.vector("c")[0].fill_(2.0)
-    return c, vector
+    x = Vector.of(GossipDataParallel(module, process_group=solo_group())._buffer.vector)
+    memory = Memory()
+    memory.fit(x)
+    memory.scale(values)
+    c = memory.vector("c", in_units_of_rate=True)
+    c.parts[0].fill_(2.0)
 
+    def parts(rates: Any) -> list[float]:
+        memory.scale(rates)
+        return [float(part[0]) for part in c.parts[0].split(3)]
 
-def parts(c: Carried) -> list[float]:
-    return [float(part[0]) for part in c.vector("c")[0].split(3)]
+    return memory, parts
 
 
 def test_each_parameter_is_scaled_by_its_own_rate() -> None:
-    c, x = carried({"a": 0.1, "b": 0.2})
-    c.take(x, {"a": 0.1, "b": 0.1})
-    assert parts(c) == [2.0, 1.0]
-    c.take(x, 0.4)
-    assert parts(c) == pytest.approx([8.0, 4.0])
-    c.take(x, None)  # nobody knows the rates
-    c.take(x, {"b": 0.8})  # nor that of the first parameter
-    assert parts(c) == pytest.approx([8.0, 8.0])
-    assert c.state_dict()["rates"] == {"a": 0.4, "b": 0.8}
+    memory, parts = kept({"a": 0.1, "b": 0.2})
+    assert parts({"a": 0.1, "b": 0.1}) == [2.0, 1.0]
+    assert parts(0.4) == pytest.approx([8.0, 4.0])
+    assert parts(None) == pytest.approx([8.0, 4.0])  # nobody knows the rates
+    assert parts({"b": 0.8}) == pytest.approx([8.0, 8.0])  # nor that of the first parameter
+    assert memory.state_dict()["rates"] == {"a": 0.4, "b": 0.8}
 
 
-def test_a_rate_of_zero_leaves_what_is_carried_for_later() -> None:
-    c, x = carried({"a": 0.1, "b": 0.1})
+def test_a_rate_of_zero_leaves_what_is_kept_for_later() -> None:
+    memory, parts = kept({"a": 0.1, "b": 0.1})
+    (c,) = memory.vector("c").parts
     for _ in range(2):
-        c.take(x, {"a": 0.0, "b": 0.2})
-        assert parts(c) == [0.0, 4.0], "the round uses nothing"
-        c.vector("c")[0].fill_(4.0)  # by the round
-        c.write_to(x)
-        assert parts(c) == [2.0, 4.0]
-    c.take(x, {"a": 0.0, "b": 0.2})
-    assert c.state_dict()["rates"] == {"a": 0.1, "b": 0.2}, "a round that ends with an error loses nothing"
-    assert parts(c) == [2.0, 4.0]
-    c.take(x, 0.2)
-    assert parts(c) == [4.0, 4.0]
+        assert parts({"a": 0.0, "b": 0.2}) == [0.0, 4.0], "the round uses nothing"
+        c.fill_(4.0)  # by the round
+        memory.end_round()
+        assert [float(part[0]) for part in c.split(3)] == [2.0, 4.0]
+    parts({"a": 0.0, "b": 0.2})
+    assert memory.state_dict()["rates"] == {"a": 0.1, "b": 0.2}, "a round that ends with an error loses nothing"
+    assert [float(part[0]) for part in c.split(3)] == [2.0, 4.0]
+    assert parts(0.2) == [4.0, 4.0]
 
 
 def test_a_vector_of_a_rate_that_is_rounding_starts_from_zero() -> None:
-    c, x = carried({"a": 1e-8, "b": 1e-4})
-    c.take(x, 0.1)
-    assert parts(c) == [0.0, 2000.0]
+    assert kept({"a": 1e-8, "b": 1e-4})[1](0.1) == [0.0, 2000.0]
 
 
 def test_a_state_of_an_older_version_has_no_rates() -> None:
-    c, x = carried({"a": 0.1, "b": 0.2})
-    state = c.state_dict()
+    memory, parts = kept({"a": 0.1, "b": 0.2})
+    state = memory.state_dict()
     del state["rates"]
-    c.load_state_dict(state)
-    c.take(x, 0.4)
-    assert parts(c) == [2.0, 2.0]
-    c.take(x, 0.8)
-    assert parts(c) == [4.0, 4.0]
+    memory.load_state_dict(state)
+    c = memory.vector("c", in_units_of_rate=True)
+    for rate, expected in ((0.4, 2.0), (0.8, 4.0)):
+        memory.scale(rate)
+        assert float(c.parts[0][0]) == expected
 
 
 # The rates of steps.
 
 
 def rates_of(wrapper: GossipDataParallel) -> Any:
-    return wrapper.get_extra_state()["engine"]["step_rates"]
+    return wrapper.get_extra_state()["engine"]["gossiper"]["optimizer"]["step_rates"]
 
 
 def test_rates_are_those_of_the_steps_since_the_last_round() -> None:
     model = mlp()
-    wrapper = GossipDataParallel(model, process_group=solo_group(), rule=D2(), rounds="manual")
+    wrapper = GossipDataParallel(model, process_group=solo_group(), algorithm=D2(), rounds="manual")
     wrapper.gossip_step()
     lr = torch.tensor(0.25)  # changed in place by schedulers
     groups = [{"params": model[0].parameters(), "lr": lr}, {"params": model[2].parameters()}]  # type: ignore[index]
@@ -235,7 +234,7 @@ def test_rates_are_those_of_the_steps_since_the_last_round() -> None:
     assert rates_of(wrapper)["rates"] == 0.5, "a scheduler that has set the next rate"
     wrapper.gossip_step()
     assert rates_of(wrapper) == {"rates": 0.125, "num_steps": 0}, "what a step that is left out would have had"
-    assert wrapper.get_extra_state()["engine"]["carried"]["rates"] == 0.5
+    assert wrapper.get_extra_state()["engine"]["gossiper"]["memory"]["rates"] == 0.5
     wrapper.close()
 
 
@@ -254,7 +253,10 @@ class Signs(torch.optim.Optimizer):
 
 def test_an_optimizer_without_a_rate_scales_nothing() -> None:
     model = mlp()
-    wrapper, optimizer = GossipDataParallel(model, process_group=solo_group(), rule=D2()), Signs(model.parameters())
+    wrapper, optimizer = (
+        GossipDataParallel(model, process_group=solo_group(), algorithm=D2()),
+        Signs(model.parameters()),
+    )
     for step in range(2):
         train_step(wrapper, optimizer, 0, step)
     assert rates_of(wrapper) == {"rates": None, "num_steps": 1}
@@ -263,7 +265,7 @@ def test_an_optimizer_without_a_rate_scales_nothing() -> None:
 
 def test_an_optimizer_that_takes_the_place_of_another_one_counts() -> None:
     model = mlp()
-    wrapper = GossipDataParallel(model, process_group=solo_group(), rule=D2())
+    wrapper = GossipDataParallel(model, process_group=solo_group(), algorithm=D2())
     optimizers = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.5, 0.25, 0.125)]
     for optimizer in (optimizers[0], optimizers[2], optimizers[1]):
         train_step(wrapper, optimizer, 0, 0)
@@ -272,12 +274,12 @@ def test_an_optimizer_that_takes_the_place_of_another_one_counts() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_the_sum_over_ranks_stays_where_one_rank_leaves_out_steps(rule: UpdateRule) -> None:
+def test_the_sum_over_ranks_stays_where_one_rank_leaves_out_steps(rule: Algorithm) -> None:
     """As a GradScaler does, also before the first step, and where the rate changes."""
 
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         model = mlp(3).double()
-        wrapper = GossipDataParallel(model, process_group=group, rule=rule)
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=rule)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
         for step in range(6):
@@ -292,8 +294,8 @@ def test_the_sum_over_ranks_stays_where_one_rank_leaves_out_steps(rule: UpdateRu
             scheduler.step()
         optimizer.zero_grad()
         loss_of(wrapper, group.rank(), 6)
-        name = rule.scales_with_rate[0]
-        (vector,) = wrapper.get_extra_state()["engine"]["carried"]["vectors"][name]
+        name = "z" if isinstance(rule, GradientTracking) else "c"
+        (vector,) = wrapper.get_extra_state()["engine"]["gossiper"]["memory"]["vectors"][name]
         wrapper.close()
         return vector, flatten(model)
 
@@ -304,13 +306,13 @@ def test_the_sum_over_ranks_stays_where_one_rank_leaves_out_steps(rule: UpdateRu
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("is_before_round", [True, False])
-def test_a_checkpoint_around_a_change_goes_on_to_the_bit(rule: UpdateRule, is_before_round: bool) -> None:
+def test_a_checkpoint_around_a_change_goes_on_to_the_bit(rule: Algorithm, is_before_round: bool) -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank = group.rank()
         model, other = mlp(3), mlp(4)
 
         def start(module: nn.Module) -> tuple[GossipDataParallel, torch.optim.Optimizer, Any]:
-            wrapper = GossipDataParallel(module, process_group=group, rule=rule)
+            wrapper = GossipDataParallel(module, process_group=group, algorithm=rule)
             groups = [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.2}]  # type: ignore[index]
             optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
             return wrapper, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
@@ -341,11 +343,11 @@ def test_constant_rates_scale_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("scaled")
 
     model = mlp()
-    wrapper = GossipDataParallel(model, process_group=solo_group(), rule=D2())
+    wrapper = GossipDataParallel(model, process_group=solo_group(), algorithm=D2())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         train_step(wrapper, optimizer, 0, step)
-    monkeypatch.setattr(Carried, "_scale_to", refuse)
+    monkeypatch.setattr(RateUnits, "_scale", refuse)
     for step in range(3):
         train_step(wrapper, optimizer, 0, step)
     optimizer.param_groups[0]["lr"] = 0.05

@@ -11,21 +11,28 @@ import torch.distributed as dist
 
 from gossip_modules import (
     BaseGraph,
-    Carried,
     EquiDynGraph,
     EquiStaticGraph,
-    FlatVector,
     GossipDataParallel,
     GraphManager,
     MatrixMixing,
+    MixingManager,
     QGDSGDm,
     RingGraph,
+    SGDStep,
 )
 from gossip_modules.graph_manager import default_graph
 from gossip_modules.mixing_manager import default_mixing
-from gossip_modules.update_rules.sgd_momentum import SGDStep
+from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp, train_step
 from tests.harness.ranks import run_ranks
+
+
+class Unchecked(QGDSGDm):
+    """QG-DSGDm that takes any weights."""
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Algorithm`."""
 
 
 @pytest.mark.parametrize(("b", "mu"), [(0.9, None), (0.4, None), (0.99, 0.0), (0.5, 0.9)])
@@ -65,20 +72,11 @@ def test_a_graph_is_refused_where_rounds_of_the_rule_itself_grow(mu: float | Non
     mixing, rule = default_mixing(graph, push_sum=False), QGDSGDm(mu)
     x = torch.randn(graph.world_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x -= x.mean()
-    vector, norms = FlatVector.over(x), []
-    carried = Carried(vector, rule.vectors)
-    sent = carried.sent.segments[0]
-
-    def mix(t: int) -> None:
-        sent.copy_(mixing.matrix(t) @ sent)
-
+    driver, norms = Stacked(Unchecked(mu), mixing), []
     for t in range(600):
-        if t:
-            x -= 0.9 * carried.vector("momentum")[0]
-        carried.take(vector)
-        rule.round(carried, partial(mix, t), SGDStep(1.0, 0.9) if t else None)
-        carried.num_rounds += 1
-        carried.write_to(vector)
+        if driver.momentum is not None:
+            x -= 0.9 * driver.momentum[:, 0]
+        driver.step(x[:, None], t, sgd=SGDStep(1.0, 0.9) if t else None)
         norms.append(float((x - x.mean()).norm()))
     if norms[-1] < 0.1:
         rule.check(mixing)
@@ -101,7 +99,7 @@ def test_the_first_step_shows_a_momentum_with_which_differences_grow() -> None:
 
     def body(group: dist.ProcessGroup, momentum: float) -> None:
         model = mlp()
-        wrapper = GossipDataParallel(model, process_group=group, rule=QGDSGDm(), graph=RingGraph(6))
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=QGDSGDm(), graph=RingGraph(6))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
         train_step(wrapper, optimizer, group.rank(), 0)
         if momentum == 0.6:

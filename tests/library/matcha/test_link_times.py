@@ -8,9 +8,9 @@ import networkx as nx
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.gossiper.link_times import measure_link_times
 from gossip_modules.graph_manager.edge_coloring import decompose, graph_edges
 from gossip_modules.matcha.graph import MatchaGraph
+from gossip_modules.matcha.link_times import measure_link_times
 from gossip_modules.transport.process_group import ProcessGroupTransport
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 

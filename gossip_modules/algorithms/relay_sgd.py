@@ -1,0 +1,159 @@
+"""RelaySGD: sums of models are relayed through a tree, so that every rank averages those of all, some of them late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..graph_manager.base import GraphManager
+from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
+from ..mixing_manager.base import MixingManager
+from ..rounds.algorithm import Algorithm
+from ..rounds.memory import Memory
+from ..rounds.requests import Exchange, Round
+from ..rounds.vector import wide
+from ..rounds.vectors import Vectors
+
+
+@dataclass(frozen=True)
+class RelaySGD(Algorithm):
+    """RelaySGD: each message is the sum of all models on its sender's side of the link, a step late for each hop.
+
+    A round on rank i of n with the neighbours j in a tree; messages m and counts c are zero at first:
+
+        m_ij = x_i + sum of the m_ki of the round before over the neighbours k but j
+        c_ij = 1   + sum of the c_ki of the round before over the neighbours k but j
+        send m_ij and c_ij to each j, receive m_ji and c_ji
+        x_i  = ((n - sum_j c_ji) x_i + sum_j m_ji) / n
+
+    After as many rounds as the tree is deep every rank has the mean of one model of each rank, not weights that fade
+    with the distance: x_i = 1/n sum_j x_j, where x_j is as many rounds old as there are hops from j, less one. Where
+    the models stand still they are equal and the mean of all steps is zero: with a constant learning rate and exact
+    gradients that is the optimum of the mean of all losses, however the data of the ranks differ, with any optimizer
+    whose steps are linear in the gradients.
+
+    The weights W of the mixing are used for buffers only, such as BatchNorm statistics; of parameters its graph counts.
+    On a `DoubleBinaryTreeGraph`, the default, the first half of the parameters of each dtype is relayed through one
+    tree and the second half through the other, so that all ranks send about twice the model per round. `ChainGraph` and
+    any tree of networkx carry whole models. Sums are of float32 at least. A rank keeps a message to and from each
+    neighbour. After a round that failed the messages are no longer usable: resume all ranks from a checkpoint, or start
+    without one.
+
+    Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
+    Data", NeurIPS 2021, arXiv 2110.04175, Algorithm 1.
+
+    Raises:
+        ValueError: (when the model is wrapped) the graph is no tree, or is to be used with overlap, exact averages or a
+            membership.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=RelaySGD())
+    """
+
+    needs_current: ClassVar[bool] = True
+    keeps_models: ClassVar[bool] = True
+    is_skippable: ClassVar[bool] = False
+    is_elastic: ClassVar[bool] = False
+    keeps_links: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = False
+    checks_messages: ClassVar[bool] = False
+    needs_symmetric_weights: ClassVar[bool] = True
+
+    def default_graph(self, world_size: int) -> GraphManager:
+        """See `Algorithm`."""
+        return DoubleBinaryTreeGraph(world_size)
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Algorithm`."""
+        trees_of(mixing.graph)
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        n, relay = v.num_ranks, m.cached("relay", lambda: Relay(v))
+        received = {j: m.link(j, lambda j=j: relay.zeros(j))["received"] for j in v.peers}  # type: ignore[misc]
+        messages = {j: v.message(relay.sizes(j), key=j) for j in v.peers}
+        for tree, neighbours in enumerate(relay.neighbours):
+            for j in neighbours:
+                others = [relay.of(received[k], k, tree) for k in neighbours if k != j]
+                for m_ij, x, *m_ki in zip(
+                    relay.of(messages[j].fields, j, tree), relay.shares(v, tree), *others, strict=True
+                ):
+                    m_ij.copy_(x)  # the last one is the count, c_ij <- 1
+                    for message in m_ki:
+                        m_ij.add_(message)
+        replies = yield Exchange(messages)
+        for tree, neighbours in enumerate(relay.neighbours):
+            m_ji = [relay.of(replies[j].fields, j, tree) for j in neighbours]
+            own = n - sum(fields[-1][0] for fields in m_ji)
+            for index, x in enumerate(relay.shares(v, tree)[:-1]):
+                total = x.to(wide(x.dtype)).mul_(own)  # x itself where it is wide
+                for fields in m_ji:
+                    total.add_(fields[index])
+                x.copy_(total.div_(n))
+        for j, reply in replies.items():
+            m.link(j, dict)["received"] = list(reply.fields)  # whose memory stays until the next message of j
+
+
+class Relay:
+    """What goes through each tree: a share of each part of the model, and a count.
+
+    Args:
+        v: says where in which graph the rank is, and of what parts its model consists.
+
+    Attributes:
+        neighbours: of this rank in each tree.
+    """
+
+    def __init__(self, v: Vectors) -> None:
+        trees = trees_of(v.mixing.graph)
+        self.neighbours = [
+            sorted({j for link in tree for j in link if v.rank in link and j != v.rank}) for tree in trees
+        ]
+        self._one = torch.ones(1, dtype=torch.float64, device=v.x.device)
+        self._sizes = [[(wide(x.dtype), x.numel()) for x in self.shares(v, tree)] for tree in range(len(trees))]
+
+    def shares(self, v: Vectors, tree: int) -> list[Tensor]:
+        """The elements of each part that go through this tree, which share memory; and the count of one model."""
+        num_trees = len(self.neighbours)
+        parts = [x[x.numel() * tree // num_trees : x.numel() * (tree + 1) // num_trees] for x in v.x.parts]
+        return [*parts, self._one]
+
+    def sizes(self, peer: int) -> list[tuple[torch.dtype, int]]:
+        """The fields of a message to this peer: of each tree in which it is a neighbour."""
+        return [size for tree in self._trees(peer) for size in self._sizes[tree]]
+
+    def zeros(self, peer: int) -> dict[str, Any]:
+        """What a link keeps before its first message."""
+        return {"received": [torch.zeros(n, dtype=dtype, device=self._one.device) for dtype, n in self.sizes(peer)]}
+
+    def of(self, fields: Sequence[Tensor], peer: int, tree: int) -> Sequence[Tensor]:
+        """The fields of a message that belong to this tree; the last one is the count, float64 [1]."""
+        size = len(self._sizes[tree])
+        first = self._trees(peer).index(tree) * size
+        return fields[first : first + size]
+
+    def _trees(self, peer: int) -> list[int]:
+        return [tree for tree, neighbours in enumerate(self.neighbours) if peer in neighbours]
+
+
+def trees_of(graph: GraphManager) -> Sequence[Sequence[tuple[int, int]]]:
+    """The links of the trees that models are relayed through: those of a `DoubleBinaryTreeGraph`, or the graph itself.
+
+    Raises:
+        ValueError: the graph is no tree, is directed or changes.
+    """
+    if isinstance(graph, DoubleBinaryTreeGraph):
+        return graph.trees
+    n = graph.world_size
+    links = {(min(i, j), max(i, j)) for i in range(n) for j in graph.phone_book(i)}
+    if graph.is_dynamic or not graph.is_symmetric or len(links) != n - 1:
+        raise ValueError(
+            f"RelaySGD: got {graph}, expected a tree that never changes, with all neighbours in every round: in a "
+            "graph with cycles a model would be added twice; take DoubleBinaryTreeGraph, ChainGraph or "
+            "NetworkXGraph(networkx.minimum_spanning_tree(links))"
+        )
+    return (sorted(links),)

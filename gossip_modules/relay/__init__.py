@@ -1,1 +1,0 @@
-"""Gossip that relays sums of models through trees."""
