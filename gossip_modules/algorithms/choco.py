@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from ..compression.compressor import Compressor
+from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Round, Share
@@ -27,6 +28,10 @@ class Choco(Algorithm):
 
     is_skippable: ClassVar[bool] = False
     needs_static_graph: ClassVar[bool] = True
+
+    def step_size_on(self, mixing: MixingManager) -> float:
+        """See `Algorithm`."""
+        return self.step_size
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

@@ -10,7 +10,6 @@ from ..rounds.outer_optimizer import step
 from ..rounds.requests import Average, Gather, Round
 from ..rounds.vectors import Vectors
 from .diloco import DiLoCo
-from .error_feedback import mean_of
 
 
 @dataclass(frozen=True)
@@ -76,5 +75,7 @@ class EagerDiLoCo(DiLoCo):
         if message is None:
             yield Average(sent)
         else:
-            mean_of((yield Gather(message)), sent)
+            received = yield Gather(message)
+            received.add_to(sent.zero_())
+            sent.div_(v.num_ranks)
         late.add_(sent)

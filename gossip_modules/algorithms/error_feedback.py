@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..compression.compressor import Compressor
 from ..rounds.memory import Memory
 from ..rounds.requests import Gather, Round
 from ..rounds.vector import Vector
 from ..rounds.vectors import Vectors
-
-if TYPE_CHECKING:
-    from ..rounds.message import Message
 
 
 def compressed_average(v: Vectors, m: Memory, x: Vector, code: Compressor, decay: float) -> Round:
@@ -23,15 +18,8 @@ def compressed_average(v: Vectors, m: Memory, x: Vector, code: Compressor, decay
     """
     error = m.vector("error", join="zero")  # what the messages of this rank have left out so far
     q = v.encode(code, x.add_(error, alpha=decay))
-    messages: list[Message] = yield Gather(q)
+    received = yield Gather(q)
     error.set_(x)
     q.add_to(error, alpha=-1.0)
-    mean_of(messages, x)
-
-
-def mean_of(messages: list[Message], x: Vector) -> None:
-    """x <- the mean of the messages of all ranks."""
-    x.zero_()
-    for message in messages:
-        message.add_to(x)
-    x.div_(len(messages))
+    received.add_to(x.zero_())
+    x.div_(v.num_ranks)

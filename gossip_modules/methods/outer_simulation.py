@@ -23,8 +23,8 @@ from ..simulate.clocks import Clock, GatherClock, SyncClock
 from ..simulate.codes import coded_message
 from ..simulate.gossip import ClockedMethod, SimulatedMethod
 from ..simulate.setting import Setting
-from .options import MethodOptions
 from .simulated import options_of, undirected
+from .simulated_options import MethodOptions
 
 MakeOuter: TypeAlias = Callable[[MethodOptions, int], OuterMethod]
 """Makes an outer method, given options and a seed."""
@@ -59,7 +59,7 @@ class OuterSimulation(ClockedMethod):
             mixing = None if self.mixing is None else self.mixing.mixing
             for first, last in itertools.pairwise(stops):
                 piece = Stacked(self.outer, mixing, self.num_ranks)
-                piece._begin(x[:, first:last], 0)
+                piece._begin(x[:, first:last])
                 self._pieces.append((slice(first, last), piece))
         self._arrive(x, step)
         starting = self.outer.starting_at(step)
@@ -77,7 +77,7 @@ class OuterSimulation(ClockedMethod):
         self._count_bytes([round_])
         columns, piece = self._pieces[p]
         piece.t = self.outer.number_of(p, step)
-        v = piece._vectors(Vector([x[:, columns]]))
+        v = piece._vectors(Vector([x[:, columns]]), None)
         generator = self.outer.round(v, piece.memory, step)
         reply = piece._answer(next(generator), v)
         self._due.append((step + self.outer.delay, p, generator, v, reply))

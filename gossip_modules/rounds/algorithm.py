@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
+from ..registry import Paper
 from .memory import Memory
 from .requests import Round
 
@@ -34,6 +35,9 @@ class Algorithm(ABC):
     is one, is the last request.
 
     Attributes:
+        short_name: the name that `algorithm=` and `--recipe` take, a word in lower case.
+        title, summary, paper: for help and documentation: the name in tables, a sentence about what it does, and the
+            publication.
         is_plain: whether a round is `yield Mix(v.x)` and nothing else, which drivers do without a generator.
         needs_current: whether a round must be about the model of the last step, so that it cannot overlap training.
         mixes_several: whether a round asks for more than one `Mix`, which must all be by W(t) then: not by the rounds
@@ -66,6 +70,10 @@ class Algorithm(ABC):
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
     """
 
+    short_name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    paper: ClassVar[Paper | None] = None
     is_plain: ClassVar[bool] = False
     needs_current: ClassVar[bool] = False
     mixes_several: ClassVar[bool] = False
@@ -129,6 +137,10 @@ class Algorithm(ABC):
     def default_mixing(self, world_size: int) -> MixingManager | None:
         """The weights where the user names neither graph nor weights; None: those of the graph."""
         return None
+
+    def step_size_on(self, mixing: MixingManager) -> float:
+        """The consensus step size gamma of this algorithm, whose rounds mix by about I + gamma (W - I)."""
+        return 1.0
 
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError where the algorithm is wrong with these weights."""

@@ -18,11 +18,12 @@ from ..gossiper.message import MessageBuffer
 from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
+from ..mixing_manager.relaxed import RelaxedMixing
 from ..transport.agreement import broadcast_state
 from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, Over
 from .memory import Memory
-from .message import Message
+from .message import Message, Received
 from .messages import MessageRounds
 from .optimizer_watch import OptimizerWatch
 from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share
@@ -123,8 +124,8 @@ class Rounds(Mixer):
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
-        self.algorithm.check(mixing)
         self.mixer.check(mixing)
+        self.algorithm.check(self._relaxed(mixing))
         own, inner = self.algorithm, self.mixer
         if own.averages_exactly and own.mixes and inner.keeps_models:
             raise ValueError(
@@ -138,6 +139,11 @@ class Rounds(Mixer):
                 "(NoLoCo: and pull <= 1), take GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). An "
                 "algorithm of your own that leaves nothing out says so by is_whole = True"
             )
+
+    def _relaxed(self, mixing: MixingManager) -> MixingManager:
+        """About what answers to `Mix` are made by."""
+        step_size = self.mixer.algorithm.step_size_on(mixing) if isinstance(self.mixer, Rounds) else 1.0
+        return mixing if step_size == 1.0 else RelaxedMixing(mixing, step_size)
 
     @property
     def is_weighted(self) -> bool:
@@ -203,7 +209,7 @@ class Rounds(Mixer):
         """See `Mixer`; without a copy of s, but where the algorithm keeps models, which are never mixed late."""
         if self.algorithm.keeps_models:
             return super().difference(s)
-        snapshot = Snapshot(s)
+        snapshot = Snapshot(s.parameters, s)
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
         self._alpha = None
@@ -271,7 +277,7 @@ class Rounds(Mixer):
         step = None if self.watch is None else self.watch.step
         if step is not None and not self._has_checked_step:
             if not is_elastic(self.transport):
-                self.algorithm.check_step(self.mixing, step)
+                self.algorithm.check_step(self._relaxed(self.mixing), step)
             self._has_checked_step = True
         if not self._has_begun:
             self.algorithm.begin(self._vectors(Vector.of(x)), self.memory)
@@ -356,7 +362,8 @@ class Rounds(Mixer):
         self._open(vector)
         if self._request is not None and isinstance(self._request, Mix | Average) and self._request.x is vector:
             assert self._v is not None
-            self._v.x = Snapshot(x.clone())
+            copy = x.clone()
+            self._v.x = Snapshot(copy.parameters, copy)
             self._request = replace(self._request, x=self._v.x)
         replies: list[Any] = []
 
@@ -514,7 +521,7 @@ class Rounds(Mixer):
         for own, b in zip(self._buffers, flat.buffers, strict=True):
             own.copy_(b)
 
-    def _gather(self, message: Message, v: Vectors) -> list[Message] | type[RoundLost]:
+    def _gather(self, message: Message, v: Vectors) -> Received | type[RoundLost]:
         """See `Gather`. The buffers of the model travel along, and become their mean over all ranks."""
         num_others = len(message.buffer.fields) - len(message.fields)
         for field, mine in zip(message.buffer.fields[:num_others], self._buffers, strict=True):
@@ -540,7 +547,7 @@ class Rounds(Mixer):
             own.copy_(total.div_(n))
         self._own_buffer_weight *= 1 / n
         self._set_weight(v)
-        return received
+        return Received([(1.0, theirs) for theirs in received])
 
     # State.
 

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from ..compression.compressor import Cast, Code, Compressor, decompressed_rows
 from ..flat.layout import align
-from ..flat.vector import FlatVector
-from ..gossiper.message import MessageBuffer
-from ..mixing_manager.base import MixingManager, MixingWeights
+from ..mixing_manager.base import MixingManager
 from ..schedule import Action
 from .algorithm import Algorithm, Over
+from .in_step import InStep
 from .memory import Memory
 from .message import Message, Received
-from .requests import Average, Exchange, Gather, Mix, Request, Share
+from .requests import Average, Gather, Mix, Request, Share
 from .rows import Rows, StackedMixing, column
-from .vector import Vector
+from .vector import Snapshot, Vector
 from .vectors import SGDStep, Vectors
 
 HEADER_BYTES = 8
 """What is sent ahead of a message, see `Header`."""
 Answered: TypeAlias = Rows | None
 """What a request was answered with: the rows of W(t), or None for an average over all ranks."""
+
+
+class _Flight(NamedTuple):
+    """A round that has asked for something, and the answer."""
+
+    generator: Generator[Request, Any, None]
+    v: Vectors
+    reply: Any
 
 
 class Stacked:
@@ -36,7 +44,9 @@ class Stacked:
     messages of these peers. So the round of an algorithm is one generator over tensors [n, d]. An algorithm that cannot
     work so (`takes_rows`) runs as n generators in step, one for each row.
 
-    [Note: overlap] With overlap a round changes a copy s of the models, and s' - s is added at the next step.
+    With overlap a round reads the models of one step, and what it changes is added at the next step. The fragments of a
+    `Periodic` algorithm are equal runs of columns, each with a memory of its own; a round with a delay ends so many
+    steps after it has begun.
 
     Args:
         algorithm: what a round does.
@@ -46,9 +56,10 @@ class Stacked:
         wire_dtype: torch.bfloat16 or torch.float16 rounds models and other vectors that are mixed, see
             [Note: narrow wire] of `PushPull`; None: they are sent as they are.
         shape: of the one tensor that a model is, for algorithms that see matrices; None: a vector.
+        is_fragment: whether the rows are those of a fragment.
 
     Raises:
-        ValueError: the algorithm is wrong with these weights; or it must not overlap.
+        ValueError: the algorithm is wrong with these weights; it must not overlap; or its fragments are named.
 
     Attributes:
         weights: push-sum weights, float64 [n, 1]; None: all are one.
@@ -73,16 +84,14 @@ class Stacked:
         overlap: bool = False,
         wire_dtype: torch.dtype | None = None,
         shape: tuple[int, ...] | None = None,
+        is_fragment: bool = False,
     ) -> None:
         own = algorithm.outer if isinstance(algorithm, Over) else algorithm
         self.algorithm: Algorithm = own
-        self.inner: Stacked | None = None
-        if isinstance(algorithm, Over):
-            self.inner = Stacked(algorithm.inner, mixing, num_ranks, wire_dtype=wire_dtype, shape=shape)
         if mixing is not None:
             own.check(mixing)
         if overlap and (own.needs_current or own.keeps_models):
-            raise ValueError(f"got overlap=True with {algorithm}, expected overlap=False")
+            raise ValueError(f"got overlap=True with {algorithm}, expected overlap=False: it needs the present models")
         self.mixing = None if mixing is None else StackedMixing(mixing)
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
         self.overlap, self.shape = overlap, shape
@@ -91,10 +100,16 @@ class Stacked:
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_weighted else None
         self.t, self.sent_bytes = 0, 0.0
         self.memory = Memory()
+        self._in_step = None if own.takes_rows else InStep(self)
+        self._answered: list[Answered] = []
         self._has_begun = False
         self._late: tuple[Tensor, Tensor | None] | None = None
-        self._in_step: InStep | None = None if own.takes_rows else InStep(self)
-        self._answered: list[Answered] = []
+        self._flights: list[tuple[int, int]] = []  # the steps at which rounds of fragments are due, and the fragments
+        self._flight: _Flight | None = None
+
+        others: dict[str, Any] = {"wire_dtype": wire_dtype, "shape": shape}
+        self.inner = Stacked(algorithm.inner, mixing, num_ranks, **others) if isinstance(algorithm, Over) else None
+        self.fragments: list[Stacked] = []
 
     @torch.no_grad()
     def step(self, x: Tensor, k: int, action: Action = Action.GOSSIP, *, sgd: SGDStep | None = None) -> list[Answered]:
@@ -110,18 +125,26 @@ class Stacked:
             What the requests of this step were answered with, in their order; empty where ranks say nothing.
         """
         self._answered = []
-        self._begin(x, k)
+        if not self._has_begun:
+            self._begin(x)
+        if self.fragments:
+            self._step_fragments(x, k, sgd)
+            return self._answered
         self._arrive(x)
         if action is Action.SKIP or (action is Action.GOSSIP and not self.algorithm.is_due(k)):
             return []
-        if not self.overlap:
-            self._change(x, k, action, sgd)
-            return self._answered
-        s, weights = x.clone(), None if self.weights is None else self.weights.clone()
-        self._change(s, k, action, sgd)
-        if self.weights is not None and weights is not None:
-            weights, self.weights = self.weights - weights, weights
-        self._late = s.sub_(x), weights
+        weights = self.weights
+        models = Snapshot([x.clone()]) if self.overlap else Vector([x])
+        if action is Action.AVERAGE:
+            self.average(models, is_model=True)
+            for memory in self.memories:
+                memory.forget_models(is_asked=False)
+        else:
+            self.run(models, k, sgd)
+        self.t += 1
+        if isinstance(models, Snapshot):
+            change = None if self.weights is None or weights is None else self.weights - weights
+            self._late, self.weights = (models.parts[0], change), weights
         return self._answered
 
     def estimates(self, x: Tensor) -> Tensor:
@@ -142,13 +165,14 @@ class Stacked:
 
     # A step.
 
-    def _begin(self, x: Tensor, k: int) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            if self._in_step is not None:
-                self._in_step.begin(x)
-            else:
-                self.algorithm.begin(self._vectors(Vector([x])), self.memory)
+    def _begin(self, x: Tensor) -> None:
+        self._has_begun = True
+        for fragment, part in zip(self.fragments, self._columns(x), strict=True):
+            fragment._begin(part)
+        if self._in_step is not None:
+            self._in_step.begin(x)
+        elif not self.fragments:
+            self.algorithm.begin(self._vectors(Vector([x]), None), self.memory)
 
     def _arrive(self, x: Tensor) -> None:
         """Add what the round that was under way has changed."""
@@ -156,32 +180,55 @@ class Stacked:
         if late is not None:
             x += late[0]
             if self.weights is not None and late[1] is not None:
-                self.weights += late[1]
+                self.weights = self.weights + late[1]
 
-    def _change(self, x: Tensor, k: int, action: Action, sgd: SGDStep | None) -> None:
-        if action is Action.AVERAGE:
-            self._average(x, is_model=True)
-            for memory in self.memories:
-                memory.forget_models(is_asked=False)
-        else:
-            self.run(Vector([x]), k, sgd)
-        self.t += 1
+    def _step_fragments(self, x: Tensor, k: int, sgd: SGDStep | None) -> None:
+        algorithm, columns = cast(Any, self.algorithm), self._columns(x)
+        while self._flights and self._flights[0][0] <= k:
+            _, p = self._flights.pop(0)
+            self.fragments[p].land(Vector([columns[p]]))
+        for p in algorithm.starting_at(k):
+            fragment = self.fragments[p]
+            fragment.t, fragment._answered, before = algorithm.number_of(p, k), self._answered, fragment.sent_bytes
+            fragment.launch(Vector([columns[p]]), k, sgd)
+            self.sent_bytes += fragment.sent_bytes - before
+            if algorithm.delay:
+                self._flights.append((k + algorithm.delay, p))
+            else:
+                fragment.land(Vector([columns[p]]))
+
+    def _columns(self, x: Tensor) -> list[Tensor]:
+        """The equal runs of columns that are the fragments; views."""
+        stops = [x.shape[1] * p // max(len(self.fragments), 1) for p in range(len(self.fragments) + 1)]
+        return [x[:, first:last] for first, last in itertools.pairwise(stops)]
 
     # A round.
 
     def run(self, x: Vector, k: int, sgd: SGDStep | None = None) -> None:
-        """One round of all ranks. x: the models, [n, d], mutated."""
+        """One round of all ranks. x: the models, [n, d], mutated; a `Snapshot` becomes the correction."""
         if self.algorithm.is_plain:
             self.mix(x, is_model=True)
-            return
-        if self._in_step is not None:
-            self._in_step.run(x, k)
-            return
-        v = self._vectors(x)
+        elif self._in_step is not None:
+            self._in_step.run(x, k, sgd)
+        else:
+            self.launch(x, k, sgd)
+            self.land(x)
+        if isinstance(x, Snapshot):
+            x.begin_adding()  # where the round has written nothing, the correction is zero
+
+    def launch(self, x: Vector, k: int, sgd: SGDStep | None) -> None:
+        """Begin a round, and answer its first request."""
+        v = self._vectors(x, sgd)
         if self.algorithm.follows_rate:
             self.memory.scale(None if sgd is None else sgd.lr)
-        v.step = sgd if self.algorithm.needs_sgd and self.memory.num_rounds else None
-        generator, reply = self.algorithm.round(v, self.memory, k), None
+        generator = self.algorithm.round(v, self.memory, k)
+        self._flight = _Flight(generator, v, self._answer(next(generator), v))
+
+    def land(self, x: Vector) -> None:
+        """End the round that was begun. x: the models as they are now."""
+        assert self._flight is not None, "launch() comes first"
+        (generator, v, reply), self._flight = self._flight, None
+        v.x = x
         while True:
             try:
                 request = generator.send(reply)
@@ -190,25 +237,27 @@ class Stacked:
             reply = self._answer(request, v)
         self.memory.end_round()
 
-    def _vectors(self, x: Vector) -> Vectors:
+    def _vectors(self, x: Vector, sgd: SGDStep | None) -> Vectors:
         self.memory.fit(x, who=self.algorithm)
-        return Vectors(x, StackedMail(), t=self.t, rank=-1, num_ranks=self.num_ranks)
+        step = sgd if self.algorithm.needs_sgd and self.memory.num_rounds else None
+        rate = None if sgd is None else sgd.lr
+        mail = StackedMail(self.mixing)
+        return Vectors(x, mail, t=self.t, rank=-1, num_ranks=self.num_ranks, step=step, inner_rate=rate)
 
     def _answer(self, request: Request, v: Vectors) -> Any:
         if isinstance(request, Mix):
             self.mix(request.x, is_model=request.x is v.x)
-        elif isinstance(request, Average):
-            for part in request.x.parts:
-                self._average(part, is_model=request.x is v.x)
-        elif isinstance(request, Share):
-            message = cast(StackedMessage, request.message)
+            return None
+        if isinstance(request, Average):
+            self.average(request.x, is_model=request.x is v.x)
+            return None
+        assert isinstance(request, Share | Gather), f"got the request {request!r} of an algorithm that takes rows"
+        message = cast(StackedMessage, request.message)
+        if isinstance(request, Share):
             self.count_message(message.num_bytes)
             return StackedReceived(self.rows, message)
-        else:
-            assert isinstance(request, Gather), f"got the request {request!r} of an algorithm that takes rows"
-            self.count_gather(cast(StackedMessage, request.message).num_bytes)
-            return [cast(StackedMessage, request.message).of(torch.tensor([j])) for j in range(self.num_ranks)]
-        return None
+        self.count_gather(message.num_bytes)
+        return EveryRow(message, self.num_ranks)
 
     @property
     def rows(self) -> Rows:
@@ -219,24 +268,39 @@ class Stacked:
     def mix(self, x: Vector, *, is_model: bool = False) -> None:
         """See `Mix`. is_model: whether push-sum weights are mixed along."""
         if self.inner is not None:
-            self.inner.t, self.inner._answered = self.t, self._answered
-            self.inner.run(x, 0)
-            self.sent_bytes += self.inner.sent_bytes
-            self.inner.sent_bytes = 0.0
+            inner = self.inner
+            inner.t, inner._answered, before = self.t, self._answered, inner.sent_bytes
+            inner.run(x, 0)
+            self.sent_bytes += inner.sent_bytes - before
             return
         rows, num_bytes = self.rows, 8 if self.weights is not None else 0
+        is_snapshot = isinstance(x, Snapshot)
         for part in x.parts:
-            if self._wire is None:
-                part.copy_(rows.mix(part))
-                num_bytes += part[0].nbytes
+            sent = part if self._wire is None else self._wire.decompressed(part)
+            num_bytes += part[0].nbytes if self._wire is None else self._wire.num_bytes(part.shape[1], part.dtype)
+            mixed = rows.mix(sent)
+            if is_snapshot or self._wire is not None:
+                mixed.sub_(sent)
+            if self._wire is not None and not is_snapshot:
+                part.add_(mixed)
             else:
-                sent = self._wire.decompressed(part)
-                part.add_(rows.mix(sent).sub_(sent))
-                num_bytes += self._wire.num_bytes(part[0].numel(), part.dtype)
+                part.copy_(mixed)
+        _mark(x)
         if is_model and self.weights is not None:
             self.weights = rows.mix(self.weights)
         self._answered.append(rows)
         self.sent_bytes += rows.mean_out_degree * num_bytes
+
+    def average(self, x: Vector, *, is_model: bool = False) -> None:
+        """See `Average`. is_model: whether push-sum weights are averaged along."""
+        for part in x.parts:
+            mean = part.mean(0)
+            part.copy_(mean - part if isinstance(x, Snapshot) else mean.expand_as(part))
+            self.sent_bytes += 2 * (self.num_ranks - 1) * part[0].nbytes // self.num_ranks
+        _mark(x)
+        if is_model and self.weights is not None:
+            self.weights = self.weights.mean(0).expand_as(self.weights).clone()
+        self._answered.append(None)
 
     def count_message(self, num_bytes: float) -> None:
         """Each rank has sent a message of so many bytes, on average, to each of its peers."""
@@ -249,38 +313,47 @@ class Stacked:
         self._answered.append(None)
         self.sent_bytes += (self.num_ranks - 1) * num_bytes
 
-    def _average(self, x: Tensor, *, is_model: bool) -> None:
-        self._answered.append(None)
-        self.sent_bytes += 2 * (self.num_ranks - 1) * x[0].nbytes // self.num_ranks
-        x.copy_(x.mean(0).expand_as(x))
-        if is_model and self.weights is not None:
-            self.weights = self.weights.mean(0).expand_as(self.weights).clone()
+
+def _mark(x: Vector) -> None:
+    if isinstance(x, Snapshot):
+        x.is_correction = True
 
 
 class StackedMail:
-    """Makes messages of all ranks; see `Mail`."""
+    """Makes messages of all ranks; see `Mail`.
+
+    Args:
+        mixing: W(t), if there is a graph.
+    """
+
+    def __init__(self, mixing: StackedMixing | None) -> None:
+        self._mixing = mixing
+
+    @property
+    def mixing(self) -> MixingManager:
+        """See `Mail`."""
+        assert self._mixing is not None, "the algorithm asks for weights, but there is no graph"
+        return self._mixing.mixing
 
     def room_for(self, code: Code, x: Vector, *, key: object = "own") -> StackedMessage:
         """See `Mail`."""
         return StackedMessage(code, ())
 
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """See `Mail`."""
+        self._refuse()
+
     @property
     def peers(self) -> Sequence[int]:
         """See `Mail`."""
-        raise AssertionError("an algorithm that looks at the peers of a rank declares takes_rows = False")
-
-    @property
-    def mixing(self) -> MixingManager:
-        """See `Mail`."""
-        raise AssertionError("an algorithm that looks at the weights of a rank declares takes_rows = False")
-
-    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
-        """See `Mail`."""
-        raise AssertionError("an algorithm that fills its messages itself declares takes_rows = False")
+        self._refuse()
 
     def weight_of(self, peer: int) -> float:
         """See `Mail`."""
-        raise AssertionError("an algorithm that looks at the weights of a rank declares takes_rows = False")
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise AssertionError("an algorithm that looks at the peers of a rank declares takes_rows = False")
 
 
 class StackedMessage(Message):
@@ -291,13 +364,13 @@ class StackedMessage(Message):
         values: what they mean.
     """
 
-    def __init__(self, code: Code | None, values: Sequence[Tensor]) -> None:
-        self.code, self.values = code, tuple(values)
+    def __init__(self, code: Code, values: Sequence[Tensor]) -> None:
+        self.code: Code = code
+        self.values = tuple(values)
 
     @property
     def num_bytes(self) -> int:
         """The size of the message of one rank."""
-        assert self.code is not None, "messages of all ranks have a code"
         return sum(align(self.code.message_like(values[0]).numel(), 8) for values in self.values)
 
     def write(self, x: Vector, t: int) -> StackedMessage:
@@ -337,139 +410,31 @@ class StackedReceived(Received):
 
     def add_to(self, x: Vector, alpha: float = 1.0) -> None:
         """See `Received`."""
-        for part, values in zip(x.parts, self._message.values, strict=True):
-            part.add_(self._rows.mix(values).sub_(values), alpha=alpha)
+        with x.adding() as total:
+            for part, values in zip(total.parts, self._message.values, strict=True):
+                part.add_(self._rows.mix(values).sub_(values), alpha=alpha)
 
 
-def _decompressed(code: Code | None, x: Tensor, t: int) -> Tensor:
-    assert code is not None, "messages of all ranks have a code"
-    return code.decompressed(x, t=t) if isinstance(code, Compressor) else decompressed_rows(code, x, t)
-
-
-class InStep:
-    """The rounds of n ranks as n generators in step, each on its row; the driver answers all of them at once.
+class EveryRow(Received):
+    """The messages of all ranks, which every rank has: the reply to `Gather`.
 
     Args:
-        driver: answers.
+        message: of all ranks.
+        num_ranks: how many.
     """
 
-    def __init__(self, driver: Stacked) -> None:
-        self._driver = driver
-        self.memories = [Memory() for _ in range(driver.num_ranks)]
-        mixing = None if driver.mixing is None else driver.mixing.mixing
-        self._mails = [RowMail(mixing) for _ in range(driver.num_ranks)]
+    def __init__(self, message: StackedMessage, num_ranks: int) -> None:
+        self._message, self._num_ranks = message, num_ranks
 
-    def begin(self, x: Tensor) -> None:
-        """See `Algorithm.begin`."""
-        for v, memory in zip(self._vectors(x), self.memories, strict=True):
-            self._driver.algorithm.begin(v, memory)
+    def __iter__(self) -> Iterator[tuple[Any, Message]]:
+        for rank in range(self._num_ranks):
+            yield 1.0, self._message.of(torch.tensor([rank], device="cpu"))
 
-    def run(self, x: Vector, k: int) -> None:
-        """One round of all ranks. x: the models, [n, d], mutated."""
-        driver = self._driver
-        ranks = self._vectors(x.parts[0])
-        generators = [driver.algorithm.round(v, m, k) for v, m in zip(ranks, self.memories, strict=True)]
-        replies: Sequence[Any] = [None] * len(generators)
-        while True:
-            requests = [r for r in map(_next_request, generators, replies) if r is not None]
-            if not requests:
-                break
-            assert len({type(request) for request in requests}) == 1, f"ranks ask for different things: {requests}"
-            assert len(requests) == len(generators), "the rounds of some ranks end before those of others"
-            replies = self._answer(requests)
-        for memory in self.memories:
-            memory.end_round()
-
-    def _vectors(self, x: Tensor) -> list[Vectors]:
-        driver, found = self._driver, []
-        for rank, (row, memory, mail) in enumerate(zip(x, self.memories, self._mails, strict=True)):
-            model = Vector.of(FlatVector.over(row if driver.shape is None else row.view(driver.shape)))
-            memory.fit(model, who=driver.algorithm)
-            mail.weights = None if driver.mixing is None else driver.mixing.mixing.weights(rank, driver.t)
-            found.append(Vectors(model, mail, t=driver.t, rank=rank, num_ranks=driver.num_ranks))
-        return found
-
-    def _answer(self, requests: Sequence[Request]) -> Sequence[Any]:
-        driver, first, n = self._driver, requests[0], len(requests)
-        if isinstance(first, Mix | Average):
-            vectors = [cast(Mix, request).x for request in requests]
-            models = Vector([torch.stack([vector.parts[0] for vector in vectors])])
-            if isinstance(first, Mix):
-                driver.mix(models)
-            else:
-                driver._average(models.parts[0], is_model=False)
-            for vector, row in zip(vectors, models.parts[0], strict=True):
-                vector.parts[0].copy_(row)
-            return [None] * n
-        if isinstance(first, Exchange):
-            messages = [dict(cast(Exchange, request).messages) for request in requests]
-            sizes = [message.buffer.raw.numel() for mine in messages for message in mine.values()]
-            driver.count_message(sum(sizes) / max(len(sizes), 1))
-            return [{j: _copy(messages[j][i], mine[j].code) for j in mine} for i, mine in enumerate(messages)]
-        sent = [cast(Share, request).message for request in requests]
-        num_bytes = sent[0].buffer.raw.numel()
-        (driver.count_gather if isinstance(first, Gather) else driver.count_message)(num_bytes)
-        if isinstance(first, Gather):
-            return [[_copy(message, own.code) for message in sent] for own in sent]
-        return [mail.received(own, sent) for mail, own in zip(self._mails, sent, strict=True)]
+    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
+        """See `Received`."""
+        for part, values in zip(x.parts, self._message.values, strict=True):
+            part.add_(values.sum(0), alpha=alpha)
 
 
-class RowMail:
-    """The messages of one rank of `InStep`; see `Mail`."""
-
-    weights: MixingWeights | None = None
-
-    def __init__(self, mixing: MixingManager | None) -> None:
-        self._mixing = mixing
-        self._room: dict[object, MessageBuffer] = {}
-
-    @property
-    def peers(self) -> Sequence[int]:
-        """See `Mail`."""
-        return tuple(self._weights.inp)
-
-    def weight_of(self, peer: int) -> float:
-        """See `Mail`."""
-        return self._weights.inp[peer]
-
-    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
-        """See `Mail`."""
-        message = self.room_for_fields([(torch.uint8, code.message_like(part).numel()) for part in x.parts], key=key)
-        message.code = code
-        return message
-
-    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
-        """See `Mail`."""
-        room = key, tuple(sizes)
-        if room not in self._room:
-            self._room[room] = MessageBuffer(sizes, torch.device("cpu"))
-        return Message(None, self._room[room])
-
-    def received(self, own: Message, sent: Sequence[Message]) -> Received:
-        """The reply to `Share`."""
-        weights: Mapping[int, float] = self._weights.inp
-        row = [(weight, _copy(sent[j], own.code)) for j, weight in weights.items()]
-        return Received([(self._weights.own - 1, own), *row])
-
-    @property
-    def mixing(self) -> MixingManager:
-        """See `Mail`."""
-        assert self._mixing is not None, "the algorithm asks for weights, but there is no graph"
-        return self._mixing
-
-    @property
-    def _weights(self) -> MixingWeights:
-        assert self.weights is not None, "the algorithm asks for peers, but there is no graph"
-        return self.weights
-
-
-def _next_request(generator: Any, reply: Any) -> Request | None:
-    try:
-        return cast(Request, generator.send(reply))
-    except StopIteration:
-        return None
-
-
-def _copy(message: Message, code: Code | None) -> Message:
-    """A message as it has arrived: its sender may write the next one into the same memory."""
-    return Message(code, MessageBuffer(message.buffer.sizes, message.buffer.raw.clone()))
+def _decompressed(code: Code, x: Tensor, t: int) -> Tensor:
+    return code.decompressed(x, t=t) if isinstance(code, Compressor) else decompressed_rows(code, x, t)

@@ -120,8 +120,8 @@ class Snapshot(Vector):
     any more, and the vector becomes the difference of the two.
     """
 
-    def __init__(self, flat: FlatVector) -> None:
-        super().__init__(flat.parameters, flat)
+    def __init__(self, parts: Sequence[Tensor], flat: FlatVector | None = None) -> None:
+        super().__init__(parts, flat)
         self.is_correction = False
 
     def set_(self, other: Vector) -> Vector:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gossip_modules as gm
-from gossip_modules.methods import METHODS, MethodOptions
-from gossip_modules.methods.compressors import WIRE_DTYPES
+from gossip_modules.methods import METHODS
+from gossip_modules.methods.simulated_options import MethodOptions
+from gossip_modules.methods.wrapping import WIRE_DTYPES
 
 PUBLISHED = MethodOptions(compression_bits=4)
 """What variants do not say themselves: top-k and random-k send 1 % of the entries, QSGD 4 bits of each."""
