@@ -5,13 +5,16 @@ from typing import Any
 
 from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
+from .algorithms.choco import Choco
 from .algorithms.d2 import D2
 from .algorithms.decentlam import DecentLaM
+from .algorithms.deep_squeeze import DeepSqueeze
 from .algorithms.diloco import DiLoCo
 from .algorithms.eager_diloco import EagerDiLoCo
 from .algorithms.exact_diffusion import ExactDiffusion
 from .algorithms.gasloc import GASLoC
 from .algorithms.gradient_tracking import GradientTracking
+from .algorithms.moniqua import Moniqua
 from .algorithms.noloco import NoLoCo
 from .algorithms.outer_method import OuterMethod
 from .algorithms.power_gossip import PowerGossip
@@ -19,6 +22,7 @@ from .algorithms.qg_dsgdm import QGDSGDm
 from .algorithms.relay_sgd import RelaySGD
 from .algorithms.slowmo import SlowMo
 from .algorithms.sparse_loco import SparseLoCo
+from .algorithms.sparta import Sparta
 from .algorithms.streaming_diloco import StreamingDiLoCo
 from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
@@ -35,11 +39,8 @@ from .engine.overlap import OverlapEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
 from .flat.vector import FlatVector
-from .gossiper.choco import Choco
-from .gossiper.deep_squeeze import DeepSqueeze
 from .gossiper.gossiper import Gossiper
 from .gossiper.mixer import GlobalAverage, Mixer
-from .gossiper.moniqua import Moniqua
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager
@@ -89,7 +90,6 @@ from .rounds.memory import Memory
 from .rounds.requests import Mix, Round
 from .rounds.vectors import SGDStep, Vectors
 from .schedule import Schedule
-from .sparta.sparta import Sparta
 from .transport.base import Transport
 from .transport.connect import connect
 from .transport.process_group import ProcessGroupTransport

@@ -150,7 +150,7 @@ class Pieces(Mixer):
 
     def for_membership(self) -> Pieces:
         """See `Gossiper`."""
-        return self
+        return Pieces(self.rounds[0].for_membership())
 
     def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
         """See `Rounds`; also says where the tensors of the model are.
@@ -356,7 +356,7 @@ class Pieces(Mixer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`."""
         states = state.get("fragments", [state])
-        if len(states) != len(self.rounds) and state.get("algorithm") == type(self.algorithm).__name__:
+        if len(states) != len(self.rounds) and state.get("algorithm") == self.rounds[0].name:
             raise ValueError(
                 f"got the state of {len(states)} fragments, expected {len(self.rounds)}; wrap with the fragments= of "
                 "when it was saved, or load the model alone: module.load_state_dict"

@@ -25,6 +25,7 @@ from .algorithm import Algorithm, Over
 from .memory import Memory
 from .message import Message, Received
 from .messages import MessageRounds
+from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
 from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share
 from .vector import Snapshot, Vector
@@ -61,6 +62,8 @@ class Rounds(Mixer):
 
     def __init__(self, algorithm: Algorithm, mixer: Gossiper | Rounds) -> None:
         self.algorithm, self.mixer = algorithm, mixer
+        self.name = type(algorithm).__name__  # in checkpoints
+        self._is_torn = False  # whether a round has ended while it was writing what its messages had said
         self.memory = Memory()
         self.messages = MessageRounds(
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
@@ -103,12 +106,14 @@ class Rounds(Mixer):
                 "anchor has moved before an average comes, which may fail; e.g. StreamingDiLoCo"
             )
         self.messages.bind(mixing, transport)
+        self.memory.weights = repr(mixing)
         self.averager: GlobalAverage = (ElasticAverage if is_elastic(transport) else GlobalAverage)(transport)
         self._is_agreed = self._has_tried = not self._must_agree
 
     def sibling(self) -> Rounds:
         """The rounds of another part of the same model, with a memory of their own, over the same plain gossip."""
         other = Rounds(self.algorithm, self.mixer.sibling() if isinstance(self.mixer, Rounds) else self.mixer)
+        other.name = self.name
         other._join(self.mixing, self.transport)
         return other
 
@@ -117,7 +122,7 @@ class Rounds(Mixer):
         self.mixing, self.transport = mixing, transport
         self.mixer.rebind(mixing, transport)
         self.messages.rebind(mixing, transport)
-        self.averager.transport = transport
+        self.averager.transport, self.memory.weights = transport, repr(mixing)
         self.memory.begin_generation()
         self._has_begun = False
         self._is_agreed = self._has_tried = not self._must_agree
@@ -187,7 +192,9 @@ class Rounds(Mixer):
     @property
     def sources(self) -> Sequence[int]:
         """See `Mixer`."""
-        return range(self.transport.world_size) if self.algorithm.averages_exactly else self.mixer.sources
+        if self.algorithm.averages_exactly:
+            return range(self.transport.world_size)
+        return self.messages.sources or self.mixer.sources
 
     def is_due(self, k: int) -> bool:
         """See `Mixer`."""
@@ -404,6 +411,11 @@ class Rounds(Mixer):
     def _open(self, x: Vector) -> None:
         """Up to the first request."""
         assert x.flat is not None, "rounds mix flat vectors"
+        if self._is_torn:
+            raise RuntimeError(
+                f"{self}: got a round after one that failed, expected none: the states of the ranks may no longer "
+                "agree; start again from a checkpoint on all ranks"
+            )
         self._alpha, self._own_buffer_weight, self.has_failed = None, 1.0, False
         averages = self.algorithm.averages_at(self._k)
         if averages and not self._is_agreed and not isinstance(x, Snapshot):
@@ -423,12 +435,14 @@ class Rounds(Mixer):
     def _go_on(self, reply: Any) -> None:
         """To the next request, or to the end of the round."""
         assert self._generator is not None, "a round is open"
+        # Peers have the same messages: if this rank does not write what they say, they no longer agree.
+        self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
         try:
             if reply is RoundLost:
                 self._generator.throw(RoundLost())
-            self._request = self._generator.send(reply)
+            self._request, self._is_torn = self._generator.send(reply), False
         except StopIteration:
-            self._request = None
+            self._request, self._is_torn = None, False
         except RoundLost:  # training goes on without this round
             self._request, self.has_failed, self._missed = None, True, self._k
         except BaseException:
@@ -587,9 +601,11 @@ class Rounds(Mixer):
             self.watch.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory."""
+        """See `Mixer`; shares memory. Without any memory after a round that ended while it was writing."""
+        if self._is_torn:
+            return {"algorithm": self.name}
         return {
-            "algorithm": type(self.algorithm).__name__,
+            "algorithm": self.name,
             "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
             "memory": self.memory.state_dict(has_links=not is_elastic(self.transport)),
             "messages": self.messages.state_dict(),
@@ -600,11 +616,11 @@ class Rounds(Mixer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`. Under a membership what workers must keep the sum of starts anew: see `Memory`."""
-        name = type(self.algorithm).__name__
-        if state.get("algorithm") != name:
+        state = renewed(state, self.name)
+        if state.get("algorithm") != self.name:
             raise ValueError(
-                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {name}; wrap as "
-                "when it was saved, or load the model alone: module.load_state_dict"
+                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {self.name}; wrap "
+                "as when it was saved, or load the model alone: module.load_state_dict"
             )
         self._load(state)
 
@@ -613,9 +629,11 @@ class Rounds(Mixer):
         self._load({})
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._has_begun = False
+        self._has_begun = self._is_torn = False
         self._stamp, self._missed = state.get("stamps", (0, 0))
         memory = dict(state.get("memory", {}))
+        if self.algorithm.keeps_links and is_elastic(self.transport):
+            memory.pop("vectors", None)
         if memory.get("links"):
             if is_elastic(self.transport):  # whoever loads it may have other peers
                 del memory["links"]
@@ -635,7 +653,7 @@ class Rounds(Mixer):
     def state_for_newcomer(self) -> dict[str, Any]:
         """See `Mixer`."""
         return {
-            "algorithm": type(self.algorithm).__name__,
+            "algorithm": self.name,
             "memory": self.memory.state_dict(joins=True, has_links=False),
             "mixer": self.mixer.state_for_newcomer(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(joins=True),
@@ -652,12 +670,9 @@ class Rounds(Mixer):
 
     def for_membership(self) -> Rounds:
         """See `Gossiper`."""
-        if not self.algorithm.is_elastic:
-            raise ValueError(
-                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
-                "which says so by is_elastic = True; take another one, such as DPSGD()"
-            )
-        return self
+        rounds = Rounds(self.algorithm.for_membership(), self.mixer.for_membership())
+        rounds.name = self.name
+        return rounds
 
     def __getstate__(self) -> dict[str, Any]:
         assert self._generator is None, "flush() before copying: a round is in flight"

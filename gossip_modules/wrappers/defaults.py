@@ -157,7 +157,12 @@ class Choices:
 
     def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: Any) -> None:
         check_flags(push_sum=self.push_sum)
-        gossip = {"graph": self.graph, "mixing": self.mixing, "gossiper": self.gossiper, "wire_dtype": self.wire_dtype}
+        gossip = {
+            "graph": self.graph,
+            "mixing": self.mixing,
+            "gossiper": self.gossiper or (self.algorithm if isinstance(self.algorithm, Over) else None),
+            "wire_dtype": self.wire_dtype,
+        }
         if self.outer is not None:
             raise ValueError(
                 f"got outer={self.outer!r}, expected an algorithm such as DiLoCo(sync_every=30); for another optimizer "
