@@ -125,6 +125,19 @@ class Algorithm(ABC):
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
         """Raise ValueError where it is wrong with these weights and the rates of the first step of SGD."""
 
+    def for_membership(self) -> Algorithm:
+        """The algorithm that runs among the workers of a membership, where peers fail, come and go; itself if it can.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.is_elastic:
+            raise ValueError(
+                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
+                "which says so by is_elastic = True; take another one, such as DPSGD()"
+            )
+        return self
+
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
         return str(self)
@@ -163,13 +176,12 @@ def combined(*parts: object) -> tuple[Algorithm | Over | None, list[object]]:
     found: Algorithm | Over | None = None
     others: list[object] = []
     for part in reversed(parts):
-        made = part() if isinstance(part, type) and issubclass(part, Algorithm) else part
-        if isinstance(made, Over) or (isinstance(made, Algorithm) and found is None):
-            found = made
-        elif isinstance(made, Algorithm):
+        if isinstance(part, Over) or (isinstance(part, Algorithm) and found is None):
+            found = part
+        elif isinstance(part, Algorithm):
             assert found is not None
-            found = made.over(found)
-        others.insert(0, None if isinstance(made, Algorithm | Over) else part)
+            found = part.over(found)
+        others.insert(0, None if isinstance(part, Algorithm | Over) else part)
     return found, others
 
 

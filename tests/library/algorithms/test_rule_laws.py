@@ -295,9 +295,7 @@ def test_compressed_gossip_below_reaches_the_optimum(rule: Algorithm) -> None:
 
 
 def test_d2_refuses_a_step_size_below_that_takes_eigenvalues_under_its_limit() -> None:
-    with pytest.raises(
-        ValueError, match=r"D2: got RelaxedMixing\(.*, step_size=1.2.*of -0.44.*smaller step"
-    ):
+    with pytest.raises(ValueError, match=r"D2: got RelaxedMixing\(.*, step_size=1.2.*of -0.44.*smaller step"):
         solve(lambda: {"algorithm": D2().over(PowerGossip()), "graph": RING})
     found = solve(lambda: {"algorithm": D2().over(PowerGossip(step_size=1.0)), "graph": RING}, num_steps=300)
     assert (found - OPTIMUM).abs().max() < 1e-9
