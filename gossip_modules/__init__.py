@@ -87,7 +87,7 @@ from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
 from .optim.accum_adam import AccumAdam
 from .rounds.algorithm import Algorithm
 from .rounds.memory import Memory
-from .rounds.requests import Mix, Round
+from .rounds.requests import Mix
 from .rounds.vectors import SGDStep, Vectors
 from .schedule import Schedule
 from .transport.base import Transport
@@ -180,7 +180,6 @@ __all__ = [
     "RandomPushGraph",
     "RelaySGD",
     "RingGraph",
-    "Round",
     "SGDStep",
     "Schedule",
     "Selection",
