@@ -30,10 +30,10 @@ from gossip_modules.rounds.message import MessageBuffer
 from gossip_modules.rounds.rounds import rounds_of as mixer_of
 from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.algorithms.contract import vector_of
-from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve
 
 A, B = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))
 
