@@ -34,7 +34,7 @@ def matchings(n: int) -> MatchaGraph:
 
 def power_gossip(module: nn.Module, **options: Any) -> GossipDataParallel:
     """With a gossiper of its own."""
-    return GossipDataParallel(module, gossiper=PowerGossip(), **options)
+    return GossipDataParallel(module, algorithm=PowerGossip(), **options)
 
 
 def choco(module: nn.Module, **options: Any) -> GossipDataParallel:
