@@ -33,7 +33,7 @@ _OTHERS = "what it keeps of tensors that are still trained stays, and new ones s
 
 
 @dataclass
-class _Flight:
+class _TravellingRound:
     """A round that travels: of which fragment, the step at which it is due, and the answer to its first request."""
 
     fragment: int
@@ -70,7 +70,7 @@ class Pieces(Mixer):
         self._buffer: FlatBuffer | None = None  # says where the tensors of the model are in the vector
         self._fragments: list[Fragment] = []
         self._layout: FlatLayout | None = None  # of the vector that they are fragments of
-        self._flights: list[_Flight] = []  # in the order in which they began
+        self._flights: list[_TravellingRound] = []  # in the order in which they began
         self._thread: GossipThread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._k = self._t = 0
@@ -240,7 +240,7 @@ class Pieces(Mixer):
 
         if self._thread is None:
             self._thread = GossipThread(f"gossip-{self.transport.rank}")
-        self._flights.append(_Flight(p, self._k + self.algorithm.delay, self._thread.submit(run)))
+        self._flights.append(_TravellingRound(p, self._k + self.algorithm.delay, self._thread.submit(run)))
 
     def _arrive(self, x: FlatVector) -> None:
         """Wait for the first round that travels, and end it."""
