@@ -345,7 +345,7 @@ def test_a_wrapper_resumed_from_an_older_step_is_named() -> None:
     """Round counters differ as well then, so headers must meet whatever the round."""
 
     def body(group: dist.ProcessGroup) -> None:
-        wrapper = wrap(net(0), group, gossiper=PowerGossip(), init_sync=True)
+        wrapper = wrap(net(0), group, algorithm=PowerGossip(), init_sync=True)
         states = []
         for step in range(4):
             states.append(copy.deepcopy(wrapper.state_dict()))
