@@ -42,7 +42,7 @@ from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.gossip import DeepSqueezeRule, MoniquaRule, Rule
-from tests.library.outer.quadratics import LEARNING_RATE, START, descended, solve
+from tests.harness.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
 from train.consensus_experiment.methods import variants
