@@ -153,16 +153,24 @@ class Memory:
         self._entries.pop(name, None)
         self._loaded.get("vectors", {}).pop(name, None)
 
-    def link(self, peer: int, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def link(
+        self,
+        peer: int,
+        make: Callable[[], dict[str, Any]],
+        *,
+        unpack: Callable[[Tensor], dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
         """What is kept of the link to a peer. Both ends of a link begin again together.
 
         Args:
             peer: at the other end.
             make: what is there at first: numbers, tensors and lists of tensors, by name. Tensors keep their shapes.
+            unpack: makes it of the bytes that a checkpoint of 0.1.0 has.
         """
         if peer not in self._links:
             link = make()
             if (state := self._loaded.get("links", {}).pop(peer, None)) is not None:
+                state = unpack(state) if isinstance(state, Tensor) and unpack is not None else state
                 _check_link(link, state)
                 link = state
             self._links[peer] = link

@@ -91,6 +91,8 @@ def renewed(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The state of the rounds of an algorithm, of this version or of 0.1.0; shares memory. name: of the algorithm."""
     if not state and name in _HAVE_MESSAGES:
         return {"algorithm": name}
+    if "factors" in state or "received" in state:
+        return _links_renewed(state)
     if "sections" not in state:
         return state
     sections, number, policies = state["sections"], state["num_messages"], _POLICIES.get(state["algorithm"], {})
@@ -100,5 +102,27 @@ def renewed(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return {
         "algorithm": state["algorithm"],
         "memory": {"num_rounds": number, "vectors": vectors, "policies": dict(policies), **weights},
+        "messages": {"numbers": numbers, "peers": state["peers"], "digests": state["digests"]},
+    }
+
+
+def _links_renewed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of PowerGossip or RelaySGD of 0.1.0, as rounds have it; shares memory."""
+    name = state["algorithm"]
+    if name == "RelaySGD":
+        links: dict[int, Any] = dict(state["received"])  # bytes, which the algorithm unpacks
+        return {"algorithm": name, "links": sorted(links), "memory": {"num_rounds": 1, "links": links}}
+    numbers = dict(zip(state["links"], state["iterations"], strict=True))
+    links = {
+        peer: {
+            **{side: [factors[side][k] for factors in state["factors"]] for side in ("left", "right")},
+            "iterations": number,
+        }
+        for k, (peer, number) in enumerate(numbers.items())
+    }
+    return {
+        "algorithm": name,
+        "links": list(numbers),
+        "memory": {"num_rounds": max(numbers.values(), default=0), "links": links},
         "messages": {"numbers": numbers, "peers": state["peers"], "digests": state["digests"]},
     }

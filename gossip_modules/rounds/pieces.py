@@ -16,7 +16,6 @@ from ..flat.buffer import FlatBuffer
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..gossiper.gossiper import Gossiper
-from ..gossiper.linked import LinkedGossiper
 from ..gossiper.mixer import Mixer
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
@@ -80,7 +79,7 @@ class Pieces(Mixer):
         plain: Mixer = self.rounds[0]
         while isinstance(plain, Rounds):
             plain = plain.mixer
-        keeps_links = isinstance(plain, LinkedGossiper) or not plain.is_elastic
+        keeps_links = not plain.is_elastic
         if self.algorithm.mixes and self.algorithm.num_fragments > 1 and keeps_links:
             raise ValueError(
                 f"got {plain} with {self.algorithm}, expected fragments=1, or no gossiper: it keeps what it knows of "
