@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Compressor, random_words
-from ..rounds.algorithm import Algorithm
 from ..rounds.rows import Array, Rows, StackedMixing
 from ..rounds.stacked import Stacked
 from ..rounds.vectors import SGDStep
@@ -240,7 +239,7 @@ class LockstepMethod(ClockedMethod):
     ) -> None:
         super().__init__(clock, overlap=driver.overlap)
         self.driver, self.schedule, self.mixing = driver, schedule, driver.mixing
-        self.options = _options_of(driver.algorithm) if options is None else options
+        self.options = options_in(driver.algorithm) if options is None else options
         self._momentum = MOMENTUM if driver.algorithm.needs_sgd else 0.0
         self._last: Tensor | None = None  # what the last round has left, where there is momentum
 
@@ -261,8 +260,8 @@ class LockstepMethod(ClockedMethod):
             self._last = x.clone()
 
 
-def _options_of(algorithm: Algorithm) -> dict[str, float]:
-    """The settings of an algorithm that are options of training, by their names there."""
+def options_in(algorithm: object) -> dict[str, float]:
+    """The settings of an algorithm or a gossiper that are options of training, by their names there."""
     found = {option: getattr(algorithm, name, None) for name, option in _OPTIONS.items()}
     return {option: value for option, value in found.items() if isinstance(value, int | float)}
 
