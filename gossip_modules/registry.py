@@ -1,11 +1,14 @@
 """The table of training methods: what each is called, where it stands, how it wraps a model, how it is simulated.
 
-`gossip_modules.methods` fills it with the methods of this library. The recipes of the training scripts, the rows of
-the simulator, the consensus experiment and the tables of the documentation are made from it.
+`gossip_modules.methods` fills it with the methods of this library. `--algorithm` and `--recipe` of the training
+scripts, the names that `GossipDataParallel(algorithm=...)` takes, the rows of the simulator and the tables of the
+documentation are made from it.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,33 +37,32 @@ class Paper:
 
 @dataclass(frozen=True)
 class Method:
-    """A training method. `register` enters it in METHODS, and with that makes it a recipe and a row of the simulator.
+    """A training method: an algorithm, or a wrapper with arguments. `register` enters it in METHODS.
 
     Args:
-        name: what a user types, a single word in lower case.
-        title: what tables and pictures call it.
-        summary: what it does, in one sentence.
-        algorithm: the class that is the algorithm; `file` is where it stands.
-        example: a line of Python that wraps `model` by it.
-        make: makes the wrapper, given (module, `MethodOptions`, `Context`).
-        simulate: makes the simulated method, given (`simulate.Choice`, `simulate.Setting`); None: the simulator does
-            not know it.
-        paper: where it was published; None: nowhere.
-        graph: the graphs that it works on.
-        options: the names of the fields of `MethodOptions` that it uses; see `methods.used_options` for those that
-            depend on the value of another one.
-        always_overlaps: whether rounds run under the next step whatever the options say.
+        name: the short name, a single word in lower case: `--recipe NAME`.
+        title: the name in tables and pictures.
+        summary: one sentence about what the method does.
+        algorithm: the class of the algorithm; `file` is the file that has it.
+        make: the class of an `Algorithm`; or a function that returns arguments of the wrapper by name. `--algorithm`
+            takes the arguments of `make`.
+        text: the text of Python that `--recipe NAME` stands for: a call of `call`, which is the first name in it.
+        wrap: wraps a model, given (module, `Chosen`, `WrapperOptions`, `Context`).
+        example: a line of Python that wraps `model`.
+        paper: the publication; None: there is none.
+        options: the names of the fields of `WrapperOptions` that the wrapper takes.
         needs_sgd: whether training must be by `torch.optim.SGD` with momentum, as that is part of the method.
+        takes_nesterov: whether that momentum may be Nesterov's.
         pace: who takes the steps of a run. "lockstep": every rank every step. "shared_steps": ranks share them, fast
             ranks take more. "shared_rounds": the wrapper counts rounds, and late ranks skip some.
-        gossiper: makes the gossiper of a method that is one, given (`MethodOptions`, seed); the consensus experiment
-            runs it alone. None: the method is more than a gossiper, or has none.
-        step_sizes: those that are published, by code.
+        needs_fixed_ranks: the reason why the method takes no membership, as a clause; "": it takes one.
+        simulate: makes the simulated method, given (`simulate.Choice`, `simulate.Setting`); None: the simulator does
+            not know it.
         simulated_graph: the name of the graph that the simulator takes where none is named, given (number of ranks,
             peers per round or a schedule of it).
-        codes: the names of the compressors that it takes, its default first.
-        needs_fixed_ranks: why no wrapper of it takes a membership, as a clause. "": `make` hands on that of its
-            context, and the wrapper itself says what it refuses, see `methods.why_fixed_ranks`.
+        gossiper: makes the gossiper that the consensus experiment runs alone; None: there is none.
+        step_sizes: the published ones, by code.
+        codes: the names of the compressors that the method takes, its default first.
         aliases: other names that are accepted.
     """
 
@@ -69,24 +71,40 @@ class Method:
     summary: str
     algorithm: type[Any]
     make: Callable[..., Any]
-    simulate: Callable[..., Any] | None = None
-    paper: Paper | None = None
+    text: str
+    wrap: Callable[..., Any]
     example: str = ""
-    graph: Literal["none", "any", "undirected", "undirected, static", "bipartite", "tree"] = "none"
+    paper: Paper | None = None
     options: frozenset[str] = frozenset()
-    always_overlaps: bool = False
     needs_sgd: bool = False
+    takes_nesterov: bool = True
     pace: Literal["lockstep", "shared_steps", "shared_rounds"] = "lockstep"
+    needs_fixed_ranks: str = ""
+    simulate: Callable[..., Any] | None = None
+    simulated_graph: Callable[[int, int | Mapping[int, int]], str] | None = None
     gossiper: Callable[..., Any] | None = None
     step_sizes: StepSizes = field(default_factory=dict)
-    simulated_graph: Callable[[int, int | Mapping[int, int]], str] | None = None
     codes: tuple[str, ...] = ()
-    needs_fixed_ranks: str = ""
     aliases: tuple[str, ...] = ()
 
     @property
+    def call(self) -> str:
+        """The name by which `--algorithm` calls it: `DiLoCo`."""
+        return self.text.partition("(")[0]
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """The names of the arguments of `make`."""
+        return frozenset(inspect.signature(self.make).parameters)
+
+    @property
+    def period(self) -> str:
+        """The argument that is the number of steps from one average or outer step to the next; "": there is none."""
+        return next((name for name in ("sync_every", "sync_period") if name in self.settings), "")
+
+    @property
     def file(self) -> str:
-        """The file of the algorithm: below the folder that has the library, as gossip_modules/gossiper/choco.py."""
+        """The file of the algorithm: below the folder that has the library, as gossip_modules/algorithms/choco.py."""
         path = Path(str(sys.modules[self.algorithm.__module__].__file__)).resolve()
         root = Path(__file__).resolve().parents[1]
         return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
@@ -117,3 +135,18 @@ def register(method: Method) -> Method:
 def name_of(text: str) -> str:
     """The name of the method that `text` names, which may be an alias; `text` itself where there is no such method."""
     return _ALIASES.get(text, text)
+
+
+def named(text: str) -> Method:
+    """The method of that short name, alias or class: "diloco", "DiLoCo".
+
+    Raises:
+        ValueError: there is none; says which name is near.
+    """
+    by_name = {**_METHODS, **{alias: _METHODS[name] for alias, name in _ALIASES.items()}}
+    by_name |= {method.call.lower(): method for method in _METHODS.values()}
+    if text.lower() not in by_name:
+        near = difflib.get_close_matches(text.lower(), by_name, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else "choose one of them"
+        raise ValueError(f"got algorithm={text!r}, expected an Algorithm or a name of {', '.join(_METHODS)}; {remedy}")
+    return by_name[text.lower()]

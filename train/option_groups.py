@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
-from gossip_modules.methods import METHODS, OPTION_GROUPS, possible_options
+from gossip_modules.methods import METHODS, WRAPPER_OPTIONS
 from train.run_config import RunConfig
 from visualization.command import read_arguments
 
@@ -61,15 +61,15 @@ def read_groups(
 
 def groups_of(config_type: type[RunConfig]) -> dict[str, tuple[str, ...]]:
     """The names of all options by the heading of their group."""
-    groups = {**config_type.GROUPS, **OPTION_GROUPS}
+    groups = {**config_type.GROUPS, "gossip": WRAPPER_OPTIONS}
     known = {name for names in groups.values() for name in names}
     rest = tuple(option.name for option in fields(config_type) if option.name not in known)
-    return {**config_type.GROUPS, **({"task": rest} if rest else {}), **OPTION_GROUPS}
+    return {**config_type.GROUPS, **({"task": rest} if rest else {}), "gossip": WRAPPER_OPTIONS}
 
 
 def users_of(names: Sequence[str]) -> list[str]:
     """The names of the methods that can use one of these options."""
-    return [name for name, method in METHODS.items() if not possible_options(method).isdisjoint(names)]
+    return [name for name, method in METHODS.items() if not method.options.isdisjoint(names)]
 
 
 def help_texts(config_type: type[RunConfig]) -> dict[str, str]:

@@ -7,38 +7,46 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from gossip_modules import MatchaGraph
+from gossip_modules import LossInterpolation
 from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS, TREES
+from gossip_modules.matcha.graph import MatchaGraph
 from gossip_modules.methods import (
-    METHOD_OPTIONS,
     METHODS,
-    MethodOptions,
+    WRAPPER_OPTIONS,
+    Chosen,
+    WrapperOptions,
     name_of,
+    read_algorithm,
+    read_graph,
     unused_options,
-    used_options,
-    why_fixed_ranks,
     without_unused,
 )
-from gossip_modules.methods.compressors import COMPRESSORS, WIRE_DTYPES
 from gossip_modules.methods.graphs import GRAPHS
+from gossip_modules.methods.wrapping import WIRE_DTYPES, schedule_of
 from train.job.world import World
 from train.methods.moments import MomentPeriods
 
 
 @dataclass(frozen=True)
-class RunConfig(MethodOptions, ABC):
+class RunConfig(WrapperOptions, ABC):
     """Method, checkpoints, log, network: what does not depend on the task, whose choices a script adds."""
 
     recipe: str = "sgp"
     """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd,
     diloco, streamingdiloco, eagerdiloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2, exactdiffusion,
     gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is. qgdsgdm and
-    decentlam work where SGD steps the model, as in train.gossip_sgd, and elsewhere with --optimizer sgd."""
+    decentlam work where SGD steps the model, as in train.gossip_sgd, and elsewhere with --optimizer sgd. A recipe is
+    the short name of an --algorithm, with its published settings."""
+    algorithm: str = ""
+    """The method with settings of your own, as the text of Python: "DiLoCo(sync_every=50)", "Choco(TopK(0.01),
+    step_size=0.04)", "GASLoC().over(PowerGossip())". Calls of known names with literals; nothing is evaluated. Empty:
+    what --recipe says. `python -m gossip_modules.methods` lists the names."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
@@ -60,9 +68,9 @@ class RunConfig(MethodOptions, ABC):
     """Gradients of a larger norm are scaled down to this one, in each rank by itself; 0: they stay as they are."""
     first_moment_period: int = 0
     """DES-LOC: optimizer steps from one average of the optimizer's first moments over all ranks to the next, such as
-    three times sync_period. Of sgd that is the momentum. 0: never, each rank keeps its own."""
+    three times sync_every of the algorithm. Of sgd that is the momentum. 0: never, each rank keeps its own."""
     second_moment_period: int = 0
-    """The same for the second moments, which Adam and AdamW have, such as six times sync_period; 0: never."""
+    """The same for the second moments, which Adam and AdamW have, such as six times sync_every; 0: never."""
     amp: Literal["none", "bfloat16", "float16"] = "none"
     """Autocast dtype; float16 scales the loss with a GradScaler."""
     compile: str = "none"
@@ -111,35 +119,24 @@ class RunConfig(MethodOptions, ABC):
         "recipe": METHODS,
         "graph": [*GRAPHS, *PREDEFINED_GRAPHS, *TREES],
         "wire_dtype": WIRE_DTYPES,
-        "compressor": COMPRESSORS,
-        "compression_bits": (2, 4, 8),
-        "outer_bits": (0, 4, 8),
     }
     POSITIVE: ClassVar[tuple[str, ...]] = (
         *("epochs", "accumulation_steps", "gossip_every", "nprocs_per_node", "num_threads", "keep_last"),
-        *("validate_every", "log_every", "timeout_seconds", "theta", "power_rank", "power_iterations"),
-        *("min_workers", "min_deadline"),
+        *("validate_every", "log_every", "timeout_seconds", "min_workers", "min_deadline"),
     )
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
-        *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "step_size", "group_size"),
-        *("sync_period", "divergence_threshold", "clip_norm", "outer_lr", "max_workers", "consensus_target"),
-        *("first_moment_period", "second_moment_period", "outer_gossip_every", "outer_pull"),
+        *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "clip_norm", "max_workers"),
+        *("first_moment_period", "second_moment_period"),
     )
-    ZERO: ClassVar[Mapping[str, str]] = {
-        "step_size": "is the published one",
-        "group_size": "is about the square root of all ranks",
-        "outer_lr": "is the published one",
-        "outer_pull": "is as outer_lr",
-        "max_workers": "takes all",
-    }
+    ZERO: ClassVar[Mapping[str, str]] = {"max_workers": "takes all"}
     """What 0 does with those of them that it does not switch off."""
-    SHARES: ClassVar[tuple[str, ...]] = ("budget", "compression_ratio", "fetch_probability")
+    SHARES: ClassVar[tuple[str, ...]] = ()
     """More than 0, at most 1."""
     BELOW_ONE: ClassVar[tuple[str, ...]] = ("label_smoothing",)
     """0 or more, less than 1."""
     IDENTITY: ClassVar[tuple[str, ...]] = (
-        *("recipe", "accumulation_steps", "seed", "amp", "first_moment_period", "second_moment_period"),
-        *METHOD_OPTIONS,
+        *("recipe", "algorithm", "accumulation_steps", "seed", "amp", "first_moment_period", "second_moment_period"),
+        *WRAPPER_OPTIONS,
     )
     """What a run shares with every checkpoint it can go on from."""
     SETTINGS: ClassVar[tuple[str, ...]] = (
@@ -147,7 +144,7 @@ class RunConfig(MethodOptions, ABC):
     )
     """What may change from there on, but makes it another run."""
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "general": ("recipe", "out_dir", "resume", "overwrite", "seed"),
+        "general": ("recipe", "algorithm", "out_dir", "resume", "overwrite", "seed"),
         "training": ("epochs", "accumulation_steps", "label_smoothing", "clip_norm", "amp", "compile"),
         "average of the optimizer": ("first_moment_period", "second_moment_period"),
         "process": ("backend", "comm_device", "timeout_seconds", "num_threads", "deterministic"),
@@ -165,9 +162,11 @@ class RunConfig(MethodOptions, ABC):
     """Defaults by the name that --preset takes; see train/command_line.py."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recipe", name_of(self.recipe))
+        self._choose_method()
         for name, choices in self.CHOICES.items():
-            if getattr(self, name) not in choices:
+            if name == "graph" and "(" in self.graph:
+                read_graph(self.graph)
+            elif getattr(self, name) not in choices:
                 expected = ", ".join(map(str, choices))
                 near = difflib.get_close_matches(str(getattr(self, name)), map(str, choices), n=1)
                 remedy = f"did you mean {near[0]!r}?" if near else "see --help"
@@ -190,12 +189,6 @@ class RunConfig(MethodOptions, ABC):
                 raise ValueError(f"got {name}=nan, expected a number; see --help")
         if self.seed < 0:
             raise ValueError(f"got seed={self.seed}, expected 0 or more; it seeds numpy's generators too")
-        if not 0 <= self.interpolation_value <= 1:
-            raise ValueError(
-                f"got interpolation_value={self.interpolation_value}, expected 0 <= interpolation_value <= 1; 0 stays, "
-                "1 takes the peer's model"
-            )
-
         if METHODS[self.recipe].needs_sgd and self.optimizer_class != "SGD":
             has_sgd = "sgd" in self.CHOICES.get("optimizer", ())
             remedy = "pass --optimizer sgd" if has_sgd else "take a task that trains by SGD, such as train.gossip_sgd"
@@ -204,16 +197,37 @@ class RunConfig(MethodOptions, ABC):
                 f"this optimizer: the momentum of SGD is part of {METHODS[self.recipe].title}; {remedy}, or take "
                 "--recipe d2 or gradienttracking, which take any"
             )
+        if self.schedule:
+            schedule_of(self)
         self.moment_periods.check(self.recipe, self.optimizer_class, is_elastic=self.elastic, amp=self.amp)
         if self.elastic:
             self._check_elastic()
 
+    def _choose_method(self) -> None:
+        """Check recipe and algorithm; the recipe becomes the name of the method, and "" an algorithm that it is."""
+        recipe = name_of(self.recipe)
+        if self.algorithm:
+            chosen = read_algorithm(self.algorithm)
+            name, text = chosen.method.name, chosen.text
+            if recipe not in (type(self).recipe, name):
+                raise ValueError(
+                    f"got recipe={self.recipe!r} beside algorithm={self.algorithm!r}, expected one of them; leave the "
+                    "recipe out"
+                )
+            is_recipe = text == read_algorithm(name).text
+            object.__setattr__(self, "algorithm", "" if is_recipe else self.algorithm)
+            recipe = name
+        object.__setattr__(self, "recipe", recipe)
+
     def _check_elastic(self) -> None:
-        if why := why_fixed_ranks(METHODS[self.recipe], self):
+        why = METHODS[self.recipe].needs_fixed_ranks
+        if not why and self.nprocs_per_node != 1:
+            why = f"the scripts start each process as a worker, here with nprocs_per_node={self.nprocs_per_node}"
+        if why:
             raise ValueError(
-                f"got --elastic with --recipe {self.recipe}, expected a method and options that start with workers who "
-                "come and go; change what the cause names, take another recipe such as sgp, or leave --elastic out. "
-                f"Cause: {why}"
+                f"got --elastic with --recipe {self.recipe}, expected a method and options that start with workers "
+                "that come and go; take another recipe such as sgp, or leave --elastic or the option out. Cause: "
+                f"{why}"
             )
         if self.max_workers and self.max_workers < self.min_workers:
             raise ValueError(
@@ -221,6 +235,18 @@ class RunConfig(MethodOptions, ABC):
             )
         if self.backend not in ("auto", "gloo"):
             raise ValueError(f"got --elastic with --backend {self.backend}, expected gloo: its links can be replaced")
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """The method with its arguments."""
+        return read_algorithm(self.algorithm or self.recipe, seed=self.seed)
+
+    @cached_property
+    def weighs_losses(self) -> bool:
+        """Whether dpwa merges by losses, which ranks report then."""
+        arguments = self.chosen.arguments
+        by_loss = isinstance(arguments.get("interpolation"), LossInterpolation)
+        return by_loss or arguments.get("divergence_threshold", 0.0) > 0
 
     @property
     def optimizer_class(self) -> str:
@@ -254,8 +280,11 @@ class RunConfig(MethodOptions, ABC):
         """
         config = without_unused(METHODS[self.recipe], self)
         identity = {name: _plain(getattr(config, name)) for name in self.IDENTITY}
-        if config.plan:  # what it says, not where it lies
-            identity["plan"] = repr(MatchaGraph.from_plan(config.plan))
+        if self.algorithm:
+            chosen = read_algorithm(self.algorithm)
+            identity["algorithm"] = chosen.text
+            if plan := chosen.arguments.get("plan"):  # the plan itself, wherever its file lies
+                identity["algorithm"] = f"MATCHA({MatchaGraph.from_plan(plan)})"
         return identity
 
     @property
@@ -274,13 +303,13 @@ class RunConfig(MethodOptions, ABC):
     @property
     def used_choices(self) -> dict[str, Any]:
         """The choices that hold for this run, the recipe first: all but the options that the recipe does not use."""
-        unused = {*METHOD_OPTIONS} - used_options(METHODS[self.recipe], self)
+        unused = {*WRAPPER_OPTIONS} - METHODS[self.recipe].options
         names = ["recipe", *(option.name for option in fields(self) if option.name not in unused)]
         return {name: getattr(self, name) for name in names}
 
     @property
     def unused_choices(self) -> dict[str, Any]:
-        """The options that are set and that the recipe does not use."""
+        """The options that are set and that the wrapper of the recipe does not take."""
         return {name: getattr(self, name) for name in unused_options(METHODS[self.recipe], self)}
 
     @property

@@ -2,37 +2,39 @@
 
 `python -m gossip_modules.methods` prints the table.
 
->>> METHODS["choco"].title, METHODS["choco"].file
-('CHOCO-SGD', 'gossip_modules/gossiper/choco.py')
+>>> METHODS["choco"].title, METHODS["choco"].text
+('CHOCO-SGD', 'Choco(SignNorm(), step_size=0.45)')
 """
 
 from ..registry import METHODS, Method, Paper, name_of, register
 from .built_in import BUILT_IN
-from .options import METHOD_OPTIONS, OPTION_GROUPS, Context, MethodOptions
+from .chosen import Chosen, read_algorithm, read_graph, read_schedule
+from .entries import entry
+from .options import WRAPPER_OPTIONS, Context, WrapperOptions
 from .own import gossiper_method
-from .sparta_method import SPARTA_METHOD
-from .usage import possible_options, unused_options, used_options, why_fixed_ranks, without_unused, wrap
+from .usage import unused_options, without_unused, wrap
 from .wrapping import Wrapper
 
 __all__ = [
     "METHODS",
-    "METHOD_OPTIONS",
-    "OPTION_GROUPS",
+    "WRAPPER_OPTIONS",
+    "Chosen",
     "Context",
     "Method",
-    "MethodOptions",
     "Paper",
     "Wrapper",
+    "WrapperOptions",
+    "entry",
     "gossiper_method",
     "name_of",
-    "possible_options",
+    "read_algorithm",
+    "read_graph",
+    "read_schedule",
     "register",
     "unused_options",
-    "used_options",
-    "why_fixed_ranks",
     "without_unused",
     "wrap",
 ]
 
-for _method in (*BUILT_IN, SPARTA_METHOD):
+for _method in BUILT_IN:
     register(_method)

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..registry import METHODS, Method
-from .options import MethodOptions
-from .usage import why_fixed_ranks
 
 
 def methods_table() -> str:
-    """A row for each method of the registry: recipe, title, how it is made, what it does, paper, file."""
-    rows: list[Sequence[str]] = [("recipe", "method", "in Python", "what it does", "paper", "file"), ("---",) * 6]
+    """A row for each method of the registry: recipe, title, text, how it is made, what it does, paper, file."""
+    heading = ("recipe", "method", "`--algorithm`", "in Python", "summary", "paper", "file")
+    rows: list[Sequence[str]] = [heading, ("---",) * 7]
     rows += [_row(method) for method in METHODS.values()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -29,16 +28,16 @@ def step_sizes_table() -> str:
 
 
 def membership_table() -> str:
-    """A row for each wrapper: its methods that take a membership, and the others, with what their wrapper says."""
+    """A row for each wrapper: its methods that take a membership, and the others, with the reason."""
     taken: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for method in METHODS.values():
         wrapper = f"`{method.example.partition('(')[0]}`" if method.example else "of your own"
-        why = why_fixed_ranks(method, MethodOptions())
+        why = method.needs_fixed_ranks
         for rows in (taken, refused):
             rows.setdefault(wrapper, [])
         if why:
-            refused[wrapper].append(f"{method.title}: {why.rpartition(' with a membership, ')[2]}")
+            refused[wrapper].append(f"{method.title}: {why}")
         else:
             taken[wrapper].append(method.title)
     table = [("wrapper", "with a membership", "only without one"), ("---",) * 3]
@@ -54,7 +53,7 @@ def _row(method: Method) -> tuple[str, ...]:
         if method.paper.arxiv:
             paper += f", [{method.paper.arxiv}](https://arxiv.org/abs/{method.paper.arxiv})"
     example = f"`{method.example}`" if method.example else ""
-    return f"`{method.name}`", method.title, example, method.summary, paper, f"`{method.file}`"
+    return f"`{method.name}`", method.title, f"`{method.text}`", example, method.summary, paper, f"`{method.file}`"
 
 
 if __name__ == "__main__":

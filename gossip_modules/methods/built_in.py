@@ -1,26 +1,47 @@
-"""The methods of this library: an entry for each. `own.py` makes that of a gossiper in one call."""
+"""The methods of this library: the algorithms, by the facts of their classes, and the wrappers with arguments."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from ..ad_psgd.exchange import BilateralAverage
+from ..algorithms.d2 import D2
+from ..algorithms.d_psgd import DPSGD
+from ..algorithms.decentlam import DecentLaM
+from ..algorithms.exact_diffusion import ExactDiffusion
+from ..algorithms.gradient_tracking import GradientTracking
 from ..algorithms.power_gossip import PowerGossip
+from ..algorithms.qg_dsgdm import QGDSGDm
+from ..algorithms.relay_sgd import RelaySGD
+from ..dpwa.config import DEFAULT_INTERPOLATION
 from ..dpwa.engine import PairwiseEngine
+from ..dpwa.interpolation import Interpolation
 from ..engine.overlap import OverlapEngine
 from ..gossiper.choco import Choco
 from ..gossiper.deep_squeeze import DeepSqueeze
 from ..gossiper.moniqua import Moniqua
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
+from ..outer.diloco import DiLoCo
+from ..outer.eager_diloco import EagerDiLoCo
+from ..outer.gasloc import GASLoC
+from ..outer.noloco import NoLoCo
+from ..outer.slowmo import SlowMo
+from ..outer.sparse_loco import SparseLoCo
+from ..outer.streaming_diloco import StreamingDiLoCo
 from ..registry import Method, Paper
 from ..schedule import Schedule
+from ..sparta.sparta import Sparta
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
+from .entries import ROUNDS, entry
 from .gossipers import choco, deep_squeeze, moniqua, power_gossip
-from .outer_methods import OUTER_METHODS
-from .rule_methods import RULE_METHODS
+from .options import WRAPPER_OPTIONS
+from .outer_methods import diloco, eager_diloco, gasloc, noloco, slowmo, sparse_loco, streaming_diloco
+from .outer_simulation import simulate_outer
+from .rule_methods import simulate_relay_sgd, simulate_rule
 from .simulated import (
     pairs,
     simulate_ad_psgd,
@@ -38,38 +59,87 @@ from .simulated import (
     simulate_wagma,
     static,
 )
+from .sparta_method import simulate_sparta, sparta
 from .wrapping import (
-    parameters,
-    peers_of_a_graph,
-    random_matchings,
     wrap_all_reduce,
     wrap_bilateral,
     wrap_gossip,
-    wrap_gossiper,
     wrap_group_average,
-    wrap_local_sgd,
+    wrap_matcha,
     wrap_pairwise,
 )
 
-ROUNDS = frozenset({"graph", "gossip_every", "average_every", "nprocs_per_node"})
-"""Options of whatever gossips in rounds."""
-PLAIN = ROUNDS | {"peers_per_itr", "wire_dtype", "consensus_target"}
-"""Options of gossip of the parameters themselves."""
-COMPRESSED = ROUNDS | {"overlap", "step_size"}
-"""Options of compressed gossip."""
+PLAIN = frozenset(WRAPPER_OPTIONS)
+"""The options of gossip of the parameters themselves."""
+COMPRESSED = ROUNDS - {"wire_dtype", "schedule"}
+"""The options of compressed gossip."""
+GRAPH = frozenset({"graph", "nprocs_per_node"})
+"""The options of a method that says itself when its rounds run."""
+NODES = frozenset({"nprocs_per_node"})
+"""The options of such a method without a graph."""
 
-_push_sum = partial(
-    wrap_gossip,
-    whom=partial(peers_of_a_graph, push_sum=True),
-    what=parameters,
-    push_sum=True,
-)
+
+def all_reduce() -> dict[str, Any]:
+    """AllReduce SGD: the wrapper takes no arguments here."""
+    return {}
+
+
+def d_psgd() -> dict[str, Any]:
+    """D-PSGD: plain gossip without push-sum."""
+    return {"push_sum": False}
+
+
+def sgp() -> dict[str, Any]:
+    """SGP: plain gossip with push-sum."""
+    return {"push_sum": True}
+
+
+def overlap_sgp() -> dict[str, Any]:
+    """Overlap SGP: SGP under training."""
+    return {"push_sum": True, "overlap": True}
+
+
+def local_sgd(sync_every: int = 10) -> dict[str, Any]:
+    """Local SGD: an exact average every `sync_every` steps."""
+    return {"push_sum": False, "schedule": Schedule(gossip_every=sync_every, average_every=1)}
+
+
+def matcha(budget: float = 0.5, plan: str = "") -> dict[str, Any]:
+    """MATCHA: on the graph of --graph, or by the JSON file that `python -m gossip_modules.matcha --output` wrote."""
+    return {"budget": budget, "plan": plan}
+
+
+def ad_psgd() -> dict[str, Any]:
+    """AD-PSGD: the wrapper takes no arguments here."""
+    return {}
+
+
+def wagma(group_size: int | None = None, sync_period: int = 10, wait_avoiding: bool = True) -> dict[str, Any]:
+    """WAGMA-SGD: arguments of `GroupAverageDataParallel`."""
+    return {"group_size": group_size, "sync_period": sync_period, "wait_avoiding": wait_avoiding}
+
+
+def dpwa(
+    interpolation: Interpolation = DEFAULT_INTERPOLATION,
+    divergence_threshold: float = 0.0,
+    fetch_probability: float = 1.0,
+) -> dict[str, Any]:
+    """dpwa: arguments of `PairwiseDataParallel`."""
+    return {
+        "interpolation": interpolation,
+        "divergence_threshold": divergence_threshold,
+        "fetch_probability": fetch_probability,
+    }
+
+
 _SGP = Paper(
     "Assran, Loizou, Ballas, Rabbat",
     "Stochastic Gradient Push for Distributed Deep Learning",
     "ICML 2019",
     "1811.10792",
 )
+_ring: Any = lambda n, peers: "ring"  # noqa: E731
+_exponential: Any = lambda n, peers: "npeer-exponential"  # noqa: E731
 
 BUILT_IN: tuple[Method, ...] = (
     Method(
@@ -77,7 +147,9 @@ BUILT_IN: tuple[Method, ...] = (
         "AllReduce SGD",
         "averages gradients over all ranks at every step",
         AllReduceDataParallel,
-        make=wrap_all_reduce,
+        make=all_reduce,
+        text="AllReduce()",
+        wrap=wrap_all_reduce,
         simulate=simulate_all_reduce,
         example="AllReduceDataParallel(model)",
         aliases=("allreduce",),
@@ -87,8 +159,10 @@ BUILT_IN: tuple[Method, ...] = (
         "dpsgd",
         "D-PSGD",
         "averages parameters with a few peers on an undirected graph",
-        PushPull,
-        make=partial(wrap_gossip, whom=peers_of_a_graph, what=parameters),
+        DPSGD,
+        make=d_psgd,
+        text="DPSGD()",
+        wrap=wrap_gossip,
         simulate=simulate_d_psgd,
         paper=Paper(
             "Lian, Zhang, Zhang, Hsieh, Zhang, Liu",
@@ -97,44 +171,46 @@ BUILT_IN: tuple[Method, ...] = (
             "1705.09056",
         ),
         example="GossipDataParallel(model, push_sum=False)",
-        graph="undirected",
-        options=PLAIN | {"overlap"},
+        options=PLAIN,
         gossiper=lambda options, seed: PushPull(wire_dtype=WIRE_DTYPES[options.wire_dtype]),
         simulated_graph=pairs,
     ),
     Method(
         "sgp",
         "SGP",
-        "pushes parameters to a few peers on any graph, and divides by a weight that travels along",
+        "pushes parameters to a few peers on any graph, and divides by a weight that is sent along",
         PushSum,
-        make=_push_sum,
+        make=sgp,
+        text="SGP()",
+        wrap=wrap_gossip,
         simulate=simulate_sgp,
         paper=_SGP,
         example="GossipDataParallel(model)",
-        graph="any",
         options=PLAIN,
-        simulated_graph=lambda n, peers: "npeer-exponential",
+        simulated_graph=_exponential,
     ),
     Method(
         "osgp",
         "Overlap SGP",
-        "SGP whose rounds travel while the next steps are computed",
+        "SGP whose rounds run while the next steps are computed",
         OverlapEngine,
-        make=_push_sum,
+        make=overlap_sgp,
+        text="OverlapSGP()",
+        wrap=wrap_gossip,
         simulate=simulate_osgp,
         paper=_SGP,
         example="GossipDataParallel(model, overlap=True)",
-        graph="any",
         options=PLAIN,
-        always_overlaps=True,
-        simulated_graph=lambda n, peers: "npeer-exponential",
+        simulated_graph=_exponential,
     ),
     Method(
         "matcha",
         "MATCHA",
         "averages with the peers of random matchings of a graph, its important links more often",
         MatchaGraph,
-        make=partial(wrap_gossip, whom=random_matchings, what=parameters),
+        make=matcha,
+        text="MATCHA()",
+        wrap=wrap_matcha,
         simulate=simulate_matcha,
         paper=Paper(
             "Wang, Sahu, Yang, Joshi, Kar",
@@ -143,94 +219,50 @@ BUILT_IN: tuple[Method, ...] = (
             "1905.09435",
         ),
         example="GossipDataParallel(model, graph=MatchaGraph(base, budget=0.5))",
-        graph="undirected, static",
-        options=ROUNDS | {"budget", "plan", "overlap", "wire_dtype"},
-        simulated_graph=lambda n, peers: "ring",
+        options=PLAIN - {"peers_per_itr"},
+        simulated_graph=_ring,
     ),
-    Method(
-        "choco",
-        "CHOCO-SGD",
-        "sends compressed differences to a copy of each model that its neighbours can follow",
+    entry(
         Choco,
-        make=wrap_gossiper(choco, is_static=True),
+        options=COMPRESSED,
+        text="Choco(SignNorm(), step_size=0.45)",
         simulate=simulate_choco,
-        paper=Paper(
-            "Koloskova, Stich, Jaggi",
-            "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication",
-            "ICML 2019",
-            "1902.00340",
-        ),
-        example="GossipDataParallel(model, gossiper=Choco(SignNorm(), step_size=0.45))",
-        graph="undirected, static",
-        options=COMPRESSED | {"compressor"},
         gossiper=choco,
         step_sizes=CHOCO_STEP_SIZES,
         simulated_graph=static,
         codes=tuple(COMPRESSORS),
     ),
-    Method(
-        "deepsqueeze",
-        "DeepSqueeze",
-        "sends compressed models, and adds what was lost to the next message",
+    entry(
         DeepSqueeze,
-        make=wrap_gossiper(deep_squeeze, is_static=False),
+        options=COMPRESSED,
+        text="DeepSqueeze(SignNorm(), step_size=0.01)",
         simulate=simulate_deep_squeeze,
-        paper=Paper(
-            "Tang, Lian, Qiu, Yuan, Zhang, Zhang, Liu",
-            "DeepSqueeze: Decentralization Meets Error-Compensated Compression",
-            "2019",
-            "1907.07346",
-        ),
-        example="GossipDataParallel(model, gossiper=DeepSqueeze(SignNorm(), step_size=0.01))",
-        graph="undirected",
-        options=COMPRESSED | {"compressor"},
         gossiper=deep_squeeze,
         step_sizes=DEEP_SQUEEZE_STEP_SIZES,
         simulated_graph=pairs,
         codes=tuple(COMPRESSORS),
     ),
-    Method(
-        "moniqua",
-        "Moniqua",
-        "sends parameters modulo a bound on the differences of neighbours, in a few bits each",
+    entry(
         Moniqua,
-        make=wrap_gossiper(moniqua, is_static=False),
+        options=COMPRESSED,
+        text="Moniqua(theta=1.0)",
+        example="Moniqua(theta=0.5)",
         simulate=simulate_moniqua,
-        paper=Paper(
-            "Lu, De Sa", "Moniqua: Modulo Quantized Communication in Decentralized SGD", "ICML 2020", "2002.11787"
-        ),
-        example="GossipDataParallel(model, gossiper=Moniqua(theta=0.5))",
-        graph="undirected",
-        options=COMPRESSED | {"theta", "compression_bits"},
         gossiper=moniqua,
         step_sizes=MONIQUA_STEP_SIZES,
         simulated_graph=pairs,
     ),
-    Method(
-        "powergossip",
-        "PowerGossip",
-        "sends low-rank approximations of the differences between neighbours, by power iteration",
-        PowerGossip,
-        make=wrap_gossiper(power_gossip, is_static=False),
-        simulate=simulate_power_gossip,
-        paper=Paper(
-            "Vogels, Karimireddy, Jaggi",
-            "Practical Low-Rank Communication Compression in Decentralized Deep Learning",
-            "NeurIPS 2020",
-            "2008.01425",
-        ),
-        example="GossipDataParallel(model, algorithm=PowerGossip())",
-        graph="undirected",
-        options=COMPRESSED | {"power_rank", "power_iterations", "warm_start", "compress_vectors"},
-        gossiper=power_gossip,
-        simulated_graph=pairs,
+    entry(
+        PowerGossip, options=COMPRESSED, simulate=simulate_power_gossip, gossiper=power_gossip, simulated_graph=pairs
     ),
     Method(
         "adpsgd",
         "AD-PSGD",
         "averages pairs of models while both ranks go on training",
         BilateralAverage,
-        make=wrap_bilateral,
+        make=ad_psgd,
+        text="ADPSGD()",
+        wrap=wrap_bilateral,
         simulate=simulate_ad_psgd,
         paper=Paper(
             "Lian, Zhang, Zhang, Liu",
@@ -239,7 +271,6 @@ BUILT_IN: tuple[Method, ...] = (
             "1710.06952",
         ),
         example="BilatGossipDataParallel(model)",
-        graph="bipartite",
         options=frozenset({"graph"}),
         pace="shared_steps",
         simulated_graph=lambda n, peers: "bipartite-complete" if n % 2 else "bipartite-exponential",
@@ -247,9 +278,11 @@ BUILT_IN: tuple[Method, ...] = (
     Method(
         "wagma",
         "WAGMA-SGD",
-        "averages changing groups of ranks, and late ranks contribute what they last had",
+        "averages changing groups of ranks, and late ranks contribute their previous model",
         WaitAvoidingEngine,
-        make=wrap_group_average,
+        make=wagma,
+        text="WAGMA()",
+        wrap=wrap_group_average,
         simulate=simulate_wagma,
         paper=Paper(
             "Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler",
@@ -258,7 +291,7 @@ BUILT_IN: tuple[Method, ...] = (
             "2005.00124",
         ),
         example="GroupAverageDataParallel(model)",
-        options=frozenset({"group_size", "sync_period", "wait_avoiding", "overlap"}),
+        options=frozenset({"overlap"}),
         pace="shared_rounds",
     ),
     Method(
@@ -266,11 +299,12 @@ BUILT_IN: tuple[Method, ...] = (
         "dpwa",
         "pulls the model of a random peer, and goes part of the way towards it",
         PairwiseEngine,
-        make=wrap_pairwise,
+        make=dpwa,
+        text="Dpwa()",
+        wrap=wrap_pairwise,
         simulate=simulate_dpwa,
         paper=Paper("Jin, Yuan, Iandola, Keutzer", "How to scale distributed deep learning?", "2016", "1611.04581"),
         example='PairwiseDataParallel(model, name="w0", peers=addresses)',
-        options=frozenset({"interpolation", "divergence_threshold", "fetch_probability"}),
         pace="shared_steps",
         needs_fixed_ranks="its workers come and go without one; see the guide to dpwa",
     ),
@@ -279,12 +313,74 @@ BUILT_IN: tuple[Method, ...] = (
         "Local SGD",
         "trains alone, and averages parameters over all ranks every few steps",
         Schedule,
-        make=wrap_local_sgd,
+        make=local_sgd,
+        text="LocalSGD(sync_every=10)",
+        wrap=wrap_gossip,
         simulate=simulate_local_sgd,
         paper=Paper("Stich", "Local SGD Converges Fast and Communicates Little", "ICLR 2019", "1805.09767"),
         example="GossipDataParallel(model, schedule=Schedule(gossip_every=10, average_every=1))",
-        options=frozenset({"sync_period", "nprocs_per_node"}),
+        options=frozenset({"overlap", "max_staleness", "nprocs_per_node", "wire_dtype"}),
     ),
-    *OUTER_METHODS,
-    *RULE_METHODS,
+    entry(DiLoCo, options=NODES, text="DiLoCo(sync_every=10)", example="DiLoCo()", simulate=simulate_outer(diloco)),
+    entry(
+        StreamingDiLoCo,
+        options=NODES,
+        text="StreamingDiLoCo(sync_every=10)",
+        example="StreamingDiLoCo()",
+        simulate=simulate_outer(streaming_diloco),
+    ),
+    entry(
+        EagerDiLoCo,
+        needs_fixed_ranks="a drift under way would be lost with its worker",
+        options=NODES,
+        text="EagerDiLoCo(sync_every=10)",
+        example="EagerDiLoCo()",
+        simulate=simulate_outer(eager_diloco),
+    ),
+    entry(
+        SparseLoCo,
+        needs_fixed_ranks="what a worker has not sent yet would be lost with it",
+        options=NODES,
+        text="SparseLoCo(sync_every=10, compressor=ChunkTopK(41, values=TwoBit()))",
+        example="SparseLoCo()",
+        simulate=simulate_outer(sparse_loco),
+    ),
+    entry(
+        SlowMo,
+        options=NODES,
+        text="SlowMo(sync_every=10, inner_lr='optimizer')",
+        example="SlowMo()",
+        simulate=simulate_outer(slowmo),
+    ),
+    entry(NoLoCo, options=NODES, text="NoLoCo(sync_every=10)", example="NoLoCo()", simulate=simulate_outer(noloco)),
+    entry(
+        GASLoC,
+        options=GRAPH,
+        text="GASLoC(sync_every=10)",
+        example="GASLoC()",
+        simulate=simulate_outer(gasloc),
+        simulated_graph=static,
+    ),
+    entry(QGDSGDm, options=GRAPH, simulate=partial(simulate_rule, QGDSGDm()), simulated_graph=pairs),
+    entry(D2, options=GRAPH, simulate=partial(simulate_rule, D2()), simulated_graph=_ring),
+    entry(ExactDiffusion, options=GRAPH, simulate=partial(simulate_rule, ExactDiffusion()), simulated_graph=_ring),
+    entry(GradientTracking, options=GRAPH, simulate=partial(simulate_rule, GradientTracking()), simulated_graph=_ring),
+    entry(DecentLaM, options=GRAPH, simulate=partial(simulate_rule, DecentLaM()), simulated_graph=_ring),
+    entry(
+        RelaySGD,
+        needs_fixed_ranks="a sum that is lost with a worker is missing on one side of the tree",
+        options=GRAPH,
+        simulate=simulate_relay_sgd,
+        simulated_graph=lambda n, peers: "double-binary-tree",
+    ),
+    entry(
+        Sparta,
+        options=COMPRESSED,
+        text="Sparta(0.01)",
+        example="Sparta()",
+        simulate=simulate_sparta,
+        gossiper=sparta,
+        simulated_graph=lambda n, peers: "complete",
+    ),
 )
+"""All of them, in the order of the tables."""

@@ -11,7 +11,7 @@ from ..compression.compressor import Cast, Compressor
 from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import RandomK, TopK
 from ..registry import StepSizes
-from .options import MethodOptions
+from .simulated_options import MethodOptions
 
 WIRE_DTYPES: Mapping[str, torch.dtype | None] = {
     "none": None,

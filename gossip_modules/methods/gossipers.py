@@ -15,7 +15,7 @@ from .compressors import (
     make_compressor,
     step_size_of,
 )
-from .options import MethodOptions
+from .simulated_options import MethodOptions
 
 
 def choco(options: MethodOptions, seed: int) -> Gossiper:

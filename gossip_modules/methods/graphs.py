@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..graph_manager import named_graphs
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, TREES, default_graph, named_graph
 from ..graph_manager.static_graphs import networkx_graph
-from .options import Context, MethodOptions
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -35,7 +34,7 @@ def make_graph(
     if name in PREDEFINED_GRAPHS or name in TREES:
         raise ValueError(
             f"got graph={name!r}, expected one of {', '.join(GRAPHS)} for a recipe that chooses peers_per_itr; for "
-            "D-PSGD on it take --recipe matcha --budget 1"
+            "D-PSGD on it take --algorithm 'MATCHA(budget=1.0)'"
         )
     graph = GRAPHS[name]
     if graph is not None:
@@ -45,26 +44,21 @@ def make_graph(
     return default_graph(num_nodes, push_sum=push_sum, peers_per_itr=peers_per_itr)
 
 
-def make_undirected_graph(name: str, *, num_nodes: int) -> GraphManager:
-    """The undirected graph of that name: with all neighbours where it never changes, else one peer in every round.
+def named(name: str, world_size: int) -> GraphManager:
+    """The graph of that name with all neighbours where it never changes, else one peer per round.
 
     Args:
-        name: auto, a ring, or one of `named_graphs.NAMES`.
-        num_nodes: ranks of the graph.
+        name: one of `named_graphs.NAMES`.
+        world_size: the number of ranks.
 
     Raises:
-        ValueError: a directed graph, or a predefined graph of another size.
+        ValueError: there is no such graph, or none of that size.
     """
-    graph = named_graph("ring" if name == "auto" else name, num_nodes)
-    if not graph.is_symmetric:
-        raise ValueError(
-            f"got graph={name!r}, expected an undirected one; take ring, torus, hypercube or bipartite-exponential"
-        )
-    return graph
+    return named_graph(name, world_size)
 
 
-def make_static_graph(name: str, *, num_nodes: int) -> GraphManager:
-    """The graph of that name with all its neighbours in every round: undirected, and the same for ever.
+def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
+    """The base graph of MATCHA by its name, with all its neighbours: undirected, and the same for ever.
 
     Args:
         name: key of STATIC_GRAPHS, PREDEFINED_GRAPHS or TREES; auto: a ring.
@@ -76,67 +70,10 @@ def make_static_graph(name: str, *, num_nodes: int) -> GraphManager:
     choices = ["auto", *STATIC_GRAPHS, *PREDEFINED_GRAPHS, *TREES]
     if name not in choices:
         raise ValueError(
-            f"got graph={name!r}, expected one of {', '.join(choices)}: this recipe wants an undirected graph that "
-            "never changes; choose one of them"
+            f"got graph={name!r}, expected one of {', '.join(choices)}: MATCHA samples matchings of an undirected "
+            "graph that never changes; choose one of them"
         )
-    return named_graph("ring" if name == "auto" else name, num_nodes)
-
-
-def make_tree(name: str, *, num_nodes: int) -> GraphManager:
-    """The tree of that name, or two of them.
-
-    Args:
-        name: key of TREES; auto: two binary trees.
-        num_nodes: ranks of the graph.
-
-    Raises:
-        ValueError: another name.
-    """
-    if name not in ("auto", *TREES):
-        raise ValueError(
-            f"got graph={name!r}, expected one of auto, {', '.join(TREES)}: this recipe relays sums, to which a graph "
-            "with cycles would add a model twice; choose one of them"
-        )
-    return named_graph("double-binary-tree" if name == "auto" else name, num_nodes)
-
-
-def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
-    """The base graph of MATCHA by its name: `make_static_graph` as a networkx graph."""
-    return networkx_graph(make_static_graph(name, num_nodes=num_nodes))
-
-
-def choose_graph(
-    whom: Callable[[MethodOptions, int, Context], Mapping[str, Any]], options: MethodOptions, context: Context
-) -> dict[str, Any]:
-    """The argument `graph` or `mixing` of a wrapper; {}: the wrapper's own choice.
-
-    With a membership it is `graph`, as a function of the number of workers.
-
-    Args:
-        whom: the argument for a number of nodes, of (options, number of nodes, context).
-        options, context: what is wrapped, and where.
-
-    Raises:
-        ValueError: processes cannot form nodes of that size; or as `whom`.
-    """
-    if context.membership is None:
-        return dict(whom(options, _count_nodes(options, context), context))
-
-    def graph_of(num_workers: int) -> Any:
-        chosen = whom(options, num_workers, context)
-        return chosen["mixing"].graph if "mixing" in chosen else chosen.get("graph")
-
-    return {} if graph_of(2) is None else {"graph": graph_of}
-
-
-def _count_nodes(options: MethodOptions, context: Context) -> int:
-    """How many ranks gossip; raises ValueError where processes cannot form nodes."""
-    if context.world_size % options.nprocs_per_node:
-        raise ValueError(
-            f"got nprocs_per_node={options.nprocs_per_node} for {context.world_size} processes, expected a divisor; "
-            "change one"
-        )
-    return context.world_size // options.nprocs_per_node
+    return networkx_graph(named_graph("ring" if name == "auto" else name, num_nodes))
 
 
 def peers_by_round(text: str, *, steps_per_epoch: int, steps_per_round: int) -> int | dict[int, int]:

@@ -1,11 +1,11 @@
-"""What a user may choose about a method, and what a method has to know of the run."""
+"""The arguments of a wrapper that a training script offers besides the algorithm, and the run that a method is in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ from ..membership.membership import Membership
 
 
 @dataclass(frozen=True)
-class MethodOptions:
-    """The choices that methods offer, all with their defaults. `Method.options` names those that a method uses."""
+class WrapperOptions:
+    """Arguments of the wrappers for a command line. `Method.options` names those that a method takes."""
 
     graph: str = "auto"
-    """Who talks to whom: a name of gossip_modules/methods/graphs.py. auto: the library's choice for dpsgd, sgp, osgp
-    and adpsgd (adpsgd needs a bipartite graph), a ring for the others. Those take torus, hypercube, complete and
-    matcha0 to matcha5 too, with all neighbours. relaysgd: chain or double-binary-tree, which is its own choice."""
+    """The communication graph: a name, such as ring, or the text of one, such as "RingGraph(peers_per_itr=2)", where
+    the number of ranks is left out. auto: the default of the method. By its name a graph has one peer per round with
+    dpsgd, sgp, osgp and adpsgd (adpsgd needs a bipartite one), and all neighbours with the others."""
     peers_per_itr: str = "1"
-    """Peers per round, a number or <epoch>:<peers> pairs: '0:2,30:1' is two peers for 30 epochs, then one."""
+    """With dpsgd, sgp and osgp and the name of a graph: peers per round, a number or <epoch>:<peers> pairs: '0:2,30:1'
+    is two peers for 30 epochs, then one."""
     overlap: bool = False
     """Run each round under the next step, not before it; osgp always does. wagma: take the average of a group one step
     later instead of waiting for it."""
@@ -31,131 +32,20 @@ class MethodOptions:
     gossip_every: int = 1
     """Steps from one round to the next."""
     average_every: int = 0
-    """Rounds from one exact global average to the next; 0: never, and with consensus_target 16 at most."""
-    consensus_target: float = 0.0
-    """The distance between the ranks' models that is held by as few rounds as it takes, in units of the update of one
-    step, such as 2; gossip_every is the least number of steps between rounds then. 0: rounds are not controlled."""
-    consensus_remedy: Literal["average", "rounds"] = "average"
-    """With consensus_target, where ranks are further apart: an exact average at once, or more rounds of gossip."""
+    """Rounds from one exact global average to the next; 0: never."""
+    schedule: str = ""
+    """In place of the two before, the text of a schedule: "ConsensusControl(target=2.0)" holds the distance between the
+    ranks' models by as few rounds as it takes, in units of the update of one step."""
     nprocs_per_node: int = 1
     """Processes that average gradients among themselves and gossip as one."""
     wire_dtype: str = "none"
-    """none, bfloat16 or float16: what parameters are rounded to when they travel."""
-
-    # Compressed gossip
-    compressor: str = "sign"
-    """sign, topk, randomk, qsgd, bfloat16, float16."""
-    compression_ratio: float = 0.01
-    """topk, randomk, sparseloco, sparta: share of the entries that is sent."""
-    compression_bits: int = 8
-    """qsgd, moniqua: bits per entry, 2, 4 or 8."""
-    step_size: float = 0.0
-    """Of consensus. 0: the published one (python -m gossip_modules.methods lists them), for powergossip the best for
-    the spectrum of the graph, for gasloc 0.5. Other codes have none and must be given one."""
-
-    # MATCHA
-    budget: float = 0.5
-    """Share of the base graph's links in use, on average over the rounds."""
-    plan: str = ""
-    """JSON file that python -m gossip_modules.matcha --output wrote, the same on every machine, instead of graph and
-    budget; empty: the plan is made from these."""
-
-    # Moniqua
-    theta: float = 1.0
-    """More than any parameter of two neighbours ever differs by; the resolution is theta / 127 at 8 bits."""
-
-    # PowerGossip
-    power_rank: int = 1
-    """Rank of what is sent of a matrix."""
-    power_iterations: int = 1
-    """Power iterations, hence messages per neighbour, in a round."""
-    warm_start: bool = True
-    """Iterations go on from the last round's; otherwise they start at random."""
-    compress_vectors: bool = False
-    """Parameters of one dimension are compressed too, as one matrix."""
-
-    # WAGMA-SGD
-    group_size: int = 0
-    """Ranks that average in a round, a power of two; 1: none, local SGD; 0: about the square root of all."""
-    wait_avoiding: bool = True
-    """A late rank contributes what it last had; otherwise the ranks of a group wait for each other."""
-
-    # Averages now and then
-    sync_period: int = 10
-    """localsgd: steps from one average over all ranks to the next; outer optimizers: from one outer step to the next.
-    wagma: rounds from one average over all ranks, which wait for each other there, to the next; 0: never."""
-
-    # Outer optimizers
-    outer_lr: float = 0.0
-    """Learning rate of the outer optimizer. 0: the published one, 0.7, and for slowmo and sparseloco 1."""
-    outer_momentum: float = -1.0
-    """Its momentum, less than 1. Below 0: the published one, 0.9, for slowmo and noloco 0.5."""
-    outer_fragments: int = 4
-    """streamingdiloco: parts of the model that take outer steps at different times."""
-    outer_delay: int = 1
-    """streamingdiloco: steps for which an outer step travels under training, less than sync_period."""
-    outer_bits: int = 0
-    """diloco, streamingdiloco, eagerdiloco: bits of each entry of a drift that travels, 4 or 8; what they leave out is
-    in the next drift. 0: drifts travel as they are."""
-
-    outer_own_weight: float = -1.0
-    """streamingdiloco: what a rank keeps of its own model where an outer step arrives, less than 1. Below 0: the
-    published 0.5."""
-    outer_gossip_every: int = 0
-    """slowmo: steps from one round of SGP, on its default graph, to the next between outer steps; 0: no gossip."""
-    outer_pull: float = 0.0
-    """noloco: how strongly the anchors of a pair are pulled together. 0: as outer_lr."""
-    anchor_device: Literal["model", "cpu"] = "model"
-    """cpu: the anchor and the state of the outer optimizer are in the host's memory; model: beside the model."""
-    error_decay: float = 0.95
-    """sparseloco: what is kept from one outer step to the next of what was not sent."""
-
-    # dpwa
-    interpolation: Literal["constant", "clock", "loss"] = "constant"
-    """How far to go towards a peer's model: always as far, the further the more often it has published, or the further
-    the higher the own loss."""
-    interpolation_value: float = 0.5
-    """That part of the way, with constant."""
-    divergence_threshold: float = 0.0
-    """A loss below which a rank goes less far, in proportion; 0: none."""
-    fetch_probability: float = 1.0
-    """Share of the steps at which a rank asks a peer for its model."""
-
-    @property
-    def weighs_losses(self) -> bool:
-        """Whether dpwa merges by losses, which ranks report then."""
-        return self.interpolation == "loss" or self.divergence_threshold > 0
+    """none, bfloat16 or float16: parameters are rounded to it when they are sent."""
 
 
-METHOD_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(MethodOptions))
-"""The names of all options of methods."""
-
-OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "gossip": (
-        *("graph", "peers_per_itr", "overlap", "max_staleness", "gossip_every", "average_every", "nprocs_per_node"),
-        *("wire_dtype", "consensus_target", "consensus_remedy"),
-    ),
-    "compressed gossip": ("compressor", "compression_ratio", "compression_bits", "step_size"),
-    "MATCHA": ("budget", "plan"),
-    "Moniqua": ("theta",),
-    "PowerGossip": ("power_rank", "power_iterations", "warm_start", "compress_vectors"),
-    "WAGMA-SGD": ("group_size", "wait_avoiding"),
-    "averages": ("sync_period",),
-    "outer optimizers": (
-        "outer_lr",
-        "outer_momentum",
-        "outer_fragments",
-        "outer_delay",
-        "outer_bits",
-        "outer_own_weight",
-        "outer_gossip_every",
-        "outer_pull",
-        "anchor_device",
-        "error_decay",
-    ),
-    "dpwa": ("interpolation", "interpolation_value", "divergence_threshold", "fetch_probability"),
-}
-"""All of them by what they belong to, for --help: a way to communicate, or the titles of the methods that use them."""
+WRAPPER_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(WrapperOptions))
+"""The names of all of them."""
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(WrapperOptions)}
+"""Their defaults by name."""
 
 
 def _alone(function: Callable[[], Any]) -> list[Any]:
@@ -164,20 +54,19 @@ def _alone(function: Callable[[], Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Context:
-    """What a method has to know of the run that it is part of, besides its options.
+    """The run that a method is part of.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         world_size: the number of ranks.
-        seed: the same on every rank.
+        seed: the seed of the run, the same on every rank.
         timeout: the longest wait for a peer; with a membership the same as its own.
-        comm_device: where messages live on the wire; None: beside the parameters.
+        comm_device: the device that messages are sent from; None: that of the parameters.
         steps_per_epoch: optimizer steps of an epoch.
         example_inputs: makes inputs of the model as it sees them in training, on its device; None: there are none.
-        on_every_rank: collective, calls a function and returns what it returned on all ranks, in their order.
+        on_every_rank: collective, calls a function and returns the results of all ranks, in their order.
         own_host: collective, returns an address of this machine that all other ranks reach.
-        membership: of workers that come and go; the number of ranks is not used then. None: ranks stay. Only for
-            methods that take one, see `why_fixed_ranks`.
+        membership: of workers that come and go; the number of ranks is not used then. None: ranks stay.
     """
 
     rank: int = 0

@@ -23,8 +23,8 @@ from ..simulate.clocks import Clock, GatherClock, SyncClock
 from ..simulate.codes import coded_message
 from ..simulate.gossip import RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
-from .options import MethodOptions
 from .simulated import options_of, undirected
+from .simulated_options import MethodOptions
 
 MakeOuter: TypeAlias = Callable[[MethodOptions, int], OuterMethod]
 """Makes an outer method, given options and a seed."""

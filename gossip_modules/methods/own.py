@@ -11,12 +11,11 @@ from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
 from ..simulate.gossip import LockstepMethod, SimulatedMethod, options_in
 from ..simulate.setting import Setting
-from .built_in import ROUNDS
 from .controlled_simulation import schedule_of
+from .entries import entry
 from .one_thread import OneThread, measured_message, pair
-from .options import MethodOptions
 from .simulated import options_of, pairs, static, undirected
-from .wrapping import wrap_gossiper
+from .simulated_options import MethodOptions
 
 
 def gossiper_method(
@@ -27,34 +26,25 @@ def gossiper_method(
     title: str = "",
     summary: str = "",
     paper: Paper | None = None,
-    options: frozenset[str] = frozenset(),
-    codes: tuple[str, ...] = (),
     is_static: bool = False,
 ) -> Method:
     """The entry of a gossiper for undirected graphs, to be given to `register`: a recipe and a row of the simulator.
 
     Args:
-        name, algorithm, paper, codes: see `Method`.
-        gossiper: makes a new gossiper, given the options of the method and a seed.
+        name, algorithm, paper: see `Method`.
+        gossiper: makes a new gossiper for the simulator, given options and a seed.
         title: what tables and pictures call it; "": its name.
         summary: what it does, in one sentence; "": the first line of the docstring of `algorithm`.
-        options: those that it uses besides those of gossip in rounds.
         is_static: whether it needs a graph that never changes.
     """
-    return Method(
-        name,
-        title or name,
-        summary or (algorithm.__doc__ or "").strip().partition("\n")[0],
+    facts = {key: value for key, value in {"title": title, "summary": summary, "paper": paper}.items() if value}
+    return entry(
         algorithm,
-        make=wrap_gossiper(gossiper, is_static=is_static),
+        name=name,
         simulate=partial(simulate_gossiper, gossiper, is_static=is_static),
-        paper=paper,
-        example=f"GossipDataParallel(model, push_sum=False, gossiper={algorithm.__name__}())",
-        graph="undirected, static" if is_static else "undirected",
-        options=ROUNDS | {"overlap"} | options | ({"compressor"} if codes else set()),
         gossiper=gossiper,
         simulated_graph=static if is_static else pairs,
-        codes=codes,
+        **facts,
     )
 
 

@@ -36,7 +36,7 @@ from .compressors import (
     step_size_of,
 )
 from .controlled_simulation import gossip_of, schedule_of
-from .options import MethodOptions
+from .simulated_options import MethodOptions
 
 PeersPerItr: TypeAlias = int | Mapping[int, int]
 """Peers per round, or a schedule of it."""

@@ -1,15 +1,10 @@
-"""SPARTA as a method: a gossiper for undirected graphs, on the complete one where none is named."""
+"""How SPARTA is simulated."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from ..gossiper.gossiper import Gossiper
-from ..registry import Method, Paper
 from ..rounds.rows import Rows, StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
@@ -17,12 +12,9 @@ from ..simulate.gossip import Rule, RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
 from ..sparta.sparta import Sparta
 from .controlled_simulation import schedule_of
-from .graphs import make_undirected_graph
-from .one_thread import measured_message
-from .options import Context, MethodOptions
-from .own import gossiper_method
+from .one_thread import OneThread, measured_message, pair
 from .simulated import options_of, undirected
-from .wrapping import code, wrap_gossip
+from .simulated_options import MethodOptions
 
 
 def sparta(options: MethodOptions, seed: int) -> Gossiper:
@@ -53,33 +45,8 @@ def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
     options, schedule = options_of(choice, setting), schedule_of(choice.method, setting)
     mixing = undirected(choice, setting)
     gossiper = Sparta(options.compression_ratio, seed=setting.seed)
-    message = measured_message(lambda: sparta(options, setting.seed), setting.num_parameters, setting.links)
+    message = measured_message(
+        OneThread(lambda: sparta(options, setting.seed), pair()), setting.num_parameters, setting.links
+    )
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
     return RuleMethod(SpartaRule(gossiper), StackedMixing(mixing), schedule, clock)
-
-
-def everyone_or_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
-    """All ranks, or the neighbours on the undirected graph that is named."""
-    return {"graph": None if options.graph == "auto" else make_undirected_graph(options.graph, num_nodes=num_nodes)}
-
-
-SPARTA_METHOD: Method = replace(
-    gossiper_method(
-        "sparta",
-        sparta,
-        algorithm=Sparta,
-        title="SPARTA",
-        summary="averages a small random share of the parameters in each step",
-        paper=Paper(
-            "Beton et al.",
-            "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging",
-            "2025",
-        ),
-        options=frozenset({"compression_ratio"}),
-    ),
-    simulate=simulate_sparta,
-    make=partial(wrap_gossip, whom=everyone_or_neighbours, what=partial(code, gossiper=sparta)),
-    example="GossipDataParallel(model, gossiper=Sparta())",
-    simulated_graph=lambda n, peers: "complete",
-)
-"""Its entry."""

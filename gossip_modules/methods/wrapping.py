@@ -1,40 +1,26 @@
-"""How each method wraps a model: functions of (module, options, context), which the entries of the registry name."""
+"""How each method wraps a model: functions of (module, chosen, options, context), which the registry names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..ad_psgd.wrapper import BilatGossipDataParallel
 from ..consensus_control import ConsensusControl
-from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
 from ..dpwa.wrapper import PairwiseDataParallel
-from ..gossiper.gossiper import Gossiper
+from ..graph_manager.base import GraphManager
 from ..matcha.graph import MatchaGraph
-from ..mixing_manager.laplacian import LaplacianMixing
-from ..outer.method import OuterMethod
-from ..rounds.algorithm import Algorithm
 from ..schedule import Schedule
 from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
 from ..wrappers.gossip import GossipDataParallel
-from .compressors import WIRE_DTYPES
-from .graphs import (
-    base_graph,
-    choose_graph,
-    make_graph,
-    make_static_graph,
-    make_tree,
-    make_undirected_graph,
-    peers_by_round,
-)
-from .options import Context, MethodOptions
+from .chosen import Chosen, read_graph, read_schedule
+from .graphs import base_graph, make_graph, named, peers_by_round
+from .options import Context, WrapperOptions
 
 Wrapper: TypeAlias = (
     GossipDataParallel
@@ -45,23 +31,23 @@ Wrapper: TypeAlias = (
 )
 """What wraps a model in a run."""
 
-INTERPOLATIONS: Mapping[str, Callable[[MethodOptions], Interpolation]] = {
-    "constant": lambda options: ConstantInterpolation(options.interpolation_value),
-    "clock": lambda options: ClockInterpolation(),
-    "loss": lambda options: LossInterpolation(),
+WIRE_DTYPES: Mapping[str, torch.dtype | None] = {
+    "none": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
 }
-"""How far dpwa goes towards a peer's model."""
+"""The values of the option wire_dtype."""
 
 
-def wrap_all_reduce(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
+def wrap_all_reduce(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """AllReduce SGD: gradients averaged over all ranks at every step."""
-    wrapper = AllReduceDataParallel(module)
+    wrapper = AllReduceDataParallel(module, **chosen.arguments)
     if context.example_inputs is not None:
         settle_buckets(wrapper, context.example_inputs())
     return wrapper
 
 
-def settle_buckets(wrapper: AllReduceDataParallel, inputs: tuple[Tensor, ...]) -> None:
+def settle_buckets(wrapper: AllReduceDataParallel, inputs: tuple[torch.Tensor, ...]) -> None:
     """Take the one backward after which DistributedDataParallel reorders its buckets, and leave no other trace.
 
     The order in which Gloo adds up the ranks depends on the place in a bucket. Without this, the first step of every
@@ -79,182 +65,76 @@ def settle_buckets(wrapper: AllReduceDataParallel, inputs: tuple[Tensor, ...]) -
     wrapper.zero_grad(set_to_none=True)
 
 
-def rounds_of(options: MethodOptions) -> Schedule | ConsensusControl:
-    """Which steps gossip and which average over all, or what controls that.
-
-    Raises:
-        ValueError: control, with numbers of peers by epoch.
-    """
-    every = options.gossip_every
-    if not options.consensus_target:
-        return Schedule(gossip_every=every, average_every=options.average_every)
-    if ":" in options.peers_per_itr:
-        raise ValueError(
-            f"got peers_per_itr={options.peers_per_itr} with consensus_target={options.consensus_target}, expected a "
-            "number: how many rounds an epoch has is not known before; leave one of them out"
-        )
-    control = ConsensusControl(options.consensus_target, remedy=options.consensus_remedy)
-    control = replace(control, gossip_every=every, max_interval=max(control.max_interval, every))
-    return replace(control, average_every=options.average_every) if options.average_every else control
-
-
-def wrap_gossip(
-    module: nn.Module,
-    options: MethodOptions,
-    context: Context,
-    *,
-    whom: Callable[[MethodOptions, int, Context], dict[str, Any]],
-    what: Callable[[MethodOptions, Context], dict[str, Any]],
-    push_sum: bool = False,
-    schedule: Callable[[MethodOptions], Schedule | ConsensusControl] = rounds_of,
-) -> Wrapper:
-    """Gossip: parameters mixed with those of a few peers in every step.
-
-    Args:
-        module, options, context: what is wrapped, how, and where.
-        whom: arguments of the wrapper that say who talks to whom, of (options, number of nodes, context).
-        what: arguments of the wrapper that say what is sent.
-        push_sum: whether the graph may be directed.
-        schedule: which step gossips and which averages over all, or what controls that.
-    """
+def wrap_gossip(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
+    """Rounds: `GossipDataParallel` with the algorithm, on the graph that the options name."""
+    arguments = dict(chosen.arguments)
+    graph = _graph_of(chosen, options, context)
     return GossipDataParallel(
         module,
-        **choose_graph(whom, options, context),
-        **what(options, context),
-        push_sum=push_sum,
-        overlap=options.overlap,
-        max_staleness=options.max_staleness,
-        schedule=schedule(options),
-        nprocs_per_node=options.nprocs_per_node,
-        comm_device=context.comm_device,
-        timeout=context.timeout,
-        membership=context.membership,
+        **{
+            **({} if graph is None else {"graph": graph}),
+            "overlap": options.overlap,
+            "max_staleness": options.max_staleness,
+            "schedule": schedule_of(options),
+            "wire_dtype": WIRE_DTYPES[options.wire_dtype],
+            "nprocs_per_node": options.nprocs_per_node,
+            "comm_device": context.comm_device,
+            "timeout": context.timeout,
+            "membership": context.membership,
+            **arguments,
+        },
     )
 
 
-def peers_of_a_graph(
-    options: MethodOptions, num_nodes: int, context: Context, *, push_sum: bool = False
-) -> dict[str, Any]:
-    """Some peers of any graph in each round."""
-    peers = peers_by_round(
-        options.peers_per_itr,
-        steps_per_epoch=context.steps_per_epoch,
-        steps_per_round=max(options.gossip_every, options.max_staleness + 1),
-    )
-    return {"graph": make_graph(options.graph, num_nodes=num_nodes, peers_per_itr=peers, push_sum=push_sum)}
-
-
-def all_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
-    """All neighbours on an undirected graph that never changes."""
-    return {"graph": make_static_graph(options.graph, num_nodes=num_nodes)}
-
-
-def undirected_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
-    """All neighbours on an undirected graph that never changes, one peer on an undirected graph that does."""
-    return {"graph": make_undirected_graph(options.graph, num_nodes=num_nodes)}
-
-
-def tree_neighbours(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
-    """All neighbours in a tree, or in two."""
-    return {"graph": make_tree(options.graph, num_nodes=num_nodes)}
-
-
-def random_matchings(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
-    """Matchings of a base graph, each by its own coin: those of a plan, or planned here."""
-    if options.plan:
-        graph = MatchaGraph.from_plan(options.plan, seed=context.seed, world_size=num_nodes)
-    else:
-        base = base_graph(options.graph, num_nodes=num_nodes)
-        graph = MatchaGraph(base, budget=options.budget, seed=context.seed)
-    return {"mixing": LaplacianMixing(graph)}
-
-
-def parameters(options: MethodOptions, context: Context) -> dict[str, Any]:
-    """The parameters themselves, maybe in fewer bits."""
-    return {"wire_dtype": WIRE_DTYPES[options.wire_dtype]}
-
-
-def code(
-    options: MethodOptions, context: Context, *, gossiper: Callable[[MethodOptions, int], Gossiper | Algorithm]
-) -> dict[str, Any]:
-    """What a gossiper makes of the parameters."""
-    return {"gossiper": gossiper(options, context.seed)}
-
-
-def averages_only(options: MethodOptions) -> Schedule:
-    """Every `sync_period` steps an exact average over all ranks, and no gossip between.
+def schedule_of(options: WrapperOptions) -> Schedule | ConsensusControl:
+    """The steps with a round and those with an average, or the control of them.
 
     Raises:
-        ValueError: it never averages.
+        ValueError: a schedule beside the options that say the same.
     """
-    if options.sync_period < 1:
+    own = Schedule(gossip_every=options.gossip_every, average_every=options.average_every)
+    if not options.schedule:
+        return own
+    if own != Schedule():
         raise ValueError(
-            f"got sync_period={options.sync_period} for localsgd, expected 1 step or more; leave it out for 10"
+            f"got schedule={options.schedule!r} with gossip_every={options.gossip_every} and average_every="
+            f"{options.average_every}, expected the schedule alone; give these to it"
         )
-    return Schedule(gossip_every=options.sync_period, average_every=1)
-
-
-def wrap_local_sgd(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
-    """Local SGD: ranks train alone, and average their parameters over all ranks every `sync_period` steps."""
-    return wrap_gossip(module, options, context, whom=peers_of_a_graph, what=parameters, schedule=averages_only)
-
-
-def wrap_with(
-    argument: str,
-    make: Callable[[MethodOptions, int], OuterMethod | Algorithm],
-    *,
-    whom: Callable[[MethodOptions, int, Context], dict[str, Any]] | None = None,
-) -> Callable[[nn.Module, MethodOptions, Context], Wrapper]:
-    """How a method wraps a model that is one argument of the wrapper, given (options, seed), on a graph or none."""
-
-    def wrap(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
-        arguments: dict[str, Any] = {argument: make(options, context.seed)}
-        return GossipDataParallel(
-            module,
-            **arguments,
-            **(choose_graph(whom, options, context) if whom else {}),
-            nprocs_per_node=options.nprocs_per_node,
-            comm_device=context.comm_device,
-            timeout=context.timeout,
-            membership=context.membership,
+    schedule = read_schedule(options.schedule)
+    if isinstance(schedule, ConsensusControl) and ":" in options.peers_per_itr:
+        raise ValueError(
+            f"got peers_per_itr={options.peers_per_itr} with schedule={options.schedule!r}, expected a number: the "
+            "number of rounds of an epoch is not known before; leave one of them out"
         )
-
-    return wrap
-
-
-def wrap_gossiper(
-    gossiper: Callable[[MethodOptions, int], Gossiper | Algorithm], *, is_static: bool
-) -> Callable[[nn.Module, MethodOptions, Context], Wrapper]:
-    """How a method wraps a model that is a gossiper on an undirected graph, which never changes if `is_static`."""
-    whom = all_neighbours if is_static else undirected_neighbours
-    return partial(wrap_gossip, whom=whom, what=partial(code, gossiper=gossiper))
+    return schedule
 
 
-def wrap_bilateral(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
+def wrap_matcha(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
+    """MATCHA: matchings of a base graph, each by its own coin: those of a plan, or planned here."""
+    settings = chosen.arguments
+
+    def graph(world_size: int) -> GraphManager:
+        if settings["plan"]:
+            return MatchaGraph.from_plan(settings["plan"], seed=context.seed, world_size=world_size)
+        base = base_graph(options.graph, num_nodes=world_size)
+        return MatchaGraph(base, budget=settings["budget"], seed=context.seed)
+
+    return wrap_gossip(module, Chosen(chosen.method, {"graph": graph, "push_sum": False}), options, context)
+
+
+def wrap_bilateral(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """AD-PSGD: pairs average while both go on training."""
-
-    def pairs(options: MethodOptions, num_nodes: int, context: Context) -> dict[str, Any]:
-        return {"graph": make_graph(options.graph, num_nodes=num_nodes, peers_per_itr=1, push_sum=False)}
-
-    return BilatGossipDataParallel(
-        module, **choose_graph(pairs, options, context), timeout=context.timeout, membership=context.membership
-    )
+    graph = _graph_of(chosen, options, context)
+    return BilatGossipDataParallel(module, graph=graph, timeout=context.timeout, membership=context.membership)
 
 
-def wrap_group_average(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
+def wrap_group_average(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """WAGMA-SGD: groups that change average without waiting for late members."""
-    return GroupAverageDataParallel(
-        module,
-        group_size=options.group_size or None,
-        sync_period=options.sync_period,
-        wait_avoiding=options.wait_avoiding,
-        overlap=options.overlap,
-        timeout=context.timeout,
-        membership=context.membership,
-    )
+    arguments = {**chosen.arguments, "overlap": options.overlap}
+    return GroupAverageDataParallel(module, **arguments, timeout=context.timeout, membership=context.membership)
 
 
-def wrap_pairwise(module: nn.Module, options: MethodOptions, context: Context) -> Wrapper:
+def wrap_pairwise(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """dpwa: each rank pulls the model of another; they tell each other here under which address they serve theirs."""
     own, host = _worker(context.rank), context.own_host()
     wrappers: list[PairwiseDataParallel] = []
@@ -264,9 +144,7 @@ def wrap_pairwise(module: nn.Module, options: MethodOptions, context: Context) -
             module,
             name=own,
             peers={own: f"tcp://{host}:*"},
-            interpolation=INTERPOLATIONS[options.interpolation](options),
-            divergence_threshold=options.divergence_threshold,
-            fetch_probability=options.fetch_probability,
+            **chosen.arguments,
             seed=context.seed,
             average_timeout=context.timeout,
             init_from_peers=False,  # all have made the same model
@@ -282,3 +160,22 @@ def wrap_pairwise(module: nn.Module, options: MethodOptions, context: Context) -
 
 def _worker(rank: int) -> str:
     return f"rank_{rank:04d}"
+
+
+def _graph_of(
+    chosen: Chosen, options: WrapperOptions, context: Context
+) -> GraphManager | Callable[[int], GraphManager] | None:
+    """The argument `graph` of a wrapper, a function of the number of nodes; None: the wrapper's own choice."""
+    if "(" in options.graph:
+        return read_graph(options.graph, seed=context.seed)
+    if "peers_per_itr" not in chosen.method.options and chosen.method.pace == "lockstep":
+        return None if options.graph == "auto" else lambda num_nodes: named(options.graph, num_nodes)
+    peers = peers_by_round(
+        options.peers_per_itr,
+        steps_per_epoch=context.steps_per_epoch,
+        steps_per_round=max(options.gossip_every, options.max_staleness + 1),
+    )
+    if options.graph == "auto" and peers == 1:
+        return None
+    push_sum = bool(chosen.arguments.get("push_sum"))
+    return lambda num_nodes: make_graph(options.graph, num_nodes=num_nodes, peers_per_itr=peers, push_sum=push_sum)

@@ -11,6 +11,7 @@ import torch
 
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
+from ..registry import Paper
 from .memory import Memory
 from .requests import Round
 
@@ -33,6 +34,9 @@ class Algorithm(ABC):
     is one, is the last request.
 
     Attributes:
+        short_name: the name that `algorithm=` and `--recipe` take, a word in lower case.
+        title, summary, paper: for help and documentation: the name in tables, a sentence about what it does, and the
+            publication.
         is_plain: whether a round is `yield Mix(v.x)` and nothing else, which drivers do without a generator.
         needs_current: whether a round must be about the model of the last step, so that it cannot overlap training.
         mixes_several: whether a round asks for more than one `Mix`, which must all be by W(t) then: not by the rounds
@@ -59,6 +63,10 @@ class Algorithm(ABC):
         has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
     """
 
+    short_name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    paper: ClassVar[Paper | None] = None
     is_plain: ClassVar[bool] = False
     needs_current: ClassVar[bool] = False
     mixes_several: ClassVar[bool] = False

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from ..consensus_control import ConsensusControl
 from ..graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, STATIC_GRAPHS, num_neighbours
-from ..registry import METHODS
-from ..schedule import Schedule
+from ..registry import METHODS, Method
 from .choice import Choice
 from .setting import ControlRates, Setting
 
@@ -129,17 +130,7 @@ def _settings(chosen: Prediction) -> list[str]:
 
 
 def _how_to_train(chosen: Prediction, setting: Setting) -> str:
-    """The command; or what to write where the scripts have no option for all of it."""
-    schedule = setting.schedule
-    if isinstance(schedule, ConsensusControl) and "consensus_target" in METHODS[chosen.choice.method].options:
-        every = max(ConsensusControl.max_interval, schedule.gossip_every)
-        known = ConsensusControl(schedule.target, max_interval=every)
-        fields = {name: getattr(schedule, name) for name in ("remedy", "gossip_every", "average_every")}
-        if replace(known, **fields) != schedule or not schedule.average_every:
-            return (
-                f"To train like this: schedule={schedule} in a loop of your own, as the scripts have no options for "
-                "all of it."
-            )
+    """The command."""
     launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
     return (
         f"To train like this: {launch} {recipe_options(chosen, setting)} "
@@ -148,45 +139,85 @@ def _how_to_train(chosen: Prediction, setting: Setting) -> str:
 
 
 def recipe_options(prediction: Prediction, setting: Setting) -> str:
-    """The options of a training script that train as it was simulated, with the method as the recipe.
+    """The options of a training script that train as it was simulated.
 
     Args:
         prediction: of a method of the registry.
-        setting: it was simulated in.
+        setting: the setting of the simulation.
     """
     choice, schedule, peers = prediction.choice, setting.schedule, setting.peers_per_itr
+    method = METHODS[choice.method]
     if peers is None:
         graph = choice.graph or ""
         is_static = graph in STATIC_GRAPHS or graph in DIRECTED_STATIC_GRAPHS
         peers = num_neighbours(graph, setting.world_size) if is_static else 1
+    tuned = prediction.tuned
+    if "consensus_target" in tuned:
+        every = int(tuned.get("average_every", ConsensusControl.average_every))
+        schedule = ConsensusControl(tuned["consensus_target"], average_every=every)
     values: dict[str, object] = {
         "graph": choice.graph,
         "peers_per_itr": peers if isinstance(peers, int) and peers > 1 else None,
-        "compressor": choice.compressor,
-        "budget": setting.budget,
-        "sync_period": setting.local_steps,
-        "gossip_every": schedule.gossip_every if schedule.gossip_every > 1 else None,
-        "average_every": _average_every(schedule),
-        "outer_lr": setting.outer_lr,
-        "outer_momentum": None if setting.outer_momentum is None else f"{setting.outer_momentum:g}",
-        **{name: f"{value:g}" for name, value in {**prediction.options, **prediction.tuned}.items()},
     }
     if isinstance(schedule, ConsensusControl):
-        values["consensus_target"] = f"{schedule.target:g}"
-        values["consensus_remedy"] = schedule.remedy if schedule.remedy != ConsensusControl.remedy else None
-    method = METHODS[choice.method]
-    used = method.options
-    if "consensus_target" in used:
-        used |= {"consensus_remedy"}
-    options = {"recipe": choice.method, **{name: value for name, value in values.items() if value and name in used}}
-    words = [f"--{name.replace('_', '-')} {value}" for name, value in options.items()]
-    return " ".join(words if getattr(method.algorithm, "takes_nesterov", True) else [*words, "--no-nesterov"])
+        values["schedule"] = f'"{_call_of(schedule)}"'
+    else:
+        steps, rounds = tuned.get("gossip_every", schedule.gossip_every), schedule.average_every
+        values["gossip_every"] = f"{steps:g}" if steps > 1 else None
+        values["average_every"] = (
+            f"{tuned.get('average_every', rounds):g}" if tuned.get("average_every", rounds) else None
+        )
+    text = _text_of(method, choice, setting, {**prediction.options, **tuned})
+    chosen = f"--recipe {method.name}" if text == method.text else f'--algorithm "{text}"'
+    words = [
+        f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value and name in method.options
+    ]
+    return " ".join([chosen, *words, *([] if method.takes_nesterov else ["--no-nesterov"])])
 
 
-def _average_every(schedule: Schedule | ConsensusControl) -> int | None:
-    """None where it is what a script takes without the option."""
-    is_default = isinstance(schedule, ConsensusControl) and schedule.average_every == ConsensusControl.average_every
-    return None if is_default else schedule.average_every or None
+def _text_of(method: Method, choice: Choice, setting: Setting, options: Mapping[str, float]) -> str:
+    """The text of the algorithm, with the code that was chosen and the settings that were simulated."""
+    call = ast.parse(method.text, mode="eval").body
+    assert isinstance(call, ast.Call), "the text of a method is a call"
+    own = [ast.unparse(argument) for argument in call.args]
+    if choice.compressor and choice.compressor != method.codes[0]:
+        own[0] = CODE_TEXTS[choice.compressor]
+    found: dict[str, object] = {
+        method.period: setting.local_steps,
+        "budget": setting.budget,
+        "lr": setting.outer_lr,
+        "momentum": setting.outer_momentum,
+        **{_NEW_NAMES.get(name, name) or method.period: value for name, value in options.items()},
+    }
+    keywords = {str(keyword.arg): ast.unparse(keyword.value) for keyword in call.keywords}
+    defaults = inspect.signature(method.make).parameters
+    for name, value in found.items():
+        is_set = name in keywords or (name in defaults and value != defaults[name].default)
+        if is_set and value is not None:
+            keywords[name] = f"{value:g}"
+    return f"{method.call}({', '.join([*own, *(f'{name}={value}' for name, value in keywords.items())])})"
+
+
+_NEW_NAMES = {"sync_period": "", "outer_lr": "lr", "outer_momentum": "momentum"}
+CODE_TEXTS = {
+    "sign": "SignNorm()",
+    "topk": "TopK(0.01)",
+    "randomk": "RandomK(0.01)",
+    "qsgd": "QSGD(8)",
+    "bfloat16": "Cast(bfloat16)",
+    "float16": "Cast(float16)",
+}
+"""The compressors of the simulator, as the text of Python."""
+
+
+def _call_of(schedule: ConsensusControl) -> str:
+    """As the text of Python, without what has its default."""
+    given = [
+        f"{option.name}={getattr(schedule, option.name)!r}"
+        for option in fields(schedule)
+        if getattr(schedule, option.name) != option.default
+    ]
+    return f"ConsensusControl({', '.join(given)})"
 
 
 def as_table(predictions: Sequence[Prediction]) -> str:

@@ -75,8 +75,9 @@ _Tries = Iterator[tuple[dict[str, float], Choice, Setting]]
 
 
 def _graphs(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
-    if chosen.graph is None and METHODS[now.method].simulated_graph is not None:
-        for graph in TREES if METHODS[now.method].graph == "tree" else GRAPHS_TO_TRY:
+    own = METHODS[now.method].simulated_graph
+    if chosen.graph is None and own is not None:
+        for graph in TREES if own(4, 1) in TREES else GRAPHS_TO_TRY:
             if graph != now.graph:
                 yield {}, now._replace(graph=graph), setting
 
@@ -89,7 +90,7 @@ def _codes(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
 
 
 def _local_steps(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
-    if "sync_period" in METHODS[now.method].options:
+    if METHODS[now.method].period:
         for steps in LOCAL_STEPS_TO_TRY:
             if steps != setting.local_steps:
                 yield {"sync_period": steps}, now, replace(setting, local_steps=steps)
@@ -106,7 +107,7 @@ def _schedules(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
     if "average_every" in known:
         for rounds in AVERAGE_EVERY_TO_TRY:
             yield {"average_every": rounds}, now, replace(setting, schedule=Schedule(average_every=rounds))
-    if "consensus_target" in known and setting.has_gradients:
+    if "peers_per_itr" in known and setting.has_gradients:
         for target in CONSENSUS_TARGETS_TO_TRY:
             yield {"consensus_target": target}, now, replace(setting, schedule=ConsensusControl(target))
             exact = ConsensusControl(target, average_every=1)
@@ -114,12 +115,13 @@ def _schedules(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
 
 
 def _outer_rates(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
-    if "outer_lr" not in METHODS[now.method].options:
+    settings = METHODS[now.method].settings
+    if not {"sync_every", "lr"} <= settings:
         return
     lrs = OUTER_LRS_TO_TRY if setting.outer_lr is None else (setting.outer_lr,)
     momenta = OUTER_MOMENTA_TO_TRY if setting.outer_momentum is None else (setting.outer_momentum,)
     for lr in lrs:
-        if "outer_momentum" not in METHODS[now.method].options:
+        if "momentum" not in settings:
             yield {"outer_lr": lr}, now, replace(setting, outer_lr=lr)
             continue
         for momentum in momenta:

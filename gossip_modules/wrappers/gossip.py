@@ -27,10 +27,11 @@ from ..mixing_manager.base import MixingManager
 from ..outer.anchor import anchor_dtypes
 from ..outer.fragment import check_names
 from ..outer.method import OuterMethod
-from ..rounds.algorithm import Algorithm, Over, combined
+from ..rounds.algorithm import Algorithm, Over
 from ..rounds.rounds import Rounds
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
+from .algorithm import sorted_out
 from .arguments import (
     GossiperLike,
     GraphLike,
@@ -170,7 +171,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         push_sum: bool = True,
         overlap: bool = False,
         max_staleness: int = 0,
-        algorithm: Algorithm | Over | None = None,
+        algorithm: Algorithm | Over | type[Algorithm] | str | None = None,
         gossiper: GossiperLike | None = None,
         wire_dtype: torch.dtype | None = None,
         schedule: Schedule | ConsensusControl | int = 1,
@@ -195,10 +196,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         super().__init__(module, selection=Selection(gossip_buffers, ignore), num_shards=g, **flags)
         UnevenInputs.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
-        algorithm, others = combined(outer, rule, gossiper, algorithm)
-        outer, other, gossiper = others[:3]  # type: ignore[assignment]
-        if other is not None:
-            raise ValueError(f"got rule={other!r}, expected an Algorithm such as D2(), QGDSGDm() or GradientTracking()")
+        outer, gossiper, algorithm = sorted_out(outer, rule, gossiper, algorithm)
         chosen = Choices(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, algorithm)
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         if membership is not None:

@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "engine", "membership", "wrappers", "rounds"}
+_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "engine", "membership", "wrappers", "rounds", "registry"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -33,7 +33,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "outer": {"flat", "graph_manager", "mixing_manager", "compression"},
         "optim": set(),
         "sparta": {"graph_manager", "compression", "gossiper"},
-        "rounds": {*_LOCKSTEP},
+        "rounds": {*_LOCKSTEP, "registry"},
         "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds"},
         "engine": {
             *("gossiper", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
@@ -63,7 +63,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "methods": {"job"},
         "run_config": {"methods", "job"},
         "tasks": {"run_config", "job"},
-        "training": {"tasks", "run_config", "methods", "job"},
+        "training": {"tasks", "run_config", "methods", "job", "old_options"},
         "option_groups": {"run_config"},
         "old_options": {"job"},
         "call": {"old_options", "training", "tasks", "run_config", "job"},

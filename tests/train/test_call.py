@@ -72,7 +72,10 @@ def test_main_of_powergossip(tmp_path: Path) -> None:
     train.output_dir = str(tmp_path / "here")
     train.log_metric = lambda name, values, tags: seen.append(name)
     train.log_info = lambda values: seen.append("info")
-    with pytest.warns(UserWarning, match=r"optimizer='power-gossip' is now recipe='powergossip'; .*power_iterations=2"):
+    with pytest.warns(
+        UserWarning,
+        match=r"optimizer='power-gossip' is now recipe='powergossip'; .*algorithm='PowerGossip\(num_iterations=2\)'",
+    ):
         result = train.main()
     assert result.folder == tmp_path / "here"
     assert (tmp_path / "here" / "summary.json").is_file()
@@ -83,7 +86,7 @@ def test_main_of_powergossip(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"recip": "sgp"}, r"^got 'recip', which is no option of this task, expected one; did you mean 'recipe'\?$"),
-        ({"qqq": 1}, r"^got 'qqq', .*; the options are accumulation_steps, amp"),
+        ({"qqq": 1}, r"^got 'qqq', .*; the options are accumulation_steps, algorithm, amp"),
         ({"all_reduce": True}, r"^got 'all_reduce', an option of another system, .*; write --recipe ar$"),
         ({"alpha": 1}, r"^got 'alpha', an option of another system, .*--dirichlet-alpha for uneven data"),
         ({"task": "audio"}, r"^got task='audio', expected one of images, translation, language_model"),

@@ -13,6 +13,7 @@ import pytest
 from train.command_line import read_command_line
 from train.job.errors import UsageError
 from train.old_options.actions import Action, Gone
+from train.old_options.settings import texts_of_old_options
 from train.old_options.tables import DPWA, MATCHA, OPTIONS, OTHERS, POWERGOSSIP, SGP, WAGMA
 from train.old_options.translate import translated, translated_config
 from train.tasks.images.config import Config
@@ -28,7 +29,6 @@ VALUES = {
     "synch_freq": "0",
     "num_dataloader_workers": "2",
     "num_epochs": "3",
-    "schedule": "30 0.1 60 0.1 80 0.1",
     "peers_per_itr_schedule": "0 1",
     "warmup": "True",
     "print_freq": "7",
@@ -68,7 +68,6 @@ OWN = [
     "seed",
     "resume",
     "backend",
-    "budget",
     "model",
     "dataset",
 ]
@@ -149,7 +148,6 @@ LINES: Mapping[str, dict[str, Any]] = {
     "--datasetRoot ./data/ --randomSeed 9001 --savePath ./results/": {
         "recipe": "matcha",
         "graph": "matcha0",
-        "budget": 0.5,
         "lr": 0.8,
         "batch_size": 64,
         "epochs": 200,
@@ -157,7 +155,11 @@ LINES: Mapping[str, dict[str, Any]] = {
         "data_dir": "./data/",
         "out_dir": "./results/",
     },
-    "--compress --consensus_lr 0.1 --graphid 5": {"recipe": "choco", "graph": "matcha5", "step_size": 0.1},
+    "--compress --consensus_lr 0.1 --graphid 5": {
+        "recipe": "choco",
+        "graph": "matcha5",
+        "algorithm": "Choco(TopK(0.1), step_size=0.1)",
+    },
     "-solo -xla": {"recipe": "wagma", "compile": "inductor"},
     "-r --lr=0.01 --batch-size 8": {"resume": "auto", "lr": 0.01, "batch_size": 8},
 }
@@ -168,7 +170,7 @@ def test_lines_that_work(line: str, expected: dict[str, Any]) -> None:
     config, warned = read(line)
     assert {name: getattr(config, name) for name in expected} == expected
     assert len(warned) == 1
-    assert warned[0].startswith("got options of another system, which work: ")
+    assert warned[0].startswith("got options of another system or version, which work: ")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_lines_that_work(line: str, expected: dict[str, Any]) -> None:
         ("--synch_freq often", r"^got --synch_freq often: pass a number of steps$"),
         ("--all_reduce maybe", r"^got --all_reduce maybe: pass True or False$"),
         ("--mixing_strategy 3", r"pass mixing= to GossipDataParallel"),
-        ("--graphid 0", r"^got --graphid without --matcha: pass --matcha, or .* --recipe matcha --budget 1$"),
+        ("--graphid 0", r"^got --graphid without --matcha: pass --matcha, or .* --algorithm \'MATCHA\(budget=1.0\)\'$"),
         ("--push_sum True --recipe dpsgd", r"means --recipe sgp, and recipe itself: give one of them$"),
         ("--all_reduce True --bilat True", r"got --bilat True beside an option that means --recipe ar: give one"),
         ("--tag a --master_port 1", r"^got --tag a, .*; got --master_port 1, .*torchrun --master-port$"),
@@ -218,13 +220,13 @@ def test_what_stands_after_two_dashes_is_left_alone() -> None:
 DEFAULTS = {option.name: option.default for option in fields(Config)}
 KEYS: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "optimizer": ("power-gossip", {"recipe": "powergossip"}),
-    "optimizer_rank": (2, {"power_rank": 2}),
-    "optimizer_num_iterations": (4, {"power_iterations": 4}),
-    "optimizer_warm_start": (False, {"warm_start": False}),
-    "optimizer_diffusion_rate": (1.0, {"step_size": 1.0}),
-    "optimizer_compressor": ("sign-and-norm", {"compressor": "sign"}),
-    "optimizer_keep_ratio": (0.01, {"compression_ratio": 0.01}),
-    "optimizer_theta": (2.0, {"theta": 2.0}),
+    "optimizer_rank": (2, {"algorithm": "PowerGossip(rank=2)"}),
+    "optimizer_num_iterations": (4, {"algorithm": "PowerGossip(num_iterations=4)"}),
+    "optimizer_warm_start": (False, {"algorithm": "PowerGossip(warm_start=False)"}),
+    "optimizer_diffusion_rate": (1.0, {"algorithm": "PowerGossip(step_size=1.0)"}),
+    "optimizer_compressor": ("top-k", {"algorithm": "Choco(TopK(0.01), step_size=0.0375)"}),
+    "optimizer_keep_ratio": (0.02, {"algorithm": "Choco(TopK(0.02), step_size=0.1)"}),
+    "optimizer_theta": (2.0, {"algorithm": "Moniqua(theta=2.0)"}),
     "topology": ("fully-connected", {"graph": "complete"}),
     "num_epochs": (3, {"epochs": 3}),
     "distributed_lr_warmup_epoch": (5, {"warmup_epochs": 5}),
@@ -238,6 +240,18 @@ KEYS: Mapping[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+BESIDE: Mapping[str, dict[str, Any]] = {
+    "optimizer_compressor": {"optimizer": "choco"},
+    "optimizer_keep_ratio": {
+        "optimizer": "choco",
+        "optimizer_compressor": "top-k",
+        "optimizer_diffusion_rate": 0.1,
+    },
+    "optimizer_theta": {"optimizer": "moniqua"},
+}
+"""The keys beside those that set an argument of an algorithm; of others "power-gossip"."""
+
+
 @pytest.mark.parametrize(("name", "action"), POWERGOSSIP.items())
 def test_every_key_of_powergossip(name: str, action: Action) -> None:
     if isinstance(action, Gone):
@@ -245,9 +259,74 @@ def test_every_key_of_powergossip(name: str, action: Action) -> None:
             translated_config({name: 1}, DEFAULTS)
         return
     value, expected = KEYS[name]
-    with pytest.warns(UserWarning, match=rf"which work: {name}="):
-        new = translated_config({name: value, "seed": 7}, DEFAULTS)
+    beside = BESIDE.get(name, {"optimizer": "power-gossip"}) if "algorithm" in expected else {}
+    with pytest.warns(UserWarning, match=rf"which work: .*{name}="):
+        new = translated_config({**beside, name: value, "seed": 7}, DEFAULTS)
     assert new == {"seed": 7, **expected}
+
+
+@pytest.mark.parametrize(
+    ("line", "algorithm"),
+    [
+        (
+            "--recipe diloco --sync-period 50 --outer-bits 4",
+            "DiLoCo(sync_every=50, compressor=QSGD(4, 32, unbiased=True))",
+        ),
+        ("--recipe wagma --group-size 2 --no-wait-avoiding", "WAGMA(group_size=2, wait_avoiding=False)"),
+        ("--recipe choco --compressor topk", "Choco(TopK(0.01), step_size=0.0375)"),
+        ("--recipe deepsqueeze --step-size 0.02", "DeepSqueeze(SignNorm(), step_size=0.02)"),
+        ("--recipe moniqua --theta 2 --compression-bits 4 --step-size 0.2", "Moniqua(theta=2, bits=4, step_size=0.2)"),
+        ("--recipe matcha --budget 0.3", "MATCHA(budget=0.3)"),
+        ("--recipe dpwa --interpolation loss", "Dpwa(interpolation=LossInterpolation())"),
+        ("--recipe slowmo --outer-gossip-every 2", "SlowMo(inner_lr='optimizer', sync_every=10, gossip_every=2)"),
+        ("--recipe localsgd --sync_period=3", "LocalSGD(sync_every=3)"),
+        ("--recipe sgp --sync-period 3", ""),
+        ("--recipe sparta --compression-ratio 0.02", "Sparta(0.02)"),
+        ("--recipe streamingdiloco --outer-delay 2 --anchor-device cpu", "StreamingDiLoCo(sync_every=10, "),
+        ("--recipe sparseloco --compression-ratio 0.03", "ChunkTopK(123, values=TwoBit())"),
+    ],
+)
+def test_options_of_version_0_1_are_the_text_of_an_algorithm(line: str, algorithm: str) -> None:
+    config, (warned,) = read(line)
+    assert algorithm in config.algorithm
+    assert bool(config.algorithm) == bool(algorithm)
+    assert f"is now --algorithm '{config.algorithm}'" in warned.replace("'\"'\"'", "'") or not algorithm
+    assert config.recipe == line.split()[1]
+
+
+def test_consensus_control_of_version_0_1_is_the_text_of_a_schedule() -> None:
+    config, (warned,) = read("--consensus-target 2.0 --consensus-remedy rounds")
+    assert config.schedule == "ConsensusControl(target=2.0, remedy='rounds')"
+    assert "is now --schedule" in warned
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--recipe choco --compressor zip", "got --compressor zip: got compressor=zip, expected one of sign, topk,"),
+        ("--recipe diloco --outer-bits 2", "got --outer-bits 2: got outer_bits=2, expected 4 or 8, or 0 for drifts"),
+        ("--recipe choco --compressor qsgd --compression-bits 2", r"got QSGD\(2\) and no step_size, expected one"),
+        ("--algorithm DiLoCo() --sync-period 5 --recipe diloco", "got --sync-period 5 beside algorithm: give the text"),
+    ],
+)
+def test_options_of_version_0_1_that_cannot_be(line: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read(line)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "texts"),
+    [
+        ({"recipe": "sgp", "sync_period": 10, "warm_start": True}, {"algorithm": "", "schedule": ""}),
+        ({"recipe": "matcha", "budget": 0.3}, {"algorithm": "MATCHA(budget=0.3)", "schedule": ""}),
+        (
+            {"recipe": "dpsgd", "consensus_target": 2.0},
+            {"algorithm": "", "schedule": "ConsensusControl(target=2.0)"},
+        ),
+    ],
+)
+def test_a_checkpoint_of_version_0_1_says_what_its_run_was(manifest: dict[str, Any], texts: dict[str, str]) -> None:
+    assert texts_of_old_options(manifest) == texts
 
 
 def test_an_optimizer_of_today_is_not_one_of_powergossip() -> None:

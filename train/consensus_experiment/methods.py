@@ -8,9 +8,10 @@ from typing import Any
 
 import gossip_modules as gm
 from gossip_modules.algorithms.d_psgd import DPSGD
-from gossip_modules.methods import METHODS, MethodOptions
+from gossip_modules.methods import METHODS
 from gossip_modules.methods.compressors import WIRE_DTYPES
 from gossip_modules.methods.one_thread import OneThread
+from gossip_modules.methods.simulated_options import MethodOptions
 from gossip_modules.rounds.stacked import Stacked
 
 PUBLISHED = MethodOptions(compression_bits=4)

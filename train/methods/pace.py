@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gossip_modules as gm
-from gossip_modules.methods import METHODS, MethodOptions
+from gossip_modules.methods import Chosen, WrapperOptions
 from train.job.preemption import StopRequest
 from train.job.stop import LockstepStop, StoreStop
 from train.job.world import World
@@ -179,23 +179,28 @@ class SharedRounds(Pace):
 
 
 def make_pace(
-    name: str, options: MethodOptions, *, counter: StepCounter, wrapper: nn.Module, request: StopRequest, world: World
+    chosen: Chosen,
+    options: WrapperOptions,
+    *,
+    counter: StepCounter,
+    wrapper: nn.Module,
+    request: StopRequest,
+    world: World,
 ) -> Pace:
     """How ranks take their steps by a method.
 
     Args:
-        name: a key of METHODS.
-        options: of the method.
+        chosen: the method.
+        options: arguments of its wrapper.
         counter: the steps of this rank.
         wrapper: of this rank's model.
         request: of this rank to stop.
         world: of the run.
     """
-    pace = METHODS[name].pace
-    if pace == "shared_steps":
+    arguments = chosen.arguments
+    if chosen.method.pace == "shared_steps":
         return SharedSteps(counter, request, world)
-    if pace == "shared_rounds" and options.wait_avoiding and options.group_size != 1:
+    if chosen.method.pace == "shared_rounds" and arguments["wait_avoiding"] and arguments["group_size"] != 1:
         return SharedRounds(wrapper, request, world)
     # Ranks that train alone, or average in groups, drift apart until all average.
-    drift = options.sync_period if "sync_period" in METHODS[name].options else 1 + options.max_staleness
-    return Lockstep(counter, request, world.control, lag=max(1, drift))
+    return Lockstep(counter, request, world.control, lag=max(chosen.period, 1 + options.max_staleness))

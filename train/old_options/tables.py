@@ -44,7 +44,6 @@ SGP: Mapping[str, Action] = {
     "num_dataloader_workers": named("num_workers"),
     "num_epochs": named("epochs"),
     "num_iterations_per_training_epoch": Gone("pass fewer --epochs or a smaller data set"),
-    "schedule": Same(factors, "--milestones and --milestone-factor"),
     "peers_per_itr_schedule": Same(peers, "--peers-per-itr EPOCH:PEERS,..."),
     "warmup": flag({"warmup_epochs": "5"}, {"warmup_epochs": "0"}, "--warmup-epochs 5 (True), 0 (False)"),
     "print_freq": named("log_every"),
@@ -79,8 +78,12 @@ same name and meaning, such as --lr and --momentum, are left out."""
 MATCHA: Mapping[str, Action] = {
     "matcha": flag({"recipe": "matcha"}, {}, "--recipe matcha", "--lr is for a global batch of 256 here"),
     "graphid": Same(lambda value: {"graph": f"matcha{value}"}, "--graph matcha0 to matcha5"),
-    "compress": flag({"recipe": "choco", "compressor": "topk", "compression_ratio": "0.1"}, {}, "--recipe choco"),
-    "consensus_lr": named("step_size"),
+    "compress": flag(
+        {"recipe": "choco", "compressor": "topk", "compression_ratio": "0.1"},
+        {},
+        "--algorithm 'Choco(TopK(0.1), step_size=0.1)'",
+    ),
+    "consensus_lr": Same(lambda value: {"step_size": value}, "the step_size of --algorithm 'Choco(...)'"),
     "bs": named("batch_size"),
     "epoch": named("epochs"),
     "randomSeed": named("seed"),
@@ -106,7 +109,7 @@ WAGMA: Mapping[str, Action] = {
     "start_epoch": Gone("pass --resume FOLDER, of a run or of one of its checkpoints"),
     "aug": Gone("leave it out: training images are cropped or shifted, and mirrored"),
     "saug": Gone("leave it out: training images are cropped or shifted, and mirrored"),
-    "tas": Gone("pass --group-size and --sync-period, with --recipe wagma"),
+    "tas": Gone("pass --algorithm 'WAGMA(group_size=4, sync_period=10)'"),
 }
 """Of the ResNet-50 script of WAGMA-SGD, with one dash."""
 
@@ -122,7 +125,7 @@ DPWA: Mapping[str, Action] = {
 OTHERS: Mapping[str, Action] = {
     "alpha": Gone(
         "say which one is meant: --dirichlet-alpha for uneven data; MATCHA plans its own weight of a link; "
-        "--interpolation-value is the share of the peer's model in dpwa"
+        "in dpwa --algorithm 'Dpwa(interpolation=ConstantInterpolation(0.5))' has the share of the peer's model"
     ),
     "world_size": Gone(_LAUNCHER),
     "rank": Gone(_LAUNCHER),
@@ -147,13 +150,17 @@ POWERGOSSIP_METHODS: Mapping[str, str] = {
 }
 POWERGOSSIP: Mapping[str, Action] = {
     "optimizer": one_of("recipe", POWERGOSSIP_METHODS),
-    "optimizer_rank": named("power_rank"),
-    "optimizer_num_iterations": named("power_iterations"),
-    "optimizer_warm_start": named("warm_start"),
-    "optimizer_diffusion_rate": named("step_size"),
+    "optimizer_rank": Same(lambda value: {"power_rank": value}, 'algorithm="PowerGossip(rank=...)"'),
+    "optimizer_num_iterations": Same(
+        lambda value: {"power_iterations": value}, 'algorithm="PowerGossip(num_iterations=...)"'
+    ),
+    "optimizer_warm_start": Same(lambda value: {"warm_start": value}, 'algorithm="PowerGossip(warm_start=...)"'),
+    "optimizer_diffusion_rate": Same(lambda value: {"step_size": value}, "the step_size of the algorithm"),
     "optimizer_compressor": one_of("compressor", {"top-k": "topk", "sign-and-norm": "sign"}),
-    "optimizer_keep_ratio": named("compression_ratio"),
-    "optimizer_theta": named("theta"),
+    "optimizer_keep_ratio": Same(
+        lambda value: {"compression_ratio": value}, 'algorithm="Choco(TopK(...), step_size=...)"'
+    ),
+    "optimizer_theta": Same(lambda value: {"theta": value}, 'algorithm="Moniqua(theta=...)"'),
     "optimizer_round_weights": Gone("leave it out: the graph has the weights"),
     "topology": one_of("graph", {"ring": "ring", "torus": "torus", "fully-connected": "complete"}),
     "num_epochs": named("epochs"),

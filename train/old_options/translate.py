@@ -7,13 +7,15 @@ write it now. Where it has not, one line says what to do.
 from __future__ import annotations
 
 import re
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from train.job.errors import UsageError
-from train.old_options.actions import MATCHA_MODELS, Action, Gone, New, Same, Without, model, resumed
+from train.old_options.actions import MATCHA_MODELS, Action, Gone, New, Same, Without, factors, model, resumed
+from train.old_options.settings import SETTINGS, algorithm_text, schedule_text
 from train.old_options.tables import OPTIONS, POWERGOSSIP, POWERGOSSIP_METHODS
 
 
@@ -36,14 +38,18 @@ def translated(arguments: Sequence[str], fields: Mapping[str, Any]) -> list[str]
     change = _Translation(fields, written=_written)
     for word, values in _options(arguments[:end]):
         name, typed, value = _parts(word, values)
+        setting, off = name.removeprefix("no_"), name.startswith("no_")
+        if name not in fields and setting in SETTINGS:
+            change.add_setting(setting, f"{typed} {value}".strip(), "False" if off else value or "True")
+            continue
         action = _own_action(name, value, fields) if name in fields else OPTIONS.get(name)
         if action is None:
             kept += [word, *values]
-            change.given.add(name)
+            change.given[name] = value
         else:
             change.add(name, f"{typed} {value}".strip(), value, action)
     change.finish()
-    new = [word for name, value in change.new.items() for word in _written(name, value).split()]
+    new = [word for name, value in change.new.items() for word in _words(name, value)]
     return [*kept, *new, *arguments[end:]]
 
 
@@ -65,7 +71,7 @@ def translated_config(config: Mapping[str, Any], fields: Mapping[str, Any]) -> d
             own[name] = value
         else:
             change.add(name, f"{name}={value!r}", str(value), action)
-    change.given |= set(own)
+    change.given |= {name: str(value) for name, value in own.items()}
     change.finish()
     return own | {name: _like(fields.get(name, ""), value) for name, value in change.new.items()}
 
@@ -81,8 +87,11 @@ class _Translation:
 
     fields: Mapping[str, Any]
     written: Any
-    given: set[str] = field(default_factory=set)
-    """The options that were given by their names of today."""
+    given: dict[str, str] = field(default_factory=dict)
+    """The options that were given by their names of today, with their values."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Old options that set arguments of an algorithm."""
+    typed_settings: list[str] = field(default_factory=list)
     new: New = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -107,7 +116,38 @@ class _Translation:
         else:
             self._take(typed, new, action.note)
 
+    def add_setting(self, name: str, typed: str, value: str) -> None:
+        """Take an option of version 0.1 that set an argument of an algorithm."""
+        self.typed_settings.append(typed)
+        self.settings[name] = value
+
+    def _write_settings(self) -> None:
+        """Turn these into the text of the algorithm, and of a schedule."""
+        recipe = self.new.get("recipe") or self.given.get("recipe") or self.fields.get("recipe", "")
+        typed = " ".join(self.typed_settings)
+        try:
+            texts = {"algorithm": algorithm_text(recipe, self.settings), "schedule": schedule_text(self.settings)}
+        except ValueError as error:
+            self.problems.append(f"got {typed}: {error}")
+            return
+        found = {name: text for name, text in texts.items() if text}
+        for name in found:
+            if name in self.given:
+                self.problems.append(f"got {typed} beside {name}: give the text alone")
+        if "algorithm" in found:
+            self.new.pop("recipe", None)
+        self.new |= found
+        now = " ".join(self.written(name, text) for name, text in found.items())
+        self.said.append(f"{typed} is now {now}" if now else f"{typed} is left out, as it changes nothing")
+
     def _take(self, typed: str, new: New, note: str = "") -> None:
+        own = {*SETTINGS} - {*self.fields}
+        if settings := {name: value for name, value in new.items() if name in own}:
+            self.settings |= settings
+            self.typed_settings.append(typed)
+            new = {name: value for name, value in new.items() if name not in settings}
+            if not new:
+                return
         for name, value in new.items():
             if name not in self.fields and name != "task":
                 self.problems.append(f"got {typed}: leave it out, as there is no {self.written(name, value)} here")
@@ -127,17 +167,23 @@ class _Translation:
             self.said.append(f"{self.push_sum[0]} is left out beside {method}, which does not use it")
         elif self.push_sum is not None:
             self._take(*self.push_sum)
-        for name in sorted(self.given & set(self.new)):
+        if self.settings:
+            self._write_settings()
+        for name in sorted(set(self.given) & set(self.new)):
             new = self.written(name, self.new[name])
             self.problems.append(f"got an old option that means {new}, and {name} itself: give one of them")
-        if str(self.new.get("graph", "")).startswith("matcha") and "recipe" not in {*self.new, *self.given}:
+        if str(self.new.get("graph", "")).startswith("matcha") and not {"recipe", "algorithm"} & {
+            *self.new,
+            *self.given,
+        }:
             self.problems.append(
-                "got --graphid without --matcha: pass --matcha, or for D-PSGD on this graph --recipe matcha --budget 1"
+                "got --graphid without --matcha: pass --matcha, or for D-PSGD on this graph "
+                "--algorithm 'MATCHA(budget=1.0)'"
             )
         if self.problems:
             raise UsageError("; ".join(self.problems))
         if self.said:
-            text = f"got options of another system, which work: {'; '.join(self.said)}"
+            text = f"got options of another system or version, which work: {'; '.join(self.said)}"
             warnings.warn(text, UserWarning, stacklevel=4)
 
 
@@ -145,6 +191,8 @@ def _own_action(name: str, value: str, fields: Mapping[str, Any]) -> Action | No
     """What becomes of an option of today that has a value as of old; None: it has none."""
     if name == "resume" and value in ("", "True", "False"):
         return Same(resumed, "--resume auto")
+    if name == "schedule" and value[:1].isdecimal():
+        return Same(factors, "--milestones and --milestone-factor")
     if name == "model" and value in MATCHA_MODELS:
         return Same(model, "--model")
     if value not in ("True", "False"):
@@ -175,10 +223,14 @@ def _parts(word: str, values: Sequence[str]) -> tuple[str, str, str]:
 
 def _written(name: str, value: Any) -> str:
     """An option of today with its value, as it is typed."""
+    return shlex.join(_words(name, value))
+
+
+def _words(name: str, value: Any) -> list[str]:
     option = name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{option}" if value else f"--no-{option}"
-    return f"--{option} {' '.join(value) if isinstance(value, tuple) else value}"
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", *(value if isinstance(value, tuple) else (str(value),))]
 
 
 def _like(default: Any, value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gossip_modules import Algorithm
 from gossip_modules.methods import METHODS
 from train.tasks.parameter_groups import decay_groups
 
@@ -46,7 +45,7 @@ def check_sgd(recipe: str, *, momentum: float, nesterov: bool = False, first_mom
             f"got first_moment_period={first_moment_period} with momentum={momentum}, expected 0: there is no momentum "
             "to average; pass --momentum 0.9, or leave it out"
         )
-    if nesterov and issubclass(method.algorithm, Algorithm) and not method.algorithm.takes_nesterov:
+    if nesterov and not method.takes_nesterov:
         raise ValueError(
             f"got nesterov=True with recipe={recipe!r}, expected False: the law of {method.title} is that of "
             "plain momentum; pass --no-nesterov, or take --recipe qgdsgdm"

@@ -21,6 +21,7 @@ from typing import Any
 
 from train.job.files import paths_in, remove_file
 from train.job.world import Agreement
+from train.old_options.settings import texts_of_old_options
 from train.training.rank_files import DamagedError, RankFiles, name_of, step_of
 from train.training.survey import Survey, survey
 
@@ -38,8 +39,9 @@ def check_identity(
         manifest: what the run wrote down.
         identity, defaults: see `Checkpoints`.
     """
+    found_texts = {} if "algorithm" in manifest else texts_of_old_options(manifest)
     for name, expected in identity.items():
-        found = manifest.get(name, defaults.get(name, ""))
+        found = manifest.get(name, found_texts.get(name, defaults.get(name, "")))
         if found != expected:
             raise ValueError(
                 f"got {path} of a run with {name}={found!r}, expected {expected!r} as in this run; resume with the "

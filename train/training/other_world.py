@@ -66,7 +66,7 @@ def check_other_world(config: RunConfig, path: Path, world_size: int) -> None:
     why = ""
     if method.pace != "lockstep":
         why = "its ranks take steps of their own, which belong to them"
-    elif "outer_lr" in method.options:
+    elif config.chosen.period > 1 and "algorithm" in config.chosen.arguments:
         why = "its anchor and the momentum of outer steps belong to the ranks that have made them"
     elif ":" in config.peers_per_itr:
         why = f"--peers-per-itr {config.peers_per_itr} counts rounds from the start of the run"

@@ -62,13 +62,13 @@ class Run:
         torch.manual_seed(config.seed * world.size + world.rank)
         if config.compile != "none":
             module.compile(backend=config.compile)
-        self.wrapper = wrap(config.recipe, module, config, context_of(task, config, world))
+        self.wrapper = wrap(config.algorithm or config.recipe, module, config, context_of(task, config, world))
         self.meters = Meters(world.device)
         self.state = TrainingState(
             self.wrapper, task.make_optimizer(module), task.precision.make_scaler(), self.meters, world.device
         )
         self.pace = make_pace(
-            config.recipe, config, counter=self.state, wrapper=self.wrapper, request=stop, world=world
+            config.chosen, config, counter=self.state, wrapper=self.wrapper, request=stop, world=world
         )
         self.last_saved_step = -1
         self.checkpoints = Checkpoints(

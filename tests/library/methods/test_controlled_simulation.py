@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from gossip_modules import CompleteGraph, ConsensusControl, RingGraph
 from gossip_modules.methods import METHODS
 from gossip_modules.methods.controlled_simulation import ControlSimulation, RateSimulation
-from gossip_modules.methods.wrapping import rounds_of
+from gossip_modules.methods.wrapping import schedule_of
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.schedule import Schedule
@@ -120,10 +121,12 @@ def test_methods_that_say_themselves_when_they_communicate_stay_as_they_are() ->
         assert plain.control_rates is None
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if "gossip_every" in method.options])
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if "graph" in method.options and "gossip_every" in method.options]
+)
 def test_control_is_for_the_methods_whose_recipes_take_it(name: str) -> None:
     setting = replace(CLUSTER, schedule=ConsensusControl(2.0))
-    if "consensus_target" in METHODS[name].options:
+    if "peers_per_itr" in METHODS[name].options:
         assert simulate(name, setting, Digits(), max_steps=4).control_rates is not None
         return
     with pytest.raises(ValueError, match=rf"got schedule=Consensus.* with {name}, expected a Schedule: its"):
@@ -207,15 +210,16 @@ def test_the_command_of_the_advice_controls_alike(control: ConsensusControl) -> 
     control = replace(control, gossip_every=2)
     setting = replace(CLUSTER, schedule=control)
     found = simulate("dpsgd:ring", setting, Digits(), target=1e9, max_steps=1)
-    config = read_command_line(Config, description="", arguments=recipe_options(found, setting).split())
-    assert rounds_of(config) == control
+    config = read_command_line(Config, description="", arguments=shlex.split(recipe_options(found, setting)))
+    assert schedule_of(config) == control
     assert "Under control 100% of the steps had a round" in " ".join(advise([found], setting).sentences)
 
 
-def test_what_no_command_can_say_is_said_in_python() -> None:
+def test_the_command_has_all_of_the_control() -> None:
     setting = replace(CLUSTER, schedule=ConsensusControl(3.0, max_interval=4))
     found = simulate("dpsgd:ring", setting, Digits(), target=1e9, max_steps=1)
-    assert advise([found], setting).sentences[-1].startswith("To train like this: schedule=ConsensusControl(target=3.0")
+    said = advise([found], setting).sentences[-1]
+    assert '--schedule "ConsensusControl(target=3.0, max_interval=4)"' in said
 
 
 def test_tuning_proposes_control_where_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +233,8 @@ def test_tuning_proposes_control_where_that_is_fastest(monkeypatch: pytest.Monke
     monkeypatch.setattr("gossip_modules.simulate.tuning.simulate", known)
     best = tune(Choice("dpsgd", "ring"), CLUSTER, Digits())
     assert best.tuned == {"consensus_target": 4.0, "average_every": 1}
-    config = read_command_line(Config, description="", arguments=recipe_options(best, CLUSTER).split())
-    assert rounds_of(config) == ConsensusControl(4.0, average_every=1)
+    config = read_command_line(Config, description="", arguments=shlex.split(recipe_options(best, CLUSTER)))
+    assert schedule_of(config) == ConsensusControl(4.0, average_every=1)
     assert tune(Choice("choco", "ring"), CLUSTER, Digits()).tuned == {}
     averages = replace(CLUSTER, schedule=Schedule(average_every=8))
     assert tune(Choice("dpsgd", "ring"), averages, Digits()).tuned == {}

@@ -1,12 +1,11 @@
-"""Which methods take a membership: their wrappers are asked, and what they refuse is the reason that is given."""
+"""Which methods take a membership: the entries say so, and their wrappers do what they say."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,40 +13,40 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules import Membership
-from gossip_modules.methods import (
-    METHODS,
-    Context,
-    MethodOptions,
-    gossiper_method,
-    why_fixed_ranks,
-    without_unused,
-    wrap,
-)
+from gossip_modules.membership.participant import Participant
+from gossip_modules.methods import METHODS, Context, WrapperOptions, wrap
 from gossip_modules.methods.__main__ import membership_table
 from gossip_modules.testing import Chaos, Worker
-from tests.library.methods.test_methods import HalfStep
-
-REFUSED = {
-    "ar": "an all-reduce that survives its workers is torchft",
-    "dpwa": "its workers come and go without one",
-    "eagerdiloco": "expected a method that waits for its averages",
-    "sparseloco": "expected a method that averages the drifts themselves",
-    "relaysgd": "expected a gossiper whose rounds go on without peers that fail",
-}
 
 
-def alone() -> Context:
-    return Context(membership=Membership(dist.HashStore(), min_workers=1))
+class _Taken(Exception):
+    """A wrapper has come to a `_Trial`: it takes a membership."""
+
+
+class _Trial(Membership):
+    """A membership in which nobody trains, to ask a wrapper whether it takes one."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.HashStore(), min_workers=1, host="127.0.0.1")
+
+    def attach(self, participant: Participant, description: Mapping[str, str]) -> NoReturn:
+        """The last thing that a wrapper does, when it has refused nothing."""
+        raise _Taken
+
+
+def ask(text: str, **options: Any) -> None:
+    """Raises what the wrapper says of a membership."""
+    wrap(text, nn.Linear(2, 1), WrapperOptions(**options), Context(membership=_Trial()))
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_takes_a_membership_or_its_wrapper_says_why_not(name: str) -> None:
-    why = why_fixed_ranks(METHODS[name], MethodOptions())
-    assert REFUSED.get(name, "") in why
-    assert bool(why) == (name in REFUSED)
-    if why:
-        with pytest.raises(ValueError, match=r"got a membership for .*, expected None, or options .* Cause: "):
-            wrap(name, nn.Linear(2, 1), MethodOptions(), alone())
+def test_a_method_takes_a_membership_or_its_entry_says_why_not(name: str) -> None:
+    if METHODS[name].needs_fixed_ranks:
+        with pytest.raises(ValueError, match=r"got a membership for .*, expected None: "):
+            ask(name)
+        return
+    with pytest.raises(_Taken):
+        ask(name)
 
 
 def test_the_guide_has_the_table_of_what_the_wrappers_say() -> None:
@@ -59,8 +58,8 @@ def test_the_guide_has_the_table_of_what_the_wrappers_say() -> None:
     assert rows["BilatGossipDataParallel"] == (["AD-PSGD"], ["-"])
     for name, method in METHODS.items():
         taken, refused = rows[method.example.partition("(")[0]]
-        assert (method.title in taken) == (name not in REFUSED)
-        assert any(line.startswith(f"{method.title}: ") for line in refused) == (name in REFUSED)
+        assert (method.title in taken) == (not method.needs_fixed_ranks), name
+        assert (f"{method.title}: {method.needs_fixed_ranks}" in refused) == bool(method.needs_fixed_ranks)
 
 
 @pytest.mark.parametrize("page", ["failures.md", "stragglers.md"])
@@ -74,54 +73,30 @@ def test_other_guides_do_not_say_by_themselves_which_wrappers_take_a_membership(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("text", "options", "message"),
     [
-        ("sgp", {"consensus_target": 2.0}, "ranks that may lose messages cannot all decide alike"),
-        ("adpsgd", {"nprocs_per_node": 2}, ""),  # an option that it does not use
-        ("sgp", {"nprocs_per_node": 2}, "the scripts start each process as a worker"),
+        ("sgp", {"schedule": "ConsensusControl(target=2.0)"}, "ranks that may lose messages cannot all decide alike"),
         ("dpsgd", {"graph": "hypercube"}, r"does not exist for \[3, 5, .*\] workers"),
         ("gasloc", {"graph": "hypercube"}, r"does not exist for \[3, 5, .*\] workers"),
         ("exactdiffusion", {"graph": "torus"}, r"does not exist for \[5, 7, .*\] workers"),
         ("adpsgd", {"graph": "ring"}, "expected a bipartite graph"),
         ("matcha", {"graph": "matcha0"}, "for 2 nodes, expected the 8 nodes that it has"),
-        ("wagma", {"wait_avoiding": False}, "got wait_avoiding=False with a membership"),
-        ("wagma", {"group_size": 1}, "got group_size=1 with a membership"),
-        ("choco", {"compressor": "qsgd", "compression_bits": 2}, "and no step_size, expected one"),
-        ("streamingdiloco", {"outer_bits": 4}, "expected a method that averages the drifts themselves"),
+        ("WAGMA(wait_avoiding=False)", {}, "got wait_avoiding=False with a membership"),
+        ("WAGMA(group_size=1)", {}, "got group_size=1 with a membership"),
     ],
 )
-def test_options_that_a_membership_does_not_carry(name: str, options: dict[str, Any], message: str) -> None:
-    why = why_fixed_ranks(METHODS[name], MethodOptions(**options))
-    assert bool(why) == bool(message)
-    if message:
-        with pytest.raises(ValueError, match=message):
-            wrap(name, nn.Linear(2, 1), MethodOptions(**options), alone())
+def test_options_that_a_membership_does_not_carry(text: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask(text, **options)
 
 
-def test_an_entry_of_ones_own_is_asked_too() -> None:
-    half = gossiper_method("half", lambda options, seed: HalfStep(), algorithm=HalfStep)
-    assert "which says so by is_elastic = True" in why_fixed_ranks(half, MethodOptions())
-
-    class Elastic(HalfStep):
-        is_elastic = True
-
-    third = gossiper_method("third", lambda options, seed: Elastic(), algorithm=Elastic)
-    assert why_fixed_ranks(third, MethodOptions()) == ""
-
-    closed: list[bool] = []
-    alone = SimpleNamespace(close=lambda: closed.append(True))
-    forgetful = replace(METHODS["dpsgd"], make=lambda module, options, context: alone)
-    assert why_fixed_ranks(forgetful, MethodOptions()).endswith("does not hand on the membership of its context")
-    assert closed == [True]
-
-
-def train(name: str, options: MethodOptions) -> dict[int, torch.Tensor]:
+def train(text: str) -> dict[int, torch.Tensor]:
     """What two workers have after four steps, each towards a number of its own."""
 
     def body(worker: Worker) -> torch.Tensor:
         membership = worker.membership(min_workers=2, timeout=60, min_deadline=20.0)
         model = nn.Linear(4, 1, bias=False)
-        wrapper = wrap(name, model, options, Context(membership=membership))
+        wrapper = wrap(text, model, WrapperOptions(), Context(membership=membership))
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1, momentum=0.9)
         for step in membership.steps(4):
             assert membership.world_size == 2
@@ -130,7 +105,7 @@ def train(name: str, options: MethodOptions) -> dict[int, torch.Tensor]:
             optimizer.zero_grad()
         with wrapper.averaged():
             result = model.weight.detach().clone()
-        if name == "adpsgd":  # nobody leaves before all have the average
+        if text == "adpsgd":  # nobody leaves before all have the average
             membership.transport.all_reduce(torch.zeros(1), what="the end")
         wrapper.close()
         return result
@@ -138,15 +113,20 @@ def train(name: str, options: MethodOptions) -> dict[int, torch.Tensor]:
     return Chaos().run(body, 2)
 
 
-@pytest.mark.parametrize("name", ["localsgd", "gasloc", "d2", "choco", "wagma", "adpsgd"])
-def test_workers_train_together_by_the_recipes(name: str) -> None:
-    options = without_unused(METHODS[name], MethodOptions(sync_period=2, compression_ratio=0.5))
-    results = train(name, options)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "LocalSGD(sync_every=2)",
+        "GASLoC(sync_every=2)",
+        "D2()",
+        "Choco(TopK(0.5), step_size=0.2)",
+        "WAGMA(sync_period=2)",
+        "adpsgd",
+        "DiLoCo(sync_every=2)",
+    ],
+)
+def test_workers_train_together(text: str) -> None:
+    results = train(text)
     assert len(results) == 2
     assert torch.equal(results[0], results[1])
     assert results[0].isfinite().all()
-
-
-def test_workers_train_together_by_an_outer_method_with_exact_averages() -> None:
-    results = train("diloco", MethodOptions(sync_period=2))
-    assert torch.equal(results[0], results[1])

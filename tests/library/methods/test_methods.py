@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +19,18 @@ import gossip_modules as gm
 from gossip_modules import methods, registry
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.gossiper.gossiper import Messages
-from gossip_modules.methods import METHOD_OPTIONS, METHODS, Context, MethodOptions, gossiper_method, register, wrap
+from gossip_modules.methods import (
+    METHODS,
+    WRAPPER_OPTIONS,
+    Context,
+    entry,
+    gossiper_method,
+    read_algorithm,
+    register,
+    wrap,
+)
 from gossip_modules.methods.__main__ import methods_table, step_sizes_table
 from gossip_modules.methods.compressors import COMPRESSORS
-from gossip_modules.methods.graphs import peers_by_round
 from gossip_modules.methods.one_thread import GossiperRule, make_transports, measured_message
 from gossip_modules.methods.outer_simulation import simulate_outer
 from gossip_modules.methods.sparta_method import SpartaRule
@@ -85,10 +94,29 @@ def test_an_entry_says_where_its_algorithm_stands() -> None:
     for name, method in METHODS.items():
         assert method.name == name
         assert f"class {method.algorithm.__name__}" in (root / method.file).read_text(encoding="utf-8")
-        assert method.options <= set(METHOD_OPTIONS)
+        assert method.options <= set(WRAPPER_OPTIONS)
         assert method.simulate is not None
         assert name == "ar" or method.paper is not None
         assert set(method.codes) <= set(COMPRESSORS)
+
+
+def test_an_algorithm_of_ones_own_is_an_entry_by_its_class() -> None:
+    @dataclass(frozen=True)
+    class Twice(gm.DiLoCo):
+        """Does as DiLoCo does."""
+
+        short_name = "twice"
+        title = "Twice"
+
+    method = entry(Twice, text="Twice(sync_every=3)")
+    assert (method.name, method.title, method.summary) == ("twice", "Twice", "Does as DiLoCo does.")
+    assert method.example == "GossipDataParallel(model, algorithm=Twice(sync_every=3))"
+    register(method)
+    try:
+        assert read_algorithm("twice").made == Twice(3)
+        assert read_algorithm("Twice(sync_every=4)").made == Twice(4)
+    finally:
+        del registry._METHODS["twice"]
 
 
 def test_names_are_taken_once() -> None:
@@ -104,7 +132,8 @@ def test_the_tables_have_a_row_for_each_entry() -> None:
     rows = methods_table().splitlines()
     assert [row.split("`")[1] for row in rows[2:]] == list(METHODS)
     assert (
-        "| `choco` | CHOCO-SGD | `GossipDataParallel(model, gossiper=Choco(SignNorm(), step_size=0.45))` |" in rows[7]
+        "| `choco` | CHOCO-SGD | `Choco(SignNorm(), step_size=0.45)` | "
+        "`GossipDataParallel(model, algorithm=Choco(SignNorm(), step_size=0.45))` |" in rows[7]
     )
     assert "| choco | topk | 0.01 | 0.0375 |" in step_sizes_table()
 
@@ -235,8 +264,8 @@ def test_one_entry_gives_a_recipe(own: methods.Method, monkeypatch: pytest.Monke
     monkeypatch.setattr("gossip_modules.methods.wrapping.GossipDataParallel", lambda module, **arguments: arguments)
     config = read_command_line(Config, description="", arguments=["--recipe", "half", "--graph", "torus"])
     arguments: Any = wrap(config.recipe, nn.Linear(2, 2), config, Context(world_size=8))
-    assert isinstance(arguments["gossiper"], HalfStep)
-    assert repr(arguments["graph"]) == repr(gm.TorusGraph(8, peers_per_itr=3))
+    assert isinstance(arguments["algorithm"], HalfStep)
+    assert repr(arguments["graph"](8)) == repr(gm.TorusGraph(8, peers_per_itr=3))
     assert config.identity["recipe"] == "half"
 
 
@@ -285,24 +314,24 @@ def test_a_module_that_registers_methods_is_imported_by_name(
 def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = replace(CLUSTER, world_size=n, theta=64.0)
     prediction = simulate(name, setting, Digits(), max_steps=1, target=1e9)
-    arguments = recipe_options(prediction, setting).split()
+    arguments = shlex.split(recipe_options(prediction, setting))
     config = read_command_line(Config, description="", arguments=arguments)
     assert config.recipe == name
     assert methods.unused_options(METHODS[name], config) == []
     for wrapper in ("GossipDataParallel", "BilatGossipDataParallel"):
         monkeypatch.setattr(f"gossip_modules.methods.wrapping.{wrapper}", lambda module, **arguments: arguments)
-    if METHODS[name].graph == "none":
+    if METHODS[name].simulated_graph is None:
         return
-    made: Any = wrap(name, nn.Linear(2, 2), config, Context(world_size=n, seed=setting.seed))
+    context = Context(world_size=n, seed=setting.seed)
+    made: Any = wrap(config.algorithm or name, nn.Linear(2, 2), config, context)
     simulated = make_method(prediction.choice, setting)
-    graph = made.get("graph") or made["mixing"].graph
-    assert repr(graph) == repr(simulated.mixing.graph)  # type: ignore[attr-defined]
-    assert peers_by_round(config.peers_per_itr, steps_per_epoch=1, steps_per_round=1) >= 1  # type: ignore[operator]
+    assert repr(made["graph"](n)) == repr(simulated.mixing.graph)  # type: ignore[attr-defined]
 
 
 def test_the_step_size_of_gasloc_is_simulated_and_advised() -> None:
     found = [simulate("gasloc:ring", replace(CLUSTER, step_size=size), Digits(), max_steps=40) for size in (0.25, 0.75)]
-    assert [recipe_options(each, CLUSTER).split()[-1] for each in found] == ["0.25", "0.75"]
+    for size, prediction in zip((0.25, 0.75), found, strict=True):
+        assert f"step_size={size}" in recipe_options(prediction, CLUSTER)
     assert found[0].error != found[1].error
 
 
@@ -312,7 +341,7 @@ def test_the_advice_has_the_command() -> None:
     found = [sentence for sentence in advice.sentences if sentence.startswith("To train like this: ")]
     assert len(found) == 1
     launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
-    assert found[0].startswith(f"To train like this: {launch} --recipe localsgd --sync-period 7 (")
+    assert found[0].startswith(f'To train like this: {launch} --algorithm "LocalSGD(sync_every=7)" (')
 
 
 def test_examples_run() -> None:
@@ -323,9 +352,7 @@ def test_the_step_size_is_the_published_one_everywhere() -> None:
     for code, expected in (("sign", 0.45), ("topk", 0.0375), ("randomk", 0.01), ("qsgd", 0.34)):
         method = make_method(Choice("choco", "ring", code), CLUSTER)
         assert method.options == {"step_size": expected}
-        gossiper = METHODS["choco"].gossiper
-        assert gossiper is not None
-        assert gossiper(MethodOptions(compressor=code), 0).step_size == expected
+    assert "step_size=0.45" in METHODS["choco"].text
     with pytest.raises(
         ValueError, match="got deepsqueeze with compressor=qsgd and compression_bits=8 and no step_size"
     ):

@@ -55,7 +55,7 @@ def test_numbers_and_classes_stand_for_what_they_make() -> None:
     assert as_timeout(30) == timedelta(seconds=30)
     assert as_timeout(0.5) == timedelta(milliseconds=500)
     assert as_timeout(timedelta(minutes=1)) == timedelta(minutes=1)
-    assert repr(as_gossiper(gm.PowerGossip)) == repr(gm.PowerGossip())
+    assert repr(as_gossiper(gm.Sparta)) == repr(gm.Sparta())
 
 
 def test_a_wrapper_takes_them_all() -> None:

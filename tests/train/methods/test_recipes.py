@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import gossip_modules as gm
 from gossip_modules.matcha.__main__ import main as write_plan
-from gossip_modules.methods import METHOD_OPTIONS, METHODS, Context, MethodOptions, used_options, wrap
-from gossip_modules.methods.graphs import base_graph, make_graph, make_static_graph, make_undirected_graph
-from tests.harness.ranks import CPU, TIMEOUT, run_ranks
+from gossip_modules.methods import METHODS, Context, wrap
+from gossip_modules.methods.graphs import base_graph, make_graph
 from tests.train.training.test_checkpoint import Ranks
 from train.job.addresses import own_host
 from train.job.preemption import StopRequest
@@ -30,15 +29,8 @@ from train.tasks.images.config import Config
 from train.training.run import context_of
 
 WRAP = "gossip_modules.methods.wrapping"
-UNDIRECTED: dict[str, dict[str, Any]] = {
-    "matcha": {"budget": 1.0},
-    "choco": {},
-    "deepsqueeze": {},
-    "moniqua": {"theta": 20.0},
-    "powergossip": {},
-}
-"""Recipes for undirected graphs only, with what mixes a few normal numbers."""
-"""Recipes for undirected graphs only, with what mixes a few normal numbers."""
+UNDIRECTED = ("matcha", "choco", "deepsqueeze", "moniqua", "powergossip")
+"""Recipes for undirected graphs only."""
 
 
 @pytest.fixture
@@ -49,128 +41,134 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
         monkeypatch.setattr(f"{WRAP}.GossipDataParallel", lambda module, **arguments: arguments)
         config = Config(**options)
         context = Context(world_size=size, seed=config.seed, steps_per_epoch=10)
-        wrapper = wrap(config.recipe, nn.Linear(2, 2), config, context)
+        wrapper = wrap(config.algorithm or config.recipe, nn.Linear(2, 2), config, context)
         assert isinstance(wrapper, dict)
         return wrapper
 
     return wrap_in
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    ("recipe", "options"), [*UNDIRECTED.items(), ("matcha", {"budget": 0.5}), ("matcha", {"graph": "complete"})]
-)
-def test_a_recipe_brings_a_world_of_any_size_together(
-    wrapped: Callable[..., dict[str, Any]], recipe: str, options: dict[str, Any], size: int
-) -> None:
-    arguments = [wrapped(size, recipe=recipe, seed=3, **options) for _ in range(size)]
-    start = torch.randn(size, 12, 10, generator=torch.Generator().manual_seed(0))
-
-    def body(group: dist.ProcessGroup) -> Tensor:
-        own = arguments[group.rank()]
-        gossiper = own.get("gossiper") or gm.PushPull(wire_dtype=own["wire_dtype"])
-        mixing = own.get("mixing") or gm.MetropolisHastingsMixing(own["graph"])
-        gossiper.bind(mixing, gm.ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
-        x = start[group.rank()].clone()
-        for t in range(20):
-            gossiper.mix(x, t)
-        return x
-
-    ends = torch.stack(run_ranks(size, body))
-    assert torch.allclose(ends.mean(0), start.mean(0), atol=1e-5)
-    if size > 1:
-        assert (ends - ends.mean(0)).norm() < 0.99 * (start - start.mean(0)).norm()
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"recipe": "choco"}, r"Choco\(SignNorm\(2048\), step_size=0\.45\)"),
-        ({"recipe": "choco", "compressor": "topk"}, r"Choco\(TopK\(0\.01\), step_size=0\.0375\)"),
-        (
-            {"recipe": "choco", "compressor": "randomk", "seed": 4},
-            r"Choco\(RandomK\(0\.01, seed=4.*\), step_size=0\.01\)",
-        ),
-        ({"recipe": "choco", "compressor": "qsgd"}, r"Choco\(QSGD\(bits=8.*step_size=0\.34\)"),
-        ({"recipe": "choco", "compressor": "qsgd", "compression_bits": 4}, r"Choco\(QSGD\(bits=4.*step_size=0\.34\)"),
-        (
-            {"recipe": "choco", "compressor": "qsgd", "compression_bits": 2, "step_size": 0.1},
-            r"Choco\(QSGD\(bits=2.*step_size=0\.1\)",
-        ),
-        (
-            {"recipe": "moniqua", "compression_bits": 4, "step_size": 0.2},
-            r"Moniqua\(theta=1\.0, bits=4, step_size=0\.2, seed=1\)",
-        ),
-        ({"recipe": "choco", "compressor": "float16"}, r"Choco\(Cast\(torch\.float16\), step_size=1\.0\)"),
-        (
-            {"recipe": "choco", "compressor": "topk", "compression_ratio": 0.1, "step_size": 0.3},
-            r"Choco\(TopK\(0\.1\), step_size=0\.3\)",
-        ),
-        ({"recipe": "deepsqueeze"}, r"DeepSqueeze\(SignNorm\(2048\), step_size=0\.01\)"),
-        ({"recipe": "moniqua", "theta": 0.5}, r"Moniqua\(theta=0\.5, bits=8, step_size=1\.0, seed=1\)"),
-        (
-            {"recipe": "powergossip", "power_rank": 2, "power_iterations": 3, "warm_start": False},
-            r"PowerGossip\(rank=2, num_iterations=3, warm_start=False, step_size=None, compress_vectors=False",
-        ),
+        ({"recipe": "choco"}, r"Choco\(.*SignNorm\(2048\), step_size=0\.45\)"),
+        ({"algorithm": "Choco(RandomK(0.01), step_size=0.01)", "seed": 4}, r"Choco\(.*RandomK\(0\.01, seed=4"),
+        ({"algorithm": "Choco(QSGD(4, seed=7), step_size=0.34)", "seed": 4}, r"Choco\(.*QSGD\(bits=4.*seed=7"),
+        ({"algorithm": "Choco(Cast(float16), step_size=1.0)"}, r"Choco\(.*Cast\(torch\.float16\), step_size=1\.0\)"),
+        ({"recipe": "moniqua"}, r"Moniqua\(theta=1\.0, bits=8, step_size=1\.0, seed=1\)"),
+        ({"algorithm": "DiLoCo(sync_every=7, lr=0.4)"}, r"DiLoCo\(sync_every=7, .*lr=0\.4, momentum=0\.9"),
+        ({"recipe": "noloco", "seed": 3}, r"NoLoCo\(sync_every=10.*seed=3"),
+        ({"recipe": "sparseloco"}, r"SparseLoCo\(sync_every=10.*ChunkTopK\(41, 4096, values=TwoBit\(256\)\)"),
+        ({"recipe": "d2"}, r"D2\(\)"),
     ],
 )
-def test_options_reach_the_gossiper(wrapped: Callable[..., dict[str, Any]], options: dict[str, Any], said: str) -> None:
+def test_the_algorithm_reaches_the_wrapper(
+    wrapped: Callable[..., dict[str, Any]], options: dict[str, Any], said: str
+) -> None:
     arguments = wrapped(8, **options)
-    assert re.match(said, repr(arguments["gossiper"]))
-    assert repr(arguments["graph"]) == repr(gm.RingGraph(8, peers_per_itr=2))
+    assert re.match(said, repr(arguments["algorithm"]))
+    assert "graph" not in arguments  # the wrapper has a default
 
 
-def test_a_step_size_that_nobody_published_has_to_be_given(wrapped: Callable[..., dict[str, Any]]) -> None:
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ("torus", gm.TorusGraph(8, peers_per_itr=3)),
+        ("bipartite-exponential", gm.DynamicBipartiteExponentialGraph(8)),
+        ("matcha0", gm.NetworkXGraph(gm.select_graph(0))),
+        ("RingGraph(peers_per_itr=1)", gm.RingGraph(8)),
+        ("BaseGraph()", gm.BaseGraph(8)),
+    ],
+)
+def test_a_graph_is_a_name_or_a_text(
+    wrapped: Callable[..., dict[str, Any]], graph: str, expected: gm.GraphManager
+) -> None:
+    assert repr(wrapped(8, recipe="choco", graph=graph)["graph"](8)) == repr(expected)
+
+
+def test_plain_gossip_has_one_peer_on_the_graph_of_a_name(wrapped: Callable[..., dict[str, Any]]) -> None:
+    assert repr(wrapped(8, recipe="sgp", graph="ring")["graph"](8)) == repr(gm.RingGraph(8))
+    two = wrapped(8, recipe="sgp", graph="ring", peers_per_itr="2")["graph"](8)
+    assert repr(two) == repr(gm.RingGraph(8, peers_per_itr=2))
+    with pytest.raises(
+        ValueError, match=r"got graph='chain', expected one of auto, .* for a recipe that chooses peers_"
+    ):
+        wrapped(6, recipe="dpsgd", graph="chain")["graph"](6)
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        ("RingGraf(peers_per_itr=1)", "the unknown name 'RingGraf', expected one of .*; did you mean 'RingGraph'"),
+        ("RingGraph(8)", r"too many positional arguments\), expected RingGraph\(\*, peers_per_itr=1\); give RingGraph"),
+        ("RingGraph(peers=2)", "has the argument 'peers', expected some of .*; did you mean 'peers_per_itr'"),
+        ("rig", "got graph='rig', expected one of auto, .*; did you mean 'ring'"),
+    ],
+)
+def test_a_graph_that_is_none_is_named(graph: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(graph=graph)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("DiLoC()", r"with the unknown name 'DiLoC', expected one of AllReduce, .*; did you mean 'diloco'"),
+        ("DiLoCo(sync_evry=3)", r"has the argument 'sync_evry', expected some of DiLoCo\(sync_every=30.*'sync_every'"),
         (
-            {"recipe": "choco", "compressor": "topk", "compression_ratio": 0.1},
-            r"with compressor=topk and compression_ratio=0.1 and no step_size, expected one: known are those of sign, "
-            r"topk at a ratio of 0.01, randomk at a ratio of 0.01, qsgd at 4 bits, qsgd at 8 bits, bfloat16, float16; ",
+            "Choco(SignNorm())",
+            r"missing a required argument: 'step_size'\), expected Choco\(compressor, \*, step_size\)",
         ),
-        (
-            {"recipe": "choco", "compressor": "qsgd", "compression_bits": 2},
-            "compressor=qsgd and compression_bits=2 and no step",
-        ),
-        (
-            {"recipe": "deepsqueeze", "compressor": "qsgd"},
-            "compression_bits=8 and no step_size, .* of sign; pass --step",
-        ),
-        (
-            {"recipe": "deepsqueeze", "compressor": "float16"},
-            "got deepsqueeze with compressor=float16 and no step",
-        ),
-        (
-            {"recipe": "moniqua", "compression_bits": 4},
-            "got moniqua with compression_bits=4 and no step_size, .*",
-        ),
-        ({"recipe": "moniqua", "compression_bits": 2}, "known are those of moniqua at 8 bits; pass --step-size"),
-    )
-    for options, message in cases:
-        with pytest.raises(ValueError, match=message):
-            wrapped(4, **options)
+        ("__import__('os').system('ls')", "in which __import__\\('os'\\).system is no known name"),
+        ("DiLoCo(lr=(lambda: 1)())", "in which .*lambda: 1.* is no known name"),
+        ("DiLoCo(lr=1 + 1)", r"in which 1 \+ 1 is neither a literal nor a call of a known name"),
+        ("[DiLoCo() for _ in 'ab']", "in which .* is no call of a name"),
+        ("DiLoCo(**{'lr': 1})", "has no names of arguments after"),
+        ("DiLoCo(", "which is no expression of Python"),
+        ("SignNorm()", r"expected an algorithm; pass SignNorm\(2048\) to one"),
+        ("SGP().over(Choco(SignNorm(), step_size=0.4))", r"got SGP beside .over\(\), expected an algorithm that runs"),
+        ("f(" * 600 + ")" * 600, r"unknown name|no expression of Python"),
+        ("x" * 3000, "got algorithm of 3000 characters, expected at most 2000"),
+        ("DiLoCo(sync_every=0)", "DiLoCo: got sync_every=0, expected a whole number of at least 1"),
+        ("Dpwa(fetch_probability='often')", "got|expected"),
+    ],
+)
+def test_an_algorithm_that_is_none_is_named(algorithm: str, message: str) -> None:
+    if algorithm.startswith("Dpwa"):
+        with pytest.raises((ValueError, TypeError)):
+            wrap(algorithm, nn.Linear(2, 2), Config(), Context())
+        return
+    with pytest.raises(ValueError, match=message):
+        Config(algorithm=algorithm)
+
+
+def test_a_recipe_is_the_short_name_of_an_algorithm() -> None:
+    for name, method in METHODS.items():
+        assert replace(Config(nesterov=False), recipe=name) == Config(algorithm=method.text, nesterov=False)
+    config = Config(algorithm="DiLoCo(sync_every=50)")
+    assert (config.recipe, str(config.run_dir)) == ("diloco", "runs/digits_diloco")
+    assert config.identity == Config(algorithm="DiLoCo(50,lr=0.7)").identity
+    assert config.identity != Config(algorithm="DiLoCo(sync_every=51)").identity
+    assert Config(recipe="diloco", algorithm="diloco") == Config(recipe="diloco")
+    with pytest.raises(ValueError, match=r"got recipe='choco' beside algorithm='DiLoCo\(\)', expected one of them"):
+        Config(recipe="choco", algorithm="DiLoCo()")
 
 
 @pytest.mark.parametrize(
     ("name", "degree"), [("auto", 2), ("ring", 2), ("torus", 3), ("hypercube", 3), ("complete", 7)]
 )
-def test_static_graphs_have_all_neighbours_in_every_round(name: str, degree: int) -> None:
-    graph = make_static_graph(name, num_nodes=8)
-    assert graph.is_symmetric
-    assert not graph.is_dynamic
-    assert len(graph.out_peers(0, 5)) == degree
+def test_base_graphs_have_all_neighbours(name: str, degree: int) -> None:
     base = base_graph(name, num_nodes=8)
     assert list(base.nodes) == list(range(8))
-    assert {frozenset(edge) for edge in base.edges} == {
-        frozenset((i, j)) for i in range(8) for j in graph.out_peers(i, 0)
-    }
+    assert {base.degree(node) for node in base} == {degree}
 
 
-def test_static_graphs_that_do_not_fit_are_named() -> None:
+def test_base_graphs_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"got graph='matcha1' for 8 nodes, expected the 16 nodes that it has"):
-        make_static_graph("matcha1", num_nodes=8)
+        base_graph("matcha1", num_nodes=8)
     with pytest.raises(ValueError, match=r"got graph='exponential', expected one of auto, ring, .*undirected graph"):
-        make_static_graph("exponential", num_nodes=8)
-    with pytest.raises(ValueError, match=r"got graph='matcha0', expected one of .*--recipe matcha --budget 1"):
+        base_graph("exponential", num_nodes=8)
+    with pytest.raises(ValueError, match=r"got graph='matcha0', expected one of .*MATCHA\(budget=1.0\)"):
         make_graph("matcha0", num_nodes=8, peers_per_itr=1, push_sum=False)
     for index in range(6):
         graph = gm.select_graph(index)
@@ -178,11 +176,10 @@ def test_static_graphs_that_do_not_fit_are_named() -> None:
 
 
 def test_matcha_plans_on_the_base_graph(wrapped: Callable[..., dict[str, Any]]) -> None:
-    mixing = wrapped(8, recipe="matcha", graph="matcha0", budget=0.3, seed=5)["mixing"]
-    assert isinstance(mixing, gm.LaplacianMixing)
-    assert isinstance(mixing.graph, gm.MatchaGraph)
-    assert mixing.graph.seed == 5
-    assert sum(mixing.graph.probabilities) <= 0.3 * len(mixing.graph.matchings) + 1e-6
+    graph = wrapped(8, algorithm="MATCHA(budget=0.3)", graph="matcha0", seed=5)["graph"](8)
+    assert isinstance(graph, gm.MatchaGraph)
+    assert graph.seed == 5
+    assert sum(graph.probabilities) <= 0.3 * len(graph.matchings) + 1e-6
 
 
 @pytest.mark.parametrize("index", range(6))
@@ -193,38 +190,32 @@ def test_matcha_trains_by_the_plan_that_is_printed(
     write_plan(["--graph", str(index), "--budget", "0.5", "--num-budgets", "0", "--output", str(path)])
     rho = json.loads(path.read_text(encoding="utf-8"))["rho"]
     size = len(gm.select_graph(index))
-    named = wrapped(size, recipe="matcha", graph=f"matcha{index}", seed=5)["mixing"]
-    planned = wrapped(size, recipe="matcha", plan=str(path), seed=5)["mixing"]
-    assert repr(planned) == repr(named)
-    assert planned.graph.rho == rho
+    named = wrapped(size, recipe="matcha", graph=f"matcha{index}", seed=5)["graph"](size)
+    planned = wrapped(size, algorithm=f"MATCHA(plan={str(path)!r})", seed=5)["graph"]
+    assert repr(planned(size)) == repr(named)
+    assert planned(size).rho == rho
     with pytest.raises(ValueError, match=rf"got the plan .* for {size} ranks, expected one for 4"):
-        wrapped(4, recipe="matcha", plan=str(path))
+        planned(4)
 
 
-def test_a_plan_is_part_of_what_a_run_is(wrapped: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_a_plan_is_part_of_what_a_run_is(tmp_path: Path) -> None:
     """By what it says: the file may move, but a run goes on with the same plan only."""
     paths = [tmp_path / name for name in ("first.json", "second.json", "other.json")]
     for path, budget in zip(paths, ("0.5", "0.5", "0.6"), strict=True):
         write_plan(["--graph", "5", "--budget", budget, "--num-budgets", "0", "--output", str(path)])
-    first, second, other = (Config(recipe="matcha", plan=str(path)).identity["plan"] for path in paths)
-    assert first == second != other
-    assert Config(recipe="sgp", plan=str(paths[0])).identity["plan"] == Config().identity["plan"] == ""
-    with pytest.warns(UserWarning, match="^graph, budget: without effect with --recipe matcha$"):
-        wrapped(8, recipe="matcha", plan=str(paths[0]), graph="torus", budget=0.3)
-    with pytest.warns(UserWarning, match="^plan: without effect with --recipe sgp$"):
-        wrapped(8, recipe="sgp", plan=str(paths[0]))
+    texts = [Config(algorithm=f"MATCHA(plan={str(path)!r})").identity["algorithm"] for path in paths]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_options_without_effect_are_named_and_have_none(wrapped: Callable[..., dict[str, Any]]) -> None:
-    with pytest.warns(UserWarning, match="^peers_per_itr, max_staleness, budget: without effect with --recipe choco$"):
-        arguments = wrapped(4, recipe="choco", max_staleness=2, budget=0.1, peers_per_itr="3")
-    assert arguments["max_staleness"] == 0
-    with pytest.warns(UserWarning, match="^compression_ratio: without effect"):
-        wrapped(4, recipe="choco", compression_ratio=0.5)
-    with pytest.warns(UserWarning, match="^overlap, max_staleness, step_size: without effect with --recipe sgp$"):
-        assert not wrapped(4, recipe="sgp", overlap=True, max_staleness=1, step_size=0.5)["overlap"]
+    with pytest.warns(UserWarning, match="^peers_per_itr, wire_dtype: without effect with CHOCO-SGD$"):
+        arguments = wrapped(4, recipe="choco", wire_dtype="bfloat16", peers_per_itr="3")
+    assert arguments["wire_dtype"] is None
+    with pytest.warns(UserWarning, match="^graph, gossip_every: without effect with DiLoCo$"):
+        assert "graph" not in wrapped(4, recipe="diloco", graph="ring", gossip_every=2)
     assert wrapped(4, recipe="osgp", max_staleness=2)["max_staleness"] == 2
-    for recipe in ("dpsgd", *UNDIRECTED):
+    assert wrapped(4, recipe="osgp")["overlap"]
+    for recipe in ("dpsgd", "sgp", *UNDIRECTED):
         assert wrapped(4, recipe=recipe, overlap=True, max_staleness=1)["overlap"]
     for recipe in ("dpsgd", "sgp", "osgp", "matcha"):
         assert wrapped(4, recipe=recipe, wire_dtype="bfloat16")["wire_dtype"] is torch.bfloat16
@@ -237,7 +228,7 @@ def said_to(monkeypatch: pytest.MonkeyPatch, wrapper: str, **options: Any) -> di
     world = SimpleNamespace(rank=1, size=4, backend="gloo", on_every_rank=None)
     task = SimpleNamespace(steps_per_epoch=10, example_inputs=None)
     context = context_of(task, config, world)  # type: ignore[arg-type]
-    arguments = wrap(config.recipe, nn.Linear(2, 2), config, context)
+    arguments = wrap(config.algorithm or config.recipe, nn.Linear(2, 2), config, context)
     assert isinstance(arguments, dict)
     return arguments
 
@@ -247,7 +238,7 @@ def test_adpsgd_takes_the_graph_that_is_named(monkeypatch: pytest.MonkeyPatch) -
     arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", timeout_seconds=7)
     assert arguments == {"graph": None, "timeout": timedelta(seconds=7), "membership": None}
     arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", graph="bipartite-linear")
-    assert repr(arguments["graph"]) == repr(gm.DynamicBipartiteLinearGraph(4))
+    assert repr(arguments["graph"](4)) == repr(gm.DynamicBipartiteLinearGraph(4))
 
 
 def test_wagma_takes_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,21 +246,21 @@ def test_wagma_takes_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"timeout": timedelta(seconds=300), "membership": None}
     arguments = said_to(monkeypatch, wrapper, recipe="wagma")
     assert arguments == {"group_size": None, "sync_period": 10, "wait_avoiding": True, "overlap": False, **common}
-    arguments = said_to(monkeypatch, wrapper, recipe="wagma", group_size=4, sync_period=0, wait_avoiding=False)
+    arguments = said_to(monkeypatch, wrapper, algorithm="WAGMA(group_size=4, sync_period=0, wait_avoiding=False)")
     assert arguments == {"group_size": 4, "sync_period": 0, "wait_avoiding": False, "overlap": False, **common}
 
 
 @pytest.mark.parametrize(
     ("options", "interpolation"),
     [
-        ({}, gm.ConstantInterpolation(0.5)),
-        ({"interpolation_value": 0.2}, gm.ConstantInterpolation(0.2)),
-        ({"interpolation": "clock"}, gm.ClockInterpolation()),
-        ({"interpolation": "loss"}, gm.LossInterpolation()),
+        ("", gm.ConstantInterpolation(0.5)),
+        ("interpolation=ConstantInterpolation(0.2), ", gm.ConstantInterpolation(0.2)),
+        ("interpolation=ClockInterpolation(), ", gm.ClockInterpolation()),
+        ("interpolation=LossInterpolation(), ", gm.LossInterpolation()),
     ],
 )
 def test_workers_of_dpwa_learn_the_addresses_of_all_others(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], interpolation: gm.Interpolation
+    monkeypatch: pytest.MonkeyPatch, options: str, interpolation: gm.Interpolation
 ) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -285,12 +276,12 @@ def test_workers_of_dpwa_learn_the_addresses_of_all_others(
             self.peers[name] = address
 
     monkeypatch.setattr(f"{WRAP}.PairwiseDataParallel", Worker)
-    config = Config(recipe="dpwa", divergence_threshold=0.3, fetch_probability=0.9, **options)
+    text = f"Dpwa({options}divergence_threshold=0.3, fetch_probability=0.9)"
 
     def wrap_on(member: Any) -> Any:
         on_every_rank, host = member.on_every_rank, partial(own_host, member)
         context = Context(rank=member.rank, world_size=3, on_every_rank=on_every_rank, own_host=host)
-        return wrap("dpwa", nn.Linear(2, 2), config, context)
+        return wrap(text, nn.Linear(2, 2), Config(), context)
 
     workers = Ranks(3).run(wrap_on)
     names = [f"rank_{rank:04d}" for rank in range(3)]
@@ -306,7 +297,7 @@ def test_who_takes_its_steps_how() -> None:
         wrapper = gm.GroupAverageDataParallel.__new__(gm.GroupAverageDataParallel)
         world: Any = SimpleNamespace(size=1, rank=0, control=None, store=dist.HashStore())
         counter, request = SimpleNamespace(step=0), StopRequest.__new__(StopRequest)
-        pace = make_pace(config.recipe, config, counter=counter, wrapper=wrapper, request=request, world=world)
+        pace = make_pace(config.chosen, config, counter=counter, wrapper=wrapper, request=request, world=world)
         return type(pace).__name__
 
     for recipe in set(METHODS) - {"adpsgd", "wagma", "dpwa"}:
@@ -314,105 +305,31 @@ def test_who_takes_its_steps_how() -> None:
     assert pace_of(recipe="adpsgd") == pace_of(recipe="dpwa") == "SharedSteps"
     assert pace_of(recipe="wagma") == "SharedRounds"
     # Where ranks wait for each other in person none may stop alone.
-    assert pace_of(recipe="wagma", wait_avoiding=False) == pace_of(recipe="wagma", group_size=1) == "Lockstep"
+    assert pace_of(algorithm="WAGMA(wait_avoiding=False)") == "Lockstep"
+    assert pace_of(algorithm="WAGMA(group_size=1)") == "Lockstep"
 
 
-def test_dpwa_uses_a_constant_only_where_it_is_one() -> None:
-    assert "interpolation_value" in used_options(METHODS["dpwa"], Config(recipe="dpwa"))
-    assert "interpolation_value" not in used_options(METHODS["dpwa"], Config(recipe="dpwa", interpolation="loss"))
-    assert [Config(**options).weighs_losses for options in ({}, {"interpolation": "loss"})] == [False, True]  # type: ignore[arg-type]
-    assert Config(divergence_threshold=0.1).weighs_losses
-
-
-def test_every_option_of_a_method_is_one_of_the_configuration_and_in_its_identity() -> None:
-    assert set(METHOD_OPTIONS) <= Config().identity.keys()
-    for method in METHODS.values():
-        assert used_options(method, Config()) <= set(METHOD_OPTIONS)
+def test_dpwa_weighs_losses_where_its_arguments_say_so() -> None:
+    texts = ("Dpwa()", "Dpwa(interpolation=LossInterpolation())", "Dpwa(divergence_threshold=0.1)", "SGP()")
+    assert [Config(algorithm=text).weighs_losses for text in texts] == [False, True, True, False]
 
 
 def test_local_sgd_averages_and_never_gossips(wrapped: Callable[..., dict[str, Any]]) -> None:
-    schedule = wrapped(4, recipe="localsgd", sync_period=3)["schedule"]
+    schedule = wrapped(4, algorithm="LocalSGD(sync_every=3)")["schedule"]
     assert schedule == gm.Schedule(gossip_every=3, average_every=1)
-    with pytest.raises(ValueError, match="got sync_period=0 for localsgd, expected 1 step or more; leave it out"):
-        wrapped(4, recipe="localsgd", sync_period=0)
 
 
-def test_a_target_for_the_distance_controls_the_rounds(wrapped: Callable[..., dict[str, Any]]) -> None:
+def test_a_schedule_is_a_text(wrapped: Callable[..., dict[str, Any]]) -> None:
     for recipe in ("dpsgd", "sgp", "osgp"):
-        assert wrapped(4, recipe=recipe, consensus_target=2.0)["schedule"] == gm.ConsensusControl(2.0)
-    options = {"consensus_target": 3.0, "consensus_remedy": "rounds", "gossip_every": 20, "average_every": 5}
-    expected = gm.ConsensusControl(3.0, remedy="rounds", gossip_every=20, max_interval=20, average_every=5)
-    assert wrapped(4, recipe="dpsgd", **options)["schedule"] == expected
-    with pytest.raises(ValueError, match=r"got peers_per_itr=0:2,30:1 with consensus_target=2.0, expected a number"):
-        wrapped(4, recipe="dpsgd", consensus_target=2.0, peers_per_itr="0:2,30:1")
-    with pytest.raises(ValueError, match=r"got consensus_target=-1.0, expected 0 or more"):
-        Config(recipe="dpsgd", consensus_target=-1.0)
-    assert "consensus_remedy" not in used_options(METHODS["dpsgd"], Config(consensus_remedy="rounds"))
-
-
-def test_options_reach_the_outer_method(wrapped: Callable[..., dict[str, Any]]) -> None:
-    rates = {"sync_period": 7, "outer_lr": 0.4, "outer_momentum": 0.25}
-    for recipe, expected, default in (
-        ("diloco", gm.DiLoCo(7, lr=0.4, momentum=0.25), gm.DiLoCo(10)),
-        ("streamingdiloco", gm.StreamingDiLoCo(7, lr=0.4, momentum=0.25), gm.StreamingDiLoCo(10)),
-        ("eagerdiloco", gm.EagerDiLoCo(7, lr=0.4, momentum=0.25), gm.EagerDiLoCo(10)),
-        (
-            "slowmo",
-            gm.SlowMo(7, lr=0.4, momentum=0.25, inner_lr="optimizer"),
-            gm.SlowMo(10, inner_lr="optimizer"),
-        ),
-        ("noloco", gm.NoLoCo(7, lr=0.4, momentum=0.25, seed=1), gm.NoLoCo(10, seed=1)),
-        ("gasloc", gm.GASLoC(7, lr=0.4, momentum=0.25), gm.GASLoC(10)),
-    ):
-        arguments = wrapped(6, recipe=recipe, **rates)
-        assert arguments["outer"] == expected
-        assert ("graph" in arguments) == (recipe == "gasloc")
-        assert wrapped(6, recipe=recipe)["outer"] == default
-        assert wrapped(6, recipe=recipe, anchor_device="cpu")["outer"] == replace(default, anchor_device="cpu")
-    for recipe, options, expected in (
-        ("streamingdiloco", {"outer_own_weight": 0.0}, gm.StreamingDiLoCo(10, own_weight=0.0)),
-        ("slowmo", {"outer_gossip_every": 2}, gm.SlowMo(10, inner_lr="optimizer", gossip_every=2)),
-        ("noloco", {"outer_pull": 0.4}, gm.NoLoCo(10, pull=0.4, seed=1)),
-        ("gasloc", {"step_size": 0.25}, gm.GASLoC(10, step_size=0.25)),
-    ):
-        assert wrapped(6, recipe=recipe, **options)["outer"] == expected
-    with pytest.raises(ValueError, match=r"got own_weight=1\.0, expected 0 <= own_weight < 1"):
-        wrapped(6, recipe="streamingdiloco", outer_own_weight=1.0)
-    sparse = wrapped(6, recipe="sparseloco", sync_period=7, compression_ratio=0.03, error_decay=0.9)["outer"]
-    code = gm.ChunkTopK(123, 4096, values=gm.TwoBit())
-    assert str(sparse) == str(gm.SparseLoCo(7, lr=1.0, decay=0.9, compressor=code))
-    for bits, qsgd in ((4, gm.QSGD(4, 32, 1, unbiased=True)), (8, gm.QSGD(8, 512, 1, unbiased=True))):
-        for recipe, method in (("diloco", gm.DiLoCo), ("eagerdiloco", gm.EagerDiLoCo)):
-            assert str(wrapped(6, recipe=recipe, outer_bits=bits)["outer"]) == str(method(10, compressor=qsgd))
-        streaming = gm.StreamingDiLoCo(10, momentum=0.5, compressor=qsgd)
-        found = wrapped(6, recipe="streamingdiloco", outer_bits=bits, outer_momentum=0.5)["outer"]
-        assert str(found) == str(streaming)
-    with pytest.raises(ValueError, match=r"got outer_bits=2, expected one of 0, 4, 8"):
-        Config(recipe="diloco", outer_bits=2)
-    with pytest.raises(ValueError, match=r"got outer_bits=2, expected 4 or 8, or 0 for drifts as they are"):
-        METHODS["diloco"].make(nn.Linear(1, 1), MethodOptions(outer_bits=2), Context())
-    assert "outer_bits" not in used_options(METHODS["slowmo"], Config(outer_bits=4))
-    with pytest.raises(ValueError, match=r"NoLoCo: got pull=0.7 with momentum=0.9, expected pull < 2"):
-        wrapped(4, recipe="noloco", outer_momentum=0.9)
-
-
-def test_relay_sgd_takes_trees(wrapped: Callable[..., dict[str, Any]]) -> None:
-    for name, graph in (("chain", gm.ChainGraph(6)), ("auto", gm.DoubleBinaryTreeGraph(6))):
-        assert repr(wrapped(6, recipe="relaysgd", graph=name)["graph"]) == repr(graph)
-    with pytest.raises(ValueError, match=r"got graph='ring', expected one of auto, chain, double-binary-tree: this"):
-        wrapped(6, recipe="relaysgd", graph="ring")
-    assert repr(wrapped(6, recipe="choco", graph="chain")["graph"]) == repr(gm.ChainGraph(6))
+        found = wrapped(4, recipe=recipe, schedule="ConsensusControl(target=2.0)")["schedule"]
+        assert found == gm.ConsensusControl(2.0)
+    assert wrapped(4, schedule="Schedule(average_every=8)")["schedule"] == gm.Schedule(average_every=8)
+    assert wrapped(4, gossip_every=2, average_every=8)["schedule"] == gm.Schedule(2, 8)
+    with pytest.raises(ValueError, match=r"got peers_per_itr=0:2,30:1 with schedule='Consens.*, expected a number"):
+        Config(schedule="ConsensusControl(target=2.0)", peers_per_itr="0:2,30:1")
     with pytest.raises(
-        ValueError, match=r"got graph='chain', expected one of auto, .* for a recipe that chooses peers_"
+        ValueError, match=r"got schedule=.* with gossip_every=2 and average_every=0, expected the schedu"
     ):
-        wrapped(6, recipe="dpsgd", graph="chain")
-
-
-def test_codes_that_need_no_static_graph_take_pairs(wrapped: Callable[..., dict[str, Any]]) -> None:
-    for recipe in ("deepsqueeze", "moniqua", "powergossip"):
-        graph = wrapped(8, recipe=recipe, graph="bipartite-exponential")["graph"]
-        assert isinstance(graph, gm.DynamicBipartiteExponentialGraph)
-    with pytest.raises(ValueError, match="got graph='bipartite-exponential', expected one of auto, ring"):
-        wrapped(8, recipe="choco", graph="bipartite-exponential")
-    with pytest.raises(ValueError, match="got graph='exponential', expected an undirected one; take ring"):
-        make_undirected_graph("exponential", num_nodes=8)
+        Config(schedule="ConsensusControl(target=2.0)", gossip_every=2)
+    with pytest.raises(ValueError, match="the unknown name 'ConsensusControll', expected one of Schedule, Consensus"):
+        Config(schedule="ConsensusControll(target=2.0)")

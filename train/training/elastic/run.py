@@ -109,7 +109,7 @@ class ElasticRun:
             membership=self.membership,
         )
         self.membership.on_change(self._changed)
-        self.wrapper = wrap(config.recipe, module, config, context)
+        self.wrapper = wrap(config.algorithm or config.recipe, module, config, context)
         self.state = TrainingState(self.wrapper, optimizer, task.precision.make_scaler(), self.meters, world.device)
         if saved is not None:
             self.state.load_optimizer(saved)
