@@ -5,8 +5,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# What pairwise averaging (dpwa) speaks, and reads its configuration with.
-PAIRWISE = ["pyyaml>=6.0", "pyzmq>=25.1"]
+# Reads the configuration files of dpwa.
+PAIRWISE = ["pyyaml>=6.0"]
 # What only the scripts in train/ and visualization/ need.
 TRAIN = [
     "matplotlib>=3.8",

@@ -21,7 +21,6 @@ from .consensus_control import ConsensusControl
 from .dpwa.averager import PairwiseAverager
 from .dpwa.config import PairwiseConfig
 from .dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
-from .dpwa.wire.curve_keys import CurveKeys
 from .dpwa.wrapper import PairwiseDataParallel
 from .engine.engine import Engine, LockstepEngine, SyncEngine
 from .engine.outer import OuterEngine
@@ -123,7 +122,6 @@ __all__ = [
     "Compressor",
     "ConsensusControl",
     "ConstantInterpolation",
-    "CurveKeys",
     "DecentLaM",
     "DeepSqueeze",
     "DiLoCo",

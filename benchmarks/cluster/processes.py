@@ -21,7 +21,7 @@ START_SECONDS = 300.0
 """For all ranks to be ready: the first ones wait for the imports of the server that they are forks of."""
 PRELOAD = (
     *("benchmarks.cluster.rank", "torch.nn.parallel", "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"),
-    *("torch.distributed.algorithms.model_averaging.averagers", "torch.distributed.optim", "zmq"),
+    *("torch.distributed.algorithms.model_averaging.averagers", "torch.distributed.optim"),
     "transformers.models.gpt2.modeling_gpt2",
 )
 

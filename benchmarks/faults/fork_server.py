@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ("torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.optim", "zmq", "benchmarks.faults.rank")
+PRELOAD = ("torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.optim", "benchmarks.faults.rank")
 """What every rank needs; torch loads torch._dynamo in the first step of an optimizer."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 """No threads in the process that forks, and nothing but loopback."""

@@ -21,7 +21,7 @@ from gossip_modules import Progress
 
 HOST = "127.0.0.1"
 PRELOAD = (
-    *("torch", "torch.distributed", "torch.nn.parallel", "gossip_modules", "zmq"),
+    *("torch", "torch.distributed", "torch.nn.parallel", "gossip_modules"),
     *("sklearn.datasets", "pandas", "matplotlib.figure", "tyro"),
 )
 """What the server that processes are forks of has imported, so that a start does not take seconds of both cores."""

@@ -33,7 +33,7 @@ class PairwiseAverager(PairwiseWorker):
         ignore: see there.
 
     Raises:
-        ImportError, ValueError, ConnectionError, RuntimeError: see there.
+        ValueError, ConnectionError, RuntimeError: see there.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -59,7 +59,7 @@ class PairwiseAverager(PairwiseWorker):
         self.module = module
         self._buffer = FlatBuffer(module, selection=Selection(gossip_buffers, ignore))
         self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)
-        self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
+        self._engine = PairwiseEngine(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
         hold(self)
 
@@ -108,10 +108,6 @@ class PairwiseAverager(PairwiseWorker):
         self._copies.close()
         self._engine.close()
         self._averager.close()
-
-    def comm_stats(self) -> dict[str, float]:
-        """See `PairwiseDataParallel.comm_stats`."""
-        return {**super().comm_stats(), **self._engine.statistics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Clock, loss, scores and generators, without the module, after a flush: plain values."""

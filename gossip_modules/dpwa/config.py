@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ..flat.nonfinite import check_policy
 from ..wrappers.arguments import as_timeout
+from ..wrappers.foreign.arguments import ForeignArguments, Refused, foreign_arguments
 from .interpolation import (
     ClockInterpolation,
     ConstantInterpolation,
@@ -18,18 +21,26 @@ from .interpolation import (
     Interpolation,
     LossInterpolation,
 )
-from .wire.curve_keys import CurveKeys
 from .wire.distance_bound import DEFAULT_MAX_DISTANCE
 
 DEFAULT_TIMEOUT = timedelta(seconds=2.5)
 MIN_AVERAGE_TIMEOUT = timedelta(seconds=10)
-ON_NONFINITE = ("raise", "skip", "spread")
 DEFAULT_INTERPOLATION = ConstantInterpolation(0.5)
 _METHODS: Mapping[str, type[Interpolation]] = {
     "constant": ConstantInterpolation,
     "clock": ClockInterpolation,
     "loss": LossInterpolation,
 }
+_CONTEXTS = (
+    ("server_ssl", ssl.PROTOCOL_TLS_CLIENT, "CLIENT_AUTH"),
+    ("client_ssl", ssl.PROTOCOL_TLS_SERVER, "SERVER_AUTH"),
+)
+_NO_CURVE = Refused(
+    "workers are encrypted by TLS and have certificates in place of CURVE keys; pass server_ssl= and client_ssl=, two "
+    "ssl.SSLContext, to the constructor"
+)
+CURVE_ARGUMENTS: ForeignArguments = {"curve": _NO_CURVE, "public_key": _NO_CURVE}
+"""Those of earlier versions, which had keys of CurveZMQ."""
 _KEYS = ("nodes", "fetch_probability", "timeout_ms", "interpolation", "divergence_threshold", *_METHODS)
 _PEERS_EXAMPLE = "{'w0': 'tcp://10.0.0.1:45000', 'w1': 'tcp://10.0.0.2:45000'}"
 _EXAMPLE = "a list like [{nodes: [{name: w0, host: 10.0.0.1, port: 45000}, ...]}, {interpolation: constant}, ...]"
@@ -37,7 +48,7 @@ _EXAMPLE = "a list like [{nodes: [{name: w0, host: 10.0.0.1, port: 45000}, ...]}
 
 @dataclass(frozen=True)
 class PairwiseConfig:
-    """Who a worker is, which peers it may ask, and how it merges their models.
+    """The options of a worker: its name, the peers that it may ask, and how it merges their models.
 
     Args:
         name: the name of this worker.
@@ -47,7 +58,6 @@ class PairwiseConfig:
         fetch_probability: the probability of asking a peer in a round.
         timeout: the time that one round may take, for all peers that are tried in it together; a number means seconds.
         seed: the seed of the choice of peers. The name is part of it, so workers with one seed make different choices.
-        curve: the keys for encryption; None = no encryption: everybody who reaches the address can read the model.
         on_nonfinite: what happens when the own model holds infinities or NaN, which is found when a fetch ends: "raise"
             an error; "skip": merge nothing into it, unless the peer's model replaces it completely (f = 1), count that
             in `num_skipped` and warn once; "spread": merge it anyway. A peer's model that is not finite is always
@@ -57,6 +67,11 @@ class PairwiseConfig:
             training reaches.
         average_timeout: the timeout of averages over all ranks, which wait for all of them; None = `timeout`, but at
             least 10 s, as workers do not come to an average at the same time.
+        server_ssl: the context of TLS with which this worker serves its model, with its certificate; its `verify_mode`
+            says whether peers must show one too. None = in the clear: everybody with access to the address can read the
+            model.
+        client_ssl: the context of TLS with which this worker fetches models. It says which certificates count; that of
+            a peer must be for the host in its address. Give both contexts or none, on all workers alike.
 
     Raises:
         ValueError: an argument out of range, or no own entry.
@@ -69,10 +84,11 @@ class PairwiseConfig:
     fetch_probability: float = 1.0
     timeout: timedelta = DEFAULT_TIMEOUT
     seed: int = 0
-    curve: CurveKeys | None = field(default=None)
     on_nonfinite: str = "raise"
     max_distance: float = DEFAULT_MAX_DISTANCE
     average_timeout: timedelta | None = None
+    server_ssl: ssl.SSLContext | None = None
+    client_ssl: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -85,22 +101,13 @@ class PairwiseConfig:
             check_address(address, peer=peer, is_own=peer == self.name)
         if not 0.0 <= self.fetch_probability <= 1.0:
             raise ValueError(f"got fetch_probability={self.fetch_probability}, expected a probability in [0, 1]")
-        if self.timeout <= timedelta(0):
-            raise ValueError(f"got timeout={self.timeout}, expected more than zero; timedelta(seconds=2.5) is usual")
-        if self.on_nonfinite not in ON_NONFINITE:
-            raise ValueError(f"got on_nonfinite={self.on_nonfinite!r}, expected one of {list(ON_NONFINITE)}")
+        check_policy(self.on_nonfinite)
         if not self.max_distance > 0:
             raise ValueError(
                 f"got max_distance={self.max_distance}, expected a positive number; math.inf refuses no finite model"
             )
-        if self.average_timeout is not None and self.average_timeout <= timedelta(0):
-            raise ValueError(
-                f"got average_timeout={self.average_timeout}, expected more than zero; None follows timeout"
-            )
         if self.divergence_threshold != 0:
             DivergenceThreshold(self.interpolation, self.divergence_threshold)
-        for peer in self.others if self.curve is not None else ():
-            self.curve.of_peer(peer)  # type: ignore[union-attr]
 
     def _check_types(self) -> None:
         """Raise ValueError for arguments of other types; timeouts in seconds become timedeltas."""
@@ -114,9 +121,17 @@ class PairwiseConfig:
                 f"got interpolation={self.interpolation!r}, expected an Interpolation; pass "
                 "ConstantInterpolation(0.5), ClockInterpolation() or LossInterpolation()"
             )
-        if self.curve is not None and not isinstance(self.curve, CurveKeys):
+        for name, other, purpose in _CONTEXTS:
+            context = getattr(self, name)
+            if context is not None and (not isinstance(context, ssl.SSLContext) or context.protocol is other):
+                raise ValueError(
+                    f"got {name}={context!r}, expected a context for that side of TLS; make it with "
+                    f"ssl.create_default_context(ssl.Purpose.{purpose})"
+                )
+        if (self.server_ssl is None) != (self.client_ssl is None):
             raise ValueError(
-                f"got curve of type {type(self.curve).__name__}, expected keys; pass CurveKeys(public, secret, peers)"
+                f"got server_ssl={self.server_ssl} and client_ssl={self.client_ssl}, expected both or none, as every "
+                "worker serves and fetches; pass two ssl.SSLContext"
             )
         for name in ("divergence_threshold", "fetch_probability", "max_distance"):
             value = getattr(self, name)
@@ -124,7 +139,7 @@ class PairwiseConfig:
                 raise ValueError(f"got {name}={value!r}, expected a number; the default is {getattr(type(self), name)}")
         for name in ("timeout", "average_timeout"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, timedelta):
+            if value is not None:
                 object.__setattr__(self, name, as_timeout(value, name=name))
 
     @property
@@ -132,15 +147,9 @@ class PairwiseConfig:
         """Addresses of all workers but this one."""
         return {peer: address for peer, address in self.peers.items() if peer != self.name}
 
-    @property
-    def peer_seed(self) -> str:
-        """The seed of the choice of peers."""
-        return f"{self.seed}/{self.name}/peers"
-
-    @property
-    def coin_seed(self) -> str:
-        """The seed of the draws that decide whether a round fetches."""
-        return f"{self.seed}/{self.name}/coin"
+    def seed_of(self, draws: str) -> str:
+        """The seed of these draws of this worker: "peers" of the choice of peers, "coin" of whether a round fetches."""
+        return f"{self.seed}/{self.name}/{draws}"
 
     @property
     def time_to_average(self) -> timedelta:
@@ -155,16 +164,18 @@ class PairwiseConfig:
         return DivergenceThreshold(self.interpolation, self.divergence_threshold)
 
     @classmethod
+    @foreign_arguments(CURVE_ARGUMENTS)
     def from_yaml(
         cls,
         name: str,
         path: str | PathLike[str],
         *,
         seed: int = 0,
-        curve: CurveKeys | None = None,
         on_nonfinite: str = "raise",
         max_distance: float = DEFAULT_MAX_DISTANCE,
         average_timeout: timedelta | None = None,
+        server_ssl: ssl.SSLContext | None = None,
+        client_ssl: ssl.SSLContext | None = None,
     ) -> PairwiseConfig:
         """The configuration of worker `name` in a file of dpwa.
 
@@ -178,19 +189,22 @@ class PairwiseConfig:
             OSError: the file cannot be read.
             ValueError: any mistake in the file; names it.
         """
-        entries = _read(Path(path))
         try:
             return cls(
                 name,
-                **_arguments(entries),
+                **_arguments(_read(Path(path))),
                 seed=seed,
-                curve=curve,
                 on_nonfinite=on_nonfinite,
                 max_distance=max_distance,
                 average_timeout=average_timeout,
+                server_ssl=server_ssl,
+                client_ssl=client_ssl,
             )
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+PairwiseConfig.__init__ = foreign_arguments(CURVE_ARGUMENTS)(PairwiseConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_address(address: str, *, peer: str, is_own: bool = False) -> None:
@@ -219,31 +233,30 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: got a file that is no YAML, expected {_EXAMPLE}: {error}") from error
+        raise ValueError(f"got a file that is no YAML, expected {_EXAMPLE}: {error}") from error
     if not isinstance(content, list) or not all(isinstance(entry, dict) and len(entry) == 1 for entry in content):
-        raise ValueError(f"{path}: got a {type(content).__name__}, expected {_EXAMPLE}, one key per entry")
+        raise ValueError(f"got a {type(content).__name__}, expected {_EXAMPLE}, one key per entry")
     entries: dict[str, Any] = {}
     for entry in content:
         ((key, value),) = entry.items()
         if key not in _KEYS or key in entries:
             what = "twice" if key in entries else "which is unknown"
-            raise ValueError(f"{path}: got the key {key!r} {what}, expected each of {list(_KEYS)} once at most")
+            raise ValueError(f"got the key {key!r} {what}, expected each of {list(_KEYS)} once at most")
         entries[key] = value
     return entries
 
 
 def _arguments(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `PairwiseConfig` that a file gives."""
-    peers = _nodes(entries.get("nodes"))
     method = entries.get("interpolation", "constant")
     if method not in list(_METHODS):
         raise ValueError(f"got interpolation: {method!r}, expected one of {list(_METHODS)}")
     return {
-        "peers": peers,
-        "interpolation": _interpolation(method, entries.get(method, 0)),
+        "peers": _nodes(entries.get("nodes")),
+        "interpolation": _interpolation(method, entries.get(method)),
         "divergence_threshold": _number(entries, "divergence_threshold", 0.0),
         "fetch_probability": _number(entries, "fetch_probability", 1.0),
-        "timeout": timedelta(milliseconds=_number(entries, "timeout_ms", 2500.0)),
+        "timeout": _number(entries, "timeout_ms", 2500.0) / 1000,
     }
 
 
@@ -271,8 +284,7 @@ def _number(entries: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _interpolation(method: str, arguments: Any) -> Interpolation:
-    if arguments in (0, None):
-        arguments = {}
+    arguments = arguments or {}
     if not isinstance(arguments, dict) or not set(arguments) <= ({"value"} if method == "constant" else set()):
         expected = "{value: 0.5}" if method == "constant" else "0, as it has no arguments"
         raise ValueError(f"got {method}: {arguments!r}, expected {expected}")

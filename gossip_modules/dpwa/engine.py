@@ -6,8 +6,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -17,11 +16,8 @@ from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from .config import PairwiseConfig
 from .interpolation import Standing
-
-if TYPE_CHECKING:
-    from .network import PairwiseNetwork
-    from .wire.client import Fetched
-
+from .network import PairwiseNetwork
+from .wire.fetcher import Fetched
 
 _REMEDY = (
     "lower the learning rate, clip gradients, or go back to a checkpoint; on_nonfinite='skip' trains on without merging"
@@ -51,73 +47,42 @@ class PairwiseEngine(Engine):
     [Note: Clocks] A clock counts publications and is interpolated like the model on a merge, so it says how much
     training is in a model, whichever worker did it.
 
-    All methods belong to the training thread, except `add_peer` and `remove_peer`, which may come from any. What it
-    shares with other threads is in `network`; see [Note: threads of dpwa].
+    All methods belong to the training thread. Everything that other threads share is in `network`; see
+    [Note: threads of dpwa]. The constructor waits for one round at most; from its end on the model is served.
 
     Args:
-        x: the parameters; their layout, dtypes and device stay what they are.
-        signature: names, shapes and dtypes of the tensors: `FlatBuffer.signature()`.
-        config: who this worker is, whom it asks and how it merges.
+        buffer: the parameters; mutated where `init_from_peers` finds a peer. Their layout, dtypes and device must stay.
+        config: the name of this worker, the peers and the options.
+        init_from_peers: whether to start from the model of a live peer, if there is one.
 
     Raises:
-        ImportError: pyzmq is missing.
         ValueError, ConnectionError: an address that is none, or that is taken.
         FloatingPointError: (round, flush) the own model holds infinities or NaN, with on_nonfinite="raise".
     """
 
     is_asynchronous = True
 
-    def __init__(self, x: FlatVector, signature: Sequence[str], config: PairwiseConfig) -> None:
+    def __init__(self, buffer: FlatBuffer, config: PairwiseConfig, *, init_from_peers: bool) -> None:
         super().__init__()
+        x = buffer.vector
         self.config = config
         self.rule = config.rule
         self.clock = 0.0
         self.loss: float | None = None
         self.step = 0  # rounds seen, with or without a fetch
         self.num_refused_losses = 0
-        self.num_skipped = 0  # merges left out because the own model was not finite
         self.last_peer: str | None = None  # the peer whose model was merged last
         self._layout, self._device = x.layout, x.raw.device
-        self._coin = random.Random(config.coin_seed)
+        self._coin = random.Random(config.seed_of("coin"))
         self._fetch_step = 0  # the step in which the fetch under way began
-        self.network = _network_type()(x, signature, config)
-
-    @classmethod
-    def started(cls, buffer: FlatBuffer, config: PairwiseConfig, *, init_from_peers: bool) -> PairwiseEngine:
-        """Make an engine that serves the model in `buffer`. Waits for one round at most.
-
-        Args:
-            buffer: the parameters; mutated where `init_from_peers` finds a peer.
-            config: as of the engine.
-            init_from_peers: whether to start from the model of a live peer, if there is one.
-        """
-        engine = cls(buffer.vector, buffer.signature(), config)
+        self.network = PairwiseNetwork(x, buffer.signature(), config)
         try:
             if init_from_peers:
-                engine._take(buffer.vector)
-            engine._publish(buffer.vector)
+                self._take(x)
+            self._publish(x)
         except BaseException:
-            engine.close()
+            self.close()
             raise
-        return engine
-
-    @property
-    def address(self) -> str:
-        """See `PairwiseNetwork.address`."""
-        return self.network.address
-
-    @property
-    def num_bytes_sent(self) -> int:
-        """See `PairwiseNetwork.num_bytes_sent`."""
-        return self.network.num_bytes_sent
-
-    def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
-        """See `PairwiseNetwork.add_peer`; from any thread."""
-        self.network.add_peer(name, address, public_key=public_key)
-
-    def remove_peer(self, name: str) -> None:
-        """See `PairwiseNetwork.remove_peer`; from any thread."""
-        self.network.remove_peer(name)
 
     @property
     def is_in_flight(self) -> bool:
@@ -126,8 +91,7 @@ class PairwiseEngine(Engine):
 
     def statistics(self) -> dict[str, float]:
         """What went wrong and what arrived; see `PairwiseDataParallel.comm_stats`."""
-        own = {"num_skipped": self.num_skipped, "num_refused_losses": self.num_refused_losses, "clock": self.clock}
-        return {**self.network.statistics(), **own}
+        return {**self.network.statistics(), "num_refused_losses": self.num_refused_losses, "clock": self.clock}
 
     def report_loss(self, loss: float) -> None:
         """The loss of the last batch; what is no finite number is counted and never published."""
@@ -158,7 +122,7 @@ class PairwiseEngine(Engine):
 
     def republish(self, x: FlatVector) -> None:
         """Serve x, which no round follows now, if an older x is served; the clock stays. Never waits."""
-        if not self.is_closed and self.network.server.is_serving and self._fits(x):
+        if not self.is_closed and self.network.snapshots.is_serving and self._fits(x):
             self._publish(x)
 
     def flush(self, x: FlatVector) -> bool:
@@ -180,8 +144,8 @@ class PairwiseEngine(Engine):
             return False  # one of the two workers has only just begun
         factor = self.rule.factor(own, peer)
         if is_diverged and self.config.on_nonfinite == "skip" and factor != 1.0:
-            self.num_skipped += 1
-            if self.num_skipped == 1:
+            self.stats.num_skipped += 1
+            if self.stats.num_skipped == 1:
                 warnings.warn(f"{self._divergence(fetched)}; merges are left out from now on; {_REMEDY}", stacklevel=2)
             return False
         with record_function("gossip.merge"):
@@ -219,8 +183,8 @@ class PairwiseEngine(Engine):
         self._withdraw()
         super().reset()
         self.step, self.clock, self.loss = 0, 0.0, None
-        self._coin = random.Random(self.config.coin_seed)
-        self.network.scores.reset(seed=self.config.peer_seed)
+        self._coin = random.Random(self.config.seed_of("coin"))
+        self.network.scores.reset(seed=self.config.seed_of("peers"))
 
     @torch.no_grad()
     def _take(self, x: FlatVector) -> None:
@@ -235,7 +199,7 @@ class PairwiseEngine(Engine):
         """Forget the model that is served, and the one that is under way: they are not of the state to come."""
         self._await()
         self.network.bound.is_own_finite = True
-        self.network.server.withdraw()
+        self.network.snapshots.withdraw()
 
     def _check(self, x: FlatVector) -> None:
         self.network.raise_if_failed()
@@ -271,7 +235,7 @@ class PairwiseEngine(Engine):
     def _publish(self, x: FlatVector) -> None:
         if self.loss is None or math.isfinite(self.loss):
             with record_function("gossip.publish"):
-                self.network.server.publish(x, Standing(self.clock, self.loss))
+                self.network.snapshots.publish(x, Standing(self.clock, self.loss))
 
     def _await(self) -> Fetched | None:
         start = time.perf_counter()
@@ -279,20 +243,3 @@ class PairwiseEngine(Engine):
             return self.network.fetcher.wait()
         finally:
             self.stats.wait_seconds += time.perf_counter() - start
-
-
-def _network_type() -> type[PairwiseNetwork]:
-    """The class that needs pyzmq, which is installed with an extra only.
-
-    Raises:
-        ImportError: pyzmq is missing.
-    """
-    try:
-        import zmq  # noqa: F401 (here, so that the error is the same at every call)
-
-        from .network import PairwiseNetwork
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "zmq":
-            raise
-        raise ImportError("pairwise averaging needs pyzmq; pip install 'gossip-modules[pairwise]'") from error
-    return PairwiseNetwork

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from os import PathLike
@@ -13,16 +14,14 @@ from torch import nn
 from ..engine.engine import IdleEngine
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
-from ..wrappers.arguments import as_timeout
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import hold
 from ..wrappers.foreign.arguments import foreign_arguments
 from ..wrappers.foreign.ddp import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
-from .config import DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
+from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine
 from .interpolation import Interpolation
-from .wire.curve_keys import CurveKeys
 from .wire.distance_bound import DEFAULT_MAX_DISTANCE
 from .worker import PairwiseWorker
 
@@ -42,9 +41,9 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
     checkpoints on all workers before any of them trains on, or they merge what is not loaded yet. A copy (`deepcopy`,
     pickle) is a snapshot that stays local: it computes, reports and loads state, but has no address and no peers.
 
-    Messages are fixed binary headers and raw tensors over ZeroMQ; nothing is ever unpickled, sizes are checked before
-    memory is taken, and models with infinities or NaN are refused. Without `curve` whoever reaches the address can
-    read the model, and whoever takes over the address of a peer can have his own merged.
+    Messages are fixed binary headers and raw tensors over TCP; nothing is ever unpickled, sizes are checked before
+    anything is read, and models with infinities or NaN are refused. Without TLS everybody with access to the address
+    can read the model, and a stranger who takes over the address of a peer can have another model merged.
 
     Jin, Yuan, Iandola, Keutzer, "How to scale distributed deep learning?", 2016, arXiv 1611.04581 (pull-gossip SGD).
     `PairwiseEngine` in dpwa/engine.py shows a round as pseudo-code.
@@ -60,12 +59,13 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         timeout: the limit of one round, in seconds or as a timedelta, for all peers tried in it. Training does
             not wait for it.
         seed: of the choice of peers; each worker's choices are its own.
-        curve: keys, so that strangers neither read nor write models.
         on_nonfinite: "raise", "skip" or "spread": what happens when the own model holds infinities or NaN. See
             `PairwiseConfig`.
         max_distance: from the own model, beyond which a peer's is refused. See `PairwiseConfig`.
         average_timeout: of `averaged()`, `average_()` and `consensus_distance()`, which wait for all ranks; None =
             `timeout`, but 10 s at least.
+        server_ssl: the context of TLS with which this worker serves. See `PairwiseConfig`.
+        client_ssl: the context of TLS with which it fetches. Give both or none.
         init_from_peers: start from the model of a live peer if there is one: for workers that start late or restart.
             Workers that start at the same time start from their own: give them equal weights by `torch.manual_seed`.
         gossip_buffers: whether running statistics (BatchNorm) travel too; a sequence of names or patterns = those
@@ -77,7 +77,6 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         rounds: when a worker merges: see `GossipDataParallel`.
 
     Raises:
-        ImportError: pyzmq is missing.
         ValueError: arguments that do not fit.
         ConnectionError: the own address cannot be bound.
         RuntimeError: (forward) a loss is needed and was not reported, or a background thread failed.
@@ -94,7 +93,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
 
     _engine: PairwiseEngine  # in a copy a _PairwiseRecord, which has what is used here
 
-    @foreign_arguments(PAIRWISE_ARGUMENTS, DDP_ARGUMENTS)
+    @foreign_arguments(PAIRWISE_ARGUMENTS, CURVE_ARGUMENTS, DDP_ARGUMENTS)
     def __init__(
         self,
         module: nn.Module,
@@ -106,10 +105,11 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         fetch_probability: float = 1.0,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         seed: int = 0,
-        curve: CurveKeys | None = None,
         on_nonfinite: str = "raise",
         max_distance: float = DEFAULT_MAX_DISTANCE,
         average_timeout: timedelta | float | None = None,
+        server_ssl: ssl.SSLContext | None = None,
+        client_ssl: ssl.SSLContext | None = None,
         init_from_peers: bool = True,
         gossip_buffers: bool | Sequence[str] = True,
         ignore: Sequence[str] = (),
@@ -122,23 +122,24 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             interpolation,
             divergence_threshold,
             fetch_probability,
-            as_timeout(timeout),
+            timeout,  # type: ignore[arg-type]
             seed,
-            curve,
-            on_nonfinite,
-            max_distance,
-            None if average_timeout is None else as_timeout(average_timeout, name="average_timeout"),
+            on_nonfinite=on_nonfinite,
+            max_distance=max_distance,
+            average_timeout=average_timeout,  # type: ignore[arg-type]  # seconds are taken too
+            server_ssl=server_ssl,
+            client_ssl=client_ssl,
         )
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
         self._who = f"worker {name!r}: "
-        self._engine = PairwiseEngine.started(self._buffer, config, init_from_peers=init_from_peers)
+        self._engine = PairwiseEngine(self._buffer, config, init_from_peers=init_from_peers)
         self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
         self._set_out()
         hold(self)
 
     @classmethod
-    @foreign_arguments(PAIRWISE_ARGUMENTS, DDP_ARGUMENTS)
+    @foreign_arguments(PAIRWISE_ARGUMENTS, CURVE_ARGUMENTS, DDP_ARGUMENTS)
     def from_config(
         cls,
         module: nn.Module,
@@ -146,10 +147,11 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         path: str | PathLike[str],
         *,
         seed: int = 0,
-        curve: CurveKeys | None = None,
         on_nonfinite: str = "raise",
         max_distance: float = DEFAULT_MAX_DISTANCE,
         average_timeout: timedelta | None = None,
+        server_ssl: ssl.SSLContext | None = None,
+        client_ssl: ssl.SSLContext | None = None,
         init_from_peers: bool = True,
         gossip_buffers: bool | Sequence[str] = True,
         ignore: Sequence[str] = (),
@@ -161,10 +163,11 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             name,
             path,
             seed=seed,
-            curve=curve,
             on_nonfinite=on_nonfinite,
             max_distance=max_distance,
             average_timeout=average_timeout,
+            server_ssl=server_ssl,
+            client_ssl=client_ssl,
         )
         return cls(
             module,
@@ -206,22 +209,6 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         """With whose model this one was merged last; None before."""
         return self._engine.last_peer
 
-    def comm_stats(self) -> dict[str, float]:
-        """What communication did so far on this worker; local and cheap.
-
-        Returns:
-            As `GossipWrapper.comm_stats`, where num_rounds is merges, and: bytes_received, num_fetches (requests),
-            num_failed_fetches (refused, timed out, broken off), num_refused_models (another shape, infinities or NaN
-            in the model or its loss, or too far from ours), num_skipped (merges that were left out as the own model was
-            not finite), num_refused_losses (own ones that were not finite, and not published),
-            num_refused_connections (strangers without ZeroMQ or an authorised key, or too many connections),
-            num_garbage_messages, num_unread_replies (that ended before the asker had read them), num_models_sent,
-            clock; and by the names of `Membership.stats`: live (this worker, and peers whose last request has not
-            failed), joins (peers that were added, or answered again), deaths (failed requests to peers that counted as
-            live, also to one that has never answered), deadline (of a request, in seconds).
-        """
-        return {**super().comm_stats(), **self._engine.statistics()}
-
 
 class _PairwiseRecord(IdleEngine):
     """No rounds any more, with the state of the worker at the copy: it can be loaded into that worker again.
@@ -233,14 +220,16 @@ class _PairwiseRecord(IdleEngine):
     def __init__(self, other: PairwiseEngine | _PairwiseRecord) -> None:
         super().__init__(other)
         self.last_peer: str | None = other.last_peer
-        self.num_bytes_sent: int = other.num_bytes_sent
         self._statistics = other.statistics()
         self._state = other.state_dict()
 
     @property
-    def address(self) -> str:
+    def network(self) -> NoReturn:
         """Raises RuntimeError."""
-        self._refuse("address")
+        raise RuntimeError(
+            "got a request for the address or the peers of a copy, expected it of the worker itself: a copy stays "
+            "local; make a new worker to connect"
+        )
 
     def statistics(self) -> dict[str, float]:
         """See `PairwiseEngine`; of the worker until the copy."""
@@ -252,14 +241,6 @@ class _PairwiseRecord(IdleEngine):
     def republish(self, x: FlatVector) -> None:
         """Nobody asks for it."""
 
-    def add_peer(self, name: str, address: str, *, public_key: str | None = None) -> None:
-        """Raises RuntimeError."""
-        self._refuse("add_peer")
-
-    def remove_peer(self, name: str) -> None:
-        """Raises RuntimeError."""
-        self._refuse("remove_peer")
-
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""
         return dict(self._state)
@@ -268,8 +249,3 @@ class _PairwiseRecord(IdleEngine):
         """See `Engine`."""
         super().load_state_dict(state)
         self._state = dict(state)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise RuntimeError(
-            f"got {what} of a copy, expected it of the worker itself: a copy stays local; make a new worker to connect"
-        )

@@ -22,12 +22,13 @@ class Background:
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()  # around the start of a thread
         self._error: BaseException | None = None
         self._has_failed = threading.Event()
         self._is_seen = self._is_forgotten = False
 
     def start(self, name: str, body: Callable[[], None]) -> None:
-        """Run `body` in a daemon thread of that name."""
+        """Run `body` in a daemon thread of that name; from any thread."""
 
         def run() -> None:
             try:
@@ -36,8 +37,9 @@ class Background:
                 self.fail(error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
-        thread.start()
+        with self._lock:
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+            thread.start()
 
     def fail(self, error: BaseException) -> None:
         """Keep `error` for the training thread, unless there is an earlier one, or nobody asks any more."""

@@ -98,4 +98,5 @@ def _total(segment: Tensor) -> Tensor:
 
 def _all_finite(segment: Tensor) -> bool:
     """The exact answer: a sum of large finite numbers may overflow."""
-    return all(bool(torch.isfinite(chunk).all()) for chunk in segment.split(SCRATCH_NUMEL))
+    wide = (chunk.float() if chunk.element_size() == 1 else chunk for chunk in segment.split(SCRATCH_NUMEL))
+    return all(bool(torch.isfinite(chunk).all()) for chunk in wide)  # which torch does not do for every float8

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -295,8 +295,8 @@ def reuse_what_is_served(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is written over while it is on its way to a peer."""
     take = SnapshotPool.take
 
-    def take_any(pool: SnapshotPool, in_use: Collection[Snapshot]) -> Snapshot:
-        return pool.snapshots[0] if pool.snapshots else take(pool, in_use)
+    def take_any(pool: SnapshotPool) -> Snapshot:
+        return pool.snapshots[0] if pool.snapshots else take(pool)
 
     def write(pool: SnapshotPool, snapshot: Snapshot, x: FlatVector) -> None:
         copy_in_halves(snapshot.vector, x)

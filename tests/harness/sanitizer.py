@@ -46,10 +46,7 @@ _THREADED = {  # modules that share state between threads
         *("published_model", "worker"),
     ),
     "dpwa": ("averager", "engine", "network", "wrapper"),
-    "dpwa/wire": (
-        *("client", "client_connection", "connection", "curve_server", "fetcher", "message", "peer_scores"),
-        *("plain_server", "server", "snapshot_pool"),
-    ),
+    "dpwa/wire": (*("connection", "counts", "fetcher", "message", "peer_scores", "server", "snapshot_pool"),),
 }
 _LIBRARY = Path(gossip_modules.__file__).parent
 ASYNCHRONOUS = tuple(_LIBRARY / folder / f"{name}.py" for folder, names in _THREADED.items() for name in names)

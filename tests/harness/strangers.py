@@ -1,4 +1,4 @@
-"""Strangers: clients of a worker that speak ZeroMQ's protocol by hand, and keep to nothing else."""
+"""Strangers: clients of a worker that write the bytes of its protocol by hand, and keep to nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageKind, ModelShape
 
 TIMEOUT = 20.0
-PING = b"\x04\x07\x04PING\0\x0a"
+LENGTH_BYTES = 8
 
 
 def connect(address: str) -> socket.socket:
@@ -18,23 +18,24 @@ def connect(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=TIMEOUT)
 
 
-def zmtp_handshake(stranger: socket.socket) -> None:
-    """ZMTP 3.0 without security, by hand, as a DEALER (ZeroMQ RFC 23)."""
-    stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    stranger.sendall(bytes([4, len(ready)]) + ready)
-    read(stranger, read(stranger, 66)[65])
+def framed(body: bytes) -> bytes:
+    """A frame: the length of the body, 8 bytes, little-endian, and the body."""
+    return struct.pack("<Q", len(body)) + body
 
 
 def ask(stranger: socket.socket, shape: ModelShape, kind: MessageKind = MessageKind.FETCH) -> None:
     """Send a request."""
-    stranger.sendall(bytes([0, HEADER_BYTES]) + Message(kind, 5, shape).pack())
+    stranger.sendall(framed(Message(kind, shape).pack()))
+
+
+def answer(stranger: socket.socket) -> Message:
+    """The header of what a worker answers."""
+    return Message.parse(read(stranger, LENGTH_BYTES + HEADER_BYTES)[LENGTH_BYTES:])
 
 
 def ask_and_never_read(address: str, shape: ModelShape) -> socket.socket:
     """A client whose reply has begun; the rest of it is never read."""
     stranger = connect(address)
-    zmtp_handshake(stranger)
     ask(stranger, shape)
     assert stranger.recv(1)
     return stranger

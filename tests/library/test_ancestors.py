@@ -343,7 +343,6 @@ def test_transfer_params_runs_the_round_where_the_loop_says_when() -> None:
 
 
 def test_the_adapter_of_dpwa(tmp_path: Path) -> None:
-    pytest.importorskip("zmq")
     path = tmp_path / "nodes.yaml"
     path.write_text("- nodes:\n  - {name: w0, host: 127.0.0.1, port: 0}\n- fetch_probability: 1\n- timeout_ms: 2500\n")
     net = nn.Linear(2, 1)

@@ -128,7 +128,6 @@ def test_rounds_averages_and_checkpoints_under_another_default_device(
 
 
 def test_dpwa_under_another_default_device() -> None:
-    pytest.importorskip("zmq")
     with contextlib.ExitStack() as workers:
         models = [wrap(workers, f"w{rank}", fill_(nn.Linear(3, 2), rank)) for rank in range(2)]
         introduce(*((f"w{rank}", model) for rank, model in enumerate(models)))

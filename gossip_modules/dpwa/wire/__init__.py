@@ -1,1 +1,1 @@
-"""The protocol of dpwa over ZeroMQ: requests, models and keys, a server and a client."""
+"""The protocol of dpwa: length-prefixed frames over TCP, in the clear or under TLS, a server and a client."""

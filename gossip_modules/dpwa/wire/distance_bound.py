@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
 
+from ...flat.nonfinite import is_finite
 from ...flat.vector import SCRATCH_NUMEL, FlatVector
 from .message import RefusedModelError
 
@@ -57,7 +57,7 @@ class DistanceBound:
             if x is not None and not is_finite(x):
                 self.is_own_finite = False
                 return
-            distance, scale = _exact_rms(y, x), 1.0 if x is None else max(_exact_rms(x), 1.0)
+            distance, scale = _rms(y, x, is_exact=True), 1.0 if x is None else max(_rms(x, is_exact=True), 1.0)
             if not distance <= limit * scale:
                 raise RefusedModelError(
                     f"got a model at a root mean square distance of {distance:.3g} from ours, expected {limit:g} * "
@@ -70,49 +70,14 @@ class DistanceBound:
             self.is_own_finite = x is None or is_finite(x)
 
 
-def is_finite(x: FlatVector) -> bool:
-    """Whether no element is infinite or NaN.
-
-    A sum is finite only if all its terms are, and takes a fiftieth of the time of looking at each. One that is not may
-    have overflowed, so then each is looked at.
-    """
-    for segment in x.segments:
-        for chunk in segment.split(SCRATCH_NUMEL):
-            wide = chunk.float() if chunk.element_size() < 4 else chunk
-            if not (math.isfinite(wide.sum().item()) or bool(torch.isfinite(wide).all())):
-                return False
-    return True
-
-
-def _rms(y: FlatVector, x: FlatVector | None) -> float:
-    """The root mean square of y - x, or of y, in float32 where they are: infinite where that overflows."""
-    wide = [a for a in y.segments if a.element_size() >= 4]
-    scratch = {a.dtype: torch.empty(min(SCRATCH_NUMEL, a.numel()), dtype=a.dtype, device="cpu") for a in wide}
+def _rms(y: FlatVector, x: FlatVector | None = None, *, is_exact: bool = False) -> float:
+    """The root mean square of y - x, or of y: infinite where float32 overflows, unless it is exact (in float64)."""
     total = 0.0
-    for a, b in _chunks(y, x):
-        if a.element_size() < 4:
-            difference = a.float() if b is None else a.float().sub_(b.float())
-        else:
-            difference = a if b is None else torch.sub(a, b, out=scratch[a.dtype][: a.numel()])
-        total += torch.dot(difference, difference).item()
-    return math.sqrt(total / _numel(y)) if math.isfinite(total) else math.inf
-
-
-def _exact_rms(y: FlatVector, x: FlatVector | None = None) -> float:
-    """The same in float64, where the numbers of float32 do not overflow."""
-    total = 0.0
-    for a, b in _chunks(y, x):
-        difference = a.double() if b is None else a.double() - b.double()
-        total = math.hypot(total, torch.linalg.vector_norm(difference).item())
-    return total / math.sqrt(_numel(y))
-
-
-def _chunks(y: FlatVector, x: FlatVector | None) -> Iterator[tuple[Tensor, Tensor | None]]:
     for k, segment in enumerate(y.segments):
+        dtype = torch.float64 if is_exact or segment.dtype == torch.float64 else torch.float32
         for start in range(0, segment.numel(), SCRATCH_NUMEL):
-            stop = start + SCRATCH_NUMEL
-            yield segment[start:stop], None if x is None else x.segments[k][start:stop]
-
-
-def _numel(x: FlatVector) -> int:
-    return max(sum(segment.numel() for segment in x.segments), 1)
+            difference = segment[start : start + SCRATCH_NUMEL].to(dtype)
+            if x is not None:
+                difference = difference - x.segments[k][start : start + SCRATCH_NUMEL].to(dtype)
+            total = math.hypot(total, torch.linalg.vector_norm(difference).item())
+    return total / math.sqrt(max(sum(segment.numel() for segment in y.segments), 1))

@@ -1,4 +1,4 @@
-"""Message: the header of 64 bytes that workers send each other, alone or before the bytes of a model."""
+"""Message: the header of 56 bytes that workers send each other, alone or before the bytes of a model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from ...flat.layout import FlatLayout
 from ..interpolation import Standing
 
 MAGIC = b"gdpw"
-VERSION = 1
-# magic, version, kind, flags, request, digest, dtypes, tensors, clock, loss, payload bytes; little-endian, no padding.
-_HEADER = struct.Struct("<4sBBHQ16sIIddQ")
+VERSION = 2
+# magic, version, kind, flags, digest, dtypes, tensors, clock, loss, bytes of the model; little-endian, no padding.
+_HEADER = struct.Struct("<4sBBH16sIIddQ")
 HEADER_BYTES = _HEADER.size
-MIN_LIMIT_BYTES = 1024  # of ZMQ_MAXMSGSIZE, which also applies to the commands of a handshake
 _HAS_LOSS = 1
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -41,11 +40,8 @@ class MessageKind(IntEnum):
 
     FETCH = 1
     PROBE = 2
-    MODEL = 3  # a payload follows
-    ALIVE = 4  # the answer to a probe
-    EMPTY = 5  # nothing is published yet
-    BUSY = 6  # as many models are being sent as allowed
-    OTHER_MODEL = 7  # the shapes differ, so no model follows
+    MODEL = 3  # the model follows, if its shape is that of the request
+    EMPTY = 4  # the answer to a probe, or nothing is published yet
 
 
 class ModelShape(NamedTuple):
@@ -87,22 +83,20 @@ class Message(NamedTuple):
     """A header.
 
     kind: the kind of the message.
-    request: the number of the request; a reply repeats it.
     shape: the shape of the sender's model.
     standing: the clock and loss of the sender.
     """
 
     kind: MessageKind
-    request: int
     shape: ModelShape
     standing: Standing = Standing()
 
     def pack(self) -> bytes:
-        """The 64 bytes."""
+        """The 56 bytes."""
         clock, loss = self.standing
         has_loss = loss is not None
         numbers = (self.shape.dtypes, self.shape.num_tensors, clock, loss if loss is not None else 0.0)
-        head = (MAGIC, VERSION, self.kind, _HAS_LOSS * has_loss, self.request, self.shape.digest)
+        head = (MAGIC, VERSION, self.kind, _HAS_LOSS * has_loss, self.shape.digest)
         return _HEADER.pack(*head, *numbers, self.shape.num_bytes)
 
     @classmethod
@@ -114,7 +108,7 @@ class Message(NamedTuple):
         """
         if len(data) != HEADER_BYTES:
             raise MessageError(f"got a header of {len(data)} bytes, expected {HEADER_BYTES}; a stranger sent it")
-        magic, version, kind, flags, request, digest, dtypes, num_tensors, clock, loss, num_bytes = _HEADER.unpack(data)
+        magic, version, kind, flags, digest, dtypes, num_tensors, clock, loss, num_bytes = _HEADER.unpack(data)
         if magic != MAGIC:
             raise MessageError(f"got a header that begins with {magic!r}, expected {MAGIC!r}; a stranger sent it")
         if version != VERSION:
@@ -124,7 +118,7 @@ class Message(NamedTuple):
                 f"got kind {kind} with flags {flags:#x}, expected kinds 1 to {max(MessageKind)} and flag 0x1"
             )
         shape = ModelShape(digest, dtypes, num_tensors, num_bytes)
-        return cls(MessageKind(kind), request, shape, Standing(clock, loss if flags & _HAS_LOSS else None))
+        return cls(MessageKind(kind), shape, Standing(clock, loss if flags & _HAS_LOSS else None))
 
     def check(self, own: ModelShape) -> None:
         """Refuse a model that cannot be merged into one of shape `own`, before its bytes are looked at.
@@ -132,7 +126,7 @@ class Message(NamedTuple):
         Raises:
             RefusedModelError: the shape differs, or the clock or loss is not a finite number; says which.
         """
-        if self.kind is MessageKind.OTHER_MODEL or self.shape != own:
+        if self.shape != own:
             why = "names, shapes or dtypes differ" if str(self.shape) == str(own) else "sizes differ"
             raise RefusedModelError(
                 f"got a model of {self.shape}, expected {own}: {why}; wrap the same model on all workers"

@@ -3,182 +3,139 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from functools import partial
 
-from ...flat.layout import FlatLayout
-from ...flat.vector import FlatVector
-from ..interpolation import Standing
-from .message import Message, MessageKind, ModelShape
-from .snapshot_pool import Reading, Snapshot, SnapshotPool
-
-MAX_REPLIES = 4  # snapshots that are sent at once
-
-
-@dataclass
-class ServerStats:
-    """Counts of what was served. Written by the serving thread only.
-
-    bytes_sent: the bytes of all messages.
-    num_models_sent: the number of models among them.
-    num_garbage_messages: the number of messages that are not requests of this protocol.
-    num_refused_connections: the number of connections without ZeroMQ's protocol, without an authorised key, or with a
-        handshake that took too long, and of those that were closed for others because there were too many; also the
-        number of requests with a key that is not authorised any more.
-    num_unread_replies: the number of replies that were broken off because the client did not read them.
-    """
-
-    bytes_sent: int = 0
-    num_models_sent: int = 0
-    num_garbage_messages: int = 0
-    num_refused_connections: int = 0
-    num_unread_replies: int = 0
+from ...engine.background import Background
+from ...transport.ports.bounded_listener import TICK_SECONDS, BoundedListener
+from .connection import PEER_SECONDS, PeerConnection, PeerConnections, address_of, listen
+from .counts import Counts
+from .message import Message, MessageError, MessageKind, ModelShape
+from .snapshot_pool import SnapshotPool
 
 
-class Published(NamedTuple):
-    """A published model.
+class ModelServer:
+    """Answers requests from snapshots of the model, each connection in a thread of its own. What it gives is bounded:
 
-    message: the header that describes it.
-    snapshot: the model.
-    number: its number among all that were published.
-    """
+    - Connections, and with them threads: see `BoundedListener`.
+    - Bytes: a request has 56, and a connection one request. Nothing else is read; see [Note: The wire of dpwa].
+    - Time: PEER_SECONDS from the connection to the end of its request, the handshake of TLS included; then the time of
+      a round, at least PEER_SECONDS, to the end of the reply.
+    - Memory: see [Note: Serving never blocks training]. Peers that do not read make the models of others older, by the
+      time of a reply at most, and never keep a peer without one.
 
-    message: Message
-    snapshot: Snapshot
-    number: int
-
-
-class Answer(NamedTuple):
-    """What is sent to a peer.
-
-    header: the packed header.
-    model: the model, and its reading, which the caller ends once it is sent; None where only the header is sent.
-    """
-
-    header: bytes
-    model: tuple[Published, Reading] | None
-
-
-class ModelServer(ABC):
-    """Answers requests in a thread of its own with an immutable snapshot of the model.
-
-    [Note: Serving never blocks training] A model is sent without a copy, directly from the snapshot, which is not
-    written again before its last byte has left. Publishing takes another snapshot: one copy, and a lock that is held
-    while a reference is exchanged, never while bytes are copied or sent. At most MAX_REPLIES snapshots are being sent,
-    one is the latest, one the next, and the fetching thread reads one to compare models, so MAX_REPLIES + 3 are always
-    enough, however slow clients are.
-
-    `publish`, `withdraw` and `is_serving` belong to the training thread, `latest` to the fetching thread, `stop` and
-    `authorize` to any, the rest to the serving thread. `_lock` guards `_latest`, `_next` and the pool.
+    `serve` is the body of the thread that accepts; `stop` may be called from any.
 
     Args:
-        shape: the shape of the model.
-        layout: the layout of the model.
-        is_pinned: whether the model is on a GPU.
+        address: where to bind, like "tcp://0.0.0.0:45000"; port `*` takes a free one.
+        name: the name of this worker, for errors.
+        shape: the shape of its model.
+        snapshots: what it serves.
+        counts: mutated.
+        background: starts the threads that answer.
+        round_seconds: the longest time of a round of a peer.
+        max_connections: how many connections may be open at once.
+        context: of TLS, for the server's side; None = in the clear.
+
+    Attributes:
+        address: the address at which peers reach it: as configured, with the port that `*` has become.
+
+    Raises:
+        ValueError: the host of `address` is not known.
+        ConnectionError: the address cannot be bound.
     """
 
-    address: str
-    """The address at which peers reach it: as configured, with the port that `*` has become."""
-    num_peers: int
-    """The number of known peers; any thread may write it."""
-
-    def __init__(self, *, shape: ModelShape, layout: FlatLayout, is_pinned: bool) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str,
+        shape: ModelShape,
+        snapshots: SnapshotPool,
+        counts: Counts,
+        background: Background,
+        round_seconds: float,
+        max_connections: Callable[[], int],
+        context: ssl.SSLContext | None,
+    ) -> None:
         self.shape = shape
-        self.stats = ServerStats()
-        self.num_peers = 0
-        self._lock = threading.Lock()
-        self._pool = SnapshotPool(layout, max_snapshots=MAX_REPLIES + 3, is_pinned=is_pinned)
-        self._num_published = 0
-        self._latest: Published | None = None
-        self._next: Published | None = None  # its copy from a GPU may not be complete
+        self._name, self._snapshots, self._counts, self._background = name, snapshots, counts, background
+        self._reply_seconds, self._context = max(round_seconds, PEER_SECONDS), context
+        self._connections = PeerConnections()
+        self._socket = listen(address, name=name)
+        self.address = address_of(self._socket)
+        self._selector = selectors.DefaultSelector()
+        self._listener: BoundedListener[PeerConnection] = BoundedListener(
+            self._socket,
+            self._selector,
+            data=None,
+            connections=self._connections.open,
+            max_connections=max_connections,
+            admit=self._admit,
+            close=self._end,
+        )
 
-    @abstractmethod
     def serve(self) -> None:
-        """The body of the serving thread: answers until `stop()`, then closes everything."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """End `serve()`; idempotent, and also right where that never ran in a thread."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close all sockets; idempotent. `serve()` does so at its end; call this only if it was never started."""
-
-    def authorize(self, keys: Iterable[str]) -> None:
-        """Answer only the holders of these public keys from now on, also on existing connections; any thread."""
-        raise NotImplementedError(f"{type(self).__name__} answers everybody")
-
-    def publish(self, x: FlatVector, standing: Standing) -> bool:
-        """Serve a copy of x from now on, or from when its copy from the GPU is complete.
-
-        Returns:
-            False where the last copy from the GPU is not complete: then that one is served next, and not x.
-        """
-        with self._lock:
-            self._promote()
-            if self._next is not None:
-                return False
-            snapshot = self._pool.take([] if self._latest is None else [self._latest.snapshot])
-        self._pool.write(snapshot, x)
-        with self._lock:
-            self._num_published += 1
-            self._next = Published(Message(MessageKind.MODEL, 0, self.shape, standing), snapshot, self._num_published)
-        return True
-
-    def withdraw(self) -> None:
-        """Serve no model until the next `publish`. Replies that have begun are completed."""
-        with self._lock:
-            self._latest = self._next = None
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether a model is published and not withdrawn."""
-        with self._lock:
-            return self._latest is not None or self._next is not None
-
-    @contextlib.contextmanager
-    def latest(self) -> Iterator[FlatVector | None]:
-        """A context with the model that was published last, which is not written inside; None where there is none."""
-        with self._lock:
-            published = self._next or self._latest
-            reading = None if published is None else published.snapshot.read()
-        if published is None or reading is None:
-            yield None
-            return
+        """Accept connections until `stop()`."""
         try:
-            if published.snapshot.written is not None:
-                published.snapshot.written.synchronize()
-            yield published.snapshot.vector
+            while not self._connections.is_stopped:
+                if self._selector.select(None if self._listener.is_accepting else TICK_SECONDS):
+                    self._listener.accept()
+                self._listener.is_due()
         finally:
-            reading.end()
+            self._selector.close()
+            self._socket.close()
 
-    def _answer_to(self, request: Message) -> Answer:
-        """What to send. The snapshot in it is not written before its reading has ended."""
-        with self._lock:
-            self._promote()
-            latest, chosen = self._latest, None
-            if request.kind is MessageKind.PROBE:
-                kind = MessageKind.ALIVE
-            elif latest is None:
-                kind = MessageKind.EMPTY
-            elif request.shape != self.shape:
-                kind = MessageKind.OTHER_MODEL
-            else:
-                chosen = self._choose(latest)
-                kind = MessageKind.BUSY if chosen is None else MessageKind.MODEL
-            about = chosen or latest
-            message = Message(kind, 0, self.shape) if about is None else about.message
-            header = message._replace(kind=kind, request=request.request).pack()
-            return Answer(header, None if chosen is None else (chosen, chosen.snapshot.read()))
+    def stop(self) -> None:
+        """End `serve()` and all replies; idempotent."""
+        self._connections.stop()
+        with contextlib.suppress(OSError):  # it is closed already
+            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes the selector
 
-    def _choose(self, latest: Published) -> Published | None:
-        """The model for a peer that asks, None where as many replies are being sent as allowed. Under the lock."""
-        return None if self._pool.num_readings() >= MAX_REPLIES else latest
+    def _admit(self, sock: socket.socket, host: str) -> None:
+        with contextlib.suppress(OSError):  # it has gone
+            if self._context is not None:
+                sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            connection = PeerConnection(sock, host)
+            self._connections.open.add(connection)
+            self._background.start(f"gossip-answer-{self._name}", partial(self._answer, connection))
 
-    def _promote(self) -> None:
-        """Make the next snapshot the latest one, if its copy is complete. Under the lock."""
-        if self._next is not None and self._next.snapshot.is_written:
-            self._latest, self._next = self._next, None
+    def _end(self, connection: PeerConnection) -> None:
+        """End a connection for another one."""
+        self._connections.open.discard(connection)
+        connection.end()
+
+    def _answer(self, connection: PeerConnection) -> None:
+        """The body of a thread that answers."""
+        try:
+            with self._connections.holding(connection):
+                self._reply(connection)
+        except MessageError:
+            self._counts.add(num_garbage_messages=1)
+        except OSError:
+            self._counts.add(**{"num_unread_replies" if connection.has_asked else "num_refused_connections": 1})
+        except Exception as error:
+            raise RuntimeError(f"worker {self._name!r}: serving peers failed: {error!r}") from error
+        finally:
+            self._counts.add(bytes_sent=connection.num_sent)
+
+    def _reply(self, connection: PeerConnection) -> None:
+        deadline = connection.since + PEER_SECONDS
+        connection.secure(deadline)
+        request = connection.receive(deadline)
+        if request.kind not in (MessageKind.FETCH, MessageKind.PROBE):
+            raise MessageError(f"got kind {request.kind.name}, expected a request")
+        connection.has_asked, connection.since = True, time.monotonic()
+        deadline = connection.since + self._reply_seconds
+        with self._snapshots.for_peer() as snapshot:
+            if request.kind is MessageKind.PROBE or snapshot is None:
+                connection.send(Message(MessageKind.EMPTY, self.shape), deadline=deadline)
+                return
+            is_same = request.shape == self.shape
+            model = snapshot.vector.raw.numpy().data if is_same else None
+            connection.send(Message(MessageKind.MODEL, self.shape, snapshot.standing), model, deadline=deadline)
+            self._counts.add(num_models_sent=is_same)

@@ -45,7 +45,8 @@ class BoundedListener(Generic[C]):
         listener: the listening socket, which does not block.
         selector: of the thread that calls `accept`; the listener is registered there.
         data: of the listener's key in the selector.
-        connections: those that may be closed for others; `admit` and `close` change it.
+        connections: those that may be closed for others; `admit` and `close` change it. Where other threads do too, its
+            iterator must be of a copy.
         max_connections: how many there may be at once.
         admit: called with the socket of a new connection, which does not block, and the address of the other end.
         close: called with a connection that is to be closed for another one.
@@ -71,11 +72,11 @@ class BoundedListener(Generic[C]):
 
     def accept(self) -> None:
         """Accept all that have connected."""
-        for _ in range(BACKLOG):
+        for num_accepted in range(BACKLOG):
             try:
                 connection, (host, *_) = self.socket.accept()
             except OSError as error:
-                if error.errno in _NO_DESCRIPTORS:
+                if error.errno in _NO_DESCRIPTORS and num_accepted == 0:  # else perhaps none is left to accept
                     self._make_room()
                     self._pause()
                 return  # else no more have connected, or this one has gone
@@ -94,10 +95,11 @@ class BoundedListener(Generic[C]):
         return True
 
     def _make_room(self) -> None:
-        counts = Counter(connection.host for connection in self._connections)
+        connections = tuple(self._connections)
+        counts = Counter(connection.host for connection in connections)
         if counts:
             ((host, _),) = counts.most_common(1)
-            candidates = [connection for connection in self._connections if connection.host == host]
+            candidates = [connection for connection in connections if connection.host == host]
             self._close(min(candidates, key=lambda connection: (connection.has_asked, connection.since)))
 
     def _pause(self) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import ssl
+import struct
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gossip_modules.dpwa.averager import PairwiseAverager
 from gossip_modules.dpwa.interpolation import Standing
-from gossip_modules.dpwa.wire.curve_keys import CurveKeys
-from gossip_modules.dpwa.wire.message import Message, MessageKind
-from tests.library.dpwa.workers import REFUSED, averager, filled, introduce, make_keys, silent_peer, value_of
+from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageKind
+from tests.harness.certificates import Authority
+from tests.harness.strangers import LENGTH_BYTES, answer, framed
+from tests.library.dpwa.workers import REFUSED, averager, filled, introduce, silent_peer, value_of, wait_for, wrap
 
 
 def test_a_refused_connection_tries_another_peer_in_the_same_round(workers: contextlib.ExitStack) -> None:
@@ -168,18 +175,21 @@ def test_a_peer_whose_model_is_not_finite_is_refused_and_another_one_asked(worke
         first.update_send()
 
 
-LIES: dict[str, Callable[[Message], list[bytes]]] = {
-    "no header": lambda request: [b"x"],
-    "another kind": lambda request: [request.pack()],
-    "too short": lambda request: [request._replace(kind=MessageKind.MODEL).pack(), b"12"],
-    "infinite loss": lambda request: [
-        request._replace(kind=MessageKind.MODEL, standing=Standing(1.0, float("inf"))).pack(),
-        bytes(request.shape.num_bytes),
-    ],
-    "negative clock": lambda request: [
-        request._replace(kind=MessageKind.MODEL, standing=Standing(-1.0)).pack(),
-        bytes(request.shape.num_bytes),
-    ],
+def model(request: Message, *, clock: float = 0.0, loss: float | None = None, num_bytes: int | None = None) -> bytes:
+    """The answer with a model of zeros."""
+    header = Message(MessageKind.MODEL, request.shape, Standing(clock, loss)).pack()
+    return framed(header) + framed(bytes(request.shape.num_bytes if num_bytes is None else num_bytes))
+
+
+LIES: dict[str, Callable[[Message], bytes]] = {
+    "no header": lambda request: framed(b"x"),
+    "another header": lambda request: framed(b"x" * HEADER_BYTES),
+    "a frame of 2^63 bytes": lambda request: struct.pack("<Q", 1 << 63),
+    "another kind": lambda request: framed(request.pack()),
+    "too short": lambda request: model(request, num_bytes=2),
+    "too long": lambda request: model(request, num_bytes=50_000),
+    "infinite loss": lambda request: model(request, loss=float("inf")),
+    "negative clock": lambda request: model(request, clock=-1.0),
 }
 
 
@@ -196,52 +206,104 @@ def test_lies_are_refused(workers: contextlib.ExitStack, lie: str) -> None:
         assert worker.comm_stats()["num_refused_models"] >= 1
 
 
-def test_a_model_longer_than_ours_is_refused_before_it_is_read(workers: contextlib.ExitStack) -> None:
-    def lie(request: Message) -> list[bytes]:
-        return [request._replace(kind=MessageKind.MODEL).pack(), bytes(50_000_000)]
-
-    with silent_peer(lie) as address:
+def test_a_model_that_is_longer_is_refused_before_it_is_read(workers: contextlib.ExitStack) -> None:
+    with silent_peer(LIES["too long"]) as address:
         worker = averager(workers, "a", filled(1.0), peers={"liar": address})
         worker.update_send()
         assert not worker.update_wait()
-        stats = worker.comm_stats()
-        assert stats["num_failed_fetches"] == 1  # ZeroMQ hung up on it
-        assert stats["bytes_received"] <= 64
+        assert worker.comm_stats()["bytes_received"] == HEADER_BYTES + 2 * LENGTH_BYTES
 
 
-def test_answers_to_an_older_request_are_not_taken(workers: contextlib.ExitStack) -> None:
-    def late(request: Message) -> list[bytes]:
-        old = request._replace(kind=MessageKind.EMPTY, request=request.request + 1000)
-        return [old.pack(), request._replace(kind=MessageKind.MODEL).pack(), bytes(request.shape.num_bytes)]
-
-    with silent_peer(late) as address:
+def test_a_connection_that_closes_within_a_model_is_a_failed_fetch(workers: contextlib.ExitStack) -> None:
+    with silent_peer(lambda request: model(request)[:-1]) as address:
         a = filled(1.0)
         worker = averager(workers, "a", a, peers={"b": address})
         worker.update_send()
-        assert worker.update_wait()
-        assert value_of(a) == 0.5
+        assert not worker.update_wait()
+        assert worker.comm_stats()["num_failed_fetches"] == 1
+        assert value_of(a) == 1.0
 
 
-def test_with_keys_workers_train_and_strangers_get_nothing(workers: contextlib.ExitStack) -> None:
-    pairs = {name: make_keys() for name in "abx"}
-    a, b = filled(0.0), filled(8.0)
-    first = averager(workers, "a", a, curve=CurveKeys(*pairs["a"], {"b": pairs["b"][0]}))
-    second = averager(workers, "b", b, curve=CurveKeys(*pairs["b"]))
-    first.add_peer("b", second.address, public_key=pairs["b"][0])
-    second.add_peer("a", first.address, public_key=pairs["a"][0])
+def test_a_peer_that_sends_byte_by_byte_has_the_time_of_a_round(workers: contextlib.ExitStack) -> None:
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            client, _ = listener.accept()
+            with client, contextlib.suppress(OSError):
+                for byte in model(answer(client)):
+                    client.send(bytes([byte]))
+                    stop.wait(0.02)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        peers = {"b": f"tcp://127.0.0.1:{listener.getsockname()[1]}"}
+        worker = averager(workers, "a", filled(1.0), peers=peers, timeout=timedelta(seconds=1.0))
+        start = time.monotonic()
+        worker.update_send()
+        assert not worker.update_wait()
+        assert time.monotonic() - start < 5.0
+        assert worker.comm_stats()["num_failed_fetches"] == 1
+        stop.set()
+        thread.join()
+
+
+def test_under_tls_workers_train_and_strangers_get_nothing(workers: contextlib.ExitStack, tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
+    a, b, x = filled(0.0), filled(8.0), filled(1.0)
+    first = averager(workers, "a", a, **authority.contexts("a"))
+    second = averager(workers, "b", b, **authority.contexts("b"))
+    introduce(("a", first), ("b", second))
     first.update_send()
     assert first.update_wait()
     assert value_of(a) == 4.0
-    x = filled(1.0)
-    unknown = CurveKeys(*pairs["x"], {"a": pairs["a"][0]})
-    for curve in (None, unknown):
-        stranger = averager(workers, "x", x, curve=curve, peers={"a": first.address}, timeout=timedelta(seconds=2))
+    for options in ({}, other.contexts("x")):
+        stranger = averager(workers, "x", x, peers={"a": first.address}, timeout=timedelta(seconds=2), **options)
         stranger.update_send()
         assert not stranger.update_wait()
-        assert stranger.comm_stats()["bytes_received"] == 0
         stranger.close()
     assert value_of(x) == 1.0
-    first.remove_peer("b")
-    averager(workers, "b2", filled(8.0), curve=CurveKeys(*pairs["b"], {"a": pairs["a"][0]}), peers={"a": first.address})
-    with pytest.raises(ValueError, match=r"got public_key=None of 'c', expected one exactly where `curve` is given"):
-        first.add_peer("c", REFUSED)
+    wait_for(lambda: first.comm_stats()["num_refused_connections"] == 2)
+    assert first.comm_stats()["num_models_sent"] == 0
+
+
+@pytest.mark.parametrize("wrong", ["another authority", "another host"])
+def test_the_error_of_a_certificate_names_the_peer_and_the_contexts(
+    workers: contextlib.ExitStack, tmp_path: Path, wrong: str
+) -> None:
+    authority = Authority(tmp_path / "ours")
+    signer = Authority(tmp_path / "other") if wrong == "another authority" else authority
+    host = "IP:127.0.0.2" if wrong == "another host" else "IP:127.0.0.1"
+    impostor = averager(workers, "b", filled(8.0), **signer.contexts("b", host=host))
+    a = filled(0.0)
+    worker = averager(workers, "a", a, peers={"b": impostor.address}, **authority.contexts("a"))
+    worker.update_send()
+    assert not worker.update_wait()
+    with pytest.warns(UserWarning, match=r"'a' refused the model of 'b': got .*CERTIFICATE_VERIFY_FAILED.*_ssl="):
+        worker.update_send()
+    assert value_of(a) == 0.0
+
+
+def test_without_verification_of_clients_tls_encrypts_alone(workers: contextlib.ExitStack, tmp_path: Path) -> None:
+    contexts = Authority(tmp_path / "ours").contexts()
+    contexts["server_ssl"].verify_mode = ssl.CERT_NONE
+    reader = ssl.create_default_context(cafile=str(tmp_path / "ours" / "ca.pem"))  # without a certificate
+    served = averager(workers, "b", filled(8.0), **contexts)
+    a = filled(0.0)
+    options = {"server_ssl": contexts["server_ssl"], "client_ssl": reader}
+    worker = averager(workers, "a", a, peers={"b": served.address}, **options)
+    worker.update_send()
+    assert worker.update_wait()
+    assert value_of(a) == 4.0
+
+
+@pytest.mark.parametrize("name", ["public_key", "curve"])
+def test_keys_of_curve_name_the_contexts(workers: contextlib.ExitStack, name: str) -> None:
+    options: dict[str, Any] = {name: "k" * 40}
+    match = rf"got {name}=.*, expected none: .*pass server_ssl= and client_ssl=, two ssl.SSLContext"
+    with pytest.raises(ValueError, match=match):
+        averager(workers, "a", filled(0.0)).add_peer("b", REFUSED, **options)
+    with pytest.raises(ValueError, match=match):
+        averager(workers, "a", filled(0.0), **options)
+    with pytest.raises(ValueError, match=match):
+        wrap(workers, "a", filled(0.0), **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from gossip_modules.dpwa.averager import PairwiseAverager
 from gossip_modules.dpwa.config import PairwiseConfig
 from gossip_modules.dpwa.interpolation import ClockInterpolation, ConstantInterpolation
-from gossip_modules.dpwa.wire.curve_keys import CurveKeys
 from gossip_modules.dpwa.wrapper import PairwiseDataParallel
 from tests.harness.problems import batch, mlp
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads
@@ -32,7 +30,6 @@ from tests.library.dpwa.workers import (
     distance,
     filled,
     introduce,
-    make_keys,
     num_descriptors,
     silent_peer,
     value_of,
@@ -155,7 +152,7 @@ def test_close_is_idempotent_and_ends_a_fetch(workers: contextlib.ExitStack) -> 
     with silent_peer() as address:
         worker = averager(workers, "a", filled(1.0), peers={"b": address}, timeout=timedelta(hours=1))
         worker.update_send()
-        assert {thread.name for thread in gossip_threads()} == {"gossip-serve-a", "gossip-fetch-a"}
+        assert {"gossip-serve-a", "gossip-fetch-a"} <= {thread.name for thread in gossip_threads()}
         worker.close()
         worker.close()
         assert_no_gossip_threads()
@@ -220,7 +217,7 @@ def test_an_error_of_a_thread_is_raised_in_training(
         raise ZeroDivisionError("a bug")
 
     if side == "client":
-        monkeypatch.setattr(first._engine.network.client, "_try", fail)
+        monkeypatch.setattr(first._engine.network.fetcher, "_try", fail)
         first.update_send()
         with pytest.raises(RuntimeError, match="worker 'a': fetching from 'b' failed: ZeroDivisionError"):
             first.update_wait()
@@ -307,20 +304,12 @@ def test_from_the_configuration_of_dpwa(workers: contextlib.ExitStack, tmp_path:
         assert (config.interpolation, config.timeout, config.seed) == (ClockInterpolation(), timedelta(seconds=0.1), 3)
 
 
-def test_without_zeromq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zmq", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r"needs pyzmq; pip install 'gossip-modules\[pairwise\]'"):
-        PairwiseDataParallel(filled(0.0), name="a", peers={"a": ANY_PORT})
-
-
 def test_add_peer_refuses_mistakes(workers: contextlib.ExitStack) -> None:
     worker = averager(workers, "a", filled(0.0))
     with pytest.raises(ValueError, match="got the own name 'a'"):
         worker.add_peer("a", REFUSED)
     with pytest.raises(ValueError, match="got address 'here' of 'b'"):
         worker.add_peer("b", "here")
-    with pytest.raises(ValueError, match=r"got public_key=.* of 'b', expected one exactly where"):
-        worker.add_peer("b", REFUSED, public_key="k" * 40)
     for address in (ANY_PORT, "tcp://*:45000", "tcp://127.0.0.1:0"):
         with pytest.raises(ValueError, match=r"got address .* of 'b', expected the host and port where that worker is"):
             worker.add_peer("b", address)
@@ -329,7 +318,7 @@ def test_add_peer_refuses_mistakes(workers: contextlib.ExitStack) -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://a;b:1", "tcp://[::1:1"])
-def test_an_address_that_zeromq_does_not_take_is_a_peer_that_fails(workers: contextlib.ExitStack, address: str) -> None:
+def test_an_address_that_leads_nowhere_is_a_peer_that_fails(workers: contextlib.ExitStack, address: str) -> None:
     a = filled(0.0)
     seconds = timedelta(seconds=6)  # a quarter of it is waited for the bad one
     worker, good = averager(workers, "a", a, timeout=seconds), averager(workers, "b", filled(8.0))
@@ -340,62 +329,6 @@ def test_an_address_that_zeromq_does_not_take_is_a_peer_that_fails(workers: cont
     assert worker.update_wait()
     assert value_of(a) == 4.0
     assert worker.comm_stats()["num_failed_fetches"] == 1
-
-
-def test_keys_that_are_no_pair_are_refused_and_leave_nothing_open() -> None:
-    with pytest.raises(ValueError, match=r"with the secret key of another pair, expected one pair"):
-        averager(contextlib.ExitStack(), "a", filled(0.0), curve=CurveKeys(make_keys()[0], make_keys()[1]))
-    assert_no_gossip_threads()
-
-
-@pytest.mark.parametrize("part", ["ModelClient", "ModelFetcher"])
-def test_a_constructor_that_fails_closes_its_sockets(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(f"gossip_modules.dpwa.network.{part}", fail)
-    curve = CurveKeys(*make_keys())
-    with pytest.raises(ZeroDivisionError):  # and no hang in the end of a context
-        PairwiseAverager(filled(0.0), PairwiseConfig("a", {"a": ANY_PORT}, curve=curve))
-
-
-def test_a_key_that_is_refused_is_not_kept(workers: contextlib.ExitStack) -> None:
-    worker = averager(workers, "a", filled(0.0), curve=CurveKeys(*make_keys()))
-    with pytest.raises(ValueError, match="got a key 'b' that is no Z85"):
-        worker.add_peer("b", REFUSED, public_key="~" * 40)
-    worker.add_peer("c", REFUSED, public_key=make_keys()[0])
-
-
-def test_a_revoked_key_is_not_answered_and_a_replaced_one_not_believed(workers: contextlib.ExitStack) -> None:
-    first_keys, second_keys = make_keys(), make_keys()
-    a, b = filled(0.0), filled(8.0)
-    first = averager(workers, "a", a, curve=CurveKeys(*first_keys))
-    second = averager(workers, "b", b, curve=CurveKeys(*second_keys), timeout=timedelta(seconds=2))
-    first.add_peer("b", second.address, public_key=second_keys[0])
-    second.add_peer("a", first.address, public_key=first_keys[0])
-    second.update_send()
-    assert second.update_wait()
-    first.remove_peer("b")
-    second.update_send()
-    assert not second.update_wait()  # on the connection that it had
-    assert first.comm_stats()["num_refused_connections"] > 0
-    first.add_peer("b", second.address, public_key=second_keys[0])
-    second.update_send()
-    assert second.update_wait()
-    second.add_peer("a", first.address, public_key=make_keys()[0])
-    second.update_send()
-    assert not second.update_wait()
-
-
-def test_a_peer_that_is_gone_fills_no_monitor(workers: contextlib.ExitStack) -> None:
-    worker = averager(workers, "a", filled(0.0), peers={"b": REFUSED}, timeout=timedelta(seconds=2))
-    worker._engine.network.client._probe("b")
-    probe = worker._engine.network.client._probes["b"]
-    assert probe.monitor.poll(2000)
-    assert probe.failure() == "the connection was refused"
-    assert not probe.monitor.poll(400)  # libzmq would try again every 100 ms
-    (context,) = worker._engine.network._contexts  # nor could it hold up the server, which has none
-    assert worker._engine.network.client._context is context
 
 
 def test_gradients_are_those_of_the_plain_module(workers: contextlib.ExitStack) -> None:

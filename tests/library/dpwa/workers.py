@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +12,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import zmq
 from torch import nn
 
 from gossip_modules.dpwa.averager import PairwiseAverager
 from gossip_modules.dpwa.config import PairwiseConfig
 from gossip_modules.dpwa.wire.message import Message
 from gossip_modules.dpwa.wrapper import PairwiseDataParallel
+from tests.harness.strangers import answer
 
 ANY_PORT = "tcp://127.0.0.1:*"
 
@@ -92,37 +93,29 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def silent_peer(answer: Callable[[Message], list[bytes]] | None = None) -> Iterator[str]:
-    """The address of a peer that never answers, or answers a request with these messages."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router, stop = context.socket(zmq.ROUTER), threading.Event()
-    router.linger = 0
-    router.bind(ANY_PORT)
-    address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+def silent_peer(reply: Callable[[Message], bytes] | None = None) -> Iterator[str]:
+    """The address of a peer that never answers, or answers each request with these bytes and closes."""
+    listener, open_ends = socket.create_server(("127.0.0.1", 0)), list[socket.socket]()
 
     def serve() -> None:
-        while not stop.is_set():
-            if answer is not None and router.poll(5):
-                client, request = router.recv_multipart()
-                for frame in answer(Message.parse(request)):
-                    router.send_multipart([client, frame])
-            stop.wait(0.001)
+        with contextlib.suppress(OSError):  # the end of the test
+            while True:
+                client, _ = listener.accept()
+                open_ends.append(client)
+                if reply is not None:
+                    client.sendall(reply(answer(client)))
+                    client.close()
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield address
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        stop.set()
+        listener.shutdown(socket.SHUT_RDWR)
         thread.join()
-        router.close()
-        context.term()
+        for one in (listener, *open_ends):
+            one.close()
 
 
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def make_keys() -> tuple[str, str]:
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()

@@ -202,7 +202,6 @@ def test_all_reduce_refuses_an_entry_that_matches_nothing() -> None:
 
 
 def test_dpwa_merges_what_is_not_ignored() -> None:
-    pytest.importorskip("zmq")
     with contextlib.ExitStack() as workers:
         modules = [Personal(rank) for rank in range(2)]
         nn.init.constant_(modules[1].get_parameter("shared.weight"), 5.0)

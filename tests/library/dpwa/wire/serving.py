@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
+import ssl
 from collections.abc import Iterator
 
 import torch
-import zmq
 
-from gossip_modules.dpwa.wire.client import Fetched, ModelClient
-from gossip_modules.dpwa.wire.curve_keys import CurveKeys
-from gossip_modules.dpwa.wire.curve_server import CurveServer
+from gossip_modules.dpwa.wire.counts import Counts
 from gossip_modules.dpwa.wire.distance_bound import DistanceBound
+from gossip_modules.dpwa.wire.fetcher import Fetched, ModelFetcher
 from gossip_modules.dpwa.wire.message import ModelShape
 from gossip_modules.dpwa.wire.peer_scores import PeerScores
-from gossip_modules.dpwa.wire.plain_server import PlainServer
 from gossip_modules.dpwa.wire.server import ModelServer
+from gossip_modules.dpwa.wire.snapshot_pool import SnapshotPool
 from gossip_modules.engine.background import Background
 from gossip_modules.flat.vector import FlatVector
-from tests.harness.strangers import (
-    TIMEOUT,
-)
+from gossip_modules.transport.ports.bounded_listener import MIN_CONNECTIONS
+from tests.harness.strangers import TIMEOUT
 
 
 def vector_of(value: float, numel: int = 1000) -> FlatVector:
@@ -33,58 +31,81 @@ def shape_of(x: FlatVector) -> ModelShape:
     return ModelShape.of(["w"], x.layout)
 
 
-def make_server(
-    context: zmq.Context[zmq.Socket[bytes]],
-    address: str,
-    x: FlatVector,
-    curve: CurveKeys | None = None,
-    *,
-    name: str = "s",
-    round_seconds: float = TIMEOUT,
-) -> ModelServer:
-    """A server of models like x."""
-    shape = shape_of(x)
-    if curve is None:
-        return PlainServer(
-            address, name=name, shape=shape, layout=x.layout, is_pinned=False, round_seconds=round_seconds
+class Served:
+    """A server of models like x, with what it is made of."""
+
+    def __init__(
+        self,
+        x: FlatVector,
+        *,
+        address: str = "tcp://127.0.0.1:*",
+        name: str = "s",
+        round_seconds: float = TIMEOUT,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self.counts, self.snapshots, self.background = Counts(), SnapshotPool(x.layout, is_pinned=False), Background()
+        self.max_connections = MIN_CONNECTIONS
+        self.server = ModelServer(
+            address,
+            name=name,
+            shape=shape_of(x),
+            snapshots=self.snapshots,
+            counts=self.counts,
+            background=self.background,
+            round_seconds=round_seconds,
+            max_connections=lambda: self.max_connections,
+            context=context,
         )
-    return CurveServer(context, address, name=name, shape=shape, layout=x.layout, is_pinned=False, curve=curve)
+        self.address, self.publish = self.server.address, self.snapshots.publish
+
+    def count(self, name: str) -> int:
+        """One of its counts."""
+        return self.counts.read()[name]
 
 
 @contextlib.contextmanager
-def serving(x: FlatVector, curve: CurveKeys | None = None, *, round_seconds: float = TIMEOUT) -> Iterator[ModelServer]:
+def serving(
+    x: FlatVector, *, round_seconds: float = TIMEOUT, context: ssl.SSLContext | None = None
+) -> Iterator[Served]:
     """A server of models like x, in its thread; nothing is published yet."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = make_server(context, "tcp://127.0.0.1:*", x, curve, round_seconds=round_seconds)
-    background = Background()
-    background.start("gossip-serve-s", server.serve)
+    served = Served(x, round_seconds=round_seconds, context=context)
+    served.background.start("gossip-serve-s", served.server.serve)
     try:
-        yield server
-        background.raise_if_failed()
+        yield served
+        served.background.raise_if_failed()
     finally:
-        server.stop()
-        assert background.close(TIMEOUT)
-        context.term()
+        served.server.stop()
+        assert served.background.close(TIMEOUT)
 
 
-def unbounded() -> DistanceBound:
-    """Of a client that has no model of its own."""
-    return DistanceBound(math.inf, contextlib.nullcontext)
+class Asking:
+    """A client of one server, of models like x, which has no model of its own."""
+
+    def __init__(self, address: str, x: FlatVector, context: ssl.SSLContext | None = None) -> None:
+        self.counts, self.scores, self.background = Counts(), PeerScores({"s": address}, seed=""), Background()
+        self.fetcher = ModelFetcher(
+            x,
+            {"s": address},
+            self.scores,
+            name="c",
+            timeout=TIMEOUT,
+            shape=shape_of(x),
+            bound=DistanceBound(math.inf, contextlib.nullcontext),
+            counts=self.counts,
+            background=self.background,
+            context=context,
+        )
+
+    def fetch(self, inbox: FlatVector) -> Fetched | None:
+        """inbox <- the model of the server, if it has one."""
+        fetched = self.fetcher._fetch()
+        inbox.raw.copy_(self.fetcher.arrived.raw)
+        return fetched
+
+    def count(self, name: str) -> int:
+        """One of its counts."""
+        return self.counts.read()[name]
 
 
-@contextlib.contextmanager
-def asking(server: ModelServer, x: FlatVector, curve: CurveKeys | None = None) -> Iterator[ModelClient]:
-    """A client of that server, of models like x."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peers = {"s": server.address}
-    client = ModelClient(context, peers, PeerScores(peers, seed=""), shape=shape_of(x), curve=curve, bound=unbounded())
-    try:
-        yield client
-    finally:
-        client.close()
-        context.term()
-
-
-def fetch(server: ModelServer, inbox: FlatVector, curve: CurveKeys | None = None) -> Fetched | None:
-    with asking(server, inbox, curve) as client:
-        return client.fetch(inbox, TIMEOUT)
+def fetch(served: Served, inbox: FlatVector, context: ssl.SSLContext | None = None) -> Fetched | None:
+    return Asking(served.address, inbox, context).fetch(inbox)

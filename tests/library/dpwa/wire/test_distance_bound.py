@@ -37,8 +37,9 @@ def test_the_bound_is_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("place", [0, SCRATCH_NUMEL, NUMEL - 1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_told_from_what_is(bad: float, place: int) -> None:
-    good, sick = vector_of(1.0), vector_of(1.0)
+@pytest.mark.parametrize("dtype", [*DTYPES[:4], torch.float8_e5m2], ids=str)  # float8_e4m3fn has no infinity
+def test_what_is_not_finite_is_told_from_what_is(dtype: torch.dtype, bad: float, place: int) -> None:
+    good, sick = vector_of(1.0, dtype), vector_of(1.0, dtype)
     sick.segments[0][place] = bad
     for own in (good, sick, None):
         with pytest.raises(RefusedModelError, match="got a model with infinite or NaN values"):
@@ -49,6 +50,12 @@ def test_what_is_not_finite_is_told_from_what_is(bad: float, place: int) -> None
     checked = bound(1.0, good)
     checked.check(good)
     assert checked.is_own_finite
+
+
+def test_nan_of_a_float8_without_infinities_is_refused() -> None:
+    sick = vector_of(math.nan, torch.float8_e4m3fn)
+    with pytest.raises(RefusedModelError, match="got a model with infinite or NaN values"):
+        bound(1.0, vector_of(1.0, torch.float8_e4m3fn)).check(sick)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

@@ -31,32 +31,28 @@ def shape_of(module: nn.Module) -> ModelShape:
 
 
 SHAPE = shape_of(nn.Linear(3, 2))
-MESSAGE = Message(MessageKind.MODEL, 7, SHAPE, Standing(12.5, 0.25))
+MESSAGE = Message(MessageKind.MODEL, SHAPE, Standing(12.5, 0.25))
 
 
 @settings(derandomize=True, deadline=None)
 @given(
     kind=st.sampled_from(MessageKind),
-    request=st.integers(0, 2**64 - 1),
     clock=st.floats(allow_nan=False),
     loss=st.none() | st.floats(allow_nan=False),
     num_bytes=st.integers(0, 2**64 - 1),
 )
-def test_what_is_packed_is_parsed(
-    kind: MessageKind, request: int, clock: float, loss: float | None, num_bytes: int
-) -> None:
-    message = Message(kind, request, SHAPE._replace(num_bytes=num_bytes), Standing(clock, loss))
+def test_what_is_packed_is_parsed(kind: MessageKind, clock: float, loss: float | None, num_bytes: int) -> None:
+    message = Message(kind, SHAPE._replace(num_bytes=num_bytes), Standing(clock, loss))
     data = message.pack()
-    assert len(data) == HEADER_BYTES == 64
+    assert len(data) == HEADER_BYTES == 56
     assert Message.parse(data) == message
 
 
 def test_layout_of_the_header() -> None:
     data = MESSAGE.pack()
-    assert data[:8] == MAGIC + bytes([1, MessageKind.MODEL]) + (1).to_bytes(2, "little")
-    assert data[8:16] == (7).to_bytes(8, "little")
-    assert data[16:32] == SHAPE.digest
-    assert data[56:] == SHAPE.num_bytes.to_bytes(8, "little")
+    assert data[:8] == MAGIC + bytes([2, MessageKind.MODEL]) + (1).to_bytes(2, "little")
+    assert data[8:24] == SHAPE.digest
+    assert data[48:] == SHAPE.num_bytes.to_bytes(8, "little")
 
 
 @settings(derandomize=True, deadline=None, max_examples=500)
@@ -96,11 +92,11 @@ def test_a_changed_byte_takes_no_memory_and_is_judged(place: int, value: int) ->
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (b"GET / HTTP/1.1", "got a header of 14 bytes, expected 64"),
-        (b"x" * 64, "begins with b'xxxx', expected b'gdpw'"),
-        (MAGIC + b"\x02" + MESSAGE.pack()[5:], "got version 2, expected 1; install the same release"),
-        (MAGIC + b"\x01\x63" + MESSAGE.pack()[6:], "got kind 99"),
-        (MAGIC + b"\x01\x01\x04" + MESSAGE.pack()[7:], "flags 0x4"),
+        (b"GET / HTTP/1.1", "got a header of 14 bytes, expected 56"),
+        (b"x" * 56, "begins with b'xxxx', expected b'gdpw'"),
+        (MAGIC + b"\x01" + MESSAGE.pack()[5:], "got version 1, expected 2; install the same release"),
+        (MAGIC + b"\x02\x63" + MESSAGE.pack()[6:], "got kind 99"),
+        (MAGIC + b"\x02\x01\x04" + MESSAGE.pack()[7:], "flags 0x4"),
     ],
 )
 def test_what_is_no_message_says_why(data: bytes, error: str) -> None:
@@ -121,7 +117,6 @@ def test_what_is_no_message_says_why(data: bytes, error: str) -> None:
         (MESSAGE._replace(shape=shape_of(nn.Linear(400, 2))), "got a model of 2 tensors of float32, .* sizes differ"),
         (MESSAGE._replace(shape=shape_of(nn.Linear(2, 2))), "names, shapes or dtypes differ; wrap the same model"),
         (MESSAGE._replace(shape=shape_of(nn.Linear(3, 2).double())), "of float64, .*expected 2 tensors of float32"),
-        (MESSAGE._replace(kind=MessageKind.OTHER_MODEL), "wrap the same model on all workers"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(message: Message, error: str) -> None:

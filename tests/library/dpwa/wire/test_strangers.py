@@ -1,4 +1,4 @@
-"""Strangers, keys and garbage at the server of models."""
+"""Strangers and garbage at the server of models: no bytes of theirs crash, hang or exhaust a worker."""
 
 from __future__ import annotations
 
@@ -6,57 +6,36 @@ import contextlib
 import os
 import resource
 import socket
+import ssl
 import struct
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import zmq
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gossip_modules.dpwa.interpolation import Standing
-from gossip_modules.dpwa.wire import plain_server
-from gossip_modules.dpwa.wire.client import Fetched
-from gossip_modules.dpwa.wire.connection import PeerConnection
-from gossip_modules.dpwa.wire.curve_keys import CurveKeys
-from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageError, MessageKind
-from gossip_modules.dpwa.wire.plain_server import PlainServer
-from gossip_modules.dpwa.wire.server import MAX_REPLIES
+from gossip_modules.dpwa.wire import connection, server
+from gossip_modules.dpwa.wire.fetcher import Fetched
+from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageKind
+from gossip_modules.dpwa.wire.snapshot_pool import MAX_READ, MAX_SNAPSHOTS
 from gossip_modules.transport.ports import bounded_listener
+from tests.harness.certificates import Authority
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads
 from tests.harness.strangers import (
-    PING,
     TIMEOUT,
+    answer,
     ask,
     ask_and_never_read,
     connect,
+    framed,
     read,
     wait_until_closed,
-    zmtp_handshake,
 )
-from tests.library.dpwa.wire.serving import asking, fetch, make_server, serving, shape_of, vector_of
-
-
-def make_keys() -> tuple[str, str]:
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Until something that a thread does has happened."""
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        threading.Event().wait(0.001)
-
-
-def num_descriptors() -> int:
-    """Of this process."""
-    return len(os.listdir("/proc/self/fd"))
+from tests.library.dpwa.wire.serving import Asking, Served, fetch, serving, shape_of, vector_of
+from tests.library.dpwa.workers import num_descriptors, wait_for
 
 
 def resident_bytes() -> int:
@@ -64,176 +43,189 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
-# Strangers.
+def be_impatient(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Give the other end so much time."""
+    for module in (connection, server):
+        monkeypatch.setattr(module, "PEER_SECONDS", seconds)
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(st.lists(st.binary(max_size=300), max_size=4))
-def test_frames_of_strangers_are_dropped(frames: list[bytes]) -> None:
-    x = vector_of(1.0, numel=10)
-    with serving(x) as server:
-        server.publish(x, Standing())
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.linger = 0
-        stranger.connect(server.address)
-        if frames:
-            stranger.send_multipart(frames)
-        assert fetch(server, vector_of(0.0, numel=10)) is not None
-        stranger.close()
-        context.term()
+# Garbage.
+
+X = vector_of(1.0, numel=10)
+REQUEST = Message(MessageKind.FETCH, shape_of(X)).pack()
 
 
-def test_garbage_is_counted_and_hung_up_on() -> None:
-    x = vector_of(1.0)
-    with serving(x) as server:
-        server.publish(x, Standing())
-        reply = Message(MessageKind.MODEL, 0, shape_of(x)).pack()  # which is no request
-        garbage = [b"x", b"x" * HEADER_BYTES, reply]
-        frames = [bytes([0, len(text)]) + text for text in garbage]
-        frames.append(bytes([1, len(reply)]) + reply)  # the first of several
-        frames.append(b"\x04\x05\x04PONG")  # a command that answers nothing
-        for frame in frames:
-            with connect(server.address) as stranger:
-                zmtp_handshake(stranger)
-                stranger.sendall(frame)
-                wait_until_closed(stranger)
-        assert server.stats.num_garbage_messages == len(frames)
-        with connect(server.address) as stranger:
-            zmtp_handshake(stranger)
-            ask(stranger, shape_of(x), MessageKind.PROBE)
-            answer = Message.parse(read(stranger, 2 + HEADER_BYTES)[2:])
-        assert (answer.kind, answer.request) == (MessageKind.ALIVE, 5)
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n" * 100, b"\xff" * 1000, bytes(1000), b"\xff" + bytes(8) + b"\x7f\x03" + b"\xaa" * 200],
-)
-def test_raw_garbage_is_hung_up_on(garbage: bytes) -> None:
-    x = vector_of(1.0)
-    with serving(x) as server:
-        server.publish(x, Standing())
-        with connect(server.address) as stranger:
-            stranger.sendall(garbage)
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.binary(max_size=300))
+@example(b"GET / HTTP/1.1\r\n\r\n" * 100)
+@example(b"\xff" * 1000)
+@example(bytes(1000))
+@example(struct.pack("<Q", 1 << 63))  # of which nothing follows
+@example(struct.pack("<Q", HEADER_BYTES - 1))
+@example(framed(REQUEST[:-1]))
+@example(framed(REQUEST)[:-1])
+@example(framed(REQUEST) + bytes(10_000))
+@example(framed(Message(MessageKind.MODEL, shape_of(X)).pack()))  # which is no request
+def test_garbage_ends_its_connection_and_nothing_else(garbage: bytes) -> None:
+    with serving(X) as served:
+        served.publish(X, Standing())
+        with connect(served.address) as stranger:
             with contextlib.suppress(OSError):  # it has hung up already
+                stranger.sendall(garbage)
                 stranger.shutdown(socket.SHUT_WR)
             wait_until_closed(stranger)
-        assert fetch(server, vector_of(0.0)) is not None
+        assert fetch(served, vector_of(0.0, numel=10)) is not None
 
 
-def test_a_message_that_is_too_long_is_refused_by_its_declared_length() -> None:
-    x = vector_of(1.0)
-    with serving(x) as server:
-        server.publish(x, Standing())
-        with connect(server.address) as stranger:
-            zmtp_handshake(stranger)
-            stranger.sendall(b"\x02" + struct.pack(">Q", 1 << 40))  # a frame of a terabyte, of which nothing follows
+def test_garbage_is_counted() -> None:
+    garbage = [framed(b"x"), framed(b"x" * HEADER_BYTES), framed(Message(MessageKind.MODEL, shape_of(X)).pack())]
+    garbage.append(struct.pack("<Q", 1 << 40))  # a frame of a terabyte, of which nothing follows
+    with serving(X) as served:
+        for one in garbage:
+            with connect(served.address) as stranger:
+                stranger.sendall(one)
+                wait_until_closed(stranger)
+        wait_for(lambda: served.count("num_garbage_messages") == len(garbage))
+        assert served.count("bytes_sent") == served.count("num_refused_connections") == 0
+        with connect(served.address) as stranger:
+            ask(stranger, shape_of(X), MessageKind.PROBE)
+            assert answer(stranger).kind is MessageKind.EMPTY
+
+
+def test_what_follows_a_request_is_not_read() -> None:
+    with serving(X) as served:
+        served.publish(X, Standing())
+        before = resident_bytes()
+        for _ in range(4):
+            with connect(served.address) as stranger:
+                with contextlib.suppress(OSError):  # it hangs up
+                    stranger.sendall(framed(REQUEST) + bytes(10_000_000))
+                with contextlib.suppress(OSError):
+                    wait_until_closed(stranger)
+        assert fetch(served, vector_of(0.0, numel=10)) is not None
+        assert resident_bytes() - before < 32 << 20
+
+
+def test_a_client_that_has_closed_its_half_is_answered() -> None:
+    with serving(X) as served:
+        served.publish(X, Standing(3.0))
+        with connect(served.address) as stranger:
+            ask(stranger, shape_of(X))
+            stranger.shutdown(socket.SHUT_WR)
+            assert answer(stranger).standing == Standing(3.0)
+            assert read(stranger, 8 + X.layout.num_bytes)[8:] == bytes(X.raw.numpy())
             wait_until_closed(stranger)
-        assert fetch(server, vector_of(0.0)) is not None
+
+
+# Time.
+
+
+@pytest.mark.parametrize("sent", [b"", framed(REQUEST)[:20]])
+def test_the_time_of_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    be_impatient(monkeypatch, 0.2)
+    with serving(vector_of(0.0)) as served, connect(served.address) as stranger:
+        stranger.sendall(sent)
+        wait_until_closed(stranger)
+        wait_for(lambda: served.count("num_refused_connections") == 1)
+
+
+def test_a_request_byte_by_byte_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_impatient(monkeypatch, 0.3)
+    with serving(vector_of(0.0)) as served, connect(served.address) as stranger:
+        with contextlib.suppress(OSError):
+            for byte in framed(REQUEST):
+                stranger.send(bytes([byte]))
+                threading.Event().wait(0.05)
+        wait_for(lambda: served.count("num_refused_connections") == 1)
 
 
 LONG = 6_000_000  # 24 MB, more than the buffers of a connection take
 
 
+def test_a_reply_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_impatient(monkeypatch, 0.2)
+    x = vector_of(0.0, LONG)
+    with serving(x) as served:
+        served.publish(x, Standing())
+        with ask_and_never_read(served.address, shape_of(x)):
+            wait_for(lambda: served.count("num_unread_replies") == 1)
+        assert not any(snapshot.num_readings for snapshot in served.snapshots.snapshots)
+
+
+def test_a_reply_that_is_read_slowly_ends_with_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_impatient(monkeypatch, 0.5)
+    x = vector_of(0.0, LONG)
+    with serving(x, round_seconds=1.0) as served:
+        served.publish(x, Standing())
+        with connect(served.address) as stranger:
+            ask(stranger, shape_of(x))
+            with contextlib.suppress(OSError):
+                while stranger.recv(100_000):
+                    threading.Event().wait(0.02)  # 5 MB/s, so that all would take 5 s
+        wait_for(lambda: served.count("num_unread_replies") == 1)
+
+
 def test_clients_that_do_not_read_keep_nobody_without_a_model() -> None:
     x, inbox = vector_of(0.0, LONG), vector_of(0.0, LONG)
-    with serving(x, round_seconds=3600.0) as server, contextlib.ExitStack() as strangers:
-        for i in range(MAX_REPLIES):
-            server.publish(x, Standing(i))
-            strangers.enter_context(ask_and_never_read(server.address, shape_of(x)))
-        with asking(server, inbox) as client:
-            for i in range(10):
-                x.segments[0].fill_(i)
-                assert server.publish(x, Standing(100 + i))
-                # As many snapshots are being sent as may be, so a peer gets the newest of those.
-                assert client.fetch(inbox, TIMEOUT) == Fetched("s", Standing(MAX_REPLIES - 1))
-            assert client.stats.num_failed_fetches == 0
-            assert len(server._pool.snapshots) <= MAX_REPLIES + 3
-            strangers.close()  # they vanish
-            deadline = time.monotonic() + TIMEOUT
-            while client.fetch(inbox, TIMEOUT) != Fetched("s", Standing(109)):
-                assert time.monotonic() < deadline
+    with serving(x, round_seconds=3600.0) as served, contextlib.ExitStack() as strangers:
+        for i in range(MAX_READ):
+            served.publish(x, Standing(i))
+            strangers.enter_context(ask_and_never_read(served.address, shape_of(x)))
+        client = Asking(served.address, inbox)
+        for i in range(10):
+            x.segments[0].fill_(i)
+            assert served.publish(x, Standing(100 + i))
+            # As many snapshots are being sent as may be, so a peer gets the newest of those.
+            assert client.fetch(inbox) == Fetched("s", Standing(MAX_READ - 1))
+        assert client.count("num_failed_fetches") == 0
+        assert len(served.snapshots.snapshots) <= MAX_SNAPSHOTS
+        strangers.close()  # they vanish
+        wait_for(lambda: client.fetch(inbox) == Fetched("s", Standing(109)))
         assert inbox.segments[0][0] == inbox.segments[0][-1] == 9
-        assert server.stats.num_unread_replies == MAX_REPLIES
+        wait_for(lambda: served.count("num_unread_replies") == MAX_READ)
 
 
-def test_a_reply_longer_than_a_round_makes_room_for_a_newer_model() -> None:
+def test_what_was_withdrawn_is_not_served_while_strangers_hold_it() -> None:
     x, inbox = vector_of(0.0, LONG), vector_of(0.0, LONG)
-    with serving(x, round_seconds=0.0) as server, contextlib.ExitStack() as strangers:
-        for i in range(3 * MAX_REPLIES):
-            server.publish(x, Standing(i))
-            strangers.enter_context(ask_and_never_read(server.address, shape_of(x)))
-        server.publish(x, Standing(99))
-        assert fetch(server, inbox) == Fetched("s", Standing(99))
-        assert server.stats.num_unread_replies > MAX_REPLIES
-        assert len(server._pool.snapshots) <= MAX_REPLIES + 3
+    with serving(x) as served, contextlib.ExitStack() as strangers:
+        for i in range(MAX_READ):
+            served.publish(x, Standing(i))
+            strangers.enter_context(ask_and_never_read(served.address, shape_of(x)))
+        served.snapshots.withdraw()
+        assert fetch(served, inbox) is None
+        served.publish(x, Standing(100))
+        assert fetch(served, inbox) is None  # a model of before, or one that would need one more snapshot
+        strangers.close()
+        wait_for(lambda: fetch(served, inbox) == Fetched("s", Standing(100)))
 
 
-def test_a_reply_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_server, "STALLED_SECONDS", 0.2)
-    for module in (plain_server, bounded_listener):
-        monkeypatch.setattr(module, "TICK_SECONDS", 0.05)
-    x = vector_of(0.0, LONG)
-    with serving(x) as server:
-        server.publish(x, Standing())
-        with ask_and_never_read(server.address, shape_of(x)):
-            wait_for(lambda: server.stats.num_unread_replies == 1)
-        assert server._pool.num_readings() == 0
-
-
-@pytest.mark.parametrize("is_greeted", [False, True])
-def test_time_without_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch, is_greeted: bool) -> None:
-    monkeypatch.setattr(plain_server, "IDLE_SECONDS" if is_greeted else "HANDSHAKE_SECONDS", 0.2)
-    for module in (plain_server, bounded_listener):
-        monkeypatch.setattr(module, "TICK_SECONDS", 0.05)
-    with serving(vector_of(0.0)) as server, connect(server.address) as stranger:
-        if is_greeted:
-            zmtp_handshake(stranger)
-        wait_until_closed(stranger)
-        assert server.stats.num_refused_connections == (not is_greeted)
-
-
-def test_a_client_that_only_pings_is_answered_and_kept_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_server, "IDLE_SECONDS", 2.0)
-    for module in (plain_server, bounded_listener):
-        monkeypatch.setattr(module, "TICK_SECONDS", 0.05)
-    with serving(vector_of(0.0)) as server, connect(server.address) as stranger:
-        zmtp_handshake(stranger)
-        stranger.sendall(b"\x04\x09\x04PING\0\x0ahi")
-        assert read(stranger, 9) == b"\x04\x07\x04PONGhi"
-        with contextlib.suppress(OSError):
-            while True:
-                stranger.sendall(PING)
-                read(stranger, 7)
-        assert server.stats.num_garbage_messages == 0
+# Connections.
 
 
 def test_connections_are_bounded_and_a_peer_among_them_is_served() -> None:
     x, inbox = vector_of(1.0), vector_of(0.0)
-    with serving(x) as server, contextlib.ExitStack() as strangers, asking(server, inbox) as client:
-        server.publish(x, Standing())
-        assert client.fetch(inbox, TIMEOUT) is not None
+    with serving(x) as served, contextlib.ExitStack() as strangers:
+        served.publish(x, Standing())
         before = num_descriptors()
-        assert isinstance(server, PlainServer)
         for _ in range(400):
-            strangers.enter_context(connect(server.address))
-        wait_for(lambda: server.stats.num_refused_connections >= 400 - server.max_connections)
-        assert num_descriptors() - 400 - before <= server.max_connections
-        assert client.fetch(inbox, TIMEOUT) is not None  # on the connection that it had
-        assert fetch(server, inbox) is not None  # and on a new one
-        assert client.stats.num_failed_fetches == 0
+            strangers.enter_context(connect(served.address))
+        wait_for(lambda: served.count("num_refused_connections") >= 400 - served.max_connections)
+        assert num_descriptors() - 400 - before <= served.max_connections
+        assert len(gossip_threads()) <= served.max_connections + 2
+        assert fetch(served, inbox) is not None
 
 
 def test_a_process_without_descriptors_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (plain_server, bounded_listener):
+    for module in (server, bounded_listener):
         monkeypatch.setattr(module, "TICK_SECONDS", 0.1)
     x, inbox = vector_of(1.0), vector_of(0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with serving(x) as server, asking(server, inbox) as client, contextlib.ExitStack() as strangers:
-        server.publish(x, Standing())
-        assert client.fetch(inbox, TIMEOUT) is not None
-        zmtp_handshake(strangers.enter_context(connect(server.address)))
+    with serving(x) as served, contextlib.ExitStack() as strangers:
+        served.publish(x, Standing())
+        assert fetch(served, inbox) is not None
+        wait_for(lambda: not served.server._connections.open)
+        first = strangers.enter_context(connect(served.address))
+        wait_for(lambda: len(served.server._connections.open) == 1)
         late = strangers.enter_context(socket.socket())
         late.settimeout(TIMEOUT)
         strangers.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
@@ -241,111 +233,47 @@ def test_a_process_without_descriptors_serves_on(monkeypatch: pytest.MonkeyPatch
         with contextlib.suppress(OSError):
             while True:
                 strangers.callback(os.close, os.dup(late.fileno()))
-        host, port = server.address.removeprefix("tcp://").split(":")
+        host, port = served.address.removeprefix("tcp://").split(":")
         late.connect((host, int(port)))
-        wait_for(lambda: server.stats.num_refused_connections == 1)
-        zmtp_handshake(late)  # in the place of the first one
-        assert client.fetch(inbox, TIMEOUT) is not None
-        assert client.stats.num_failed_fetches == 0
+        wait_until_closed(first)
+        ask(late, shape_of(x))  # in the place of the first one
+        assert answer(late).kind is MessageKind.MODEL
 
 
-def test_empty_frames_take_no_memory() -> None:
-    x, inbox = vector_of(1.0), vector_of(0.0)
-    with serving(x) as server:
-        server.publish(x, Standing())
-        before = resident_bytes()
-        for _ in range(4):
-            with connect(server.address) as stranger:
-                zmtp_handshake(stranger)
-                with contextlib.suppress(OSError):  # it hangs up
-                    stranger.sendall(b"\x01\x00" * 5_000_000)  # 10 MB: frames of no bytes, each with one to follow
-        assert fetch(server, inbox) is not None
-        assert resident_bytes() - before < 32 << 20
-        assert server.stats.num_garbage_messages == 4
-
-
-# Keys.
-
-
-def test_with_keys_an_authorised_client_is_served() -> None:
-    (server_public, server_secret), (public, secret) = make_keys(), make_keys()
+def test_strangers_before_the_handshake_of_tls_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts = Authority(tmp_path / "ours").contexts()
     x, inbox = vector_of(4.0), vector_of(0.0)
-    with serving(x, CurveKeys(server_public, server_secret, {"c": public})) as server:
-        server.publish(x, Standing(1.0))
-        curve = CurveKeys(public, secret, {"s": server_public})
-        assert fetch(server, inbox, curve) == Fetched("s", Standing(1.0))
+    with serving(x, context=contexts["server_ssl"]) as served, contextlib.ExitStack() as strangers:
+        served.publish(x, Standing(1.0))
+        for _ in range(served.max_connections + 20):
+            strangers.enter_context(connect(served.address))
+        wait_for(lambda: served.count("num_refused_connections") >= 20)
+        assert fetch(served, inbox, contexts["client_ssl"]) == Fetched("s", Standing(1.0))
         assert torch.equal(inbox.raw, x.raw)
-        assert server.stats.num_refused_connections == 0
+        be_impatient(monkeypatch, 0.2)
+        with connect(served.address) as stranger:
+            wait_until_closed(stranger)
 
 
-@pytest.mark.parametrize("stranger", ["no key", "unknown key", "wrong server key"])
-def test_with_keys_a_stranger_gets_nothing(stranger: str) -> None:
-    (server_public, server_secret), (public, secret), (other_public, other_secret) = (make_keys() for _ in range(3))
-    x, inbox = vector_of(4.0), vector_of(0.0)
-    curve = {
-        "no key": None,
-        "unknown key": CurveKeys(other_public, other_secret, {"s": server_public}),
-        "wrong server key": CurveKeys(public, secret, {"s": other_public}),
-    }[stranger]
-    with serving(x, CurveKeys(server_public, server_secret, {"c": public})) as server:
-        server.publish(x, Standing(1.0))
-        with asking(server, inbox, curve) as client:
-            assert client.fetch(inbox, 4.0) is None
-            assert client.stats.num_failed_fetches == 1
-            assert client.stats.bytes_received == 0
-        assert not inbox.raw.any()
-        assert server.stats.num_models_sent == 0
-        # A stranger in between changes nothing for those who have a key.
-        assert fetch(server, inbox, CurveKeys(public, secret, {"s": server_public})) is not None
-        assert server.stats.num_refused_connections > 0
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(garbage=st.binary(max_size=300))
+@example(garbage=framed(REQUEST))
+def test_garbage_in_place_of_tls_ends_its_connection(garbage: bytes, authority: dict[str, ssl.SSLContext]) -> None:
+    with serving(X, context=authority["server_ssl"]) as served:
+        served.publish(X, Standing())
+        with connect(served.address) as stranger:
+            with contextlib.suppress(OSError):
+                stranger.sendall(garbage)
+                stranger.shutdown(socket.SHUT_WR)
+            wait_until_closed(stranger)
+        assert fetch(served, vector_of(0.0, numel=10), authority["client_ssl"]) is not None
+        wait_for(lambda: served.count("num_models_sent") == 1)
 
 
-def test_keys_can_be_taken_back() -> None:
-    (server_public, server_secret), (public, secret) = make_keys(), make_keys()
-    x, inbox = vector_of(4.0), vector_of(0.0)
-    curve = CurveKeys(public, secret, {"s": server_public})
-    with serving(x, CurveKeys(server_public, server_secret)) as server:
-        server.publish(x, Standing())
-        assert fetch(server, inbox, curve) is None
-        server.authorize([public])
-        assert fetch(server, inbox, curve) is not None
-        server.authorize([])
-        assert fetch(server, inbox, curve) is None
-
-
-def test_a_key_that_is_taken_back_ends_service_on_its_connection_too() -> None:
-    (server_public, server_secret), (public, secret) = make_keys(), make_keys()
-    x, inbox = vector_of(4.0), vector_of(0.0)
-    keys = CurveKeys(public, secret, {"s": server_public})
-    with serving(x, CurveKeys(server_public, server_secret, {"c": public})) as server:
-        server.publish(x, Standing())
-        with asking(server, inbox, keys) as client:
-            assert client.fetch(inbox, TIMEOUT) is not None
-            server.authorize([])
-            assert client.fetch(inbox, 4.0) is None
-        assert server.stats.num_models_sent == 1
-        assert server.stats.num_refused_connections > 0
-
-
-# What peers send.
-
-
-def test_of_a_message_of_many_frames_one_is_read() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    router.bind("tcp://127.0.0.1:*")
-    connection = PeerConnection(context, router.getsockopt_string(zmq.LAST_ENDPOINT), max_bytes=100, keys=None)
-    connection.socket.send(b"hello")
-    assert router.poll(round(1000 * TIMEOUT))
-    router.send_multipart([router.recv_multipart()[0], *[b"frame"] * 50])
-    assert connection.socket.poll(round(1000 * TIMEOUT))
-    with pytest.raises(MessageError, match="got a message of several frames, expected one"):
-        connection.answer()
-    assert connection.socket.getsockopt(zmq.RCVMORE)  # the rest has stayed in ZeroMQ
-    connection.close()
-    router.close()
-    context.term()
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ssl.SSLContext]:
+    """The contexts of a worker."""
+    return Authority(tmp_path_factory.mktemp("tls") / "ours").contexts()
 
 
 # Beginning and end.
@@ -353,65 +281,72 @@ def test_of_a_message_of_many_frames_one_is_read() -> None:
 
 def test_withdrawn_models_are_not_served() -> None:
     x, inbox = vector_of(1.0), vector_of(0.0)
-    with serving(x) as server, asking(server, inbox) as client:
-        assert not server.is_serving
-        server.publish(x, Standing())
-        assert server.is_serving
-        assert client.fetch(inbox, TIMEOUT) is not None
-        server.withdraw()
-        assert not server.is_serving
-        assert client.fetch(inbox, TIMEOUT) is None
-        assert client.stats.num_failed_fetches == 0
-        server.publish(x, Standing())
-        assert client.fetch(inbox, TIMEOUT) is not None
+    with serving(x) as served:
+        client = Asking(served.address, inbox)
+        assert not served.snapshots.is_serving
+        served.publish(x, Standing())
+        assert served.snapshots.is_serving
+        assert client.fetch(inbox) is not None
+        served.snapshots.withdraw()
+        assert not served.snapshots.is_serving
+        assert client.fetch(inbox) is None
+        assert client.count("num_failed_fetches") == 0
+        served.publish(x, Standing())
+        assert client.fetch(inbox) is not None
 
 
 def test_a_taken_address_is_an_error_at_once() -> None:
     x = vector_of(1.0)
-    with serving(x) as server:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        with pytest.raises(
-            ConnectionError, match=r"worker 'late': cannot bind tcp://.*another process using this port"
-        ):
-            make_server(context, server.address, x, name="late")
-        context.term()  # which would wait for a socket that was left open
+    with serving(x) as served:
+        for address in (served.address, "tcp://no-such-host.invalid:1"):
+            with pytest.raises(ConnectionError, match=r"worker 'late': cannot bind tcp://.*is another process using"):
+                Served(x, address=address, name="late")
 
 
-def test_serving_ends_when_told() -> None:
-    x = vector_of(1.0)
-    with serving(x) as server:
-        assert [thread.name for thread in gossip_threads()] == ["gossip-serve-s"]
-        server.stop()
-        server.stop()
-    assert_no_gossip_threads()
+@pytest.mark.parametrize("address", ["tcp://*:*", "tcp://127.0.0.1:0", "tcp://[::1]:*", "tcp://localhost:*"])
+def test_addresses_that_leave_something_open(address: str) -> None:
+    made = Served(vector_of(1.0), address=address).server
+    made.stop()
+    made.serve()  # which ends at once
+    host, _, port = made.address.removeprefix("tcp://").rpartition(":")
+    assert host in ("0.0.0.0", "127.0.0.1", "[::1]")
+    assert int(port) > 0
 
 
-def test_publishing_does_not_wait_for_the_lock_of_a_reply() -> None:
-    """Publications and fetches race; every model that arrives is one that was published, whole."""
+def test_serving_ends_when_told_also_within_replies() -> None:
+    x = vector_of(1.0, LONG)
+    with serving(x) as served:
+        served.publish(x, Standing())
+        with ask_and_never_read(served.address, shape_of(x)), connect(served.address):
+            wait_for(lambda: len(gossip_threads()) == 3)
+            served.server.stop()
+            served.server.stop()
+            assert_no_gossip_threads()
+        assert served.count("num_unread_replies") == 1
+
+
+def test_models_arrive_whole_while_others_are_published() -> None:
     numel = 50_000
     x, inbox = vector_of(0.0, numel), vector_of(0.0, numel)
     stop = threading.Event()
-    with serving(x) as server:
-        server.publish(x, Standing(0.0))
+    with serving(x) as served:
+        served.publish(x, Standing(0.0))
 
         def publish() -> None:
             i = 0
             while not stop.is_set():
                 i += 1
                 x.segments[0].fill_(i)
-                server.publish(x, Standing(i))
+                served.publish(x, Standing(i))
 
         thread = threading.Thread(target=publish)
         thread.start()
         try:
-            with asking(server, inbox) as client:
-                num_arrived = 0
-                while num_arrived < 100:
-                    fetched = client.fetch(inbox, TIMEOUT)
-                    assert client.stats.num_failed_fetches == client.stats.num_refused_models == 0
-                    if fetched is not None:  # else it was busy: ZeroMQ has not said yet that it is through
-                        assert torch.equal(inbox.segments[0], torch.full((numel,), fetched.standing.clock))
-                        num_arrived += 1
+            client = Asking(served.address, inbox)
+            for _ in range(100):
+                fetched = client.fetch(inbox)
+                assert fetched is not None
+                assert torch.equal(inbox.segments[0], torch.full((numel,), fetched.standing.clock))
         finally:
             stop.set()
             thread.join()
