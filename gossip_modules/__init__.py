@@ -5,13 +5,17 @@ from typing import Any
 
 from . import methods as methods
 from .ad_psgd.wrapper import BilatGossipDataParallel
+from .algorithms.choco import Choco
 from .algorithms.d2 import D2
 from .algorithms.decentlam import DecentLaM
+from .algorithms.deep_squeeze import DeepSqueeze
 from .algorithms.exact_diffusion import ExactDiffusion
 from .algorithms.gradient_tracking import GradientTracking
+from .algorithms.moniqua import Moniqua
 from .algorithms.power_gossip import PowerGossip
 from .algorithms.qg_dsgdm import QGDSGDm
 from .algorithms.relay_sgd import RelaySGD
+from .algorithms.sparta import Sparta
 from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
@@ -28,11 +32,8 @@ from .engine.overlap import OverlapEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
 from .flat.vector import FlatVector
-from .gossiper.choco import Choco
-from .gossiper.deep_squeeze import DeepSqueeze
 from .gossiper.gossiper import Gossiper
 from .gossiper.mixer import GlobalAverage, Mixer
-from .gossiper.moniqua import Moniqua
 from .gossiper.push_pull import PushPull
 from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager
@@ -91,7 +92,6 @@ from .rounds.memory import Memory
 from .rounds.requests import Mix, Round
 from .rounds.vectors import SGDStep, Vectors
 from .schedule import Schedule
-from .sparta.sparta import Sparta
 from .transport.base import Transport
 from .transport.connect import connect
 from .transport.process_group import ProcessGroupTransport

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..gossiper.linked import LinkedGossiper
 from ..gossiper.mixer import Mixer
 from ..mixing_manager.base import MixingManager
 from ..outer.method import OuterMethod
+from ..rounds.rounds import Rounds
 from ..transport.base import is_elastic
 
 
@@ -55,7 +55,7 @@ def check_fragments(gossiper: Mixer, outer: OuterMethod, *, has_places: bool) ->
             f"got fragments={outer.fragments!r} where several processes share the vector of one model, expected the "
             "number of fragments: names are not known there"
         )
-    keeps_links = isinstance(gossiper, LinkedGossiper) or not gossiper.is_elastic
+    keeps_links = isinstance(gossiper, Rounds) or not gossiper.is_elastic
     if outer.num_fragments > 1 and keeps_links and not outer.averages_exactly:
         raise ValueError(
             f"got {gossiper} with {outer}, expected fragments=1, or no gossiper: it keeps what it knows of its peers "

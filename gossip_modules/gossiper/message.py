@@ -130,6 +130,6 @@ def warn_of_little(name: str, *, exact: int, compressed: int, num_compressed_byt
     elif compressed and num_compressed_bytes >= compressed:
         warnings.warn(
             f"{name}: the compressed message of {compressed:,} bytes of parameters has {num_compressed_bytes:,} bytes, "
-            "so compression saves nothing; leave the gossiper out, or choose a coarser compressor",
+            "so compression saves nothing; choose a coarser compressor, or an algorithm without one",
             stacklevel=3,
         )

@@ -6,21 +6,22 @@ from functools import partial
 from typing import Any
 
 from ..ad_psgd.exchange import BilateralAverage
+from ..algorithms.choco import Choco
 from ..algorithms.d2 import D2
 from ..algorithms.d_psgd import DPSGD
 from ..algorithms.decentlam import DecentLaM
+from ..algorithms.deep_squeeze import DeepSqueeze
 from ..algorithms.exact_diffusion import ExactDiffusion
 from ..algorithms.gradient_tracking import GradientTracking
+from ..algorithms.moniqua import Moniqua
 from ..algorithms.power_gossip import PowerGossip
 from ..algorithms.qg_dsgdm import QGDSGDm
 from ..algorithms.relay_sgd import RelaySGD
+from ..algorithms.sparta import Sparta
 from ..dpwa.config import DEFAULT_INTERPOLATION
 from ..dpwa.engine import PairwiseEngine
 from ..dpwa.interpolation import Interpolation
 from ..engine.overlap import OverlapEngine
-from ..gossiper.choco import Choco
-from ..gossiper.deep_squeeze import DeepSqueeze
-from ..gossiper.moniqua import Moniqua
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
 from ..outer.diloco import DiLoCo
@@ -32,16 +33,14 @@ from ..outer.sparse_loco import SparseLoCo
 from ..outer.streaming_diloco import StreamingDiLoCo
 from ..registry import Method, Paper
 from ..schedule import Schedule
-from ..sparta.sparta import Sparta
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
 from .entries import ROUNDS, entry
-from .gossipers import choco, deep_squeeze, moniqua, power_gossip
+from .gossipers import choco, deep_squeeze, moniqua, power_gossip, sparta
 from .options import WRAPPER_OPTIONS
 from .outer_methods import diloco, eager_diloco, gasloc, noloco, slowmo, sparse_loco, streaming_diloco
 from .outer_simulation import simulate_outer
-from .rule_methods import simulate_relay_sgd, simulate_rule
 from .simulated import (
     pairs,
     simulate_ad_psgd,
@@ -55,11 +54,13 @@ from .simulated import (
     simulate_moniqua,
     simulate_osgp,
     simulate_power_gossip,
+    simulate_relay_sgd,
+    simulate_rule,
     simulate_sgp,
+    simulate_sparta,
     simulate_wagma,
     static,
 )
-from .sparta_method import simulate_sparta, sparta
 from .wrapping import (
     wrap_all_reduce,
     wrap_bilateral,

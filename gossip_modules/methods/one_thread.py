@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ class OneThread(Stacked):
         first = self.gossipers[0]
         if first.num_phases != 1:
             raise ValueError(
-                f"got {first} with rounds of {first.num_phases} phases, expected one phase; write it as an `Algorithm`, "
+                f"got {first} with rounds of {first.num_phases} phases, expected one phase; write an `Algorithm`, "
                 "whose rounds may have several"
             )
         self.weights = None if first.needs_symmetric_weights else self.weights
@@ -173,8 +173,9 @@ def measured_message(driver: Stacked, num_parameters: int, links: LinkModel) -> 
     """
     sample = torch.randn(2, SAMPLE_ENTRIES, generator=torch.Generator().manual_seed(0), device="cpu")
     driver.step(sample, 0)
-    owner: object = driver.gossipers[0] if isinstance(driver, OneThread) else driver.algorithm
-    encode, decode = CODE_PASSES.get(type(getattr(owner, "compressor", None)), UNKNOWN_PASSES)
+    owner: Any = driver.gossipers[0] if isinstance(driver, OneThread) else driver.algorithm
+    code: type[Any] = type(getattr(owner, "compressor", None))
+    encode, decode = CODE_PASSES.get(code, UNKNOWN_PASSES)
     one_pass = links.memory_seconds(4 * num_parameters)
     num_bytes = driver.sent_bytes * num_parameters / SAMPLE_ENTRIES
     return MessageCost(num_bytes, encode_seconds=(encode + decode) * one_pass, decode_seconds=decode * one_pass)

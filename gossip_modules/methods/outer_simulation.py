@@ -17,11 +17,10 @@ from ..outer.anchor import Anchor
 from ..outer.fragment import Fragment, Range
 from ..outer.method import OuterMethod
 from ..rounds.rows import Rows, StackedMixing
-from ..schedule import Schedule
 from ..simulate.choice import Choice
 from ..simulate.clocks import Clock, GatherClock, SyncClock
 from ..simulate.codes import coded_message
-from ..simulate.gossip import RuleMethod, SimulatedMethod
+from ..simulate.gossip import ClockedMethod, SimulatedMethod
 from ..simulate.setting import Setting
 from .simulated import options_of, undirected
 from .simulated_options import MethodOptions
@@ -45,7 +44,7 @@ class AllAnchors(Anchor):
         """See `Anchor`: `compress` has written it."""
 
 
-class OuterSimulation(RuleMethod):
+class OuterSimulation(ClockedMethod):
     """An outer method itself, on the models of all ranks at once.
 
     An outer step with a delay is applied that much later; its time is that of one which training waits for.
@@ -57,7 +56,8 @@ class OuterSimulation(RuleMethod):
     """
 
     def __init__(self, outer: OuterMethod, mixing: MixingManager | None, clock: Clock) -> None:
-        super().__init__(None, None if mixing is None else StackedMixing(mixing), Schedule(), clock)
+        super().__init__(clock)
+        self.mixing, self._t = None if mixing is None else StackedMixing(mixing), 0
         self.outer = outer
         rates = {f"outer_{name}": getattr(outer, name) for name in ("lr", "momentum") if hasattr(outer, name)}
         step_size = {"step_size": outer.step_size} if hasattr(outer, "step_size") else {}

@@ -121,6 +121,19 @@ class Algorithm(ABC):
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
         """Raise ValueError where it is wrong with these weights and the rates of the first step of SGD."""
 
+    def for_membership(self) -> Algorithm:
+        """The algorithm that runs among the workers of a membership, where peers fail, come and go; itself if it can.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.is_elastic:
+            raise ValueError(
+                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
+                "which says so by is_elastic = True; take another one, such as DPSGD()"
+            )
+        return self
+
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
         return str(self)
@@ -159,7 +172,7 @@ def combined(*parts: object) -> tuple[Algorithm | Over | None, list[object]]:
     found: Algorithm | Over | None = None
     others: list[object] = []
     for part in reversed(parts):
-        made = part() if isinstance(part, type) and issubclass(part, Algorithm) else part
+        made = _made(part) if isinstance(part, type) and issubclass(part, Algorithm) else part
         if isinstance(made, Over) or (isinstance(made, Algorithm) and found is None):
             found = made
         elif isinstance(made, Algorithm):
@@ -167,6 +180,16 @@ def combined(*parts: object) -> tuple[Algorithm | Over | None, list[object]]:
             found = made.over(found)
         others.insert(0, None if isinstance(made, Algorithm | Over) else part)
     return found, others
+
+
+def _made(kind: type[Algorithm]) -> Algorithm:
+    try:
+        return kind()
+    except TypeError as error:
+        raise ValueError(
+            f"got the algorithm {kind.__name__}, and {kind.__name__}() fails: {error}; pass an object with its "
+            "settings, such as Choco(TopK(0.01), step_size=0.04)"
+        ) from None
 
 
 def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
@@ -56,10 +56,11 @@ class Memory:
 
     Attributes:
         num_rounds: rounds that have ended so far.
+        weights: the graph and its weights.
     """
 
-    def __init__(self) -> None:
-        self.num_rounds = 0
+    def __init__(self, weights: str = "") -> None:
+        self.num_rounds, self.weights = 0, weights
         self._x: Vector | None = None  # the model of the present round
         self._devices: list[torch.device] | None = None  # of its parts; None: there was no round yet
         self._layout: FlatLayout | None = None  # of the parameters, widened
@@ -83,6 +84,7 @@ class Memory:
         generation: Literal["keep", "reset"] = "keep",
         join: Literal["copy", "zero"] = "copy",
         in_units_of_rate: bool = False,
+        of_weights: bool = False,
     ) -> Vector:
         """The vector of that name.
 
@@ -94,6 +96,8 @@ class Memory:
             generation: whether it stays or starts anew where workers come or go; see [Note: Sums over workers].
             join: whether a worker that joins gets the vector of its donor, or starts anew.
             in_units_of_rate: whether it is made of steps, so that it is scaled where the learning rate changes.
+            of_weights: whether it is a sum over rounds with the same peers and weights, so that a checkpoint with
+                others is refused.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -103,11 +107,14 @@ class Memory:
                 "generation": generation,
                 "join": join,
                 "in_units_of_rate": in_units_of_rate,
+                "of_weights": of_weights,
             }
-            entry = self._entries[name] = _Entry(Vector(self._zeros()), policy)
+            entry = self._entries[name] = _Entry(Vector(self.zeros()), policy)
             if start == "x":
                 entry.vector.set_(self._model)
             if (state := self._loaded.get("vectors", {}).pop(name, None)) is not None:
+                if of_weights:
+                    self._check_weights(name)
                 self._copy(name, entry.vector, state)
         return entry.vector
 
@@ -158,12 +165,18 @@ class Memory:
             self._cached[key] = make()
         return cast("_T", self._cached[key])
 
+    def zeros(self) -> list[Tensor]:
+        """The parts of a new vector."""
+        return [
+            torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
+        ]
+
     def scratch(self, name: str = "sent") -> Vector:
         """A vector that is kept only for its memory: of any values at the beginning of a round; it can be mixed."""
         if name not in self._scratch:
             x = self._model
             if x.flat is None:
-                self._scratch[name] = Vector(self._zeros())
+                self._scratch[name] = Vector(self.zeros())
             else:
                 layout = widened(x.flat.layout, has_buffers=True)
                 self._scratch[name] = Vector.of(FlatVector.zeros(layout, x.flat.raw.device))
@@ -253,7 +266,7 @@ class Memory:
     def reset(self) -> None:
         """As before the first round."""
         x, devices, layout = self._x, self._devices, self._layout
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self.weights)  # type: ignore[misc]
         self._x, self._devices, self._layout = x, devices, layout
 
     def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
@@ -279,6 +292,7 @@ class Memory:
             "num_rounds": num_rounds,
             "policies": {name: dict(policy) for name, policy in policies.items() if name in vectors},
             "places": places,
+            "weights": self._weights_of(policies.values()),
             "vectors": vectors,
             "optimizers": {
                 **self._loaded.get("optimizers", {}),
@@ -299,7 +313,7 @@ class Memory:
         self._loaded = copy.deepcopy(
             {
                 name: state[name]
-                for name in ("vectors", "optimizers", "objects", "links", "policies", "places")
+                for name in ("vectors", "optimizers", "objects", "links", "policies", "places", "weights")
                 if name in state
             }
         )
@@ -319,11 +333,6 @@ class Memory:
         assert self._x is not None, "fit() comes first"
         return self._x
 
-    def _zeros(self) -> list[Tensor]:
-        return [
-            torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
-        ]
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_x": None, "_scratch": {}, "_cached": {}}  # a copy has a model of its own
 
@@ -342,17 +351,29 @@ class Memory:
             self.num_rounds = 0
             self._loaded.pop("optimizers", None)
 
+    def _weights_of(self, policies: Iterable[Mapping[str, Any]]) -> str:
+        is_bound = any(policy.get("of_weights", False) for policy in policies)
+        return self._loaded.get("weights", self.weights) if is_bound else ""
+
+    def _check_weights(self, name: str) -> None:
+        if (found := self._loaded.get("weights", self.weights)) != self.weights:
+            raise ValueError(
+                f"got the state of vector {name!r} on {found}, expected {self.weights}, since it is a sum over rounds "
+                "with the same peers and weights; resume on the same graph"
+            )
+
     def _copy(self, name: str, vector: Vector, state: Sequence[Tensor]) -> None:
         if (theirs := self._loaded.get("places")) is not None:  # of a donor, which may have trained other tensors
             _carry(state, theirs, vector.parts, _places(self._layout))
             return
-        found, own = [x.numel() for x in state], [x.numel() for x in vector.parts]
+        state, parts = ([x for x in side if x.numel()] for side in (state, vector.parts))
+        found, own = [x.numel() for x in state], [x.numel() for x in parts]
         if found != own:
             raise ValueError(
                 f"got the state of vector {name!r} with {found} elements, expected {own}: other tensors were trained "
                 "when it was saved; freeze the same parameters, or load the model alone: module.load_state_dict"
             )
-        for mine, theirs in zip(vector.parts, state, strict=True):
+        for mine, theirs in zip(parts, state, strict=True):
             mine.copy_(theirs)
 
 

@@ -18,8 +18,9 @@ from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, Over
 from .memory import Memory
-from .message import Message
+from .message import Message, Received
 from .messages import MessageRounds
+from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
 from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share
 from .vector import Snapshot, Vector
@@ -41,6 +42,8 @@ class Rounds(Mixer):
 
     def __init__(self, algorithm: Algorithm, mixer: Gossiper | Rounds) -> None:
         self.algorithm, self.mixer = algorithm, mixer
+        self.name = type(algorithm).__name__  # in checkpoints
+        self._is_torn = False  # whether a round has ended while it was writing what its messages had said
         self.memory = Memory()
         self.messages = MessageRounds(
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
@@ -62,6 +65,7 @@ class Rounds(Mixer):
         super().bind(mixing, transport)
         self.mixer.bind(mixing, transport)
         self.messages.bind(mixing, transport)
+        self.memory.weights = repr(mixing)
         self.averager: GlobalAverage = (ElasticAverage if is_elastic(transport) else GlobalAverage)(transport)
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
@@ -70,7 +74,7 @@ class Rounds(Mixer):
         self.mixing, self.transport = mixing, transport
         self.mixer.rebind(mixing, transport)
         self.messages.rebind(mixing, transport)
-        self.averager.transport = transport
+        self.averager.transport, self.memory.weights = transport, repr(mixing)
         self.memory.begin_generation()
         self._has_begun = False
 
@@ -102,7 +106,9 @@ class Rounds(Mixer):
     @property
     def sources(self) -> Sequence[int]:
         """See `Mixer`."""
-        return range(self.transport.world_size) if self.algorithm.averages_exactly else self.mixer.sources
+        if self.algorithm.averages_exactly:
+            return range(self.transport.world_size)
+        return self.messages.sources or self.mixer.sources
 
     def is_due(self, k: int) -> bool:
         """See `Mixer`."""
@@ -190,6 +196,11 @@ class Rounds(Mixer):
 
     def _run(self, x: Vector) -> None:
         assert x.flat is not None, "rounds mix flat vectors"
+        if self._is_torn:
+            raise RuntimeError(
+                f"{self}: got a round after one that failed, expected none: the states of the ranks may no longer "
+                "agree; start again from a checkpoint on all ranks"
+            )
         v = self._vectors(x)
         if self.watch is not None:
             self.watch.before_round(self.memory)
@@ -218,10 +229,14 @@ class Rounds(Mixer):
         """Answer until the round ends."""
         reply = None
         while True:
+            # Peers have the same messages: if this rank does not write what they say, they no longer agree.
+            self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
             try:
                 request = generator.send(reply)
             except StopIteration:
+                self._is_torn = False
                 return
+            self._is_torn = False
             reply = self._answer(request, v)
             if self._agree_finite is not None and isinstance(request, Mix | Average):
                 flat = request.x.flat
@@ -313,9 +328,11 @@ class Rounds(Mixer):
             self.watch.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory."""
+        """See `Mixer`; shares memory. Without any memory after a round that ended while it was writing."""
+        if self._is_torn:
+            return {"algorithm": self.name}
         return {
-            "algorithm": type(self.algorithm).__name__,
+            "algorithm": self.name,
             "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
             "memory": self.memory.state_dict(has_links=not is_elastic(self.transport)),
             "messages": self.messages.state_dict(),
@@ -325,11 +342,11 @@ class Rounds(Mixer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`. Under a membership what workers must keep the sum of starts anew: see `Memory`."""
-        name = type(self.algorithm).__name__
-        if state.get("algorithm") != name:
+        state = renewed(state, self.name)
+        if state.get("algorithm") != self.name:
             raise ValueError(
-                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {name}; wrap as "
-                "when it was saved, or load the model alone: module.load_state_dict"
+                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {self.name}; wrap "
+                "as when it was saved, or load the model alone: module.load_state_dict"
             )
         self._load(state)
 
@@ -338,8 +355,10 @@ class Rounds(Mixer):
         self._load({})
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._has_begun = False
+        self._has_begun = self._is_torn = False
         memory = dict(state.get("memory", {}))
+        if self.algorithm.keeps_links and is_elastic(self.transport):
+            memory.pop("vectors", None)
         if memory.get("links"):
             if is_elastic(self.transport):  # whoever loads it may have other peers
                 del memory["links"]
@@ -359,7 +378,7 @@ class Rounds(Mixer):
     def state_for_newcomer(self) -> dict[str, Any]:
         """See `Mixer`."""
         return {
-            "algorithm": type(self.algorithm).__name__,
+            "algorithm": self.name,
             "memory": self.memory.state_dict(joins=True, has_links=False),
             "mixer": self.mixer.state_for_newcomer(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(joins=True),
@@ -375,12 +394,9 @@ class Rounds(Mixer):
 
     def for_membership(self) -> Rounds:
         """See `Gossiper`."""
-        if not self.algorithm.is_elastic:
-            raise ValueError(
-                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
-                "which says so by is_elastic = True; take another one, such as DPSGD()"
-            )
-        return self
+        rounds = Rounds(self.algorithm.for_membership(), self.mixer.for_membership())
+        rounds.name = self.name
+        return rounds
 
     def __repr__(self) -> str:
         inner = f".over({self.mixer!r})" if isinstance(self.mixer, Rounds) else ""

@@ -99,7 +99,7 @@ class Stacked:
         is_weighted = self.mixing is not None and own.takes_push_sum and not self.mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_weighted else None
         self.t, self.sent_bytes = 0, 0.0
-        self.memory = Memory()
+        self.memory = Memory(repr(mixing))
         self._in_step = None if own.takes_rows else InStep(self)
         self._answered: list[Answered] = []
         self._has_begun = False
@@ -400,6 +400,7 @@ class StackedReceived(Received):
     """
 
     def __init__(self, rows: Rows, message: StackedMessage) -> None:
+        super().__init__(())
         self._rows, self._message = rows, message
 
     def __iter__(self) -> Iterator[tuple[Any, Message]]:
@@ -424,6 +425,7 @@ class EveryRow(Received):
     """
 
     def __init__(self, message: StackedMessage, num_ranks: int) -> None:
+        super().__init__(())
         self._message, self._num_ranks = message, num_ranks
 
     def __iter__(self) -> Iterator[tuple[Any, Message]]:
@@ -437,4 +439,6 @@ class EveryRow(Received):
 
 
 def _decompressed(code: Code, x: Tensor, t: int) -> Tensor:
-    return code.decompressed(x, t=t) if isinstance(code, Compressor) else decompressed_rows(code, x, t)
+    if isinstance(code, Compressor):
+        return code.decompressed(x, t=t)
+    return decompressed_rows(cast("Compressor", code), x, t)

@@ -56,7 +56,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "distributed": {"wrappers"},
         "ar_distributed": {"wrappers"},
         "simple_distributed": {"wrappers"},
-        "communicator": {"wrappers", "matcha", "gossiper", "compression", "schedule"},
+        "communicator": {"wrappers", "matcha", "algorithms", "compression", "schedule"},
     },
     "train": {
         "job": set(),

@@ -262,17 +262,3 @@ def test_unknown_words_are_named() -> None:
             Experiment(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got step_sizes=\(-1.0,\), expected positive numbers"):
         Experiment(step_sizes=(-1.0,))
-
-
-def test_thread_ranks_give_results_in_order_and_the_first_error() -> None:
-    threads = threading.active_count()
-    assert run_ranks(3, lambda group: group.rank() ** 2) == [0, 1, 4]
-
-    def fail(group: dist.ProcessGroup) -> None:
-        if group.rank() == 1:
-            raise KeyError("x")
-        group.recv([torch.zeros(1)], 1, 0).wait()
-
-    with pytest.raises(KeyError, match="x"):
-        run_ranks(2, fail)
-    assert threading.active_count() == threads

@@ -28,9 +28,9 @@ from gossip_modules.rounds.requests import Round
 from gossip_modules.rounds.vectors import Vectors
 from tests.harness.problems import net
 from tests.harness.ranks import CPU, run_ranks, solo_group
-from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of
-from tests.library.gossiper.test_choco import coded, train_dense, train_ranks
-from tests.library.gossiper.test_compressed import rounds_of
+from tests.library.algorithms.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of
+from tests.library.algorithms.test_choco import coded, train_dense, train_ranks
+from tests.library.algorithms.test_compressed import rounds_of
 
 MIXINGS = {**{name: STATIC[name] for name in ("ring", "star", "path")}, **DYNAMIC}
 ITERATIONS = pytest.mark.parametrize("num_iterations", [1, 2, 3])

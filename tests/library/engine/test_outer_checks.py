@@ -18,6 +18,7 @@ from gossip_modules import (
     NoLoCo,
     OuterMethod,
     PowerGossip,
+    PushPull,
     RelaySGD,
     RingGraph,
     SignNorm,
@@ -90,14 +91,14 @@ def test_differences_shrink_where_compressed_rounds_are_allowed(
 
 
 def test_a_gossiper_of_ones_own_that_leaves_nothing_out_says_so() -> None:
-    class Own(Sparta):
-        """Of all entries."""
+    class Own(PushPull):
+        is_whole = False
 
     gossip = partial(GossipDataParallel, process_group=solo_group(), outer=GASLoC(4), graph=RingGraph(1))
     with pytest.raises(ValueError, match=r"expected no gossiper: the momentum .* says so by is_whole = True"):
-        gossip(mlp(), gossiper=Own(1.0))
+        gossip(mlp(), gossiper=Own())
     Own.is_whole = True
-    gossip(mlp(), gossiper=Own(1.0)).close()
+    gossip(mlp(), gossiper=Own()).close()
 
 
 def test_public_copies_go_with_exact_averages() -> None:

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from gossip_modules import algorithms
-from gossip_modules.algorithms.choco import Choco
+from gossip_modules.algorithms.choco import Choco, LinkChoco
 from gossip_modules.algorithms.d2 import D2
 from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.algorithms.deep_squeeze import DeepSqueeze
 from gossip_modules.algorithms.diloco import DiLoCo
+from gossip_modules.algorithms.moniqua import Moniqua
 from gossip_modules.algorithms.power_gossip import PowerGossip
+from gossip_modules.algorithms.sparta import Sparta
 from gossip_modules.rounds.algorithm import Algorithm, Over
 from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.rounds.vectors import SGDStep
@@ -48,7 +51,14 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
             (gm.RandomK(0.3), 0.2),
         )
     ],
+    LinkChoco: [LinkChoco(gm.SignNorm(8), step_size=0.3)],
+    DeepSqueeze: [DeepSqueeze(gm.SignNorm(8), step_size=0.1), DeepSqueeze(gm.RandomK(0.3), step_size=0.2)],
+    Moniqua: [Moniqua(20.0)],
+    Sparta: [Sparta(0.3)],
+    LinkChoco: [LinkChoco(gm.SignNorm(8), step_size=0.3)],
+    DeepSqueeze: [DeepSqueeze(gm.QSGD(8), step_size=0.3)],
     DiLoCo: [DiLoCo(3)],
+    Moniqua: [Moniqua(8.0)],
     PowerGossip: [PowerGossip(), PowerGossip(rank=2, num_iterations=2)],
 }
 """Of algorithms that cannot be made without arguments, or take several ways with them."""

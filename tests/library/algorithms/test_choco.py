@@ -23,12 +23,12 @@ from gossip_modules import (
     TopK,
 )
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
-from gossip_modules.gossiper.compressed import CompressedGossiper
+from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.problems import loss_of, net, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.library.gossiper.contract import STATIC, bound, vector_of
-from tests.library.gossiper.test_compressed import rounds_of
+from tests.library.algorithms.contract import STATIC, bound, vector_of
+from tests.library.algorithms.test_compressed import rounds_of
 
 LAYOUT = FlatLayout.of([(torch.float64, [TensorSpec((3, 4)), TensorSpec((5,))])])
 GRAPHS = ["ring", "star", "path"]
@@ -91,8 +91,8 @@ def test_drift_is_the_sum_over_public_copies(graph: str) -> None:
         states = []
         for t in range(8):
             gossiper.mix(s, t)
-            (section,) = gossiper.state_dict()["sections"]
-            states.append({name: x.clone() for name, x in section.items()})
+            vectors = gossiper.state_dict()["memory"]["vectors"]
+            states.append({name: x.clone() for name, (x,) in vectors.items()})
         return states
 
     W = STATIC[graph].matrix(0)
@@ -158,7 +158,7 @@ def coded(module: nn.Module) -> list[Tensor]:
     return [*matrices, *(p for p in parameters if p.dim() < 2)]
 
 
-def train_ranks(make: Callable[[], CompressedGossiper], mixing: MixingManager, num_steps: int) -> list[Tensor]:
+def train_ranks(make: Callable[[], Algorithm], mixing: MixingManager, num_steps: int) -> list[Tensor]:
     """The library: models of all ranks after each step of SGD, float64 [n, d]."""
 
     def body(group: dist.ProcessGroup) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,12 +29,12 @@ from gossip_modules import (
     UniformMixing,
 )
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
-from gossip_modules.gossiper.compressed import CompressedGossiper
+from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.ranks import run_ranks, solo_group
-from tests.library.gossiper.contract import (
+from tests.library.algorithms.contract import (
+    ALGORITHMS,
     ANY_NAME,
     BUFFERS,
-    GOSSIPERS,
     LAYOUT,
     MIXINGS,
     SPECS,
@@ -59,8 +60,9 @@ def rounds_of(
 
 def test_every_class_is_in_the_contract() -> None:
     exported = {getattr(gossip_modules, name) for name in gossip_modules.__all__}
-    classes = {x for x in exported if inspect.isclass(x) and issubclass(x, CompressedGossiper)}
-    assert classes | {PowerGossip} == {type(make()) for make in GOSSIPERS.values()}
+    algorithms = {x for x in exported if inspect.isclass(x) and issubclass(x, Algorithm) and x.checks_messages}
+    classes = {x for x in algorithms if re.search(r"yield (Share|Exchange)\(", inspect.getsource(x.round))}
+    assert classes == {type(make()) for make in ALGORITHMS.values()}
 
 
 # What a round does.
@@ -71,7 +73,7 @@ def test_difference_is_finish_minus_what_was_sent(name: str, graph: str) -> None
     """The law: s + alpha * difference(s) = finish(s), over rounds; and s is only read between start and then."""
 
     def body(group: dist.ProcessGroup) -> None:
-        one, other = (bound(GOSSIPERS[name](), MIXINGS[graph], group) for _ in range(2))
+        one, other = (bound(ALGORITHMS[name](), MIXINGS[graph], group) for _ in range(2))
         x = vector_of(group.rank())
         for t in range(4):
             finished, s = x.clone(), x.clone()
@@ -91,7 +93,7 @@ def test_difference_is_finish_minus_what_was_sent(name: str, graph: str) -> None
 @cases("path", "negative", "bipartite")
 def test_the_mean_is_kept(name: str, graph: str) -> None:
     for dtype in (torch.float32, torch.float64):
-        first, *rest = rounds_of(GOSSIPERS[name], MIXINGS[graph], 6, FlatLayout.of([(dtype, [*SPECS, *BUFFERS])]))
+        first, *rest = rounds_of(ALGORITHMS[name], MIXINGS[graph], 6, FlatLayout.of([(dtype, [*SPECS, *BUFFERS])]))
         assert not torch.equal(first, rest[0]), "nothing was mixed"
         tolerance = 20 * torch.finfo(dtype).eps
         for x in rest:
@@ -106,7 +108,7 @@ RESIDUES = {"DeepSqueeze SignNorm": 0.6, "DeepSqueeze RandomK": 0.4, "PowerGossi
 @cases("path", "bipartite")
 def test_ranks_come_to_agree(name: str, graph: str) -> None:
     layout = FlatLayout.of([(torch.float64, [TensorSpec((6, 5)), TensorSpec((7,))])])
-    first, *_, last = rounds_of(GOSSIPERS[name], MIXINGS[graph], 30, layout)
+    first, *_, last = rounds_of(ALGORITHMS[name], MIXINGS[graph], 30, layout)
     spread = [float((x - x.mean(0)).norm()) for x in (first, last)]
     assert spread[1] < RESIDUES.get(name, 0.2) * spread[0]
 
@@ -121,7 +123,7 @@ def test_buffers_are_mixed_exactly_by_weights_that_are_not_negative(name: str, g
         W[rank, list(inp)] = torch.tensor(list(inp.values()), dtype=torch.float64)
     assert float(W.min()) >= 0 > float(mixing.matrix(0).min())
     torch.testing.assert_close(W.sum(0), torch.ones(4, dtype=torch.float64))
-    first, *rest = rounds_of(GOSSIPERS[name], MIXINGS[graph], 3)
+    first, *rest = rounds_of(ALGORITHMS[name], MIXINGS[graph], 3)
     expected = first[:, -4:]
     for x in rest:
         expected = W @ expected
@@ -145,7 +147,7 @@ def test_segments_of_all_dtypes(name: str) -> None:
     """The mean is kept to the rounding of each dtype, and its own narrow values never lose a correction by coding."""
 
     def body(group: dist.ProcessGroup) -> list[Tensor]:
-        gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank(), MANY)
+        gossiper, s = bound(ALGORITHMS[name](), ring(2), group), vector_of(group.rank(), MANY)
         for t in range(4):
             gossiper.mix(s, t)
         return [segment.double() for segment in s.segments]
@@ -171,7 +173,7 @@ def test_any_shape(name: str) -> None:
     def body(group: dist.ProcessGroup) -> list[Tensor]:
         x = [torch.full(shape, 2.0 * group.rank() + 1) for shape in SHAPES]
         x += [torch.full((3, 4), (1 + 2j) * (2 * group.rank() + 1), dtype=dtype) for dtype in COMPLEX]
-        return [bound(GOSSIPERS[name](), ring(2), group).average(value, num_rounds=3) for value in x]
+        return [bound(ALGORITHMS[name](), ring(2), group).average(value, num_rounds=3) for value in x]
 
     for first, second, shape in zip(*run_ranks(2, body), [*SHAPES, (3, 4), (3, 4)], strict=True):
         mean = 2.0 if first.is_floating_point() else 2.0 + 4j
@@ -190,7 +192,7 @@ def test_shards_of_a_vector(name: str) -> None:
 
     def body(group: dist.ProcessGroup) -> FlatVector:
         s = vector_of(group.rank(), layout)
-        shards = [(bound(GOSSIPERS[name](), ring(4), group), s.shard(i, 4)) for i in range(4)]
+        shards = [(bound(ALGORITHMS[name](), ring(4), group), s.shard(i, 4)) for i in range(4)]
         for t in range(6):
             for gossiper, shard in shards:
                 gossiper.mix(shard, t)
@@ -206,7 +208,7 @@ def test_shards_of_a_vector(name: str) -> None:
 
 @ANY_NAME
 def test_world_of_one_keeps_its_value(name: str) -> None:
-    gossiper, s = bound(GOSSIPERS[name](), ring(1), solo_group()), vector_of(0)
+    gossiper, s = bound(ALGORITHMS[name](), ring(1), solo_group()), vector_of(0)
     for t in range(3):
         gossiper.mix(s, t)
     torch.testing.assert_close(s.segments[0], vector_of(0).segments[0], rtol=0, atol=1e-13)
@@ -223,7 +225,7 @@ def test_autocast_changes_no_bit(name: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         results = []
         for enabled in (False, True):
-            gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank(), layout)
+            gossiper, s = bound(ALGORITHMS[name](), ring(2), group), vector_of(group.rank(), layout)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 for t in range(4):
                     gossiper.mix(s, t)
@@ -239,7 +241,7 @@ def test_a_model_that_is_not_finite_is_seen(name: str, value: float) -> None:
     """By an error or in the neighbour's model, within a few rounds; never taken for numbers."""
 
     def body(group: dist.ProcessGroup) -> bool:
-        gossiper, s = bound(GOSSIPERS[name](), ring(2), group), vector_of(group.rank())
+        gossiper, s = bound(ALGORITHMS[name](), ring(2), group), vector_of(group.rank())
         s.segments[0].mul_(0.01)
         if group.rank() == 1:
             s.segments[0].fill_(value)
@@ -264,17 +266,17 @@ ASYMMETRIC = MatrixMixing(
 
 @ANY_NAME
 def test_weights_that_are_not_symmetric_are_refused(name: str) -> None:
-    kind = type(GOSSIPERS[name]()).__name__
+    kind = type(ALGORITHMS[name]()).__name__
     message = rf"{kind}: got .*Mixing\(.*, expected symmetric weights on an undirected graph; take"
     directed = UniformMixing(NPeerDynamicDirectedExponentialGraph(4)), UniformMixing(RingGraph(4))
     for mixing in (*directed, ASYMMETRIC):
         with pytest.raises(ValueError, match=message):
-            bound(GOSSIPERS[name](), mixing, solo_group())
+            bound(ALGORITHMS[name](), mixing, solo_group())
 
 
 @pytest.mark.parametrize("step_size", [0, -0.5, float("nan"), float("inf"), None, "1"])
 def test_step_size_must_be_positive(step_size: Any) -> None:
-    makes: list[Callable[[], CompressedGossiper]] = [
+    makes: list[Callable[[], Algorithm]] = [
         lambda: Choco(SignNorm(), step_size=step_size),
         lambda: DeepSqueeze(SignNorm(), step_size=step_size),
         lambda: Moniqua(1.0, step_size=step_size),
@@ -286,7 +288,7 @@ def test_step_size_must_be_positive(step_size: Any) -> None:
             make()
 
 
-OTHERS: dict[type[CompressedGossiper], Mapping[str, Any]] = {
+OTHERS: dict[type[Algorithm], Mapping[str, Any]] = {
     Choco: {"compressor": TopK(0.5), "step_size": 0.7},
     DeepSqueeze: {"compressor": TopK(0.5), "step_size": 0.7},
     Moniqua: {"theta": 2.5, "bits": 4, "step_size": 0.7, "seed": 3},
@@ -303,7 +305,7 @@ OTHERS: dict[type[CompressedGossiper], Mapping[str, Any]] = {
 }
 
 
-REQUIRED: dict[type[CompressedGossiper], Mapping[str, Any]] = {
+REQUIRED: dict[type[Algorithm], Mapping[str, Any]] = {
     Choco: {"compressor": SignNorm(), "step_size": 0.1},
     DeepSqueeze: {"compressor": SignNorm(), "step_size": 0.1},
     Moniqua: {"theta": 1.0},
@@ -311,7 +313,7 @@ REQUIRED: dict[type[CompressedGossiper], Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_repr_shows_every_option(kind: type[CompressedGossiper]) -> None:
+def test_repr_shows_every_option(kind: type[Algorithm]) -> None:
     """Ranks compare it at construction of the wrapper: those that disagree about any option are refused."""
     options = REQUIRED.get(kind, {})
     assert set(inspect.signature(kind).parameters) == set(OTHERS[kind])

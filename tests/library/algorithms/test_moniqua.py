@@ -13,8 +13,8 @@ from torch import Tensor
 from gossip_modules import FlatVector, Moniqua
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from tests.harness.ranks import run_ranks
-from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, ring, vector_of
-from tests.library.gossiper.test_compressed import rounds_of
+from tests.library.algorithms.contract import DYNAMIC, STATIC, bound, ring, vector_of
+from tests.library.algorithms.test_compressed import rounds_of
 
 LAYOUT = FlatLayout.of([(torch.float64, [TensorSpec((3, 4)), TensorSpec((5,))])])
 MIXINGS = {"ring": STATIC["ring"], "star": STATIC["star"], "path": STATIC["path"], "bipartite": DYNAMIC["bipartite"]}
@@ -25,8 +25,7 @@ def differences(mine: Tensor, theirs: Tensor, gossiper: Moniqua, num_rounds: int
     """What rank 0 takes the difference to rank 1 for, in so many rounds on the same values: [rounds, d]."""
 
     def body(group: dist.ProcessGroup) -> Tensor:
-        own = Moniqua(gossiper.theta, bits=gossiper.bits, seed=gossiper.seed)
-        bound(own, ring(2), group)
+        own = bound(gossiper, ring(2), group)
         seen = []
         for t in range(num_rounds):
             s = FlatVector.over((theirs if group.rank() else mine).clone())

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from gossip_modules import Compressor, DeepSqueeze, SignNorm, TopK
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from tests.harness.ranks import run_ranks
-from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, vector_of
-from tests.library.gossiper.test_choco import CODE_NAMES, CODES, Code
-from tests.library.gossiper.test_compressed import rounds_of
+from tests.library.algorithms.contract import DYNAMIC, STATIC, bound, vector_of
+from tests.library.algorithms.test_choco import CODE_NAMES, CODES, Code
+from tests.library.algorithms.test_compressed import rounds_of
 
 LAYOUT = FlatLayout.of([(torch.float64, [TensorSpec((3, 4)), TensorSpec((5,))])])
 MIXINGS = {"ring": STATIC["ring"], "star": STATIC["star"], "path": STATIC["path"], "bipartite": DYNAMIC["bipartite"]}
@@ -58,7 +58,7 @@ def test_what_is_not_sent_is_kept(compressor: Compressor) -> None:
             compressor.compress(error + s.segments[0], message, t=t)
             compressor.add_decompressed(message, sent)
             gossiper.mix(s, t)
-            error = gossiper.state_dict()["sections"][0]["error"].clone()
+            error = gossiper.state_dict()["memory"]["vectors"]["error"][0].clone()
             torch.testing.assert_close(error + sent, wanted, rtol=0, atol=1e-12)
         assert bool(error.any())
 

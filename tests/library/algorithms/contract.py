@@ -1,9 +1,9 @@
-"""What several tests of this folder share."""
+"""The algorithms whose ranks send messages, and what their tests share."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import networkx as nx
@@ -35,16 +35,15 @@ from gossip_modules import (
     connect,
 )
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
-from gossip_modules.gossiper.compressed import CompressedGossiper
 from gossip_modules.rounds.algorithm import Algorithm
-from gossip_modules.rounds.rounds import rounds_of
+from gossip_modules.rounds.rounds import Rounds
 from tests.harness.problems import train_step
 from tests.harness.ranks import CPU, TIMEOUT
 
-Make = Callable[[], CompressedGossiper]
+Make = Callable[[], Algorithm]
 
 
-GOSSIPERS: dict[str, Make] = {
+ALGORITHMS: dict[str, Make] = {
     "Choco SignNorm": lambda: Choco(SignNorm(8), step_size=0.3),
     "Choco TopK": lambda: Choco(TopK(0.3), step_size=0.3),
     "Choco QSGD": lambda: Choco(QSGD(bits=4, bucket_size=16), step_size=0.3),
@@ -58,10 +57,10 @@ GOSSIPERS: dict[str, Make] = {
 }
 
 
-ANY_GRAPH = [name for name in GOSSIPERS if "Choco" not in name]
+ANY_GRAPH = [name for name in ALGORITHMS if "Choco" not in name]
 
 
-ANY_NAME = pytest.mark.parametrize("name", GOSSIPERS)
+ANY_NAME = pytest.mark.parametrize("name", ALGORITHMS)
 
 
 def ring(n: int) -> MixingManager:
@@ -95,18 +94,17 @@ BUFFERS = [TensorSpec((3,), True), TensorSpec((), True)]
 LAYOUT = FlatLayout.of([(torch.float64, [*SPECS, *BUFFERS])])
 
 
-def cases(*graphs: str) -> pytest.MarkDecorator:
-    """Every gossiper on those of the graphs that it takes."""
-    pairs = [(name, graph) for name in GOSSIPERS for graph in graphs if graph in STATIC or name in ANY_GRAPH]
+def cases(*graphs: str, of: Iterable[str] = ALGORITHMS) -> pytest.MarkDecorator:
+    """Every algorithm on those of the graphs that it takes."""
+    pairs = [(name, graph) for name in of for graph in graphs if graph in STATIC or name in ANY_GRAPH]
     return pytest.mark.parametrize(("name", "graph"), pairs)
 
 
-def bound(gossiper: CompressedGossiper, mixing: MixingManager, group: dist.ProcessGroup) -> CompressedGossiper:
-    """Ready to talk on a group of the tests."""
-    if isinstance(gossiper, Algorithm):
-        gossiper = rounds_of(gossiper, PushPull())  # type: ignore[assignment]
-    gossiper.bind(mixing, connect(group, module_device=CPU, timeout=TIMEOUT))
-    return gossiper
+def bound(algorithm: Algorithm, mixing: MixingManager, group: dist.ProcessGroup) -> Rounds:
+    """The rounds of an algorithm, ready to talk on a group of the tests."""
+    rounds = Rounds(algorithm, PushPull())
+    rounds.bind(mixing, connect(group, module_device=CPU, timeout=TIMEOUT))
+    return rounds
 
 
 def vector_of(rank: int, layout: FlatLayout = LAYOUT) -> FlatVector:
