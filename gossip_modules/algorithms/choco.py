@@ -6,7 +6,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from ..compression.compressor import Compressor, checked_compressor
+from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import checked_step_size
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Exchange, Round, Share
@@ -57,12 +59,25 @@ class Choco(Algorithm):
     _: KW_ONLY
     step_size: float
 
+    short_name: ClassVar[str] = "choco"
+    title: ClassVar[str] = "CHOCO-SGD"
+    summary: ClassVar[str] = "sends compressed differences to a copy of each model that its neighbours can follow"
+    paper: ClassVar[Paper | None] = Paper(
+        "Koloskova, Stich, Jaggi",
+        "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication",
+        "ICML 2019",
+        "1902.00340",
+    )
     is_skippable: ClassVar[bool] = False
     needs_static_graph: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked_compressor(self.compressor)
         object.__setattr__(self, "step_size", checked_step_size(self))
+
+    def step_size_on(self, mixing: MixingManager) -> float:
+        """See `Algorithm`."""
+        return self.step_size
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

@@ -74,7 +74,7 @@ class D2(Algorithm):
                 f"D2: got {mixing} with an eigenvalue of {lowest:.4g}, expected all above -1/3: the differences "
                 "between ranks would not die out; take ExactDiffusion(), which mixes with (I + W) / 2, or "
                 "mixing=lambda graph: LaplacianMixing(graph, alpha=a) with a below 4/3 over the largest eigenvalue of "
-                "the Laplacian, on a ring 0.25"
+                "the Laplacian, on a ring 0.25; or, over another algorithm, a smaller step_size there"
             )
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:

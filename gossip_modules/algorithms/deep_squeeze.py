@@ -6,7 +6,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from ..compression.compressor import Compressor, checked_compressor
+from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import checked_step_size
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Round, Share
@@ -47,12 +49,25 @@ class DeepSqueeze(Algorithm):
     _: KW_ONLY
     step_size: float
 
+    short_name: ClassVar[str] = "deepsqueeze"
+    title: ClassVar[str] = "DeepSqueeze"
+    summary: ClassVar[str] = "sends compressed models, and adds what was lost to the next message"
+    paper: ClassVar[Paper | None] = Paper(
+        "Tang, Lian, Qiu, Yuan, Zhang, Zhang, Liu",
+        "DeepSqueeze: Decentralization Meets Error-Compensated Compression",
+        "2019",
+        "1907.07346",
+    )
     is_skippable: ClassVar[bool] = False
     needs_symmetric_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked_compressor(self.compressor)
         object.__setattr__(self, "step_size", checked_step_size(self))
+
+    def step_size_on(self, mixing: MixingManager) -> float:
+        """See `Algorithm`."""
+        return self.step_size
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

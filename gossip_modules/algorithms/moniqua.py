@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ..compression.bit_packing import pack, packed_size, unpack
 from ..compression.compressor import checked_seed, chunks, random_words
+from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import checked_step_size
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.message import Received
@@ -71,6 +73,12 @@ class Moniqua(Algorithm):
     step_size: float = 1.0
     seed: int = 0
 
+    short_name: ClassVar[str] = "moniqua"
+    title: ClassVar[str] = "Moniqua"
+    summary: ClassVar[str] = "sends parameters modulo a bound on the differences of neighbours, in a few bits each"
+    paper: ClassVar[Paper | None] = Paper(
+        "Lu, De Sa", "Moniqua: Modulo Quantized Communication in Decentralized SGD", "ICML 2020", "2002.11787"
+    )
     is_skippable: ClassVar[bool] = False  # a message without finite numbers is an error, and not left out
     needs_symmetric_weights: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = False
@@ -96,6 +104,10 @@ class Moniqua(Algorithm):
     def spacing(self) -> float:
         """The distance h of grid points."""
         return self.theta / (self.num_levels // 2 - 1)
+
+    def step_size_on(self, mixing: MixingManager) -> float:
+        """See `Algorithm`."""
+        return self.step_size
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

@@ -153,7 +153,7 @@ class PowerGossip(Algorithm):
             m.link(j, factors.zeros).update(link)
 
     def step_size_on(self, mixing: MixingManager) -> float:
-        """The consensus step size with these weights."""
+        """See `Algorithm`."""
         if self.step_size is not None:
             return float(self.step_size)
         return best_step_size(mixing) if mixing.period == 1 else 1.0

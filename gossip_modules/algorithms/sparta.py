@@ -8,6 +8,7 @@ from typing import ClassVar
 from ..compression.sparsifier import RandomK
 from ..graph_manager.base import GraphManager
 from ..graph_manager.static_graphs import CompleteGraph
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Round, Share
@@ -48,6 +49,12 @@ class Sparta(Algorithm):
     _: KW_ONLY
     seed: int = 0
 
+    short_name: ClassVar[str] = "sparta"
+    title: ClassVar[str] = "SPARTA"
+    summary: ClassVar[str] = "averages a small random share of the parameters in each step"
+    paper: ClassVar[Paper | None] = Paper(
+        "Beton et al.", "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging", "2025"
+    )
     needs_symmetric_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -114,6 +114,10 @@ class Algorithm(ABC):
         """The weights where the user names neither graph nor weights; None: those of the graph."""
         return None
 
+    def step_size_on(self, mixing: MixingManager) -> float:
+        """The consensus step size gamma of this algorithm, whose rounds mix by about I + gamma (W - I)."""
+        return 1.0
+
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError where the algorithm is wrong with these weights."""
         check_weights(self, mixing)
@@ -172,24 +176,13 @@ def combined(*parts: object) -> tuple[Algorithm | Over | None, list[object]]:
     found: Algorithm | Over | None = None
     others: list[object] = []
     for part in reversed(parts):
-        made = _made(part) if isinstance(part, type) and issubclass(part, Algorithm) else part
-        if isinstance(made, Over) or (isinstance(made, Algorithm) and found is None):
-            found = made
-        elif isinstance(made, Algorithm):
+        if isinstance(part, Over) or (isinstance(part, Algorithm) and found is None):
+            found = part
+        elif isinstance(part, Algorithm):
             assert found is not None
-            found = made.over(found)
-        others.insert(0, None if isinstance(made, Algorithm | Over) else part)
+            found = part.over(found)
+        others.insert(0, None if isinstance(part, Algorithm | Over) else part)
     return found, others
-
-
-def _made(kind: type[Algorithm]) -> Algorithm:
-    try:
-        return kind()
-    except TypeError as error:
-        raise ValueError(
-            f"got the algorithm {kind.__name__}, and {kind.__name__}() fails: {error}; pass an object with its "
-            "settings, such as Choco(TopK(0.01), step_size=0.04)"
-        ) from None
 
 
 def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:

@@ -15,6 +15,7 @@ from ..gossiper.message import MessageBuffer
 from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
+from ..mixing_manager.relaxed import RelaxedMixing
 from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, Over
 from .memory import Memory
@@ -80,8 +81,13 @@ class Rounds(Mixer):
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
-        self.algorithm.check(mixing)
         self.mixer.check(mixing)
+        self.algorithm.check(self._relaxed(mixing))
+
+    def _relaxed(self, mixing: MixingManager) -> MixingManager:
+        """About what answers to `Mix` are made by."""
+        step_size = self.mixer.algorithm.step_size_on(mixing) if isinstance(self.mixer, Rounds) else 1.0
+        return mixing if step_size == 1.0 else RelaxedMixing(mixing, step_size)
 
     @property
     def is_weighted(self) -> bool:
@@ -182,7 +188,7 @@ class Rounds(Mixer):
         step = None if self.watch is None else self.watch.step
         if step is not None and not self._has_checked_step:
             if not is_elastic(self.transport):
-                self.algorithm.check_step(self.mixing, step)
+                self.algorithm.check_step(self._relaxed(self.mixing), step)
             self._has_checked_step = True
         if not self._has_begun:
             self.algorithm.begin(self._vectors(Vector.of(x)), self.memory)

@@ -16,6 +16,8 @@ _LEGACY = (Gossiper, OuterMethod)
 
 def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[Any, Any, Algorithm | Over | None]:
     """Those arguments, with an algorithm in the place of its kind, while classes of each kind are left."""
+    parts = (_made(x, x) if isinstance(x, type) and issubclass(x, Algorithm) else x for x in (outer, rule, gossiper))
+    outer, rule, gossiper = parts
     algorithm = as_algorithm(algorithm)
     if isinstance(algorithm, Gossiper):
         gossiper, algorithm = algorithm, None

@@ -22,11 +22,15 @@ from gossip_modules import (
     GradientTracking,
     MetropolisHastingsMixing,
     NetworkXGraph,
+    PowerGossip,
     QGDSGDm,
     RingGraph,
+    Schedule,
     SGDStep,
+    SignNorm,
     UniformMixing,
 )
+from gossip_modules.algorithms.choco import Choco
 from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp
@@ -251,3 +255,47 @@ def test_a_share_out_of_range_is_refused() -> None:
         QGDSGDm(mu=1.0)
     with pytest.raises(ValueError, match=r"QGDSGDm: got mu='0.9', expected 0 <= mu < 1, or None for the momentum of"):
         QGDSGDm(mu="0.9")  # type: ignore[arg-type]
+
+
+def descent_of(rates: Tensor, num_steps: int) -> float:
+    """The x where steps of SGD, so many on each rank, move the mean of the models no more."""
+    shares = 1 - (1 - rates) ** num_steps
+    return float((shares * B).sum() / shares.sum())
+
+
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()], ids=repr)
+def test_two_steps_between_rounds_count_as_one(rule: Algorithm) -> None:
+    found = solve(lambda: {"algorithm": rule, "graph": RING, "schedule": 2}, num_steps=300)
+    assert (found - descent_of(LEARNING_RATE * A, 2)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking(), QGDSGDm(), DecentLaM()], ids=repr)
+def test_exact_averages_between_rounds_take_all_ranks_to_one_model(rule: Algorithm) -> None:
+    """Without a new beginning after each of them D2 would take ranks further apart with each."""
+    momentum = 0.5 if rule.needs_sgd else 0.0
+    schedule = Schedule(average_every=4)
+    options = {"algorithm": rule, "graph": RING, "schedule": schedule}
+    found = solve(lambda: options, num_steps=103, make_optimizer=sgd(lr=0.05 * (1 - momentum), momentum=momentum))
+    assert found.std() < 1e-12, "step 103 averages"
+    assert abs(found.mean() - OPTIMUM) < 0.05
+
+
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()], ids=repr)
+def test_a_narrow_wire_takes_the_mean_nowhere(rule: Algorithm) -> None:
+    """What one rank gives away its peers get, so that sums stay; the resolution of bfloat16 at 0.8 is 0.004."""
+    found = solve(lambda: {"algorithm": rule, "graph": RING, "wire_dtype": torch.bfloat16}, num_steps=300)
+    assert (found - OPTIMUM).abs().max() < 0.008
+    assert (found - OPTIMUM).abs().max() > 1e-6, "the wire is narrow"
+
+
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion()], ids=repr)
+def test_compressed_gossip_below_reaches_the_optimum(rule: Algorithm) -> None:
+    found = solve(lambda: {"algorithm": rule.over(Choco(SignNorm(), step_size=0.3)), "graph": RING}, num_steps=300)
+    assert (found - OPTIMUM).abs().max() < 1e-9
+
+
+def test_d2_refuses_a_step_size_below_that_takes_eigenvalues_under_its_limit() -> None:
+    with pytest.raises(ValueError, match=r"D2: got RelaxedMixing\(.*, step_size=1.2.*of -0.44.*smaller step"):
+        solve(lambda: {"algorithm": D2().over(PowerGossip()), "graph": RING})
+    found = solve(lambda: {"algorithm": D2().over(PowerGossip(step_size=1.0)), "graph": RING}, num_steps=300)
+    assert (found - OPTIMUM).abs().max() < 1e-9

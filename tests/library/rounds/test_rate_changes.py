@@ -199,7 +199,7 @@ def test_a_vector_of_a_rate_that_is_rounding_starts_from_zero() -> None:
 
 
 def test_a_state_of_an_older_version_has_no_rates() -> None:
-    memory, parts = kept({"a": 0.1, "b": 0.2})
+    memory, _ = kept({"a": 0.1, "b": 0.2})
     state = memory.state_dict()
     del state["rates"]
     memory.load_state_dict(state)

@@ -144,7 +144,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a compressor's class for a gossiper": (lambda: gossip(gossiper=gm.SignNorm), r"got the compressor.*in Choco"),
     "an algorithm's class that needs a compressor": (
         lambda: gossip(algorithm=gm.Choco),
-        r"got the algorithm Choco, and Choco\(\) fails.*Choco\(TopK\(0.01\), step_size=0.04\)",
+        r"got algorithm=Choco, expected Choco with its arguments, as compressor and step_size have no default",
     ),
     "a name for a gossiper": (lambda: gossip(gossiper="choco"), r"got gossiper='choco', expected a Gossiper, such as"),
     "a gossiper for two models": (lambda: gossip(gossiper=used_gossiper()), r"another wrapper.*make another PushSum"),

@@ -1,0 +1,255 @@
+"""A round is a transaction: wherever it ends, the model and the memory are as before it, and the next round works."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossip_modules import (
+    FlatBuffer,
+    GraphManager,
+    MetropolisHastingsMixing,
+    MixingManager,
+    ProcessGroupTransport,
+    PushPull,
+    RingGraph,
+    Schedule,
+)
+from gossip_modules.algorithms.relay_sgd import RelaySGD
+from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.mixing_manager import default_mixing
+from gossip_modules.rounds.algorithm import Algorithm
+from gossip_modules.rounds.requests import Average, Mix, Request, RoundLost
+from gossip_modules.rounds.rounds import Rounds
+from gossip_modules.rounds.vector import Vector
+from gossip_modules.rounds.vectors import Vectors
+from tests.harness.problems import net
+from tests.harness.ranks import CPU, TIMEOUT, run_ranks
+from tests.library.rounds.test_stacked import examples
+
+NUM_RANKS = 3
+ALGORITHMS = [algorithm for algorithm in examples() if isinstance(algorithm, Algorithm) and not algorithm.is_plain]
+RECEIVES_IN_PLACE = (RelaySGD,)
+"""Their messages are received over those of the last round, which saves a model for each neighbour: see `RelaySGD`."""
+
+
+class FailingRounds(Rounds):
+    """Rounds whose answer number `at` ends in `failure`.
+
+    Args:
+        algorithm: what a round does.
+    """
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        super().__init__(algorithm, PushPull())
+        self.at, self.failure, self.requests = -1, "", list[Request]()
+
+    def _answer(self, request: Request, v: Vectors) -> Any:
+        self.requests.append(request)
+        fails = len(self.requests) == self.at + 1
+        if fails and self.failure == "connection":
+            raise ConnectionError("rank 1 is gone")
+        reply = super()._answer(request, v)
+        if fails and self.failure == "interrupt":
+            raise KeyboardInterrupt
+        if fails and self.failure == "infinity":
+            assert isinstance(request, Mix | Average)
+            request.x.parts[0][0] = float("inf")
+        return RoundLost if fails and self.failure == "lost" else reply
+
+    def fail(self, at: int, failure: str) -> None:
+        """Let the next round fail; "" = let it run."""
+        self.at, self.failure, self.requests = at, failure, []
+
+
+class Rank:
+    """A model of one rank that takes steps of SGD, and has rounds.
+
+    Args:
+        group: of all ranks.
+        algorithm: what a round does.
+        on_nonfinite: see `SyncEngine`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, algorithm: Algorithm, *, on_nonfinite: str = "raise") -> None:
+        self.algorithm = algorithm
+        self.buffer = FlatBuffer(net())
+        self.x = self.buffer.vector
+        self.rounds = FailingRounds(algorithm)
+        self.rounds.bind(mixing_of(algorithm), ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
+        self.rounds.watch_optimizer(self.buffer)
+        self.engine = SyncEngine(self.rounds, Schedule(), on_nonfinite=on_nonfinite)
+        momentum = 0.9 if algorithm.needs_sgd else 0.0
+        self.optimizer = torch.optim.SGD(self.buffer.parameters, lr=0.1, momentum=momentum)
+        self._random = torch.Generator().manual_seed(group.rank())
+
+    def train(self) -> None:
+        """A step along a random direction."""
+        for parameter in self.buffer.parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=self._random)
+        self.optimizer.step()
+
+    def round(self) -> None:
+        """The next round that is due."""
+        with torch.no_grad():
+            self.engine.step = next(k for k in range(self.engine.step, 200) if self.algorithm.is_due(k))
+            self.engine.round(self.x)
+
+    def kept(self) -> list[Any]:
+        """Copies of all that must not change."""
+        memory = copy.deepcopy(self.rounds.memory.state_dict())
+        if isinstance(self.algorithm, RECEIVES_IN_PLACE) and self.rounds.failure != "connection":
+            memory.pop("links", None)
+        return [self.x.raw.clone(), self.x.push_sum_weight.clone(), memory]
+
+
+def mixing_of(algorithm: Algorithm) -> MixingManager:
+    graph: GraphManager | None = algorithm.default_graph(NUM_RANKS)
+    own = algorithm.default_mixing(NUM_RANKS)
+    if own is not None:
+        return own
+    if graph is not None:
+        return default_mixing(graph, push_sum=False)
+    return MetropolisHastingsMixing(RingGraph(NUM_RANKS, peers_per_itr=2))
+
+
+def check_equal(one: Any, other: Any) -> None:
+    """The same to the bit."""
+    if isinstance(one, Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            check_equal(value, other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            check_equal(mine, theirs)
+    else:
+        assert one == other
+
+
+def on_ranks(algorithm: Algorithm, check: Callable[[Rank, int], None], **options: Any) -> None:
+    """`check(rank, k)` on all ranks for each request k of a round, after three rounds that went well."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        at, num_requests = 0, 1
+        while at < num_requests:
+            rank = Rank(group, algorithm, **options)
+            for _ in range(3):
+                rank.train()
+                rank.rounds.fail(-1, "")
+                rank.round()
+            num_requests = len(rank.rounds.requests)
+            assert num_requests > 0
+            rank.train()
+            check(rank, at)
+            at += 1
+            rank.engine.close()
+
+    run_ranks(NUM_RANKS, body)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+@pytest.mark.parametrize(
+    ("failure", "error"), [("connection", ConnectionError), ("interrupt", KeyboardInterrupt)], ids=["gone", "ctrl-c"]
+)
+def test_an_answer_that_fails_changes_nothing(algorithm: Algorithm, failure: str, error: type[BaseException]) -> None:
+    def check(rank: Rank, at: int) -> None:
+        rank.rounds.fail(at, failure)
+        t, step, before = rank.engine.t, rank.engine.step, rank.kept()
+        with pytest.raises(error):
+            rank.round()
+        check_equal(rank.kept(), before)
+        rank.engine.t, rank.engine.step = t, step
+        rank.rounds.fail(-1, "")
+        rank.round()
+        with pytest.raises(AssertionError):
+            check_equal(rank.kept(), before)
+        assert bool(rank.x.raw.view(torch.float32).isfinite().all())
+
+    on_ranks(algorithm, check)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_a_round_that_is_lost_changes_nothing(algorithm: Algorithm) -> None:
+    def check(rank: Rank, at: int) -> None:
+        rank.rounds.fail(at, "lost")
+        before = rank.kept()
+        rank.round()
+        assert rank.rounds.has_failed
+        check_equal(rank.kept(), before)
+        rank.train()
+        rank.rounds.fail(-1, "")
+        rank.round()
+        assert not rank.rounds.has_failed
+        with pytest.raises(AssertionError):
+            check_equal(rank.kept(), before)
+
+    on_ranks(algorithm, check)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_a_generator_that_is_closed_changes_nothing(algorithm: Algorithm) -> None:
+    def check(rank: Rank, at: int) -> None:
+        rounds = rank.rounds
+        rounds.fail(-1, "interrupt")
+        before = rank.kept()
+        with torch.no_grad():
+            rounds.start(rank.x, rank.engine.t)
+            v = rounds._vectors(Vector.of(rank.x))
+            v.step = rounds.watch.step if rounds.watch is not None else None
+            rounds._buffers = [b.clone() for b in rank.x.buffers]
+            rounds._alpha = None
+            generator, reply = algorithm.round(v, rounds.memory, rank.engine.step), None
+            for _ in range(at + 1):
+                request = generator.send(reply)
+                if isinstance(request, Mix) and request.x is v.x:
+                    break  # the end of a round, which its answer writes
+                reply = rounds._answer(request, v)
+            generator.close()
+        check_equal(rank.kept(), before)
+
+    on_ranks(algorithm, check)
+
+
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a.is_skippable], ids=repr)
+def test_an_infinity_that_is_skipped_changes_nothing(algorithm: Algorithm) -> None:
+    def check(rank: Rank, at: int) -> None:
+        rank.rounds.fail(at, "infinity")
+        before = rank.kept()
+        rank.round()
+        assert rank.engine.stats.num_skipped == 1
+        check_equal(rank.kept(), before)
+        rank.train()
+        rank.rounds.fail(-1, "")
+        rank.round()
+        assert rank.engine.stats.num_skipped == 1
+        with pytest.raises(AssertionError):
+            check_equal(rank.kept(), before)
+
+    on_ranks(algorithm, check, on_nonfinite="skip")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_an_infinity_that_is_refused_changes_nothing(algorithm: Algorithm) -> None:
+    def check(rank: Rank, at: int) -> None:
+        t, step = rank.engine.t, rank.engine.step
+        finite = rank.x.segments[0][0].clone()
+        rank.x.segments[0][0] = float("nan")
+        before = [x if isinstance(x, dict) else None for x in rank.kept()]
+        with pytest.raises(FloatingPointError):
+            rank.round()
+        check_equal([x if isinstance(x, dict) else None for x in rank.kept()], before)
+        rank.x.segments[0][0] = finite
+        rank.engine.t, rank.engine.step = t, step
+        rank.round()
+
+    on_ranks(algorithm, check)
