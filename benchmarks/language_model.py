@@ -2,7 +2,7 @@
 
     python -m benchmarks.language_model                       # sgp, ar, powergossip; four ranks
     python -m benchmarks.language_model --recipes sgp choco --output benchmarks/results/language_model.csv
-    python -m benchmarks.language_model --recipes diloco "diloco --sync-period 50" --seeds 1 2 3
+    python -m benchmarks.language_model --recipes diloco "diloco --algorithm 'DiLoCo(sync_every=50)'" --seeds 1 2 3
 
 What follows the name of a method are options of its runs. A row is appended as soon as its run has ended.
 

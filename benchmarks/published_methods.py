@@ -22,22 +22,21 @@ PUBLISHED_METHODS: Mapping[str, PublishedMethod] = {
     "ar": PublishedMethod("AllReduce", {"recipe": "ar", "lr": 11.3 * LR}),
     "dpsgd": PublishedMethod("D-PSGD", {"recipe": "dpsgd", "lr": 11.3 * LR, "graph": "ring", "peers_per_itr": "2"}),
     "matcha-1.0": PublishedMethod(
-        "MATCHA, budget 1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 1.0}
+        "MATCHA, budget 1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "algorithm": "MATCHA(budget=1.0)"}
     ),
-    "matcha-0.5": PublishedMethod(
-        "MATCHA, budget 0.5", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 0.5}
-    ),
+    "matcha-0.5": PublishedMethod("MATCHA, budget 0.5", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring"}),
     "matcha-0.1": PublishedMethod(
-        "MATCHA, budget 0.1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "budget": 0.1}
+        "MATCHA, budget 0.1", {"recipe": "matcha", "lr": 11.3 * LR, "graph": "ring", "algorithm": "MATCHA(budget=0.1)"}
     ),
-    "choco-sign": PublishedMethod("CHOCO, signs", {"recipe": "choco", "lr": 16 * LR, "compressor": "sign"}),
-    "choco-topk": PublishedMethod("CHOCO, top 1 %", {"recipe": "choco", "lr": 11.3 * LR, "compressor": "topk"}),
-    "deepsqueeze-sign": PublishedMethod(
-        "DeepSqueeze, signs", {"recipe": "deepsqueeze", "lr": 4.8 * LR, "compressor": "sign"}
+    "choco-sign": PublishedMethod("CHOCO, signs", {"recipe": "choco", "lr": 16 * LR}),
+    "choco-topk": PublishedMethod(
+        "CHOCO, top 1 %", {"recipe": "choco", "lr": 11.3 * LR, "algorithm": "Choco(TopK(0.01), step_size=0.0375)"}
     ),
+    "deepsqueeze-sign": PublishedMethod("DeepSqueeze, signs", {"recipe": "deepsqueeze", "lr": 4.8 * LR}),
     "powergossip-1": PublishedMethod("PowerGossip, 1 iteration", {"recipe": "powergossip", "lr": 11.3 * LR}),
     "powergossip-2": PublishedMethod(
-        "PowerGossip, 2 iterations", {"recipe": "powergossip", "lr": 11.3 * LR, "power_iterations": 2}
+        "PowerGossip, 2 iterations",
+        {"recipe": "powergossip", "lr": 11.3 * LR, "algorithm": "PowerGossip(num_iterations=2)"},
     ),
     "moniqua-8": PublishedMethod("Moniqua, 8 bits", {"recipe": "moniqua", "lr": 11.3 * LR}),
     "dpsgd-bfloat16": PublishedMethod(

@@ -39,7 +39,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 net = nn.Linear(50, 1, bias=False)
-model = GossipDataParallel(net, gossiper=Choco(Int8(), step_size=0.5))
+model = GossipDataParallel(net, algorithm=Choco(Int8(), step_size=0.5))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
 draws = torch.Generator().manual_seed(1 + rank)
 for _ in range(200):

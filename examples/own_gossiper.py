@@ -45,7 +45,7 @@ class RandomShare(Gossiper):
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = GossipDataParallel(nn.Linear(100, 1), gossiper=RandomShare(0.1))
+model = GossipDataParallel(nn.Linear(100, 1), algorithm=RandomShare(0.1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 draws = torch.Generator().manual_seed(1 + dist.get_rank())
 for _ in range(300):

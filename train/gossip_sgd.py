@@ -5,15 +5,15 @@ dpwa; or, to compare with, by AllReduce SGD and Local SGD.
     # Handwritten digits, in seconds
     torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd --recipe sgp
     torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd --recipe osgp --max-staleness 1
-    torchrun --standalone --nproc-per-node 8 -m train.gossip_sgd --recipe matcha \
-        --graph matcha0 --budget 0.5
-    torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd --recipe choco --compressor topk
-    torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd --recipe powergossip \
-        --power-iterations 2
+    torchrun --standalone --nproc-per-node 8 -m train.gossip_sgd --graph matcha0 \
+        --algorithm "MATCHA(budget=0.5)"
+    torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd \
+        --algorithm "Choco(TopK(0.01), step_size=0.0375)"
+    torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd \
+        --algorithm "DiLoCo(sync_every=50)"
     torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd --recipe adpsgd
-    torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd --recipe wagma --group-size 2 \
-        --sync-period 10
-    torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd --recipe dpwa --interpolation loss
+    torchrun --standalone --nproc-per-node 4 -m train.gossip_sgd \
+        --algorithm "WAGMA(group_size=2, sync_period=10)"
     python -m train.gossip_sgd  # a world of one
     python -m train.gossip_sgd --help
 

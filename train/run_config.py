@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from gossip_modules import LossInterpolation
+from gossip_modules import ConsensusControl, LossInterpolation
 from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS, TREES
 from gossip_modules.matcha.graph import MatchaGraph
 from gossip_modules.methods import (
@@ -223,6 +223,8 @@ class RunConfig(WrapperOptions, ABC):
         why = METHODS[self.recipe].needs_fixed_ranks
         if not why and self.nprocs_per_node != 1:
             why = f"the scripts start each process as a worker, here with nprocs_per_node={self.nprocs_per_node}"
+        if not why and self.schedule and isinstance(schedule_of(self), ConsensusControl):
+            why = f"ranks that may lose messages cannot all decide alike, as schedule={self.schedule!r} asks for"
         if why:
             raise ValueError(
                 f"got --elastic with --recipe {self.recipe}, expected a method and options that start with workers "

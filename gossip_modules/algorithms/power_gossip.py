@@ -169,6 +169,6 @@ class PowerGossip(Algorithm):
                 exact=matrices.num_exact_bytes,
                 compressed=matrices.num_bytes,
                 num_compressed_bytes=0,
-                remedy="pass compress_vectors=True (--compress-vectors), or take wire_dtype=torch.bfloat16 and DPSGD()",
+                remedy="pass compress_vectors=True, or take wire_dtype=torch.bfloat16 and DPSGD()",
             )
         return matrices

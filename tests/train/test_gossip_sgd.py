@@ -204,8 +204,8 @@ def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path
 
 ASYNCHRONOUS: dict[str, dict[str, Any]] = {
     "adpsgd": {},
-    "wagma": {"sync_period": 3},
-    "dpwa": {"interpolation": "loss", "divergence_threshold": 0.6},
+    "wagma": {"algorithm": "WAGMA(sync_period=3)"},
+    "dpwa": {"algorithm": "Dpwa(interpolation=LossInterpolation(), divergence_threshold=0.6)"},
 }
 
 

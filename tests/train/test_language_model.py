@@ -77,7 +77,7 @@ def test_every_recipe_trains_a_language_model(tmp_path: Path, text: str) -> None
         {},
         {"model": "lstm-tiny"},
         {"optimizer": "sgd", "recipe": "qgdsgdm"},
-        {"model": "lstm-tiny", "recipe": "localsgd", "sync_period": 2, "first_moment_period": 3},
+        {"model": "lstm-tiny", "algorithm": "LocalSGD(sync_every=2)", "first_moment_period": 3},
     ],
 )
 def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(
@@ -103,8 +103,13 @@ def test_a_resumed_run_goes_on_with_the_same_uneven_shares(tmp_path: Path) -> No
 
 def which_moments_are_equal(rank: int, folder: str, text: str, world_size: int) -> list[list[bool]]:
     """After each of three steps: whether the first, and the second, moments of all ranks are the same."""
-    periods: dict[str, Any] = {"sync_period": 99, "first_moment_period": 2, "second_moment_period": 3}
-    options: dict[str, Any] = {"model": "lstm-tiny", "recipe": "localsgd", "out_dir": folder, **periods}
+    periods: dict[str, Any] = {"first_moment_period": 2, "second_moment_period": 3}
+    options: dict[str, Any] = {
+        "model": "lstm-tiny",
+        "algorithm": "LocalSGD(sync_every=99)",
+        "out_dir": folder,
+        **periods,
+    }
     found = []
     with make_run(rank, world_size, LanguageModelConfig(data_dir=text, **options, **SMALL), LanguageModelTask) as run:
         run.wrapper.train()

@@ -88,9 +88,8 @@ def test_a_preset_for_another_optimizer_needs_rates_beside_it() -> None:
 
 def test_no_number_is_nan() -> None:
     config_type: Any = LanguageModelConfig
-    for name in ("weight_decay", "outer_own_weight", "outer_momentum"):
-        with pytest.raises(ValueError, match=f"got {name}=nan, expected a number"):
-            config_type(**{name: math.nan})
+    with pytest.raises(ValueError, match="got weight_decay=nan, expected a number"):
+        config_type(weight_decay=math.nan)
 
 
 def test_a_summary_has_the_momentum_where_it_has_an_effect() -> None:

@@ -109,11 +109,11 @@ def test_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None:
 @pytest.mark.parametrize(
     ("recipe", "change"),
     [
-        ("choco", {"compressor": "topk"}),
-        ("choco", {"step_size": 0.3}),
-        ("moniqua", {"theta": 2.0}),
-        ("powergossip", {"power_rank": 2}),
-        ("matcha", {"budget": 0.3}),
+        ("choco", {"algorithm": "Choco(TopK(0.01), step_size=0.0375)"}),
+        ("choco", {"algorithm": "Choco(SignNorm(), step_size=0.3)"}),
+        ("moniqua", {"algorithm": "Moniqua(theta=2.0)"}),
+        ("powergossip", {"algorithm": "PowerGossip(rank=2)"}),
+        ("matcha", {"algorithm": "MATCHA(budget=0.3)"}),
     ],
 )
 def test_a_run_with_another_method_is_refused(tmp_path: Path, recipe: str, change: dict[str, Any]) -> None:
@@ -121,8 +121,9 @@ def test_a_run_with_another_method_is_refused(tmp_path: Path, recipe: str, chang
     path = Checkpoints(tmp_path, Ranks(1)[0], config.identity).save(3, {"x": 1})
     unused = replace(config, peers_per_itr="3")  # of other recipes
     assert Checkpoints(tmp_path, Ranks(1)[0], unused.identity).load([path]) == (path, {"x": 1})
-    ((name, value),) = change.items()
-    with pytest.raises(ValueError, match=rf"of a run with {name}=.*, expected {value!r} as in this run"):
+    value = replace(config, **change).identity["algorithm"]
+    expected = rf"of a run with algorithm='', expected {re.escape(repr(value))} as in this run"
+    with pytest.raises(ValueError, match=expected):
         Checkpoints(tmp_path, Ranks(1)[0], replace(config, **change).identity).load([path])
 
 
@@ -417,13 +418,13 @@ def test_a_manifest_of_before_it_named_its_rank_still_counts(checkpoints: Checkp
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (Config(recipe="sgp"), {"plan": "another"}),
-        (Config(recipe="noloco"), {"outer_pull": 0.4, "outer_own_weight": 0.9}),
+        (Config(recipe="sgp"), {"schedule": "ConsensusControl(target=2.0)"}),
+        (Config(recipe="noloco"), {"algorithm": "NoLoCo(sync_every=10, pull=0.4)"}),
         (Config(recipe="localsgd"), {"first_moment_period": 4, "second_moment_period": 8}),
         (LanguageModelConfig(), {"optimizer": "sgd", "dirichlet_alpha": 0.1}),
         (TranslationConfig(), {"optimizer": "sgd"}),
     ],
-    ids=["plans", "options of methods", "moments", "language model", "translation"],
+    ids=["schedules", "algorithms", "moments", "language model", "translation"],
 )
 def test_a_checkpoint_of_before_there_was_an_option_counts_where_it_has_its_default(
     tmp_path: Path, config: RunConfig, options: dict[str, Any]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules.membership.serve import serve
-from gossip_modules.methods import METHODS, MethodOptions, why_fixed_ranks
+from gossip_modules.methods import METHODS
 from tests.harness.ranks import at_the_end
 from tests.library.membership.test_membership import die
 from train.job.errors import UsageError
@@ -249,7 +249,7 @@ def test_who_has_not_met_the_others_at_the_end_trains_on_into_the_next_generatio
 def test_a_model_that_has_diverged_is_not_saved(config: Config, world: World, tmp_path: Path) -> None:
     """Nor at a checkpoint in the middle of an epoch, from which --resume auto would go on."""
     diverging = replace(config, out_dir=str(tmp_path), min_workers=1, lr=1e30, checkpoint_every_steps=5)
-    diverging = replace(diverging, recipe="noloco", sync_period=100)  # no round that would notice it before
+    diverging = replace(diverging, algorithm="NoLoCo(sync_every=100)")  # no round that would notice it before
     worker = Worker(diverging, world)
     worker.run()
     assert isinstance(worker.error, UsageError)
@@ -295,7 +295,7 @@ def test_a_task_of_ones_own_deals_out_its_stream() -> None:
 
 @pytest.mark.parametrize("recipe", ["ar", "dpwa", "sparseloco", "relaysgd", "sgp", "noloco", "d2", "wagma", "adpsgd"])
 def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) -> None:
-    if why := why_fixed_ranks(METHODS[recipe], MethodOptions()):
+    if why := METHODS[recipe].needs_fixed_ranks:
         with pytest.raises(ValueError, match=rf"got --elastic with --recipe {recipe}, expected .*: {re.escape(why)}"):
             Config(recipe=recipe, elastic=True)
     else:
@@ -305,15 +305,14 @@ def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) 
 @pytest.mark.parametrize(
     ("config_type", "options", "message"),
     [
-        (Config, {"consensus_target": 2.0}, "ranks that may lose messages cannot all decide alike"),
-        (Config, {"recipe": "matcha", "plan": "none.json"}, "change what the cause names, .*: got no plan at none"),
+        (Config, {"schedule": "ConsensusControl(target=2.0)"}, "ranks that may lose messages cannot all decide alike"),
         (Config, {"nprocs_per_node": 2}, "the scripts start each process as a worker, here with nprocs_"),
         (Config, {"min_workers": 3, "max_workers": 2}, "got max_workers=2 and min_workers=3, expected no fewer"),
         (Config, {"backend": "mpi"}, "got --elastic with --backend mpi, expected gloo"),
         (Config, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
         (LanguageModelConfig, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
         (TranslationConfig, {"recipe": "ar"}, "every step needs the gradients of all; .* is torchft"),
-        (LanguageModelConfig, {"recipe": "sparseloco"}, "would be lost with it; e.g. DiLoCo or StreamingDiLoCo"),
+        (LanguageModelConfig, {"recipe": "sparseloco"}, METHODS["sparseloco"].needs_fixed_ranks),
     ],
 )
 def test_options_that_do_not_fit(config_type: Any, options: dict[str, Any], message: str) -> None:
