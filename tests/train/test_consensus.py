@@ -178,19 +178,6 @@ def test_experiment_writes_points_a_picture_and_a_table(tmp_path: Path, capsys: 
     assert "steps to 0.01" in capsys.readouterr().out
 
 
-def test_three_significant_digits() -> None:
-    numbers = {
-        0.0012345: "0.00123",
-        0.999: "0.999",
-        1.0: "1.00",
-        12.345: "12.3",
-        123.45: "123",
-        1234.5: "1230",
-        0: "0.00",
-    }
-    assert {number: significant(number) for number in numbers} == numbers
-
-
 def test_grid_of_step_sizes() -> None:
     experiment = Experiment(num_step_sizes=3)
     assert experiment.step_sizes_of("plain", 1.308) == [1.308]

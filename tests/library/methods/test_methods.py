@@ -257,7 +257,9 @@ def test_one_entry_gives_a_row_of_the_simulator(own: methods.Method) -> None:
 def test_one_entry_gives_a_row_of_the_table_and_of_the_consensus_experiment(own: methods.Method) -> None:
     summary = "Goes half of the way that D-PSGD goes: x_i <- x_i + 1/2 sum_j W_ij (x_j - x_i)."
     assert summary in methods_table().splitlines()[-1]
-    assert isinstance(variants()["half"].make(1.0, 1.0, 0), HalfStep)
+    driver = variants()["half"].make(pair(), 1.0, 1.0, 0, shape=(2, 2))
+    assert isinstance(driver, OneThread)
+    assert isinstance(driver.gossipers[0], HalfStep)
 
 
 def test_a_module_that_registers_methods_is_imported_by_name(

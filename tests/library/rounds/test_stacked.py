@@ -44,22 +44,14 @@ def found_algorithms() -> Iterator[type[Algorithm]]:
 EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
     Choco: [
         Choco(code, step_size=size)
-        for code, size in (
-            (gm.SignNorm(8), 0.3),
-            (gm.QSGD(4), 0.3),
-            (gm.TopK(0.3), 0.2),
-            (gm.RandomK(0.3), 0.2),
-        )
+        for code, size in ((gm.SignNorm(8), 0.3), (gm.QSGD(4), 0.3), (gm.TopK(0.3), 0.2), (gm.RandomK(0.3), 0.2))
     ],
-    LinkChoco: [LinkChoco(gm.SignNorm(8), step_size=0.3)],
-    DeepSqueeze: [DeepSqueeze(gm.SignNorm(8), step_size=0.1), DeepSqueeze(gm.RandomK(0.3), step_size=0.2)],
-    Moniqua: [Moniqua(20.0)],
-    Sparta: [Sparta(0.3)],
     LinkChoco: [LinkChoco(gm.SignNorm(8), step_size=0.3)],
     DeepSqueeze: [DeepSqueeze(gm.QSGD(8), step_size=0.3)],
     DiLoCo: [DiLoCo(3)],
-    Moniqua: [Moniqua(8.0)],
+    Moniqua: [Moniqua(20.0)],
     PowerGossip: [PowerGossip(), PowerGossip(rank=2, num_iterations=2)],
+    Sparta: [Sparta(0.2)],
 }
 """Of algorithms that cannot be made without arguments, or take several ways with them."""
 
