@@ -164,10 +164,8 @@ def test_the_options_of_the_best_are_in_the_advice() -> None:
     plain = prediction("sgp", error=0.3, seconds=2.0)
     chosen = replace(prediction("moniqua", error=0.3, seconds=1.0), options={"theta": 4.0, "step_size": 1.0})
     sentences = advise([chosen, plain], CLUSTER).sentences
-    command = (
-        f"torchrun --standalone --nproc-per-node {CLUSTER.world_size} -m train.gossip_sgd --recipe moniqua --theta 4 "
-        "--step-size 1"
-    )
+    launch = f"torchrun --standalone --nproc-per-node {CLUSTER.world_size} -m train.gossip_sgd"
+    command = f'{launch} --algorithm "Moniqua(theta=4)"'
     assert any(sentence.startswith(f"To train like this: {command} (") for sentence in sentences)
     assert not any("simulated with" in sentence for sentence in advise([plain], CLUSTER).sentences)
 
