@@ -89,7 +89,7 @@ from .outer.sparse_loco import SparseLoCo
 from .outer.streaming_diloco import StreamingDiLoCo
 from .rounds.algorithm import Algorithm
 from .rounds.memory import Memory
-from .rounds.requests import Mix, Round
+from .rounds.requests import Mix
 from .rounds.vectors import SGDStep, Vectors
 from .schedule import Schedule
 from .transport.base import Transport
@@ -184,7 +184,6 @@ __all__ = [
     "RandomPushGraph",
     "RelaySGD",
     "RingGraph",
-    "Round",
     "SGDStep",
     "Schedule",
     "Selection",

@@ -158,11 +158,17 @@ class Choices:
 
     def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: Any) -> None:
         check_flags(push_sum=self.push_sum)
-        gossip = {"graph": self.graph, "mixing": self.mixing, "gossiper": self.gossiper, "wire_dtype": self.wire_dtype}
+        gossip = {
+            "graph": self.graph,
+            "mixing": self.mixing,
+            "gossiper": self.gossiper or self.algorithm,
+            "wire_dtype": self.wire_dtype,
+        }
         if self.outer is not None:
             check_outer(self.outer, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
         if self.algorithm is not None:
-            if self.outer is not None:
+            outermost = self.algorithm.outer if isinstance(self.algorithm, Over) else self.algorithm
+            if self.outer is not None and (outermost.needs_current or outermost.needs_sgd):
                 raise ValueError(
                     f"got outer={self.outer} and {self.algorithm}, expected one of them: both say what is made of the "
                     "steps of a rank"
