@@ -9,13 +9,21 @@ from .algorithms.choco import Choco
 from .algorithms.d2 import D2
 from .algorithms.decentlam import DecentLaM
 from .algorithms.deep_squeeze import DeepSqueeze
+from .algorithms.diloco import DiLoCo
+from .algorithms.eager_diloco import EagerDiLoCo
 from .algorithms.exact_diffusion import ExactDiffusion
+from .algorithms.gasloc import GASLoC
 from .algorithms.gradient_tracking import GradientTracking
 from .algorithms.moniqua import Moniqua
+from .algorithms.noloco import NoLoCo
+from .algorithms.outer_method import OuterMethod
 from .algorithms.power_gossip import PowerGossip
 from .algorithms.qg_dsgdm import QGDSGDm
 from .algorithms.relay_sgd import RelaySGD
+from .algorithms.slowmo import SlowMo
+from .algorithms.sparse_loco import SparseLoCo
 from .algorithms.sparta import Sparta
+from .algorithms.streaming_diloco import StreamingDiLoCo
 from .compression.chunk_top_k import ChunkTopK
 from .compression.compressor import Cast, Compressor
 from .compression.quantizer import QSGD, SignNorm
@@ -27,7 +35,6 @@ from .dpwa.config import PairwiseConfig
 from .dpwa.interpolation import ClockInterpolation, ConstantInterpolation, Interpolation, LossInterpolation
 from .dpwa.wrapper import PairwiseDataParallel
 from .engine.engine import Engine, LockstepEngine, SyncEngine
-from .engine.outer import OuterEngine
 from .engine.overlap import OverlapEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
@@ -78,15 +85,6 @@ from .mixing_manager.laplacian import LaplacianMixing
 from .mixing_manager.matrix import MatrixMixing
 from .mpi.backend import init_mpi_process_group, mpi_store, register_mpi_backend
 from .optim.accum_adam import AccumAdam
-from .outer.anchor import Anchor
-from .outer.diloco import DiLoCo
-from .outer.eager_diloco import EagerDiLoCo
-from .outer.gasloc import GASLoC
-from .outer.method import OuterMethod
-from .outer.noloco import NoLoCo
-from .outer.slowmo import SlowMo
-from .outer.sparse_loco import SparseLoCo
-from .outer.streaming_diloco import StreamingDiLoCo
 from .rounds.algorithm import Algorithm
 from .rounds.memory import Memory
 from .rounds.requests import Mix
@@ -109,7 +107,6 @@ __all__ = [
     "AccumAdam",
     "Algorithm",
     "AllReduceDataParallel",
-    "Anchor",
     "BaseGraph",
     "BilatGossipDataParallel",
     "ButterflyGroups",
@@ -166,7 +163,6 @@ __all__ = [
     "NPeerDynamicDirectedExponentialGraph",
     "NetworkXGraph",
     "NoLoCo",
-    "OuterEngine",
     "OuterMethod",
     "OverlapEngine",
     "PairwiseAverager",

@@ -11,26 +11,26 @@ from ..algorithms.d2 import D2
 from ..algorithms.d_psgd import DPSGD
 from ..algorithms.decentlam import DecentLaM
 from ..algorithms.deep_squeeze import DeepSqueeze
+from ..algorithms.diloco import DiLoCo
+from ..algorithms.eager_diloco import EagerDiLoCo
 from ..algorithms.exact_diffusion import ExactDiffusion
+from ..algorithms.gasloc import GASLoC
 from ..algorithms.gradient_tracking import GradientTracking
 from ..algorithms.moniqua import Moniqua
+from ..algorithms.noloco import NoLoCo
 from ..algorithms.power_gossip import PowerGossip
 from ..algorithms.qg_dsgdm import QGDSGDm
 from ..algorithms.relay_sgd import RelaySGD
+from ..algorithms.slowmo import SlowMo
+from ..algorithms.sparse_loco import SparseLoCo
 from ..algorithms.sparta import Sparta
+from ..algorithms.streaming_diloco import StreamingDiLoCo
 from ..dpwa.config import DEFAULT_INTERPOLATION
 from ..dpwa.engine import PairwiseEngine
 from ..dpwa.interpolation import Interpolation
 from ..engine.overlap import OverlapEngine
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
-from ..outer.diloco import DiLoCo
-from ..outer.eager_diloco import EagerDiLoCo
-from ..outer.gasloc import GASLoC
-from ..outer.noloco import NoLoCo
-from ..outer.slowmo import SlowMo
-from ..outer.sparse_loco import SparseLoCo
-from ..outer.streaming_diloco import StreamingDiLoCo
 from ..registry import Method, Paper
 from ..schedule import Schedule
 from ..wagma.engine import WaitAvoidingEngine
@@ -40,7 +40,6 @@ from .entries import ROUNDS, entry
 from .gossipers import choco, deep_squeeze, moniqua, power_gossip, sparta
 from .options import WRAPPER_OPTIONS
 from .outer_methods import diloco, eager_diloco, gasloc, noloco, slowmo, sparse_loco, streaming_diloco
-from .outer_simulation import simulate_outer
 from .simulated import (
     pairs,
     simulate_ad_psgd,
@@ -53,6 +52,7 @@ from .simulated import (
     simulate_matcha,
     simulate_moniqua,
     simulate_osgp,
+    simulate_outer,
     simulate_power_gossip,
     simulate_relay_sgd,
     simulate_rule,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from ..algorithms.d_psgd import DPSGD
+from ..algorithms.outer_method import OuterMethod
 from ..algorithms.power_gossip import PowerGossip
 from ..algorithms.relay_sgd import RelaySGD
 from ..graph_manager.base import GraphManager
@@ -21,7 +22,7 @@ from ..rounds.stacked import Stacked
 from ..schedule import Schedule
 from ..simulate.asynchronous import BilateralMethod, PullMethod
 from ..simulate.choice import Choice
-from ..simulate.clocks import BucketClock, OverlapClock, SyncClock
+from ..simulate.clocks import BucketClock, GatherClock, OverlapClock, SyncClock
 from ..simulate.codes import coded_message
 from ..simulate.delays import MessageCost
 from ..simulate.gossip import LockstepMethod, SimulatedMethod
@@ -35,6 +36,8 @@ from .simulated_options import MethodOptions
 
 PeersPerItr: TypeAlias = int | Mapping[int, int]
 """Peers per round, or a schedule of it."""
+MakeOuter: TypeAlias = Callable[[MethodOptions, int], OuterMethod]
+"""Makes an outer method, given options and a seed."""
 MAX_MATCHA_RANKS = 512
 """For more, the plan of a MATCHA graph, dense linear algebra, takes longer than all other methods together."""
 
@@ -201,6 +204,30 @@ def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
     message = measured_message(Stacked(algorithm, pair()), setting.num_parameters, setting.links)
     schedule = schedule_of(choice.method, setting)
     return lockstep(algorithm, undirected(choice, setting), setting, message, schedule=schedule)
+
+
+def simulate_outer(make: MakeOuter) -> Callable[[Choice, Setting], SimulatedMethod]:
+    """How outer methods are simulated: on the graph that was chosen, on their own, or with exact averages."""
+
+    def simulate(choice: Choice, setting: Setting) -> SimulatedMethod:
+        outer = make(options_of(choice, setting), setting.seed)
+        mixing = None
+        if not outer.averages_exactly:
+            own = outer.default_graph(setting.world_size) if not choice.graph else None
+            mixing = undirected(choice, setting) if own is None else default_mixing(own, push_sum=False)
+        driver = Stacked(outer, mixing, setting.world_size)
+        return LockstepMethod(driver, Schedule(), _outer_clock(outer, setting))
+
+    return simulate
+
+
+def _outer_clock(outer: OuterMethod, setting: Setting) -> SyncClock:
+    """What an outer step of a fragment takes; one with a delay takes as long as one that training waits for."""
+    if (code := getattr(outer, "compressor", None)) is not None:
+        message = coded_message(code, setting.num_parameters // outer.num_fragments, setting.links)
+        return GatherClock(setting.compute, setting.network, message)
+    size = setting.model_bytes / outer.num_fragments
+    return SyncClock(setting.compute, setting.network, setting.network.plain_message(size), model_bytes=size)
 
 
 def simulate_rule(rule: Algorithm, choice: Choice, setting: Setting) -> SimulatedMethod:

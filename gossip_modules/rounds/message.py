@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+from torch import Tensor
+
 from ..compression.compressor import Code as Code
 from ..compression.compressor import Compressor
-from ..gossiper.message import MessageBuffer
+from ..gossiper.message import MessageBuffer as MessageBuffer
 from ..gossiper.message import warn_of_little as warn_of_little
 from .vector import Vector
 
@@ -27,7 +29,12 @@ class Message:
 
     def __init__(self, code: Code | None, buffer: MessageBuffer, num_others: int = 0) -> None:
         self.code, self.buffer = code, buffer
-        self.fields = buffer.fields[num_others:]
+        self.fields, self._num_others = buffer.fields[num_others:], num_others
+
+    @property
+    def raw(self) -> Tensor:
+        """The bytes of the fields, uint8; shares memory."""
+        return self.buffer.raw[self.buffer.starts[self._num_others] :]
 
     def write(self, x: Vector, t: int) -> Message:
         """self <- C(x). t: the round, of which random choices are a function."""

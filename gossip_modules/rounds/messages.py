@@ -50,6 +50,10 @@ class MessageRounds(LinkedGossiper):
         self._x, self._t, self._phase = x, t, 0
         self._is_planned = False
 
+    def release(self) -> None:
+        """The vector of the last round is needed no more."""
+        self._x = Vector(())
+
     @property
     def peers(self) -> Sequence[int]:
         """The peers of the round that are there. The first look of a round compares links, see [Note: links anew]."""

@@ -7,11 +7,10 @@ from typing import Any
 
 from ..compression.compressor import Compressor
 from ..gossiper.gossiper import Gossiper
-from ..outer.method import OuterMethod
 from ..registry import METHODS, named
 from ..rounds.algorithm import Algorithm, Over, combined
 
-_LEGACY = (Gossiper, OuterMethod)
+_LEGACY = (Gossiper,)
 
 
 def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[Any, Any, Algorithm | Over | None]:
@@ -21,8 +20,6 @@ def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[An
     algorithm = as_algorithm(algorithm)
     if isinstance(algorithm, Gossiper):
         gossiper, algorithm = algorithm, None
-    elif isinstance(algorithm, OuterMethod):
-        outer, algorithm = algorithm, None
     algorithm, others = combined(outer, rule, gossiper, algorithm)
     outer, other, gossiper = others[:3]
     if other is not None:

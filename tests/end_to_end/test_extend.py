@@ -17,9 +17,9 @@ from torch import Tensor
 from gossip_modules import MetropolisHastingsMixing, ProcessGroupTransport, RingGraph, registry
 from gossip_modules.methods import METHODS
 from gossip_modules.simulate.options import MAX_STEPS
+from tests.harness.quadratics import START, descended, solve
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.harness.scripts import script_outputs
-from tests.library.outer.quadratics import START, descended, solve
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "extend"
 

@@ -34,9 +34,9 @@ from gossip_modules.algorithms.choco import Choco
 from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
-from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve
 
 RING = RingGraph(5, peers_per_itr=2)
 W = MetropolisHastingsMixing(RING).matrix(0).double()

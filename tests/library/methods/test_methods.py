@@ -32,13 +32,13 @@ from gossip_modules.methods import (
 from gossip_modules.methods.__main__ import methods_table, step_sizes_table
 from gossip_modules.methods.compressors import COMPRESSORS
 from gossip_modules.methods.one_thread import OneThread, make_transports, measured_message, pair
-from gossip_modules.methods.outer_simulation import simulate_outer
+from gossip_modules.methods.simulated import simulate_outer
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
-from tests.library.outer.quadratics import LEARNING_RATE, START, descended, solve
+from tests.harness.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
 from train.consensus_experiment.methods import variants

@@ -230,8 +230,7 @@ def test_freezing_keeps_the_rest_and_other_states_are_refused() -> None:
     train_step(wrapper, optimizer, 0, 2)  # takes along what was trained since the last round
     memory = memory_of(wrapper)
     before = memory.momentum.parts[0].clone()
-    with pytest.warns(UserWarning, match="other tensors are trained than before"):
-        train_step(wrapper, optimizer, 0, 3)
+    train_step(wrapper, optimizer, 0, 3)
     assert len(memory.momentum.parts[0]) < len(before)
     assert memory.num_rounds == 4
     wrapper.set_extra_state(state)
@@ -289,7 +288,7 @@ def test_gossip_in_place_follows_rules_too_and_infinities_are_noticed() -> None:
     ("options", "message"),
     [
         ({"algorithm": None, "rule": "d2"}, r"got rule='d2', expected an Algorithm such as D2\(\)"),
-        ({"outer": DiLoCo(2)}, "got outer=DiLoCo.* and D2.*: both say what is made of the steps"),
+        ({"outer": DiLoCo(2)}, "got DiLoCo.* and D2.*: both say what is made of the steps"),
         ({"overlap": True}, "got overlap=True with D2.*: it needs the result of a round before the next step"),
         ({"on_nonfinite": "skip"}, "got on_nonfinite='skip' with D2.*, expected 'raise' or 'spread'"),
         ({"algorithm": QGDSGDm(), "schedule": 2}, "got schedule=.* with QGDSGDm.*, expected a round after every step"),

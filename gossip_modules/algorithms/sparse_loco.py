@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from typing import ClassVar
 
 from ..compression.chunk_top_k import ChunkTopK
 from ..compression.compressor import Compressor
 from ..compression.two_bit import TwoBit
-from .anchor import Anchor
-from .method import OuterMethod
+from ..rounds.memory import Memory
+from ..rounds.requests import Round
+from ..rounds.vectors import Vectors
+from .error_feedback import compressed_average
+from .outer_method import OuterMethod
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class SparseLoCo(OuterMethod):
         q_i <- C(e_i)                     # the largest entries of each chunk, in two bits
         e_i <- e_i - q_i                  # what is left out is said later
         D   <- 1/n  sum_j q_j             # every rank gets the messages of all
-        phi <- phi - a D                  # torch.optim.SGD
+        phi <- phi - a D
         x_i <- phi
 
     All ranks keep the same phi. What a rank has not sent fades with b from outer step to outer step, which does locally
@@ -48,7 +47,7 @@ class SparseLoCo(OuterMethod):
         ValueError: an argument out of its range.
 
     Example:
-        >>> model = GossipDataParallel(model, outer=SparseLoCo(sync_every=30))
+        >>> model = GossipDataParallel(model, algorithm=SparseLoCo(sync_every=30))
     """
 
     sync_every: int = 30
@@ -57,21 +56,19 @@ class SparseLoCo(OuterMethod):
     decay: float = 0.95
     compressor: Compressor = field(default_factory=lambda: ChunkTopK(64, values=TwoBit()))
 
+    averages_exactly: ClassVar[bool] = True
+    mixes: ClassVar[bool] = False
+    has_equal_memory: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_rates(lr=self.lr, momentum=0.0)
         self._check_error_feedback(self.compressor, decay=self.decay)
 
-    @property
-    def wire_compressor(self) -> Compressor:
-        """See `OuterMethod`."""
-        return self.compressor
-
-    def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """See `OuterMethod`."""
-        return torch.optim.SGD(parameters, lr=self.lr)
-
-    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
-        """See `OuterMethod`: e <- b e + (phi - x), of which the message is made."""
-        anchor.take_drift(x)
-        anchor.compress_drift(self.compressor, decay=self.decay)
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        phi = self.anchor(m)
+        drift = m.scratch().sum_(phi, v.x, alpha=-1)
+        yield from compressed_average(v, m, drift, self.compressor, self.decay)
+        phi.sub_(drift, alpha=self.lr)
+        v.x.interpolate_(phi, self.kept)

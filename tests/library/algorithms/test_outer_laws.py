@@ -30,9 +30,9 @@ from gossip_modules import (
     UniformMixing,
 )
 from tests.harness.problems import adamw, mlp, train_step
+from tests.harness.quadratics import START, descended, solve
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
-from tests.library.outer.quadratics import START, descended, solve
 
 RING = RingGraph(5, peers_per_itr=2)
 

@@ -20,8 +20,8 @@ from gossip_modules import (
     TopK,
     TwoBit,
 )
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE, solve
 from tests.harness.ranks import run_ranks
-from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, solve
 
 NUM_STEPS, NUM_RANKS, D = 14, 3, 256
 

@@ -55,12 +55,37 @@ class Fragment:
                 sizes.append((segment.dtype, specs))
         return cls(tuple(merged), FlatLayout.of(sizes))
 
-    def segments_of(self, x: FlatVector) -> list[Tensor]:
-        """The elements in x, one tensor for each segment of `layout`; a view where they are one range, else a copy."""
-        found: dict[int, list[Tensor]] = {}
-        for k, first, last in self.ranges:
-            found.setdefault(k, []).append(x.segments[k][first:last])
-        return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in found.values()]
+    def read(self, x: FlatVector, device: torch.device) -> FlatVector:
+        """A copy of the elements in x."""
+        own = FlatVector.zeros(self.layout, device)
+        for place, part in self.pairs(x, own):
+            part.copy_(place)
+        return own
+
+    def write(self, own: FlatVector, x: FlatVector) -> None:
+        """The elements in x <- a vector of this fragment alone."""
+        for place, part in self.pairs(x, own):
+            place.copy_(part)
+
+    def spread(self, parts: Sequence[Tensor], x: FlatVector) -> None:
+        """The parameters in x <- parts, one flat tensor for each segment of this fragment."""
+        own = FlatVector.zeros(self._like(x), x.raw.device)
+        for mine, part in zip(own.parameters, parts, strict=True):
+            mine.copy_(part)
+        self.write(own, x)
+
+    def collect(self, x: FlatVector, parts: Sequence[Tensor]) -> None:
+        """parts <- the parameters in x."""
+        own = FlatVector.zeros(self._like(x), x.raw.device)
+        for place, part in self.pairs(x, own):
+            part.copy_(place)
+        for mine, part in zip(own.parameters, parts, strict=True):
+            part.copy_(mine)
+
+    def _like(self, x: FlatVector) -> FlatLayout:
+        """The layout of this fragment in the dtypes of x."""
+        dtypes = iter([x.segments[k].dtype for k in dict.fromkeys(r.segment for r in self.ranges)])
+        return self.layout.with_dtypes(lambda _: next(dtypes))
 
     def pairs(self, x: FlatVector, own: FlatVector) -> list[tuple[Tensor, Tensor]]:
         """Each range in x beside the same elements in `own`, a vector of this fragment alone; views."""
@@ -79,7 +104,7 @@ def cut(layout: FlatLayout, fragments: Fragments, places: Sequence[TensorPlace] 
 
     Args:
         layout: of the flat vector.
-        fragments: how it is cut; see `OuterMethod`.
+        fragments: how it is cut; see `Periodic`.
         places: of the model's tensors in the vector, in the model's order; None: not known, equal runs are then those
             of the vector.
 
@@ -107,7 +132,7 @@ def check_names(fragments: Fragments, module: nn.Module) -> None:
     """Raise ValueError where fragments name what the model does not have.
 
     Args:
-        fragments: how it is cut; see `OuterMethod`.
+        fragments: how it is cut; see `Periodic`.
         module: the model.
     """
     if isinstance(fragments, int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from gossip_modules import (
     DynamicBipartiteExponentialGraph,
     EquiDynGraph,
     EquiStaticGraph,
-    FlatVector,
     GASLoC,
     GossipDataParallel,
     GraphManager,
@@ -27,7 +27,10 @@ from gossip_modules import (
     RingGraph,
 )
 from gossip_modules.mixing_manager import default_mixing
-from gossip_modules.outer.anchor import Anchor
+from gossip_modules.rounds.memory import Memory
+from gossip_modules.rounds.requests import Mix
+from gossip_modules.rounds.vector import Vector
+from gossip_modules.rounds.vectors import Vectors
 from tests.harness.problems import mlp
 from tests.harness.ranks import run_ranks
 
@@ -80,15 +83,18 @@ def differences(outer: OuterMethod, mixing: MixingManager, *, num_steps: int) ->
     """The distance from the mean after so many outer steps; the mean is taken off, as it would be all that is left."""
     x = torch.randn(mixing.graph.world_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x -= x.mean()
-    models = FlatVector.over(x)
-    anchor = Anchor(models, outer.make_optimizer, num_ranks=len(x))
-    anchor.parameters[0].add_(x, alpha=-0.5)  # so that they have drifted
+    memory, mail = Memory(), Mock(side_effect=AssertionError)
+    memory.fit(Vector([x]))
+    v = Vectors(Vector([x]), mail, t=0, rank=0, num_ranks=len(x))
+    outer.begin(v, memory)
+    x *= 1.5  # so that they have drifted
     for t in range(num_steps):
-        outer.start(anchor, anchor.read(models)[0])
-        sent = anchor.sent.segments[0]
+        generator = outer.round(v, memory, outer.sync_every)
+        request = next(generator)
+        assert isinstance(request, Mix)
+        (sent,) = request.x.parts
         sent.copy_(mixing.matrix(t) @ sent)
-        outer.finish(anchor)
-        anchor.write_to(models, own_weight=outer.kept)
+        assert next(generator, None) is None
     return float((x - x.mean()).norm())
 
 

@@ -30,7 +30,7 @@ from tests.harness.ranks import run_ranks, solo_group
 
 
 def test_models_of_peers_do_not_go_with_exact_averages_between_them() -> None:
-    message = r"got RelaySGD\(\) between the exact averages of SlowMo\(.*; leave the gossiper out, or gossip_every=0"
+    message = r"got RelaySGD\(\) between the exact averages of SlowMo\(.*; leave it out, or pass gossip_every=0"
     with pytest.raises(ValueError, match=message):
         GossipDataParallel(mlp(), process_group=solo_group(), outer=SlowMo(4, gossip_every=1), gossiper=RelaySGD())
 
@@ -50,7 +50,7 @@ def test_compressed_rounds_do_not_go_with_a_momentum_of_what_they_change(
     outer: OuterMethod, make_gossiper: Callable[[], Gossiper]
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"got .* with (GASLoC|NoLoCo)\(.*, expected no gossiper: the momentum repeats what a"
+        ValueError, match=r"got .* with (GASLoC|NoLoCo)\(.*, expected plain gossip: the momentum repeats what a"
     ):
         GossipDataParallel(mlp(), process_group=solo_group(), outer=outer, gossiper=make_gossiper(), graph=RingGraph(1))
 
@@ -95,7 +95,7 @@ def test_a_gossiper_of_ones_own_that_leaves_nothing_out_says_so() -> None:
         is_whole = False
 
     gossip = partial(GossipDataParallel, process_group=solo_group(), outer=GASLoC(4), graph=RingGraph(1))
-    with pytest.raises(ValueError, match=r"expected no gossiper: the momentum .* says so by is_whole = True"):
+    with pytest.raises(ValueError, match=r"expected plain gossip: the momentum .* says so by is_whole = True"):
         gossip(mlp(), gossiper=Own())
     Own.is_whole = True
     gossip(mlp(), gossiper=Own()).close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gossip_modules import (
     QSGD,
@@ -17,17 +17,17 @@ from gossip_modules import (
     DiLoCo,
     EagerDiLoCo,
     GossipDataParallel,
-    Membership,
     SparseLoCo,
     StreamingDiLoCo,
     TopK,
     TwoBit,
 )
 from tests.harness.problems import mlp, sgd, train_step
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
-from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE
-from tests.library.outer.test_sparse_loco import NUM_RANKS, NUM_STEPS, D, meant, minima, train
+from tests.library.algorithms.test_sparse_loco import NUM_RANKS, NUM_STEPS, D, meant, minima, train
+from tests.library.rounds.memories import memory_of
 
 FOUR_BITS = QSGD(4, bucket_size=32, unbiased=True)
 START = torch.linspace(-1, 1, D, dtype=torch.float64)
@@ -173,8 +173,7 @@ def test_the_anchor_and_the_messages_of_a_narrow_model_are_wide() -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.01 * (group.rank() + 1 + step))
-        engine: Any = wrapper._engine
-        (error,) = engine._anchors[0]._memory["error"]
+        (error,) = memory_of(wrapper).vector("error").parts
         wrapper.close()
         assert error.dtype == torch.float32
         assert error.abs().max() > 0
@@ -211,19 +210,10 @@ def test_a_rank_that_is_not_finite_sends_what_it_had_left_out() -> None:
 def test_ranks_agree_on_the_compressor() -> None:
     def body(group: dist.ProcessGroup) -> None:
         outer = DiLoCo(2, compressor=QSGD(8 if group.rank() else 4))
-        with pytest.raises(ValueError, match=r"rank 1: outer: got DiLoCo\(.*QSGD\(bits=8.*, expected .*QSGD\(bits=4"):
+        with pytest.raises(ValueError, match=r"rank 1: gossiper: got DiLoCo.*QSGD\(bits=8.*, expected .*QSGD\(bits=4"):
             GossipDataParallel(mlp(), process_group=group, outer=outer)
 
     run_ranks(2, body)
-
-
-def test_a_membership_takes_only_what_loses_nothing_of_a_lost_worker() -> None:
-    membership = Membership(dist.HashStore(), min_workers=2)
-    with pytest.raises(
-        ValueError, match=r"would be lost with it; e\.g\. DiLoCo or StreamingDiLoCo without a compressor"
-    ):
-        GossipDataParallel(nn.Linear(2, 1), membership=membership, outer=StreamingDiLoCo(compressor=FOUR_BITS))
-    membership.close()
 
 
 @pytest.mark.parametrize("method", [DiLoCo, StreamingDiLoCo, EagerDiLoCo])
@@ -245,10 +235,6 @@ def test_a_run_that_goes_on_without_a_compressor_sends_what_was_left_out() -> No
     """With its next drift, once."""
     coarse = TopK(0.01)
 
-    def anchor_of(wrapper: GossipDataParallel) -> Any:
-        engine: Any = wrapper._engine
-        return engine._anchors[0]
-
     def body(group: dist.ProcessGroup) -> None:
         options: dict[str, Any] = {"lr": 1.0, "momentum": 0.0}
         model = mlp()
@@ -257,7 +243,7 @@ def test_a_run_that_goes_on_without_a_compressor_sends_what_was_left_out() -> No
         for step in range(4):
             train_step(saving, optimizer, group.rank(), step)
         saving(torch.zeros(1, 3))
-        (phi,), (left_out,) = anchor_of(saving).parameters, anchor_of(saving)._memory["error"]
+        (phi,), (left_out,) = (memory_of(saving).vector(name).parts for name in ("phi", "error"))
         state, phi, left_out = copy.deepcopy(saving.state_dict()), phi.clone(), left_out.clone()
         assert left_out.abs().max() > 0
         saving.close()
@@ -268,8 +254,8 @@ def test_a_run_that_goes_on_without_a_compressor_sends_what_was_left_out() -> No
         phi -= left_out / group.size()
         for _ in range(2):  # drifts of 0
             wrapper(torch.zeros(1, 3))
-            torch.testing.assert_close(anchor_of(wrapper).parameters[0], phi, rtol=0, atol=1e-6)
-            assert "error" not in anchor_of(wrapper)._memory
+            torch.testing.assert_close(memory_of(wrapper).vector("phi").parts[0], phi, rtol=0, atol=1e-6)
+            assert not memory_of(wrapper).has("error")
         wrapper.close()
 
     run_ranks(2, body)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gossip_modules import (
     QSGD,
     ChunkTopK,
+    ConsensusControl,
     DiLoCo,
     EagerDiLoCo,
     FlatBuffer,
@@ -38,10 +39,12 @@ from gossip_modules import (
     UniformMixing,
     gossip,
 )
-from gossip_modules.engine.outer import OuterEngine
+from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.rounds.rounds import Rounds
 from tests.harness.problems import fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
+from tests.library.rounds.memories import memory_of, optimizer_of, rounds_of
 
 METHODS: list[OuterMethod] = [
     DiLoCo(3),
@@ -65,11 +68,6 @@ LATE: list[OuterMethod] = [
 
 def wrap(module: nn.Module, group: dist.ProcessGroup, outer: OuterMethod, **options: Any) -> GossipDataParallel:
     return GossipDataParallel(module, process_group=group, outer=outer, **options)
-
-
-def engine_of(wrapper: GossipDataParallel) -> OuterEngine:
-    assert isinstance(wrapper._engine, OuterEngine)
-    return wrapper._engine
 
 
 @pytest.mark.parametrize("outer", [*METHODS, *LATE], ids=str)
@@ -121,8 +119,8 @@ def test_an_anchor_in_host_memory_changes_no_bit() -> None:
         for step in range(7):
             train_step(wrapper, optimizer, group.rank(), step)
         wrapper.flush()
-        anchors = engine_of(wrapper)._anchors
-        assert {x.device.type for anchor in anchors for x in (anchor.phi.raw, anchor.sent.raw)} == {"cpu"}
+        anchors = [x for rounds in rounds_of(wrapper) for x in rounds.memory.vector("phi").parts]
+        assert {x.device.type for x in anchors} == {"cpu"}
         wrapper.close()
         return flatten(model)
 
@@ -139,16 +137,16 @@ def test_an_anchor_in_host_memory_changes_no_bit() -> None:
 
 def test_the_state_of_another_method_or_model_is_refused() -> None:
     wrapper, other = wrap(mlp(), solo_group(), DiLoCo(1)), wrap(mlp(), solo_group(), SlowMo(1))
-    with pytest.raises(ValueError, match="got the state of a SlowMo engine, expected that of a DiLoCo engine; wrap as"):
+    with pytest.raises(ValueError, match="got the state of SlowMo, expected that of DiLoCo; wrap as"):
         wrapper.set_extra_state(other.get_extra_state())
     plain = GossipDataParallel(mlp(), process_group=solo_group())
-    with pytest.raises(ValueError, match="got the state of a DiLoCo engine, expected that of a LockstepEngine"):
+    with pytest.raises(ValueError, match=r"got state .*algorithm.* of another algorithm, expected none for PushSum"):
         plain.set_extra_state(wrapper.get_extra_state())
     loss_of(wrapper, 0, 0)
     small = wrap(nn.Linear(3, 2), solo_group(), DiLoCo(1))
     loss_of(small, 0, 0)
     small.set_extra_state(wrapper.get_extra_state())
-    with pytest.raises(ValueError, match=r"got an anchor with \[26\] elements, expected \[8\]: other tensors were"):
+    with pytest.raises(ValueError, match=r"got the state of vector 'phi' with \[26\] elements, expected \[8\]: other"):
         loss_of(small, 0, 1)
     for each in (wrapper, other, plain, small):
         each.close()
@@ -162,9 +160,9 @@ def test_state_without_outer_steps_starts_anew() -> None:
     with pytest.warns(UserWarning, match="holds no gossip state"):
         wrapper.load_state_dict({f"module.{name}": x for name, x in mlp(4).state_dict().items()})
     loss_of(wrapper, 0, 0)
-    (anchor,) = engine_of(wrapper)._anchors
-    assert torch.equal(anchor.parameters[0].sort().values, flatten(model).float().sort().values)
-    assert engine_of(wrapper).step == 1
+    (phi,) = memory_of(wrapper).vector("phi").parts
+    assert torch.equal(phi.sort().values, flatten(model).float().sort().values)
+    assert wrapper._engine.step == 1
     wrapper.close()
 
 
@@ -225,12 +223,12 @@ def test_the_anchor_of_a_narrow_model_is_float32() -> None:
             for parameter in model.parameters():
                 parameter.copy_(parameter + 1)
         loss_of(wrapper, 0, step)
-    (anchor,) = engine_of(wrapper)._anchors
-    assert anchor.parameters[0].dtype is torch.float32
+    (phi,) = memory_of(wrapper).vector("phi").parts
+    assert phi.dtype is torch.float32
     torch.testing.assert_close(flatten(model), start + 0.5, rtol=0, atol=0.02)  # in bfloat16 steps of 0.01 would stall
     model.float()  # the same tensors: the anchor stays
     loss_of(wrapper, 0, 0)
-    assert engine_of(wrapper)._anchors[0] is anchor
+    assert memory_of(wrapper).vector("phi").parts[0] is phi
     wrapper.close()
 
 
@@ -279,8 +277,8 @@ def test_what_is_new_begins_at_the_average() -> None:
         wrapper, optimizer = wrap(model, group, DiLoCo(2)), sgd(model)
         for step in range(3):
             train_step(wrapper, optimizer, group.rank(), step)
-        anchor = engine_of(wrapper)._anchors[0]
-        momentum = anchor.optimizer.state[anchor.parameters[0]]["momentum_buffer"].clone()  # type: ignore[union-attr]
+        (state,) = optimizer_of(wrapper).state.values()
+        momentum = state["momentum_buffer"].clone()
         model[0].requires_grad_(True)
         for step in (3, 4):
             train_step(wrapper, optimizer, group.rank(), step)
@@ -289,7 +287,7 @@ def test_what_is_new_begins_at_the_average() -> None:
         return flatten(model[0]), flatten(model[2])
 
     # Around both: filters of warnings belong to the process, not to a thread.
-    with pytest.warns(UserWarning, match="other tensors are trained than before, so the anchor becomes the average"):
+    with pytest.warns(UserWarning, match="other tensors are trained than before, so its memory begins at the average"):
         one, other = run_ranks(2, body)
     assert all(torch.isfinite(x).all() for x in (*one, *other))
 
@@ -391,11 +389,11 @@ def test_who_takes_its_model_back_takes_the_step_again(outer: OuterMethod) -> No
 def test_outer_steps_on_the_shards_of_a_node_are_those_of_the_whole(num_shards: int, outer: OuterMethod) -> None:
     """A small model has fewer elements than shards, of which some are empty then."""
 
-    def engine() -> OuterEngine:
-        gossiper = PushPull()
+    def engine() -> SyncEngine:
+        gossiper = Rounds(outer, PushPull())
         transport = ProcessGroupTransport(solo_group(), device=CPU, timeout=TIMEOUT)
         gossiper.bind(UniformMixing(RingGraph(1)), transport)
-        return OuterEngine(gossiper, outer)
+        return SyncEngine(gossiper, Schedule())
 
     whole, cut = (FlatBuffer(net(), num_shards=num_shards).vector for _ in range(2))
     shards = [cut.shard(k, num_shards) for k in range(num_shards)]
@@ -422,13 +420,12 @@ def test_gossip_in_place_takes_outer_steps_too() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"outer": "diloco"}, r"got outer='diloco', expected an OuterMethod such as DiLoCo\(sync_every=30\)"),
-        ({"outer": torch.optim.SGD}, "expected an OuterMethod .*for another optimizer pass"),
-        ({"schedule": 4}, r"got schedule=Schedule\(gossip_every=4, average_every=0\) beside outer=DiLoCo\("),
-        ({"schedule": Schedule(average_every=2)}, "leave schedule out, and pass sync_every"),
-        ({"overlap": True}, "got overlap=True beside outer=DiLoCo.*expected overlap=False"),
-        ({"init_sync": False}, "got init_sync=False beside outer=.*all ranks move one anchor"),
-        ({"gossiper": PowerGossip(), "graph": "ring"}, "got graph, gossiper beside outer=DiLoCo.*never gossips"),
+        ({"outer": "diloco"}, r"got outer='diloco', expected an algorithm such as DiLoCo\(sync_every=30\)"),
+        ({"outer": torch.optim.SGD}, "expected an algorithm .*for another optimizer pass"),
+        ({"schedule": ConsensusControl(2.0)}, "got schedule=ConsensusControl.* beside DiLoCo.*says itself when"),
+        ({"outer": StreamingDiLoCo(), "overlap": True}, "got overlap=True beside StreamingDiLoCo.*its delay says"),
+        ({"init_sync": False}, "got init_sync=False beside DiLoCo.*all ranks move one anchor"),
+        ({"gossiper": PowerGossip(), "graph": "ring"}, "got graph.* beside DiLoCo.*never gossips|algorithm"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
@@ -441,12 +438,8 @@ def test_weights_that_do_not_keep_the_mean_are_refused() -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         with pytest.raises(
-            ValueError, match=r"with NoLoCo\(.*expected doubly stochastic weights|rows do not sum to one"
+            ValueError, match=r"NoLoCo: got .*expected doubly stochastic weights|rows do not sum to one"
         ):
             wrap(mlp(), group, NoLoCo(), mixing=UniformMixing(graph))
-        with pytest.raises(
-            ValueError, match=r"got on_nonfinite='skip' with SlowMo\(.*push-sum weights have no known sum"
-        ):
-            wrap(mlp(), group, SlowMo(gossip_every=1), graph=graph, on_nonfinite="skip")
 
     run_ranks(3, body)

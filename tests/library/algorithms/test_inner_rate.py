@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
 from gossip_modules import GossipDataParallel, SlowMo
-from gossip_modules.engine.outer import OuterEngine
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, Point
 from tests.harness.ranks import run_ranks, solo_group
-from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, Point
+from tests.library.rounds.memories import watch_of
 
 H, NUM_RANKS = 4, 3
 
@@ -80,14 +80,10 @@ def test_a_checkpoint_or_a_copy_at_an_outer_step_has_it() -> None:
     resumed.load_state_dict(wrapper.state_dict())
     for each in (wrapper, twin, resumed):
         each.gossip_step()
-        assert isinstance(each._engine, OuterEngine)
-        ((anchor,), inner) = each._engine._anchors, each._engine._inner
-        assert anchor.inner_rate == inner.rate == LEARNING_RATE
+        assert watch_of(each).inner_rate == LEARNING_RATE
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.3)
     one_step(twin, twin_optimizer, 0)
-    assert isinstance(twin._engine, OuterEngine)
-    assert isinstance(wrapper._engine, OuterEngine)
-    assert (twin._engine._inner.rate, wrapper._engine._inner.rate) == (0.3, LEARNING_RATE)
+    assert (watch_of(twin).inner_rate, watch_of(wrapper).inner_rate) == (0.3, LEARNING_RATE)
     for each in (wrapper, twin, resumed):
         each.close()
 
@@ -108,8 +104,7 @@ def test_a_wrapper_that_is_closed_asks_no_more() -> None:
     wrapper.close()
     optimizer.param_groups[0]["lr"] = 0.7
     optimizer.step()
-    assert isinstance(wrapper._engine, OuterEngine)
-    assert wrapper._engine._inner.rate == LEARNING_RATE
+    assert watch_of(wrapper).inner_rate == LEARNING_RATE
 
 
 def test_a_step_that_grad_scaler_leaves_out_inside_step_has_no_rate() -> None:
@@ -124,6 +119,5 @@ def test_a_step_that_grad_scaler_leaves_out_inside_step_has_no_rate() -> None:
         scaler.scale(wrapper(0) * factor).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert isinstance(wrapper._engine, OuterEngine)
-    assert wrapper._engine._inner.rate == 0.1
+    assert watch_of(wrapper).inner_rate == 0.1
     wrapper.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from .anchor import Anchor
+from ..rounds.memory import Memory
+from ..rounds.outer_optimizer import step
+from ..rounds.requests import Average, Gather, Round
+from ..rounds.vectors import Vectors
 from .diloco import DiLoCo
 
 
@@ -33,41 +33,49 @@ class EagerDiLoCo(DiLoCo):
 
     Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
 
-    The arguments are those of `DiLoCo`, and `fragments`, see `OuterMethod`.
+    The arguments are those of `DiLoCo`, and `fragments`, see `Periodic`.
 
     Raises:
         ValueError: an argument out of its range.
 
     Example:
-        >>> model = GossipDataParallel(model, outer=EagerDiLoCo(sync_every=50))
+        >>> model = GossipDataParallel(model, algorithm=EagerDiLoCo(sync_every=50))
     """
 
     _: KW_ONLY
     delay: int = field(default=0, init=False, repr=False)
     own_weight: float | None = field(default=None, init=False, repr=False)
 
+    writes_early: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()  # with delay=0, so that sync_every is checked
         object.__setattr__(self, "delay", self.sync_every)
 
     @property
-    def is_eager(self) -> bool:
-        """See `OuterMethod`."""
-        return True
+    def kept(self) -> float:
+        """See `Periodic`: x becomes phi at once. Half of the buffers are those of the rank, as they come late."""
+        return 0.5
 
-    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
-        """See `OuterMethod`: the outer step of this rank, then its drift is what is sent."""
-        late = anchor.memory("late")  # of the others, from the outer step before
-        super().start(anchor, x)
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        phi, late = self.anchor(m), m.vector("late")  # late: the drifts of the others, from the round before
+        sent = m.scratch().sum_(phi, v.x, alpha=-1)
+        message = None
         if self.compressor is not None:
-            anchor.read_messages(self.compressor)
-        for sent, others in zip(anchor.gradients, late, strict=True):
-            others.add_(sent, alpha=1 / anchor.num_ranks)  # G, and the own part is kept in `sent`
-        anchor.step(late)
-        for sent, others in zip(anchor.gradients, late, strict=True):
-            torch.mul(sent, -1 / anchor.num_ranks, out=others)
-
-    def finish(self, anchor: Anchor) -> None:
-        """See `OuterMethod`: the mean without the own part, for the next outer step."""
-        for others, mean in zip(anchor.memory("late"), anchor.gradients, strict=True):
-            others.add_(mean)
+            error = m.vector("error")
+            message = v.encode(self.compressor, sent.add_(error, alpha=self.error_decay))
+            error.set_(sent)
+            message.add_to(error, alpha=-1.0)
+            message.add_to(sent.zero_())
+        late.add_(sent, alpha=1 / v.num_ranks)  # G
+        step(m.optimizer("outer", self.make_optimizer, phi), phi, late)
+        late.set_(sent).mul_(-1 / v.num_ranks)
+        v.x.set_(phi)
+        if message is None:
+            yield Average(sent)
+        else:
+            received = yield Gather(message)
+            received.add_to(sent.zero_())
+            sent.div_(v.num_ranks)
+        late.add_(sent)

@@ -26,11 +26,11 @@ from gossip_modules import (
     SparseLoCo,
     StreamingDiLoCo,
 )
-from gossip_modules.outer.fragment import cut
+from gossip_modules.rounds.fragment import cut
 from tests.harness.problems import fill_, mlp, net
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, descended, solve
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, descended, solve
 
 NUM_STEPS, NUM_RANKS = 13, 3
 
@@ -184,12 +184,14 @@ def test_memory_is_what_the_pages_say(outer: OuterMethod, num_models: int) -> No
     for _ in range(7):
         wrapper(torch.zeros(1, 64))
     wrapper.flush()
-    engine: Any = wrapper._engine
+    gossiper: Any = wrapper._engine.gossiper
     found: dict[int, int] = {}
-    for anchor in engine._anchors:
-        moments = [x for state in anchor.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
-        memory = [x for tensors in anchor._memory.values() for x in tensors]
-        for x in (*anchor.phi.segments, *anchor.sent.segments, *moments, *memory):
+    for rounds in getattr(gossiper, "rounds", [gossiper]):
+        memory = rounds.memory
+        moments = [x for o in memory._optimizers.values() for name in o.vector_states() for x in o.state_of(name)]
+        vectors = [x for entry in memory._entries.values() for x in entry.vector.parts]
+        scratch = [vector.flat.raw for vector in memory._scratch.values()]
+        for x in (*vectors, *scratch, *moments):
             found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     wrapper.close()
     size = sum(x.nbytes for x in model.parameters())
@@ -205,7 +207,7 @@ def test_equal_runs_have_each_element_once(make: Callable[[], nn.Module], num_fr
     for fragment in fragments:
         for k, first, last in fragment.ranges:
             counts[k][first:last] += 1
-        own = sum(x.numel() for x in fragment.segments_of(buffer.vector))
+        own = sum(segment.numel for segment in fragment.layout.segments)
         assert abs(own - sum(map(len, counts)) / num_fragments) <= 64
     assert all((count == 1).all() for count in counts)
 
@@ -236,7 +238,24 @@ def test_fragments_that_do_not_fit_the_model_are_refused() -> None:
         match=r"of which \['head', '0.w'\] are names of no module, .* expected names such as \['0', '1', '2'\]",
     ):
         GossipDataParallel(mlp(), process_group=solo_group(), outer=DiLoCo(fragments=[["0", "head"], ["2", "0.w"]]))
-    with pytest.raises(ValueError, match=r"got PowerGossip\(.*expected fragments=1, or no gossiper"):
-        GossipDataParallel(
-            mlp(), process_group=solo_group(), outer=GASLoC(fragments=2, momentum=0.0), gossiper=PowerGossip()
-        )
+
+
+def test_each_fragment_has_links_of_its_own_below_it() -> None:
+    """PowerGossip below GASLoC: models that differ come together, in fragments and late."""
+
+    def body(group: dist.ProcessGroup) -> tuple[float, float]:
+        model = nn.Linear(20, 10)
+        outer = GASLoC(2, momentum=0.0, fragments=2, delay=1)
+        graph = RingGraph(3, peers_per_itr=2)
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer.over(PowerGossip()), graph=graph)
+        wrapper(torch.zeros(1, 20))
+        fill_(model, group.rank())
+        first = wrapper.consensus_distance()
+        for _ in range(60):
+            wrapper(torch.zeros(1, 20))
+        last = wrapper.consensus_distance()
+        wrapper.close()
+        return first, last
+
+    for first, last in run_ranks(3, body):
+        assert last < first / 3

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from .anchor import Anchor
-from .method import OuterMethod
+from ..rounds.memory import Memory
+from ..rounds.requests import Average, Mix, Round
+from ..rounds.vectors import Vectors
+from .outer_method import OuterMethod
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SlowMo(OuterMethod):
         ValueError: a rate, `gossip_every` or `inner_lr` out of range; (outer steps) eta is not positive.
 
     Example:
-        >>> model = GossipDataParallel(model, outer=SlowMo(sync_every=12, momentum=0.6, gossip_every=1))
+        >>> model = GossipDataParallel(model, algorithm=SlowMo(sync_every=12, momentum=0.6, gossip_every=1))
     """
 
     sync_every: int = 12
@@ -56,6 +57,9 @@ class SlowMo(OuterMethod):
     gossip_every: int = 0
     inner_lr: Callable[[], float] | Literal["optimizer"] | None = field(default=None, repr=False)
 
+    averages_exactly: ClassVar[bool] = True
+    has_equal_memory: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_rates(lr=self.lr, momentum=self.momentum)
@@ -64,7 +68,12 @@ class SlowMo(OuterMethod):
                 f"got gossip_every={self.gossip_every!r}, expected a whole number of steps, or 0 for no gossip between "
                 "outer steps"
             )
-
+        if self.gossip_every and (self.delay or self.num_fragments > 1):
+            raise ValueError(
+                f"{type(self).__name__}: got gossip_every={self.gossip_every} with delay={self.delay} and "
+                f"fragments={self.fragments!r}, expected no gossip between outer steps that travel under training or "
+                "in parts; pass gossip_every=0"
+            )
         if not (self.inner_lr is None or self.inner_lr == "optimizer" or callable(self.inner_lr)):
             raise ValueError(
                 f"got inner_lr={self.inner_lr!r}, expected 'optimizer', for the learning rate of the optimizer that "
@@ -73,28 +82,43 @@ class SlowMo(OuterMethod):
             )
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """See `OuterMethod`."""
-        inner_lr = "a function" if callable(self.inner_lr) else self.inner_lr
-        return f"{super().describe(dtypes)}, inner_lr={inner_lr}"
+        """See `Algorithm`."""
+        return f"{self}, inner_lr={'a function' if callable(self.inner_lr) else self.inner_lr}"
 
     @property
-    def needs_inner_rate(self) -> bool:
-        """See `OuterMethod`."""
+    def mixes(self) -> bool:  # type: ignore[override]
+        """See `Algorithm`."""
+        return self.gossip_every > 0
+
+    @property
+    def takes_push_sum(self) -> bool:  # type: ignore[override]
+        """See `Algorithm`."""
+        return self.mixes
+
+    @property
+    def needs_inner_rate(self) -> bool:  # type: ignore[override]
+        """See `Algorithm`."""
         return self.inner_lr is not None
 
     def inner_rate(self, optimizer: Optimizer) -> float:
-        """See `OuterMethod`."""
+        """See `Algorithm`."""
         return float(self.inner_lr()) if callable(self.inner_lr) else super().inner_rate(optimizer)
 
-    def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """See `OuterMethod`."""
-        return SlowMomentum(parameters, lr=self.lr, momentum=self.momentum)
+    def is_due(self, k: int) -> bool:
+        """See `Algorithm`."""
+        return super().is_due(k) or (self.mixes and k % self.gossip_every == 0)
 
-    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
-        """See `OuterMethod`; notes eta of the steps that have led to x."""
-        super().start(anchor, x)
-        if isinstance(anchor.optimizer, SlowMomentum):
-            anchor.optimizer.eta = self._eta(anchor.inner_rate)
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        if not super().is_due(k):
+            yield Mix(v.x)
+            return
+        phi, u, eta = self.anchor(m), m.vector("u"), self._eta(v.inner_rate)
+        drift = m.scratch().sum_(phi, v.x, alpha=-1)
+        yield Average(drift)
+        u.mul_(self.momentum).add_(drift, alpha=1 / eta)
+        phi.sub_(u, alpha=self.lr * eta)
+        v.x.interpolate_(phi, self.kept)
 
     def _eta(self, noted: float | None) -> float:
         """The rate that was noted; else what the function says now, as with an optimizer that is none of torch's."""
@@ -106,36 +130,3 @@ class SlowMo(OuterMethod):
                 "start the warm-up above 0, or leave inner_lr out"
             )
         return noted
-
-
-class SlowMomentum(Optimizer):
-    """u <- b u + D / eta;  phi <- phi - a eta u, where D is the gradient.
-
-    Args:
-        params: phi.
-        lr: a.
-        momentum: b.
-
-    Attributes:
-        eta: written before a step.
-    """
-
-    def __init__(self, params: Any, *, lr: float, momentum: float) -> None:
-        self.eta = 1.0
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """See `torch.optim.Optimizer`; without a closure."""
-        for group in self.param_groups:
-            for phi in group["params"]:
-                if phi.grad is None:
-                    continue
-                state = self.state[phi]
-                if not state:
-                    state["u"] = torch.zeros_like(phi)
-                u = state["u"].mul_(group["momentum"]).add_(phi.grad, alpha=1 / self.eta)
-                phi.add_(u, alpha=-group["lr"] * self.eta)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "eta": self.eta}

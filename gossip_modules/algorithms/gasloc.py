@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..graph_manager.named_graphs import undirected_ring
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
-from .anchor import Anchor
-from .method import OuterMethod
-from .optimizer import MakeOptimizer
+from ..rounds.memory import Memory
+from ..rounds.outer_optimizer import MakeOptimizer, described_with, step
+from ..rounds.requests import Mix, Round
+from ..rounds.vector import Vector
+from ..rounds.vectors import Vectors
+from .outer_method import OuterMethod
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class GASLoC(OuterMethod):
             (when the model is wrapped) with a momentum, a gossiper that compresses.
 
     Example:
-        >>> model = GossipDataParallel(model, outer=GASLoC(sync_every=50), graph=RingGraph(8, peers_per_itr=2))
+        >>> model = GossipDataParallel(model, algorithm=GASLoC(sync_every=50), graph=RingGraph(8, peers_per_itr=2))
     """
 
     sync_every: int = 30
@@ -66,6 +68,8 @@ class GASLoC(OuterMethod):
     momentum: float = 0.9
     step_size: float = 0.5
     optimizer: MakeOptimizer | None = field(default=None, repr=False)
+
+    writes_early: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,21 +80,17 @@ class GASLoC(OuterMethod):
         self._check_optimizer(self.optimizer)
 
     @property
-    def averages_exactly(self) -> bool:
-        """See `OuterMethod`."""
-        return False
-
-    @property
-    def needs_whole_rounds(self) -> bool:
-        """See `OuterMethod`: y - y' has what the last round has changed."""
+    def needs_whole_rounds(self) -> bool:  # type: ignore[override]
+        """See `Algorithm`: y - y' has what the last round has changed."""
         return self.optimizer is None and self.momentum > 0
 
     def default_graph(self, world_size: int) -> RingGraph:
-        """See `OuterMethod`: the ring with both neighbours, on which differences die out in every world."""
+        """See `Algorithm`: the ring with both neighbours, on which differences die out in every world."""
         return undirected_ring(world_size)
 
     def check(self, mixing: MixingManager) -> None:
-        """See `OuterMethod` and `growth`. Of an optimizer of the user's the law is not known."""
+        """See `Algorithm` and `growth`. Of an optimizer of the user's the law is not known."""
+        super().check(mixing)
         if self.optimizer is not None:
             return
         rates = {"step_size": self.step_size, "momentum": self.momentum}
@@ -108,48 +108,33 @@ class GASLoC(OuterMethod):
         x = [(1 - kept) * part for part in phi]
         return blocks([phi, [(1 - c) * one, 0 * one, c * one], [*x[:2], x[2] + kept * one]])
 
-    def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """See `OuterMethod`."""
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
+        """See `Algorithm`: the settings, and the outer optimizer with what it is made with."""
+        return str(self) if self.optimizer is None else described_with(str(self), self.optimizer, dtypes)
+
+    def begin(self, v: Vectors, m: Memory) -> None:
+        """See `Algorithm`."""
+        super().begin(v, m)
+        if self.optimizer is None:
+            self._before(m)
+
+    def _before(self, m: Memory) -> Vector:
+        """y': y of the round before."""
+        return m.vector("y", start="x", average="reset")
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`. phi becomes e before e is mixed, which saves two copies of the model."""
+        phi = self.anchor(m)
+        sent = m.scratch().sum_(phi, v.x, alpha=-1)
         if self.optimizer is not None:
-            return self.optimizer(parameters)
-        return Extrapolation(parameters, lr=self.lr, momentum=self.momentum)
-
-    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
-        """See `OuterMethod`: the outer step of this rank comes first, and its result is mixed."""
-        anchor.take_drift(x)
-        anchor.step()
-        for sent, phi in zip(anchor.gradients, anchor.parameters, strict=True):
-            sent.copy_(phi)
-
-    def finish(self, anchor: Anchor) -> None:
-        """See `OuterMethod`."""
-        for phi, mixed in zip(anchor.parameters, anchor.gradients, strict=True):
-            phi.lerp_(mixed, self.step_size)
-
-
-class Extrapolation(Optimizer):
-    """y <- phi - c D;  phi <- y + g (y - y'), where D is the gradient and y' the y of the step before, at first phi.
-
-    Args:
-        params: phi.
-        lr: c.
-        momentum: g.
-    """
-
-    def __init__(self, params: Any, *, lr: float, momentum: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """See `torch.optim.Optimizer`; without a closure."""
-        for group in self.param_groups:
-            for phi in group["params"]:
-                if phi.grad is None:
-                    continue
-                state = self.state[phi]
-                if not state:
-                    state["y"] = phi.clone()
-                y = phi.add_(phi.grad, alpha=-group["lr"])
-                change = y - state["y"]
-                state["y"].copy_(y)
-                phi.add_(change, alpha=group["momentum"])
+            step(m.optimizer("outer", self.optimizer, phi), phi, sent)
+        else:
+            before = self._before(m)
+            phi.sub_(sent, alpha=self.lr)  # y
+            change = sent.sum_(phi, before, alpha=-1)
+            before.set_(phi)
+            phi.add_(change, alpha=self.momentum)  # e
+        sent.set_(phi)
+        yield Mix(sent)
+        phi.lerp_(sent, self.step_size)
+        v.x.interpolate_(phi, self.kept)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+from ..rounds.fragment import Fragments
 from .diloco import DiLoCo
-from .fragment import Fragments
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StreamingDiLoCo(DiLoCo):
 
     Args:
         sync_every: H, the steps from one outer step of a fragment to its next; 100 in the paper.
-        fragments: P, or the names of modules; see `OuterMethod`.
+        fragments: P, or the names of modules; see `Periodic`.
         delay: tau; 1 to 10 in the paper.
         own_weight: alpha; 1/2 in the paper.
 
@@ -40,12 +40,12 @@ class StreamingDiLoCo(DiLoCo):
         ValueError: an argument out of its range.
 
     Example:
-        >>> model = GossipDataParallel(model, outer=StreamingDiLoCo(sync_every=100, fragments=4, delay=5))
+        >>> model = GossipDataParallel(model, algorithm=StreamingDiLoCo(sync_every=100, fragments=4, delay=5))
 
         In codes of 4 bits, and a scale for each 32 of them:
 
         >>> code = QSGD(bits=4, bucket_size=32, unbiased=True)
-        >>> model = GossipDataParallel(model, outer=StreamingDiLoCo(fragments=4, delay=5, compressor=code))
+        >>> model = GossipDataParallel(model, algorithm=StreamingDiLoCo(fragments=4, delay=5, compressor=code))
     """
 
     sync_every: int = 100

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..compression.compressor import checked_seed
 from ..graph_manager.random_matching_graph import RandomMatchingGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
-from .anchor import Anchor
-from .method import OuterMethod
+from ..rounds.memory import Memory
+from ..rounds.requests import Mix, Round
+from ..rounds.vectors import Vectors
+from .outer_method import OuterMethod
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class NoLoCo(OuterMethod):
             is wrapped) a graph on which the differences between ranks would grow.
 
     Example:
-        >>> model = GossipDataParallel(model, outer=NoLoCo(sync_every=50))
+        >>> model = GossipDataParallel(model, algorithm=NoLoCo(sync_every=50))
     """
 
     sync_every: int = 50
@@ -78,21 +77,17 @@ class NoLoCo(OuterMethod):
         return self.lr if self.pull is None else self.pull
 
     @property
-    def averages_exactly(self) -> bool:
-        """See `OuterMethod`."""
-        return False
-
-    @property
-    def needs_whole_rounds(self) -> bool:
-        """See `OuterMethod`: the pull has the momentum too, and above 1 it goes further than a round."""
+    def needs_whole_rounds(self) -> bool:  # type: ignore[override]
+        """See `Algorithm`: the pull has the momentum too, and above 1 it goes further than a round."""
         return self.momentum > 0 or self._pull > 1
 
     def default_graph(self, world_size: int) -> RandomMatchingGraph:
-        """See `OuterMethod`."""
+        """See `Algorithm`."""
         return RandomMatchingGraph(world_size, seed=self.seed)
 
     def check(self, mixing: MixingManager) -> None:
-        """See `OuterMethod` and `growth`; random pairs have the limit of their own, which the rates are within."""
+        """See `Algorithm` and `growth`; random pairs have the limit of their own, which the rates are within."""
+        super().check(mixing)
         if isinstance(mixing.graph, RandomMatchingGraph):
             return
         rates = {"pull": self._pull, "momentum": self.momentum}
@@ -111,17 +106,11 @@ class NoLoCo(OuterMethod):
         x = [(1 - kept) * part for part in phi]
         return blocks([phi, m, [*x[:2], x[2] + kept * one]])
 
-    def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """See `OuterMethod`: m <- a m + gradient, phi <- phi - m."""
-        return torch.optim.SGD(parameters, lr=1.0, momentum=self.momentum)
-
-    def start(self, anchor: Anchor, x: Sequence[Tensor]) -> None:
-        """See `OuterMethod`: sent <- b (x - phi) + c phi."""
-        for sent, phi, own in zip(anchor.gradients, anchor.parameters, x, strict=True):
-            torch.sub(own, phi, out=sent).mul_(self.lr).add_(phi, alpha=self._pull)
-
-    def finish(self, anchor: Anchor) -> None:
-        """See `OuterMethod`: the gradient is c phi - mean_G(b (x - phi) + c phi)."""
-        for sent, phi in zip(anchor.gradients, anchor.parameters, strict=True):
-            sent.neg_().add_(phi, alpha=self._pull)
-        anchor.step()
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        phi, momentum = self.anchor(m), m.vector("momentum", average="reset")
+        sent = m.scratch().sum_(v.x, phi, alpha=-1).mul_(self.lr).add_(phi, alpha=self._pull)  # b (x - phi) + c phi
+        yield Mix(sent)
+        momentum.mul_(self.momentum).add_(sent.sub_(phi, alpha=self._pull))
+        phi.add_(momentum)
+        v.x.interpolate_(phi, self.kept)
