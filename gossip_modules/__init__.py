@@ -14,6 +14,7 @@ from .algorithms.eager_diloco import EagerDiLoCo
 from .algorithms.exact_diffusion import ExactDiffusion
 from .algorithms.gasloc import GASLoC
 from .algorithms.gradient_tracking import GradientTracking
+from .algorithms.local_sgd import LocalSGD
 from .algorithms.moniqua import Moniqua
 from .algorithms.noloco import NoLoCo
 from .algorithms.outer_method import OuterMethod
@@ -148,6 +149,7 @@ __all__ = [
     "HypercubeGraph",
     "Interpolation",
     "LaplacianMixing",
+    "LocalSGD",
     "LockstepEngine",
     "LossInterpolation",
     "MatchaGraph",

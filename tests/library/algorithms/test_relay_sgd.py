@@ -169,8 +169,6 @@ def test_sums_of_a_narrow_model_are_float32_and_other_tensors_start_anew() -> No
 
 FLOATS = [TensorSpec((5,)), TensorSpec((4,), True)]
 LAYOUT = FlatLayout.of([(torch.float32, FLOATS), (torch.float64, [TensorSpec((3,))])])
-    [(torch.float32, [TensorSpec((5,)), TensorSpec((4,), True)]), (torch.float64, [TensorSpec((3,))])]
-)
 
 
 @pytest.mark.parametrize("graph", [ChainGraph(3), DoubleBinaryTreeGraph(3)], ids=str)

@@ -137,7 +137,7 @@ def test_the_tables_have_a_row_for_each_entry() -> None:
 
 @pytest.mark.parametrize("name", ["diloco", "eagerdiloco", "sparseloco", "slowmo", "gasloc:ring"])
 def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
-    """Problem Q; the golden values of training are in tests/library/outer."""
+    """Problem Q; the golden values of training are in tests/library/algorithms."""
     setting = replace(CLUSTER, world_size=5, local_steps=5)
     method, x = make_method(Choice.parse(name), setting), torch.full((5, 1), START, dtype=torch.float64)
     for step in range(21):
