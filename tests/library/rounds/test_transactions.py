@@ -50,12 +50,12 @@ class FailingRounds(Rounds):
         super().__init__(algorithm, PushPull())
         self.at, self.failure, self.requests = -1, "", list[Request]()
 
-    def _answer(self, request: Request, v: Vectors) -> Any:
+    def _reply_to(self, request: Request, v: Vectors) -> Any:
         self.requests.append(request)
         fails = len(self.requests) == self.at + 1
         if fails and self.failure == "connection":
             raise ConnectionError("rank 1 is gone")
-        reply = super()._answer(request, v)
+        reply = super()._reply_to(request, v)
         if fails and self.failure == "interrupt":
             raise KeyboardInterrupt
         if fails and self.failure == "infinity":
@@ -213,7 +213,7 @@ def test_a_generator_that_is_closed_changes_nothing(algorithm: Algorithm) -> Non
                 request = generator.send(reply)
                 if isinstance(request, Mix) and request.x is v.x:
                     break  # the end of a round, which its answer writes
-                reply = rounds._answer(request, v)
+                reply = rounds._reply_to(request, v)
             generator.close()
         check_equal(rank.kept(), before)
 
