@@ -104,7 +104,7 @@ class decenCommunicator(Communicator):
 
 
 class ChocoCommunicator(Communicator):
-    """CHOCO-SGD: `GossipDataParallel(model, graph=topology, gossiper=Choco(TopK(1 - ratio), step_size=consensus_lr))`.
+    """CHOCO-SGD: `GossipDataParallel(model, graph=topology, algorithm=Choco(TopK(1 - ratio), step_size=consensus_lr))`.
 
     Args:
         rank: the rank of this process.
@@ -131,7 +131,7 @@ class ChocoCommunicator(Communicator):
                 f"ChocoCommunicator: got ratio={ratio}, expected 0 <= ratio < 1, the share that is left out"
             )
         gossiper = Choco(TopK(1 - ratio), step_size=consensus_lr)
-        super().__init__(rank, size, graph=topology, gossiper=gossiper, **options)
+        super().__init__(rank, size, graph=topology, algorithm=gossiper, **options)
 
 
 class centralizedCommunicator(Communicator):

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossip_modules import MixingManager, PushPull, PushSum, Schedule, SGDStep
+from gossip_modules import Schedule
+from gossip_modules.extend import PushPull, PushSum, SGDStep
+from gossip_modules.mixing_manager import MixingManager
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.rounds.stacked import Stacked

@@ -40,6 +40,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             *("outer", "compression"),
         },
         "version": set(),
+        "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},
         "membership": {*_LOCKSTEP, "version"},
         "wrappers": _WRAPPERS - {"wrappers"},
         "ad_psgd": _WRAPPERS,

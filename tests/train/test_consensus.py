@@ -143,7 +143,7 @@ def test_every_run_is_written_when_it_ends(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_mistake_in_the_program_is_no_divergence() -> None:
     class Failing(Variant):
-        def make(self, step_size: float, theta: float, seed: int) -> gm.Gossiper:
+        def make(self, step_size: float, theta: float, seed: int) -> gm.extend.Gossiper:
             raise TypeError("of the program")
 
     with pytest.raises(TypeError, match="of the program"):

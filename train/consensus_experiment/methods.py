@@ -31,7 +31,7 @@ class Variant:
     is_tuned: bool = False
     mixes: bool = False
 
-    def make(self, step_size: float, theta: float, seed: int) -> gm.Gossiper:
+    def make(self, step_size: float, theta: float, seed: int) -> gm.extend.Gossiper:
         """A new gossiper.
 
         Args:
@@ -43,7 +43,7 @@ class Variant:
         assert make is not None, f"{self.method} has no gossiper"
         options = replace(PUBLISHED, **{"step_size": step_size, "theta": theta, **self.options})
         gossiper = make(options, seed)
-        assert isinstance(gossiper, gm.Gossiper), f"{self.method} makes no gossiper"
+        assert isinstance(gossiper, gm.extend.Gossiper), f"{self.method} makes no gossiper"
         return gossiper
 
 

@@ -13,25 +13,21 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
-    Algorithm,
-    BaseGraph,
     DecentLaM,
-    DynamicBipartiteExponentialGraph,
     ExactDiffusion,
     GossipDataParallel,
     GradientTracking,
-    MetropolisHastingsMixing,
-    NetworkXGraph,
     PowerGossip,
     QGDSGDm,
     RingGraph,
     Schedule,
-    SGDStep,
     SignNorm,
-    UniformMixing,
 )
 from gossip_modules.algorithms.choco import Choco
 from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.extend import Algorithm, SGDStep
+from gossip_modules.graph_manager import BaseGraph, DynamicBipartiteExponentialGraph, NetworkXGraph
+from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
 from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp
 from tests.harness.ranks import run_ranks
@@ -295,9 +291,7 @@ def test_compressed_gossip_below_reaches_the_optimum(rule: Algorithm) -> None:
 
 
 def test_d2_refuses_a_step_size_below_that_takes_eigenvalues_under_its_limit() -> None:
-    with pytest.raises(
-        ValueError, match=r"D2: got RelaxedMixing\(.*, step_size=1.2.*of -0.44.*smaller step"
-    ):
+    with pytest.raises(ValueError, match=r"D2: got RelaxedMixing\(.*, step_size=1.2.*of -0.44.*smaller step"):
         solve(lambda: {"algorithm": D2().over(PowerGossip()), "graph": RING})
     found = solve(lambda: {"algorithm": D2().over(PowerGossip(step_size=1.0)), "graph": RING}, num_steps=300)
     assert (found - OPTIMUM).abs().max() < 1e-9

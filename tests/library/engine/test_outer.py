@@ -15,18 +15,12 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     QSGD,
-    ChunkTopK,
     DiLoCo,
     EagerDiLoCo,
-    FlatBuffer,
     GASLoC,
     GossipDataParallel,
-    NetworkXGraph,
     NoLoCo,
-    OuterMethod,
     PowerGossip,
-    ProcessGroupTransport,
-    PushPull,
     RandomK,
     RingGraph,
     Schedule,
@@ -34,11 +28,13 @@ from gossip_modules import (
     SparseLoCo,
     StreamingDiLoCo,
     TopK,
-    TwoBit,
-    UniformMixing,
     gossip,
 )
+from gossip_modules.compression import ChunkTopK, TwoBit
 from gossip_modules.engine.outer import OuterEngine
+from gossip_modules.extend import FlatBuffer, OuterMethod, ProcessGroupTransport, PushPull
+from gossip_modules.graph_manager import NetworkXGraph
+from gossip_modules.mixing_manager import UniformMixing
 from tests.harness.problems import fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten

@@ -14,9 +14,7 @@ from gossip_modules import (
     Choco,
     GASLoC,
     GossipDataParallel,
-    Gossiper,
     NoLoCo,
-    OuterMethod,
     PowerGossip,
     RelaySGD,
     RingGraph,
@@ -24,6 +22,7 @@ from gossip_modules import (
     SlowMo,
     Sparta,
 )
+from gossip_modules.extend import Gossiper, OuterMethod
 from tests.harness.problems import mlp
 from tests.harness.ranks import run_ranks, solo_group
 

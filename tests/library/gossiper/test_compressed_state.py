@@ -9,14 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import (
-    CompleteGraph,
-    FlatVector,
-    MetropolisHastingsMixing,
-    PowerGossip,
-    PushPull,
-)
+from gossip_modules import PowerGossip
+from gossip_modules.extend import FlatVector, PushPull
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
+from gossip_modules.graph_manager import CompleteGraph
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from tests.harness.problems import net
 from tests.harness.ranks import HangUp, run_ranks, solo_group
 from tests.library.gossiper.contract import (

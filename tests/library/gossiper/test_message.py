@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from gossip_modules import FlatVector
+from gossip_modules.extend import FlatVector
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.gossiper.message import Header, MessageBuffer, tensor_runs
 from tests.harness.ranks import CPU

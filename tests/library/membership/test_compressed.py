@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import Choco, Gossiper, PowerGossip, PushPull, SignNorm, TopK
+from gossip_modules import Choco, PowerGossip, SignNorm, TopK
+from gossip_modules.extend import Gossiper, PushPull
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.gossiper.choco import ElasticChoco

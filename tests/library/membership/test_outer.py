@@ -20,17 +20,16 @@ from gossip_modules import (
     GASLoC,
     GossipDataParallel,
     Membership,
-    MixingManager,
     NoLoCo,
-    OuterMethod,
-    PushPull,
     SlowMo,
     SparseLoCo,
     StreamingDiLoCo,
 )
 from gossip_modules.engine.elastic_outer import ElasticOuterEngine
+from gossip_modules.extend import OuterMethod, PushPull
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import LinkTransport
+from gossip_modules.mixing_manager import MixingManager
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
 from tests.harness.ranks import TIMEOUT

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, NoLoCo, OuterMethod, SlowMo, SparseLoCo
+from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, NoLoCo, SlowMo, SparseLoCo
 from gossip_modules.engine.outer import OuterEngine
+from gossip_modules.extend import OuterMethod
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     QSGD,
-    ChunkTopK,
     DiLoCo,
     EagerDiLoCo,
     GossipDataParallel,
@@ -21,8 +20,8 @@ from gossip_modules import (
     SparseLoCo,
     StreamingDiLoCo,
     TopK,
-    TwoBit,
 )
+from gossip_modules.compression import ChunkTopK, TwoBit
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten

@@ -8,25 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import (
+from gossip_modules import GASLoC, GossipDataParallel, Membership, NoLoCo, RingGraph
+from gossip_modules.extend import FlatVector, OuterMethod
+from gossip_modules.graph_manager import (
     BaseGraph,
     CompleteGraph,
     DynamicBipartiteExponentialGraph,
     EquiDynGraph,
     EquiStaticGraph,
-    FlatVector,
-    GASLoC,
-    GossipDataParallel,
     GraphManager,
-    GraphMixing,
-    Membership,
-    MixingManager,
-    NoLoCo,
-    OuterMethod,
     RandomMatchingGraph,
-    RingGraph,
 )
-from gossip_modules.mixing_manager import default_mixing
+from gossip_modules.mixing_manager import GraphMixing, MixingManager, default_mixing
 from gossip_modules.outer.anchor import Anchor
 from tests.harness.problems import mlp
 from tests.harness.ranks import run_ranks

@@ -13,19 +13,18 @@ from torch import Tensor, nn
 from gossip_modules import (
     QSGD,
     DiLoCo,
-    DynamicBipartiteExponentialGraph,
     EagerDiLoCo,
-    FlatBuffer,
     GASLoC,
     GossipDataParallel,
     NoLoCo,
-    OuterMethod,
     PowerGossip,
     RingGraph,
     SlowMo,
     SparseLoCo,
     StreamingDiLoCo,
 )
+from gossip_modules.extend import FlatBuffer, OuterMethod
+from gossip_modules.graph_manager import DynamicBipartiteExponentialGraph
 from gossip_modules.outer.fragment import cut
 from tests.harness.problems import fill_, mlp, net
 from tests.harness.ranks import run_ranks, solo_group
