@@ -18,34 +18,35 @@ from . import mixing_manager as mixing_manager
 from . import mpi as mpi
 from . import simple_distributed as simple_distributed
 from .ad_psgd.wrapper import BilatGossipDataParallel
+from .algorithms.choco import Choco
 from .algorithms.d2 import D2
 from .algorithms.d_psgd import DPSGD
 from .algorithms.decentlam import DecentLaM
+from .algorithms.deep_squeeze import DeepSqueeze
+from .algorithms.diloco import DiLoCo
+from .algorithms.eager_diloco import EagerDiLoCo
 from .algorithms.exact_diffusion import ExactDiffusion
+from .algorithms.gasloc import GASLoC
 from .algorithms.gradient_tracking import GradientTracking
+from .algorithms.local_sgd import LocalSGD
+from .algorithms.moniqua import Moniqua
+from .algorithms.noloco import NoLoCo
 from .algorithms.power_gossip import PowerGossip
 from .algorithms.qg_dsgdm import QGDSGDm
 from .algorithms.relay_sgd import RelaySGD
+from .algorithms.slowmo import SlowMo
+from .algorithms.sparse_loco import SparseLoCo
+from .algorithms.sparta import Sparta
+from .algorithms.streaming_diloco import StreamingDiLoCo
 from .compression.quantizer import QSGD, SignNorm
 from .compression.sparsifier import RandomK, TopK
 from .consensus_control import ConsensusControl
 from .dpwa.wrapper import PairwiseDataParallel
-from .gossiper.choco import Choco
-from .gossiper.deep_squeeze import DeepSqueeze
-from .gossiper.moniqua import Moniqua
 from .graph_manager.static_graphs import RingGraph
 from .matcha.graph import MatchaGraph
 from .membership.membership import Membership
 from .optim.accum_adam import AccumAdam
-from .outer.diloco import DiLoCo
-from .outer.eager_diloco import EagerDiLoCo
-from .outer.gasloc import GASLoC
-from .outer.noloco import NoLoCo
-from .outer.slowmo import SlowMo
-from .outer.sparse_loco import SparseLoCo
-from .outer.streaming_diloco import StreamingDiLoCo
 from .schedule import Schedule
-from .sparta.sparta import Sparta
 from .transport.connect import connect
 from .transport.progress import Progress, job_store
 from .version import __version__ as __version__
@@ -72,6 +73,7 @@ __all__ = [
     "GossipDataParallel",
     "GradientTracking",
     "GroupAverageDataParallel",
+    "LocalSGD",
     "MatchaGraph",
     "Membership",
     "Moniqua",
@@ -97,7 +99,6 @@ __all__ = [
 
 _MOVED = {
     "Algorithm": "extend",
-    "Anchor": "extend",
     "BaseGraph": "graph_manager",
     "ButterflyGroups": "graph_manager",
     "Cast": "compression",
@@ -138,7 +139,6 @@ _MOVED = {
     "MixingWeights": "mixing_manager",
     "NPeerDynamicDirectedExponentialGraph": "graph_manager",
     "NetworkXGraph": "graph_manager",
-    "OuterEngine": "extend",
     "OuterMethod": "extend",
     "OverlapEngine": "extend",
     "PairwiseAverager": "dpwa",
@@ -149,7 +149,6 @@ _MOVED = {
     "RandomGraph": "graph_manager",
     "RandomMatchingGraph": "graph_manager",
     "RandomPushGraph": "graph_manager",
-    "Round": "extend",
     "SGDStep": "extend",
     "Selection": "extend",
     "SimpleGossipDataParallel": "simple_distributed",

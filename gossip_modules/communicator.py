@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from .algorithms.choco import Choco
 from .compression.sparsifier import TopK
-from .gossiper.choco import Choco
 from .matcha.graph import MatchaGraph
 from .matcha.processors import FixedProcessor, MatchaProcessor
 from .schedule import Schedule
@@ -130,8 +130,8 @@ class ChocoCommunicator(Communicator):
             raise ValueError(
                 f"ChocoCommunicator: got ratio={ratio}, expected 0 <= ratio < 1, the share that is left out"
             )
-        gossiper = Choco(TopK(1 - ratio), step_size=consensus_lr)
-        super().__init__(rank, size, graph=topology, algorithm=gossiper, **options)
+        algorithm = Choco(TopK(1 - ratio), step_size=consensus_lr)
+        super().__init__(rank, size, graph=topology, algorithm=algorithm, **options)
 
 
 class centralizedCommunicator(Communicator):

@@ -1,8 +1,8 @@
 """What a class of your own extends: algorithms, memory and requests, graphs, weights, compressors, transports."""
 
+from .algorithms.outer_method import OuterMethod
 from .compression.compressor import Compressor as Compressor
 from .engine.engine import Engine, LockstepEngine, SyncEngine
-from .engine.outer import OuterEngine
 from .engine.overlap import OverlapEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
@@ -14,13 +14,11 @@ from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager as GraphManager
 from .mixing_manager.base import MixingManager as MixingManager
 from .mixing_manager.base import MixingWeights as MixingWeights
-from .outer.anchor import Anchor
-from .outer.method import OuterMethod
 from .rounds.algorithm import Algorithm
 from .rounds.memory import Memory
 from .rounds.message import Message as Message
 from .rounds.message import Received as Received
-from .rounds.requests import Average, Exchange, Gather, Mix, Round, RoundLost, Share
+from .rounds.requests import Average, Exchange, Gather, Mix, RoundLost, Share
 from .rounds.vector import Vector
 from .rounds.vectors import SGDStep, Vectors
 from .transport.base import Transport
@@ -30,7 +28,6 @@ from .wrappers.composable import GossipModule
 
 __all__ = [
     "Algorithm",
-    "Anchor",
     "Average",
     "Compressor",
     "Engine",
@@ -50,14 +47,12 @@ __all__ = [
     "Mixer",
     "MixingManager",
     "MixingWeights",
-    "OuterEngine",
     "OuterMethod",
     "OverlapEngine",
     "ProcessGroupTransport",
     "PushPull",
     "PushSum",
     "Received",
-    "Round",
     "RoundLost",
     "SGDStep",
     "Selection",

@@ -12,10 +12,10 @@ import torch
 
 from ..engine.background import Background
 from ..engine.engine import Engine
-from ..engine.gossip_thread import GossipThread
 from ..engine.shared_model import SharedModel
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
+from ..rounds.gossip_thread import GossipThread
 from ..transport.exchange import PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT
 from .exchange import BilateralAverage

@@ -27,6 +27,7 @@ class DPSGD(Algorithm):
     """
 
     is_plain: ClassVar[bool] = True
+    is_whole: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = False
     takes_push_sum: ClassVar[bool] = True
 

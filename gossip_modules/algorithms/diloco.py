@@ -3,48 +3,124 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..rounds.algorithm import Algorithm
+from ..compression.compressor import Compressor
 from ..rounds.memory import Memory
-from ..rounds.outer_optimizer import step
+from ..rounds.outer_optimizer import MakeOptimizer, described_with, step
+from ..rounds.periodic import is_number
 from ..rounds.requests import Average, Round
 from ..rounds.vectors import Vectors
+from .error_feedback import compressed_average
+from .outer_method import OuterMethod
 
 
 @dataclass(frozen=True)
-class DiLoCo(Algorithm):
-    """DiLoCo."""
+class DiLoCo(OuterMethod):
+    """DiLoCo: H steps alone, then a step of SGD with Nesterov momentum with the mean drift of all ranks as gradient.
+
+    Every `sync_every` = H optimizer steps, with c = `lr` and b = `momentum`:
+
+        D   <- 1/n  sum_j (phi - x_j)     # exact average over all ranks
+        m   <- b m + D
+        phi <- phi - c (D + b m)          # torch.optim.SGD(nesterov=True), to the bit
+        x_i <- phi
+
+    All ranks keep the same phi and m. The user's own optimizer takes the inner steps and keeps its state, as in the
+    paper, where it is AdamW. With lr=1 and momentum=0 this is local SGD; with one worker it is SNOO (Kallusky et al.,
+    2025, arXiv 2510.15830).
+
+    With a `compressor` C messages travel in the place of drifts, and what they leave out is in the next ones. With
+    r = `error_decay` and e_i zero at first:
+
+        e_i <- r e_i + (phi - x_i)
+        q_i <- C(e_i)                     # the message of rank i, which every rank gets
+        e_i <- e_i - q_i
+        D   <- 1/n  sum_j q_j             # in the place of the mean drift
+
+    What is left out comes late, and momentum makes more of what is late. With the default rates C must send at least
+    about half of a drift at once: `QSGD(4, bucket_size=32, unbiased=True)` does, while `QSGD(4)`, which sends a quarter
+    of it, and the largest entries alone make quadratic problems diverge. Such codes want less momentum, or none, as in
+    `SparseLoCo`.
+
+    Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv 2311.08105,
+    Algorithm 1.
+
+    Args:
+        sync_every: H, the number of optimizer steps from one outer step to the next; 30 to 500 in the paper.
+        lr: c, the learning rate of the outer optimizer.
+        momentum: b, its momentum; 0 <= b < 1.
+        optimizer: another outer optimizer, in place of lr and momentum: a function of parameters, such as
+            `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`. It gets flat tensors, one for each dtype, so it
+            must work element by element, without a closure; the same on all ranks. A checkpoint restores its state,
+            such as momentum, and keeps the rates that it is made with. The function is called once when the model is
+            wrapped, for a comparison of ranks, and then for each anchor.
+        compressor: C, a contraction; the same on all ranks. It takes one more copy of the model for e. None: drifts
+            travel as they are.
+        error_decay: r, what is kept from one outer step to the next of what was not sent; 0 <= r <= 1.
+
+    Raises:
+        ValueError: a rate out of range, rates beside an optimizer, or an `error_decay` without a compressor; (when the
+            model is wrapped) `optimizer` fails, makes none of the parameters that it is given, or one whose step needs
+            a closure.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=DiLoCo(sync_every=50, lr=0.7, momentum=0.9))
+    """
 
     sync_every: int = 30
     _: KW_ONLY
     lr: float = 0.7
     momentum: float = 0.9
+    optimizer: MakeOptimizer | None = field(default=None, repr=False)
+    compressor: Compressor | None = None
+    error_decay: float = 1.0
 
     averages_exactly: ClassVar[bool] = True
+    mixes: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = True
 
-    def is_due(self, k: int) -> bool:
-        """See `Algorithm`."""
-        return k > 0 and k % self.sync_every == 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_rates(lr=self.lr, momentum=self.momentum)
+        self._check_optimizer(self.optimizer)
+        if self.compressor is not None:
+            self._check_error_feedback(self.compressor, error_decay=self.error_decay)
+        elif not is_number(self.error_decay) or self.error_decay != DiLoCo.error_decay:
+            raise ValueError(
+                f"{type(self).__name__}: got error_decay={self.error_decay!r} without a compressor, expected one with "
+                "it: without, nothing is left out; pass e.g. compressor=QSGD(4, bucket_size=32, unbiased=True)"
+            )
 
-    def begin(self, v: Vectors, m: Memory) -> None:
-        """See `Algorithm`."""
-        m.vector("phi", start="x")
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
+        """See `Algorithm`: the settings, and the outer optimizer with what it is made with."""
+        return described_with(str(self), self.make_optimizer, dtypes)
+
+    def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
+        """The outer optimizer.
+
+        Args:
+            parameters: the anchor, one flat tensor for each dtype; float32 or wider.
+        """
+        if self.optimizer is not None:
+            return self.optimizer(parameters)
+        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
-        phi = m.vector("phi", start="x")
+        phi = self.anchor(m)
         drift = m.scratch().sum_(phi, v.x, alpha=-1)
-        yield Average(drift)
+        if self.compressor is not None:
+            yield from compressed_average(v, m, drift, self.compressor, self.error_decay)
+        else:
+            if m.has("error"):  # of a run that had a compressor: it is sent now, once
+                drift.add_(m.vector("error", join="zero"))
+            yield Average(drift)
+            m.forget("error")
         step(m.optimizer("outer", self.make_optimizer, phi), phi, drift)
-        v.x.set_(phi)
-
-    def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """See `OuterMethod`."""
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
+        v.x.interpolate_(phi, self.kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
 from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
+from ..rounds.message import MessageBuffer
 from ..rounds.requests import Exchange, Round
 from ..rounds.vector import wide
 from ..rounds.vectors import Vectors
@@ -37,9 +39,9 @@ class RelaySGD(Algorithm):
     whose steps are linear in the gradients.
 
     The weights W of the mixing are used for buffers only, such as BatchNorm statistics; of parameters its graph counts.
-    On a `DoubleBinaryTreeGraph`, the default, the first half of the parameters of each dtype is relayed through one
-    tree and the second half through the other, so that all ranks send about twice the model per round. `ChainGraph` and
-    any tree of networkx carry whole models. Sums are of float32 at least. A rank keeps a message to and from each
+    On a `DoubleBinaryTreeGraph`, the default, the first half of the tensors of each dtype is relayed through one tree
+    and the second half through the other, so that all ranks send about twice the model per round. `ChainGraph` and any
+    tree of networkx carry whole models. Sums are of float32 at least. A rank keeps a message to and from each
     neighbour. After a round that failed the messages are no longer usable: resume all ranks from a checkpoint, or start
     without one.
 
@@ -74,7 +76,8 @@ class RelaySGD(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         n, relay = v.num_ranks, m.cached("relay", lambda: Relay(v))
-        received = {j: m.link(j, lambda j=j: relay.zeros(j))["received"] for j in v.peers}  # type: ignore[misc]
+        links = {j: m.link(j, partial(relay.zeros, j), unpack=partial(relay.unpack, j)) for j in v.peers}
+        received = {j: relay.fields(j, link["received"]) for j, link in links.items()}
         messages = {j: v.message(relay.sizes(j), key=j) for j in v.peers}
         for tree, neighbours in enumerate(relay.neighbours):
             for j in neighbours:
@@ -95,7 +98,7 @@ class RelaySGD(Algorithm):
                     total.add_(fields[index])
                 x.copy_(total.div_(n))
         for j, reply in replies.items():
-            m.link(j, dict)["received"] = list(reply.fields)  # whose memory stays until the next message of j
+            links[j]["received"] = reply.raw  # in memory that the next message of j is written to
 
 
 class Relay:
@@ -113,28 +116,47 @@ class Relay:
         self.neighbours = [
             sorted({j for link in tree for j in link if v.rank in link and j != v.rank}) for tree in trees
         ]
+        assert v.x.flat is not None, "only the model is relayed"
+        self._numels = [segment.numel for segment in v.x.flat.layout.segments]
         self._one = torch.ones(1, dtype=torch.float64, device=v.x.device)
         self._sizes = [[(wide(x.dtype), x.numel()) for x in self.shares(v, tree)] for tree in range(len(trees))]
 
     def shares(self, v: Vectors, tree: int) -> list[Tensor]:
         """The elements of each part that go through this tree, which share memory; and the count of one model."""
-        num_trees = len(self.neighbours)
-        parts = [x[x.numel() * tree // num_trees : x.numel() * (tree + 1) // num_trees] for x in v.x.parts]
-        return [*parts, self._one]
+        return [*(x[first:last] for x, (first, last) in zip(v.x.parts, self._places(tree), strict=True)), self._one]
 
     def sizes(self, peer: int) -> list[tuple[torch.dtype, int]]:
         """The fields of a message to this peer: of each tree in which it is a neighbour."""
         return [size for tree in self._trees(peer) for size in self._sizes[tree]]
 
     def zeros(self, peer: int) -> dict[str, Any]:
-        """What a link keeps before its first message."""
-        return {"received": [torch.zeros(n, dtype=dtype, device=self._one.device) for dtype, n in self.sizes(peer)]}
+        """What a link keeps before its first message: the bytes of one, since its fields have several dtypes."""
+        return {"received": MessageBuffer(self.sizes(peer), self._one.device).raw}
+
+    def fields(self, peer: int, message: Tensor) -> Sequence[Tensor]:
+        """The fields of the bytes of a message from this peer; share memory."""
+        return MessageBuffer(self.sizes(peer), message).fields
+
+    def unpack(self, peer: int, message: Tensor) -> dict[str, Any]:
+        """What a link keeps, of the bytes that 0.1.0 has received, in which parameters and buffers were one."""
+        numels = [last - first for tree in self._trees(peer) for first, last in [*self._places(tree), (0, 1)]]
+        dtypes = [dtype for dtype, _ in self.sizes(peer)]
+        before = MessageBuffer(list(zip(dtypes, numels, strict=True)), message)
+        link = self.zeros(peer)
+        for field, old in zip(self.fields(peer, link["received"]), before.fields, strict=True):
+            field.copy_(old[: field.numel()])
+        return link
 
     def of(self, fields: Sequence[Tensor], peer: int, tree: int) -> Sequence[Tensor]:
         """The fields of a message that belong to this tree; the last one is the count, float64 [1]."""
         size = len(self._sizes[tree])
         first = self._trees(peer).index(tree) * size
         return fields[first : first + size]
+
+    def _places(self, tree: int) -> list[tuple[int, int]]:
+        """The first element and the end of each segment's share of this tree, buffers included, which are last."""
+        num_trees = len(self.neighbours)
+        return [(n * tree // num_trees, n * (tree + 1) // num_trees) for n in self._numels]
 
     def _trees(self, peer: int) -> list[int]:
         return [tree for tree, neighbours in enumerate(self.neighbours) if peer in neighbours]

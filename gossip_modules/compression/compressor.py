@@ -158,7 +158,7 @@ class Cast(Compressor):
 
 
 class Code(Protocol):
-    """Turns a flat tensor into bytes: a `Compressor`, or the code of an algorithm."""
+    """Turns a flat tensor into bytes: a `Compressor`, or an algorithm that reads its messages itself."""
 
     def message_like(self, x: Tensor) -> Tensor:
         """A new message for vectors like x."""
@@ -166,11 +166,8 @@ class Code(Protocol):
     def compress(self, x: Tensor, message: Tensor, *, t: int) -> None:
         """message <- C(x)."""
 
-    def add_decompressed(self, message: Tensor, target: Tensor, *, alpha: float = 1.0) -> None:
-        """target <- target + alpha C(x)."""
 
-
-def decompressed_rows(code: Code, x: Tensor, t: int) -> Tensor:
+def decompressed_rows(code: Compressor, x: Tensor, t: int) -> Tensor:
     """C(x_i) of each row of x [n, d], by the messages of a code of any kind, one row after another."""
     result = torch.zeros_like(x)
     for row, values in zip(x, result, strict=True):
@@ -222,6 +219,13 @@ def wide(target: Tensor) -> torch.dtype:
 def random_words(seed: int, t: int, num_words: int) -> list[int]:
     """`num_words` random numbers of 64 bits, a pure function of (seed, t) on every machine."""
     return [int(word) for word in np.random.SeedSequence((seed, t)).generate_state(num_words, np.uint64)]
+
+
+def checked_compressor(compressor: Compressor) -> Compressor:
+    """The compressor; raises ValueError if it is something else."""
+    if not isinstance(compressor, Compressor):
+        raise ValueError(f"got compressor={compressor!r}, expected a Compressor; pass e.g. SignNorm() or TopK(0.01)")
+    return compressor
 
 
 def checked_seed(seed: int) -> int:

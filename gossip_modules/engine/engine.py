@@ -169,7 +169,7 @@ class LockstepEngine(Engine):
     def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
         super().__init__()
         self.on_nonfinite = check_policy(on_nonfinite)
-        if on_nonfinite == "skip" and not gossiper.is_skippable:
+        if on_nonfinite == "skip" and not (gossiper.is_skippable or gossiper.can_recover):
             raise ValueError(
                 f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': every message changes its "
                 "state, so that none can be left out"
@@ -247,6 +247,15 @@ class LockstepEngine(Engine):
         self.gossiper.begin(x)
         self.step = 1
 
+    @property
+    def is_in_flight(self) -> bool:
+        """See `Engine`."""
+        return self.gossiper.is_in_flight
+
+    def flush(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        return self.gossiper.flush(x)
+
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
         """Copies of what a worker that joins goes on from: `state_dict()`, without what links to peers keep.
 
@@ -282,6 +291,13 @@ class LockstepEngine(Engine):
             return self.gossiper if self.gossiper.is_due(step) else None
         return self._scheduled_average if action is Action.AVERAGE else None
 
+    def _recover(self, mixer: Mixer | None, x: FlatVector) -> None:
+        """Make x finite where it is about to be sent, by what the algorithm keeps."""
+        is_sent = mixer is not None or self.gossiper.has_news
+        if is_sent and self.gossiper.can_recover and not self.agree_finite(is_finite(x)):
+            self.gossiper.recover(x)
+            self.stats.num_skipped += 1
+
     def _limit_of(self, mixer: Mixer, t: int) -> dict[str, Any]:
         """How long to wait for round t in the gossip thread, and what to say then: see `GossipThread.result`."""
         transport = self.gossiper.transport
@@ -308,22 +324,22 @@ class SyncEngine(LockstepEngine):
     def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
         self._is_finite = FiniteCheck()
-        if on_nonfinite == "skip":
+        if on_nonfinite == "skip" and not gossiper.can_recover:
             gossiper.refuse_nonfinite(self._agree_finite)
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
-        self.gossiper.begin(x)
-        mixer = self._next_mixer()
+        start, step, mixer = time.perf_counter(), self.step, self._next_mixer()
+        self._look(mixer, x)
+        has_changed = self.gossiper.begin(x, step)
         if mixer is None:
-            return False
-        start = time.perf_counter()
+            if has_changed:
+                self.stats.wait_seconds += time.perf_counter() - start
+            return has_changed
         with torch.profiler.record_function("gossip.round", f"t={self.t}"):
-            if self.on_nonfinite == "skip":
+            if self.on_nonfinite == "skip" and not self.gossiper.can_recover:
                 self._mix_if_finite(mixer, x)
             else:
-                if self.on_nonfinite == "raise" and not self.agree_finite(self._is_finite(x)):
-                    self._refuse_nonfinite(mixer, self.t, is_own=True)
                 mixer.start(x, self.t)
                 self.t += 1
                 mixer.finish(x)
@@ -332,6 +348,15 @@ class SyncEngine(LockstepEngine):
         self.stats.wait_seconds += time.perf_counter() - start
         self.stats.record(0)
         return True
+
+    def _look(self, mixer: Mixer | None, x: FlatVector) -> None:
+        """Raise where x is not finite and is about to be sent, or recover it; before anything has changed."""
+        is_rare = self.gossiper.can_recover  # so that a look may wait for the GPU
+        if self.on_nonfinite == "raise" and (mixer is not None or self.gossiper.has_news):
+            if not self.agree_finite(is_finite(x) if is_rare else self._is_finite(x)):
+                self._refuse_nonfinite(mixer or self.gossiper, self.t, is_own=True)
+        elif self.on_nonfinite == "skip" and is_rare:
+            self._recover(mixer, x)
 
     def _mix_if_finite(self, mixer: Mixer, x: FlatVector) -> None:
         """x <- x + c, unless that is not finite."""

@@ -8,7 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ..flat.vector import FlatVector
+from ..rounds.old_checkpoints import converted
 from .engine import Engine, EngineStats, LockstepEngine
+
+_FOLLOWS = "process that follows "
 
 
 class FollowingEngine(LockstepEngine):
@@ -36,7 +39,7 @@ class FollowingEngine(LockstepEngine):
     def state_name(self) -> str:
         """See `Engine`."""
         name, whole = super().state_name, self.gossiper.state_dict()
-        return name if self._followed == name and not whole else f"process that follows {self.gossiper}"
+        return name if self._followed == name and not whole else f"{_FOLLOWS}{self.gossiper}"
 
     def follow(self, progress: Sequence[float]) -> None:
         """Take what `LockstepEngine.progress` of the other engine gave."""
@@ -65,10 +68,16 @@ class FollowingEngine(LockstepEngine):
         """See `Engine`."""
         self._engine.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`: the counters."""
+        return {**super().state_dict(), "gossiper": {}}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`; also that of the other engine, of which it takes the counters."""
-        own = {**state, "engine": self.state_name} if state.get("engine") == self._followed else state
-        Engine.load_state_dict(self, own)
+        state = converted(state)
+        name = str(state.get("engine"))
+        is_known = name == self._followed or name.startswith(_FOLLOWS)
+        Engine.load_state_dict(self, {**state, "engine": self.state_name} if is_known else state)
         self.step, self._is_in_flight = state["step"], False
 
     def reset(self) -> None:

@@ -17,10 +17,10 @@ from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, is_finite
 from ..flat.vector import FlatVector, add_
 from ..gossiper.mixer import Mixer
+from ..rounds.gossip_thread import GossipThread
 from ..schedule import Schedule
 from .engine import LockstepEngine
 from .filling import Filling
-from .gossip_thread import GossipThread
 
 _ROUNDING = 16  # units in the last place
 
@@ -109,9 +109,13 @@ class OverlapEngine(LockstepEngine):
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
-        flight, alpha, staleness = self._flight, None, 0
+        flight, alpha, staleness, has_changed = self._flight, None, 0, False
         if flight is None:
-            self.gossiper.begin(x)
+            if self.on_nonfinite == "skip":
+                self._recover(None, x)
+            elif self.gossiper.has_news:
+                self._check_finite(self.gossiper, x)
+            has_changed = self.gossiper.begin(x, self.step)
         self._flushed_alpha = None
         if flight is not None:
             is_last = self.step - flight.step > self.max_staleness
@@ -120,6 +124,8 @@ class OverlapEngine(LockstepEngine):
         mixer = self._next_mixer()
         if mixer is not None:
             self._check_finite(mixer, x)
+            if self.on_nonfinite == "skip":
+                self._recover(mixer, x)
         if alpha is not None:
             self._convert_buffers(x, alpha)
         if mixer is not None and not x.raw.is_cuda and len(mixer.chunks(x)) > 1:
@@ -131,7 +137,7 @@ class OverlapEngine(LockstepEngine):
                 self._copy_and_depart(mixer, x)
         if alpha is not None:
             self.stats.record(staleness)
-        return alpha is not None
+        return alpha is not None or has_changed
 
     def flush(self, x: FlatVector) -> bool:
         """See `Engine`."""

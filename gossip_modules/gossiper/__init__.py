@@ -1,11 +1,8 @@
-"""The gossip algorithms in lockstep: D-PSGD, SGP, CHOCO-SGD, DeepSqueeze and Moniqua."""
+"""The gossip of models themselves in lockstep: D-PSGD and SGP; and the base of gossipers of your own."""
 
 from ..old_calls import BilatPushPull
-from .choco import Choco
-from .deep_squeeze import DeepSqueeze
 from .gossiper import Gossiper
-from .moniqua import Moniqua
 from .push_pull import PushPull
 from .push_sum import PushSum
 
-__all__ = ["BilatPushPull", "Choco", "DeepSqueeze", "Gossiper", "Moniqua", "PushPull", "PushSum"]
+__all__ = ["BilatPushPull", "Gossiper", "PushPull", "PushSum"]

@@ -28,6 +28,7 @@ class MessageBuffer:
     Attributes:
         raw: the whole message, uint8 [number of bytes]; zero at first.
         fields: a view of each field.
+        starts: the first byte of each field.
     """
 
     def __init__(self, sizes: Sequence[tuple[torch.dtype, int]], memory: torch.device | Tensor) -> None:
@@ -35,7 +36,7 @@ class MessageBuffer:
         for dtype, numel in sizes:
             starts.append(stop)
             stop = align(stop + numel * dtype.itemsize, _ALIGNMENT)
-        self.sizes = tuple(sizes)
+        self.sizes, self.starts = tuple(sizes), tuple(starts)
         if isinstance(memory, torch.device):
             memory = torch.zeros(stop, dtype=torch.uint8, device=memory)
         self.raw = memory
@@ -130,6 +131,6 @@ def warn_of_little(name: str, *, exact: int, compressed: int, num_compressed_byt
     elif compressed and num_compressed_bytes >= compressed:
         warnings.warn(
             f"{name}: the compressed message of {compressed:,} bytes of parameters has {num_compressed_bytes:,} bytes, "
-            "so compression saves nothing; leave the gossiper out, or choose a coarser compressor",
+            "so compression saves nothing; choose a coarser compressor, or an algorithm without one",
             stacklevel=3,
         )

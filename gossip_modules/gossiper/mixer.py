@@ -94,8 +94,31 @@ class Mixer(ABC):
         """The ranks of the group that this one has heard in the last round that was started."""
         return range(self.transport.world_size)
 
-    def begin(self, x: FlatVector) -> None:
-        """Training is at x, at a safe point; the first call is where it begins."""
+    has_news: bool = False
+    """Whether `begin` will exchange something with other ranks, so that x must be finite."""
+
+    can_recover: bool = False
+    """Whether `recover` makes a model finite, so that no round is ever left out."""
+
+    def begin(self, x: FlatVector, k: int = 0) -> bool:
+        """Training is at x, at a safe point after k optimizer steps; the first call is where it begins.
+
+        Returns:
+            Whether x was written.
+        """
+        return False
+
+    def recover(self, x: FlatVector) -> None:
+        """Where it `can_recover`: x <- a finite model, as it has infinities or NaN that are to be skipped."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether there is something that `flush()` would apply."""
+        return False
+
+    def flush(self, x: FlatVector) -> bool:
+        """x <- x + all that the mixer itself has in flight; whether x was written."""
+        return False
 
     def is_due(self, k: int) -> bool:
         """Whether there is a round after k optimizer steps; asked once for each of them, the same on all ranks."""

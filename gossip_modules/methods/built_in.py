@@ -6,33 +6,33 @@ from functools import partial
 from typing import Any
 
 from ..ad_psgd.exchange import BilateralAverage
+from ..algorithms.choco import Choco
 from ..algorithms.d2 import D2
 from ..algorithms.d_psgd import DPSGD
 from ..algorithms.decentlam import DecentLaM
+from ..algorithms.deep_squeeze import DeepSqueeze
+from ..algorithms.diloco import DiLoCo
+from ..algorithms.eager_diloco import EagerDiLoCo
 from ..algorithms.exact_diffusion import ExactDiffusion
+from ..algorithms.gasloc import GASLoC
 from ..algorithms.gradient_tracking import GradientTracking
+from ..algorithms.moniqua import Moniqua
+from ..algorithms.noloco import NoLoCo
 from ..algorithms.power_gossip import PowerGossip
 from ..algorithms.qg_dsgdm import QGDSGDm
 from ..algorithms.relay_sgd import RelaySGD
+from ..algorithms.slowmo import SlowMo
+from ..algorithms.sparse_loco import SparseLoCo
+from ..algorithms.sparta import Sparta
+from ..algorithms.streaming_diloco import StreamingDiLoCo
 from ..dpwa.config import DEFAULT_INTERPOLATION
 from ..dpwa.engine import PairwiseEngine
 from ..dpwa.interpolation import Interpolation
 from ..engine.overlap import OverlapEngine
-from ..gossiper.choco import Choco
-from ..gossiper.deep_squeeze import DeepSqueeze
-from ..gossiper.moniqua import Moniqua
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
-from ..outer.diloco import DiLoCo
-from ..outer.eager_diloco import EagerDiLoCo
-from ..outer.gasloc import GASLoC
-from ..outer.noloco import NoLoCo
-from ..outer.slowmo import SlowMo
-from ..outer.sparse_loco import SparseLoCo
-from ..outer.streaming_diloco import StreamingDiLoCo
 from ..registry import Method, Paper
 from ..schedule import Schedule
-from ..sparta.sparta import Sparta
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES

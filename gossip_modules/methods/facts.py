@@ -148,44 +148,6 @@ FACTS: Mapping[str, Mapping[str, Any]] = {
             "2110.04175",
         ),
     },
-    "Sparta": {
-        "short_name": "sparta",
-        "title": "SPARTA",
-        "summary": "averages a small random share of the parameters in each step",
-        "paper": Paper(
-            "Beton et al.", "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging", "2025"
-        ),
-    },
-    "Choco": {
-        "short_name": "choco",
-        "title": "CHOCO-SGD",
-        "summary": "sends compressed differences to a copy of each model that its neighbours can follow",
-        "paper": Paper(
-            "Koloskova, Stich, Jaggi",
-            "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication",
-            "ICML 2019",
-            "1902.00340",
-        ),
-    },
-    "DeepSqueeze": {
-        "short_name": "deepsqueeze",
-        "title": "DeepSqueeze",
-        "summary": "sends compressed models, and adds what was lost to the next message",
-        "paper": Paper(
-            "Tang, Lian, Qiu, Yuan, Zhang, Zhang, Liu",
-            "DeepSqueeze: Decentralization Meets Error-Compensated Compression",
-            "2019",
-            "1907.07346",
-        ),
-    },
-    "Moniqua": {
-        "short_name": "moniqua",
-        "title": "Moniqua",
-        "summary": "sends parameters modulo a bound on the differences of neighbours, in a few bits each",
-        "paper": Paper(
-            "Lu, De Sa", "Moniqua: Modulo Quantized Communication in Decentralized SGD", "ICML 2020", "2002.11787"
-        ),
-    },
     "PowerGossip": {
         "short_name": "powergossip",
         "title": "PowerGossip",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from ..algorithms.choco import Choco
+from ..algorithms.deep_squeeze import DeepSqueeze
+from ..algorithms.moniqua import Moniqua
 from ..algorithms.power_gossip import PowerGossip
-from ..gossiper.choco import Choco
-from ..gossiper.deep_squeeze import DeepSqueeze
-from ..gossiper.gossiper import Gossiper
-from ..gossiper.moniqua import Moniqua
 from .compressors import (
     CHOCO_STEP_SIZES,
     DEEP_SQUEEZE_STEP_SIZES,
@@ -18,19 +17,19 @@ from .compressors import (
 from .simulated_options import MethodOptions
 
 
-def choco(options: MethodOptions, seed: int) -> Gossiper:
+def choco(options: MethodOptions, seed: int) -> Choco:
     """CHOCO-SGD."""
     step_size = compressor_step_size(options, "choco", CHOCO_STEP_SIZES)
     return Choco(make_compressor(options, seed), step_size=step_size)
 
 
-def deep_squeeze(options: MethodOptions, seed: int) -> Gossiper:
+def deep_squeeze(options: MethodOptions, seed: int) -> DeepSqueeze:
     """DeepSqueeze."""
     step_size = compressor_step_size(options, "deepsqueeze", DEEP_SQUEEZE_STEP_SIZES)
     return DeepSqueeze(make_compressor(options, seed), step_size=step_size)
 
 
-def moniqua(options: MethodOptions, seed: int) -> Gossiper:
+def moniqua(options: MethodOptions, seed: int) -> Moniqua:
     """Moniqua."""
     step_size = step_size_of(options, "moniqua", MONIQUA_STEP_SIZES, "moniqua", "compression_bits")
     return Moniqua(options.theta, bits=options.compression_bits, step_size=step_size, seed=seed)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..algorithms.diloco import DiLoCo
+from ..algorithms.eager_diloco import EagerDiLoCo
+from ..algorithms.gasloc import GASLoC
+from ..algorithms.noloco import NoLoCo
+from ..algorithms.outer_method import OuterMethod
+from ..algorithms.slowmo import SlowMo
+from ..algorithms.sparse_loco import SparseLoCo
+from ..algorithms.streaming_diloco import StreamingDiLoCo
 from ..compression.chunk_top_k import ChunkTopK
 from ..compression.quantizer import QSGD
 from ..compression.two_bit import TwoBit
-from ..outer.diloco import DiLoCo
-from ..outer.eager_diloco import EagerDiLoCo
-from ..outer.gasloc import GASLoC
-from ..outer.method import OuterMethod
-from ..outer.noloco import NoLoCo
-from ..outer.slowmo import SlowMo
-from ..outer.sparse_loco import SparseLoCo
-from ..outer.streaming_diloco import StreamingDiLoCo
 from .simulated_options import MethodOptions
 
 

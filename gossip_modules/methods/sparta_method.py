@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..gossiper.gossiper import Gossiper
+from ..algorithms.sparta import Sparta
 from ..rounds.rows import Rows, StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
+from ..simulate.codes import coded_message
 from ..simulate.gossip import Rule, RuleMethod, SimulatedMethod
 from ..simulate.setting import Setting
-from ..sparta.sparta import Sparta
 from .controlled_simulation import schedule_of
-from .one_thread import measured_message
 from .simulated import options_of, undirected
 from .simulated_options import MethodOptions
 
 
-def sparta(options: MethodOptions, seed: int) -> Gossiper:
+def sparta(options: MethodOptions, seed: int) -> Sparta:
     """SPARTA."""
     return Sparta(options.compression_ratio, seed=seed)
 
@@ -45,6 +44,6 @@ def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
     options, schedule = options_of(choice, setting), schedule_of(choice.method, setting)
     mixing = undirected(choice, setting)
     gossiper = Sparta(options.compression_ratio, seed=setting.seed)
-    message = measured_message(lambda: sparta(options, setting.seed), setting.num_parameters, setting.links)
+    message = coded_message(gossiper.compressor, setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
     return RuleMethod(SpartaRule(gossiper), StackedMixing(mixing), schedule, clock)

@@ -1,6 +1,10 @@
-"""The step size with which the ranks agree fastest in plain gossip."""
+"""The consensus step size: its check, and the step size with which the ranks agree fastest in plain gossip."""
 
 from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
 
 import torch
 
@@ -30,3 +34,14 @@ def best_step_size(mixing: MixingManager) -> float:
     eigenvalues = torch.linalg.eigvalsh(torch.eye(n, dtype=torch.float64, device="cpu") - mixing.matrix(0))
     positive = eigenvalues[eigenvalues > _ZERO].tolist()
     return round(2 / (positive[0] + positive[-1]), 6) if positive else 1.0
+
+
+def checked_step_size(algorithm: Any) -> float:
+    """The `step_size` of an algorithm as a float; raises ValueError where it is not a positive number."""
+    step_size = algorithm.step_size
+    if not (isinstance(step_size, Real) and 0 < float(step_size) < math.inf):
+        raise ValueError(
+            f"{type(algorithm).__name__}: got step_size={step_size!r}, expected a positive number; 1 mixes with the "
+            "weights as they are, strong compression needs less"
+        )
+    return float(step_size)

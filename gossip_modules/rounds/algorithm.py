@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch.optim import Optimizer
 
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
@@ -54,6 +55,12 @@ class Algorithm(ABC):
         follows_rate: whether its memory has vectors in units of the learning rate.
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
+        mixes: whether it ever mixes on a graph, so that graph and weights matter.
+        is_whole: whether a round leaves nothing out for later, as compressed ones do.
+        needs_whole_rounds: whether differences of ranks may grow where a round that mixes leaves something out.
+        writes_early: whether a round changes x or memory before its last answer, so that it is no transaction.
+        can_recover: whether `recover` makes a model finite, so that no round is ever left out.
+        needs_inner_rate: whether `inner_rate` is to be asked.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
         is_elastic: whether a round goes on without peers that fail, so that a membership may run it.
         checks_messages: whether ranks number their messages, and compare before each one what they have sent each other
@@ -83,6 +90,12 @@ class Algorithm(ABC):
     averages_exactly: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
+    mixes: ClassVar[bool] = True
+    is_whole: ClassVar[bool] = False
+    needs_whole_rounds: ClassVar[bool] = False
+    writes_early: ClassVar[bool] = False
+    can_recover: ClassVar[bool] = False
+    needs_inner_rate: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = True
     checks_messages: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = True
@@ -95,12 +108,23 @@ class Algorithm(ABC):
         """Whether there is a round after k optimizer steps; the same on all ranks."""
         return True
 
+    def averages_at(self, k: int) -> bool:
+        """Whether the round after k optimizer steps is one of those that average exactly, if the algorithm does."""
+        return self.averages_exactly and self.is_due(k)
+
     def begin(self, v: Vectors, m: Memory) -> None:
         """Called once, where training begins: declare here what is to start as the model is then."""
 
-    def recover(self, v: Vectors, m: Memory) -> bool:
-        """Go back to a finite model, where v.x has infinities or NaN that are to be skipped; whether that was done."""
-        return False
+    def recover(self, v: Vectors, m: Memory) -> None:
+        """Where it `can_recover`: go back to a finite model, as v.x has infinities or NaN that are to be skipped."""
+
+    def inner_rate(self, optimizer: Optimizer) -> float:
+        """The learning rate of a step that the model's own optimizer has just taken; `v.inner_rate` is the last one.
+
+        Args:
+            optimizer: holds some of the model's parameters.
+        """
+        return float(optimizer.param_groups[0]["lr"])
 
     def over(self, inner: Algorithm | Over) -> Over:
         """This algorithm, with `Mix` answered by the rounds of another one: `GASLoC().over(PowerGossip())`."""
@@ -125,6 +149,19 @@ class Algorithm(ABC):
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
         """Raise ValueError where it is wrong with these weights and the rates of the first step of SGD."""
 
+    def for_membership(self) -> Algorithm:
+        """The algorithm that runs among the workers of a membership, where peers fail, come and go; itself if it can.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.is_elastic:
+            raise ValueError(
+                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
+                "which says so by is_elastic = True; take another one, such as DPSGD()"
+            )
+        return self
+
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
         return str(self)
@@ -144,7 +181,7 @@ class Over:
 
     def __post_init__(self) -> None:
         inner = self.inner.outer if isinstance(self.inner, Over) else self.inner
-        if inner.needs_current:
+        if inner.needs_current and not inner.keeps_models:
             raise ValueError(
                 f"got {self.outer} and {self.inner}, expected one of them: both say what is made of the steps of a rank"
             )
@@ -163,13 +200,12 @@ def combined(*parts: object) -> tuple[Algorithm | Over | None, list[object]]:
     found: Algorithm | Over | None = None
     others: list[object] = []
     for part in reversed(parts):
-        made = part() if isinstance(part, type) and issubclass(part, Algorithm) else part
-        if isinstance(made, Over) or (isinstance(made, Algorithm) and found is None):
-            found = made
-        elif isinstance(made, Algorithm):
+        if isinstance(part, Over) or (isinstance(part, Algorithm) and found is None):
+            found = part
+        elif isinstance(part, Algorithm):
             assert found is not None
-            found = made.over(found)
-        others.insert(0, None if isinstance(made, Algorithm | Over) else part)
+            found = part.over(found)
+        others.insert(0, None if isinstance(part, Algorithm | Over) else part)
     return found, others
 
 

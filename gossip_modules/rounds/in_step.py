@@ -176,7 +176,7 @@ class RowMail:
         """The reply to `Share`. messages: of all ranks."""
         own = messages[rank]
         row = [(weight, _copy(messages[j], own.code)) for j, weight in self.weights.inp.items()]
-        return Received([(self.weights.own - 1, own), *row])
+        return Received([(self.weights.own - 1, own), *row], [rank, *self.weights.inp])
 
 
 def _next_request(generator: Any, reply: Any) -> Request | None:

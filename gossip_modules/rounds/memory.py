@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
+from .fragment import Fragment
 from .outer_optimizer import OuterOptimizer
 from .rates import Rates, RateUnits
 from .vector import Vector, widened
@@ -56,10 +58,11 @@ class Memory:
 
     Attributes:
         num_rounds: rounds that have ended so far.
+        weights: the graph and its weights.
     """
 
-    def __init__(self) -> None:
-        self.num_rounds = 0
+    def __init__(self, weights: str = "") -> None:
+        self.num_rounds, self.weights = 0, weights
         self._x: Vector | None = None  # the model of the present round
         self._devices: list[torch.device] | None = None  # of its parts; None: there was no round yet
         self._layout: FlatLayout | None = None  # of the parameters, widened
@@ -70,6 +73,7 @@ class Memory:
         self._scratch: dict[str, Vector] = {}
         self._cached: dict[object, Any] = {}
         self._loaded: dict[str, Any] = {}  # of a checkpoint, until an algorithm asks for it
+        self._seen: FlatLayout | None = None  # of a model without new tensors
         self._units = RateUnits()
 
     # For algorithms.
@@ -83,6 +87,7 @@ class Memory:
         generation: Literal["keep", "reset"] = "keep",
         join: Literal["copy", "zero"] = "copy",
         in_units_of_rate: bool = False,
+        of_weights: bool = False,
     ) -> Vector:
         """The vector of that name.
 
@@ -94,6 +99,8 @@ class Memory:
             generation: whether it stays or starts anew where workers come or go; see [Note: Sums over workers].
             join: whether a worker that joins gets the vector of its donor, or starts anew.
             in_units_of_rate: whether it is made of steps, so that it is scaled where the learning rate changes.
+            of_weights: whether it is a sum over rounds with the same peers and weights, so that a checkpoint with
+                others is refused.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -103,11 +110,14 @@ class Memory:
                 "generation": generation,
                 "join": join,
                 "in_units_of_rate": in_units_of_rate,
+                "of_weights": of_weights,
             }
-            entry = self._entries[name] = _Entry(Vector(self._zeros()), policy)
+            entry = self._entries[name] = _Entry(Vector(self.zeros()), policy)
             if start == "x":
                 entry.vector.set_(self._model)
             if (state := self._loaded.get("vectors", {}).pop(name, None)) is not None:
+                if of_weights:
+                    self._check_weights(name)
                 self._copy(name, entry.vector, state)
         return entry.vector
 
@@ -123,7 +133,7 @@ class Memory:
                 return None
             self._optimizers[name] = OuterOptimizer(make, of)
             if (state := self._loaded.get("optimizers", {}).pop(name, None)) is not None:
-                self._optimizers[name].load_state_dict(state)
+                self._optimizers[name].load_state_dict(self._fitting(state, of))
         return self._optimizers[name].optimizer
 
     def keep(self, name: str, make: Callable[[], _K]) -> _K:
@@ -134,16 +144,33 @@ class Memory:
                 self._objects[name].load_state_dict(state)
         return self._objects[name]  # type: ignore[return-value]
 
-    def link(self, peer: int, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def has(self, name: str) -> bool:
+        """Whether there is a vector of that name, or one in the checkpoint that was loaded."""
+        return name in self._entries or name in self._loaded.get("vectors", {})
+
+    def forget(self, name: str) -> None:
+        """Keep the vector of that name no longer; it need not be there."""
+        self._entries.pop(name, None)
+        self._loaded.get("vectors", {}).pop(name, None)
+
+    def link(
+        self,
+        peer: int,
+        make: Callable[[], dict[str, Any]],
+        *,
+        unpack: Callable[[Tensor], dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
         """What is kept of the link to a peer. Both ends of a link begin again together.
 
         Args:
             peer: at the other end.
             make: what is there at first: numbers, tensors and lists of tensors, by name. Tensors keep their shapes.
+            unpack: makes it of the bytes that a checkpoint of 0.1.0 has.
         """
         if peer not in self._links:
             link = make()
             if (state := self._loaded.get("links", {}).pop(peer, None)) is not None:
+                state = unpack(state) if isinstance(state, Tensor) and unpack is not None else state
                 _check_link(link, state)
                 link = state
             self._links[peer] = link
@@ -158,12 +185,18 @@ class Memory:
             self._cached[key] = make()
         return cast("_T", self._cached[key])
 
+    def zeros(self) -> list[Tensor]:
+        """The parts of a new vector."""
+        return [
+            torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
+        ]
+
     def scratch(self, name: str = "sent") -> Vector:
         """A vector that is kept only for its memory: of any values at the beginning of a round; it can be mixed."""
         if name not in self._scratch:
             x = self._model
             if x.flat is None:
-                self._scratch[name] = Vector(self._zeros())
+                self._scratch[name] = Vector(self.zeros())
             else:
                 layout = widened(x.flat.layout, has_buffers=True)
                 self._scratch[name] = Vector.of(FlatVector.zeros(layout, x.flat.raw.device))
@@ -171,12 +204,12 @@ class Memory:
 
     # For drivers.
 
-    def fit(self, x: Vector, *, who: object = "") -> None:
+    def fit(self, x: Vector, *, who: object = None) -> None:
         """Be of the tensors of x, on its device; called before each round.
 
         Args:
             x: the model.
-            who: the algorithm, for a warning.
+            who: the algorithm, for a warning where it meets new tensors; None: nobody is warned.
         """
         self._x = x
         before, self._devices = self._devices, [part.device for part in x.parts]
@@ -187,7 +220,9 @@ class Memory:
         old, self._layout = self._layout, layout
         if before is None:
             return
-        if not is_moved and (self._entries or self._objects or self._links):
+        has_new = x.flat is None or old is None or bool(tensors_beyond(_places(old), x.flat))
+        starts_anew = (has_new and bool(self._entries)) or bool(self._objects or self._links)
+        if who is not None and not is_moved and starts_anew:
             warnings.warn(
                 f"{who}: other tensors are trained than before; vectors that it keeps of tensors that are still "
                 "trained stay, and all else starts anew",
@@ -206,6 +241,26 @@ class Memory:
             if self.optimizer(name, before_.make, vector) is not None:
                 self._optimizers[name].go_on_as(before_, lambda a, b: _carry(a, _places(old), b, _places(layout)))
         self._objects = {} if not is_moved else self._objects
+
+    def release(self) -> None:
+        """The round is over, and so is the vector that it was about."""
+        self._x = None
+
+    def new_tensors(self, x: FlatVector) -> list[Tensor]:
+        """The parameters of x that this memory has not kept anything of so far; views."""
+        if x.layout is self._seen:
+            return []
+        known = _places(self._layout) if self._entries else self._loaded.get("places")
+        new = [] if known is None else tensors_beyond(known, x)
+        if not new:
+            self._seen = x.layout
+        return new
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict(joins=True)` of another rank; the vectors that no other rank has stay."""
+        own = {n: [x.clone() for x in e.vector.parts] for n, e in self._entries.items() if e.policy["join"] == "zero"}
+        own = own if state.get("places") == _places(self._layout) else {}
+        self.load_state_dict({**state, "vectors": {**state.get("vectors", {}), **own}})
 
     def scale(self, rates: Rates | None) -> None:
         """Scale vectors that are in units of the learning rate to these rates; see `RateUnits`."""
@@ -253,7 +308,7 @@ class Memory:
     def reset(self) -> None:
         """As before the first round."""
         x, devices, layout = self._x, self._devices, self._layout
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self.weights)  # type: ignore[misc]
         self._x, self._devices, self._layout = x, devices, layout
 
     def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
@@ -279,6 +334,7 @@ class Memory:
             "num_rounds": num_rounds,
             "policies": {name: dict(policy) for name, policy in policies.items() if name in vectors},
             "places": places,
+            "weights": self._weights_of(policies.values()),
             "vectors": vectors,
             "optimizers": {
                 **self._loaded.get("optimizers", {}),
@@ -299,7 +355,16 @@ class Memory:
         self._loaded = copy.deepcopy(
             {
                 name: state[name]
-                for name in ("vectors", "optimizers", "objects", "links", "policies", "places")
+                for name in (
+                    "vectors",
+                    "optimizers",
+                    "objects",
+                    "links",
+                    "policies",
+                    "places",
+                    "weights",
+                    "has_buffers",
+                )
                 if name in state
             }
         )
@@ -319,11 +384,6 @@ class Memory:
         assert self._x is not None, "fit() comes first"
         return self._x
 
-    def _zeros(self) -> list[Tensor]:
-        return [
-            torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
-        ]
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_x": None, "_scratch": {}, "_cached": {}}  # a copy has a model of its own
 
@@ -342,18 +402,52 @@ class Memory:
             self.num_rounds = 0
             self._loaded.pop("optimizers", None)
 
+    def _weights_of(self, policies: Iterable[Mapping[str, Any]]) -> str:
+        is_bound = any(policy.get("of_weights", False) for policy in policies)
+        return self._loaded.get("weights", self.weights) if is_bound else ""
+
+    def _check_weights(self, name: str) -> None:
+        if (found := self._loaded.get("weights", self.weights)) != self.weights:
+            raise ValueError(
+                f"got the state of vector {name!r} on {found}, expected {self.weights}, since it is a sum over rounds "
+                "with the same peers and weights; resume on the same graph"
+            )
+
     def _copy(self, name: str, vector: Vector, state: Sequence[Tensor]) -> None:
         if (theirs := self._loaded.get("places")) is not None:  # of a donor, which may have trained other tensors
             _carry(state, theirs, vector.parts, _places(self._layout))
             return
-        found, own = [x.numel() for x in state], [x.numel() for x in vector.parts]
+        if self._loaded.get("has_buffers") and len(state) == len(vector.parts):  # those of 0.1.0 end in buffers
+            state = [x[: part.numel()] for x, part in zip(state, vector.parts, strict=True)]
+        state, parts = ([x for x in side if x.numel()] for side in (state, vector.parts))
+        found, own = [x.numel() for x in state], [x.numel() for x in parts]
         if found != own:
             raise ValueError(
                 f"got the state of vector {name!r} with {found} elements, expected {own}: other tensors were trained "
                 "when it was saved; freeze the same parameters, or load the model alone: module.load_state_dict"
             )
-        for mine, theirs in zip(vector.parts, state, strict=True):
+        for mine, theirs in zip(parts, state, strict=True):
             mine.copy_(theirs)
+
+    def _fitting(self, state: Mapping[str, Any], of: Vector) -> Mapping[str, Any]:
+        """The state of the optimizer of a donor, which may have trained other tensors, as that of one of `of`."""
+        theirs, mine = self._loaded.get("places"), _places(self._layout)
+        if theirs is None or theirs == mine:
+            return state
+        kept, sizes = state["state"], Counter[int]()
+        for part, _, numel in theirs.values():
+            sizes[part] += numel
+        moved: dict[int, dict[str, Any]] = {k: {} for k in range(len(of.parts))}
+        for name in kept[min(kept)] if kept else ():
+            values = [kept[k][name] for k in sorted(kept)]
+            is_vector = all(isinstance(x, Tensor) and x.numel() == sizes[k] for k, x in enumerate(values))
+            new = [torch.zeros_like(part) for part in of.parts]
+            if is_vector:
+                _carry(values, theirs, new, mine)
+            for k, part in enumerate(new):
+                moved[k][name] = part if is_vector else copy.deepcopy(values[0])
+        groups = [{**group, "params": list(moved)} for group in state["param_groups"][:1]]
+        return {**state, "state": moved if kept else {}, "param_groups": groups}
 
 
 def _moved(kept: Any, device: torch.device) -> Any:
@@ -414,3 +508,64 @@ def _carry(old: Sequence[Tensor], before: Places | None, new: Sequence[Tensor], 
         if name in before and before[name][2] == numel:
             j, start, _ = before[name]
             new[k][first : first + numel].copy_(old[j][start : start + numel])
+
+
+def tensors_beyond(known: Places | None, x: FlatVector) -> list[Tensor]:
+    """The parameters of x that vectors with these places do not have; views."""
+    there = {} if known is None else {name: numel for name, (_, _, numel) in known.items()}
+    places = _places(_layout_of(x)) or {}
+    return [x.parameters[k][a : a + numel] for name, (k, a, numel) in places.items() if there.get(name) != numel]
+
+
+def places_of(layout: FlatLayout) -> Places:
+    """Where the parameters of a vector are."""
+    return _places(widened(layout, has_buffers=False)) or {}
+
+
+def move_parts(
+    old: Sequence[tuple[Fragment, Memory]],
+    before: FlatLayout,
+    new: Sequence[tuple[Fragment, Memory]],
+    x: FlatVector,
+    device: torch.device | None = None,
+) -> None:
+    """The memories of the fragments of x <- those of the fragments of a vector of other tensors, by their names.
+
+    Args:
+        old: the fragments of a vector of the layout `before`, and their memories.
+        before: float32 or wider, with buffers.
+        new: the fragments of x, with new memories; mutated.
+        x: the model.
+        device: of the memories; None: that of the model.
+    """
+    after = widened(x.layout, has_buffers=True)
+    for fragment, memory in new:
+        part = fragment.read(x, device or x.raw.device)
+        memory.fit(Vector.of(part))
+        memory.num_rounds = old[0][1].num_rounds
+    model = old[0][1]
+
+    def move(theirs: Sequence[Sequence[Tensor]], ours: Sequence[Sequence[Tensor]]) -> None:
+        device = ours[0][0].device
+        whole, result = FlatVector.zeros(before, device), FlatVector.zeros(after, device)
+        for (fragment, _), parts in zip(old, theirs, strict=True):
+            fragment.spread(parts, whole)
+        for (fragment, _), parts in zip(new, ours, strict=True):
+            fragment.spread(parts, result)
+        _carry(whole.parameters, places_of(before), result.parameters, places_of(after))
+        for (fragment, _), parts in zip(new, ours, strict=True):
+            fragment.collect(result, parts)
+
+    for name, entry in model._entries.items():
+        vectors = [memory.vector(name, **entry.policy).parts for _, memory in new]
+        move([memory._entries[name].vector.parts for _, memory in old], vectors)
+    for name, kept in model._optimizers.items():
+        key = next(key for key, entry in model._entries.items() if entry.vector is kept.of)
+        made = [memory.optimizer(name, kept.make, memory._entries[key].vector) for _, memory in new]
+        assert all(optimizer is not None for optimizer in made), "fragments have elements"
+        mine = [memory._optimizers[name] for _, memory in new]
+        theirs = [memory._optimizers[name] for _, memory in old]
+        for optimizer in mine:
+            optimizer.go_on_as(kept, lambda _a, _b: None)
+        for state in kept.vector_states():
+            move([o.state_of(state) for o in theirs], [o.state_of(state) for o in mine])

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector, add_
 from ..gossiper.gossiper import Gossiper, Messages
 from ..gossiper.linked import LinkedGossiper
-from ..gossiper.message import MessageBuffer
+from ..gossiper.message import MessageBuffer, warn_of_little
 from ..mixing_manager.base import MixingManager, MixingWeights
 from ..transport.base import Transport
 from .memory import Memory
@@ -38,17 +39,20 @@ class MessageRounds(LinkedGossiper):
     def __init__(self, memory: Memory, *, has_links: bool, is_checked: bool = True) -> None:
         super().__init__()
         self.has_links = has_links
-        self._memory_of_links, self._is_checked = memory, is_checked
+        self._kept, self._is_checked = memory, is_checked
         self._numbers: dict[int, int] = {}  # of messages to each peer
         self._phase = 0
         self._checksums: Mapping[int, int] = {}
         self._inboxes: Mapping[int, Message] = {}
-        self._memory: dict[tuple[object, tuple[tuple[torch.dtype, int], ...]], MessageBuffer] = {}
 
     def begin_round(self, x: Vector, t: int) -> None:
         """Round t is about x; nothing is sent."""
         self._x, self._t, self._phase = x, t, 0
         self._is_planned = False
+
+    def release(self) -> None:
+        """The vector of the last round is needed no more."""
+        self._x = Vector(())
 
     @property
     def peers(self) -> Sequence[int]:
@@ -63,11 +67,19 @@ class MessageRounds(LinkedGossiper):
         """A message of that code for vectors like x; its memory is used again for the next one of that key."""
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
-        like = [part if part.element_size() >= 4 else part.float() for part in x.parts]
-        sizes = tuple((torch.uint8, code.message_like(part).numel()) for part in like)
+        shapes = tuple((part.dtype, part.numel()) for part in x.parts)
+        sizes = self._kept.cached(("sizes", id(code), shapes), lambda: (code, self._sizes_of(code, x)))[1]
         message = self.room_for_fields(sizes, key=key)
         message.code = code
         return message
+
+    def _sizes_of(self, code: Code, x: Vector) -> Sequence[tuple[torch.dtype, int]]:
+        wide = [part if part.element_size() >= 4 else part.float() for part in x.parts]
+        num_bytes = [code.message_like(part).numel() if part.numel() else 0 for part in wide]
+        if self.transport.rank == 0 and isinstance(code, Compressor):  # all have the same layout
+            size = sum(part.numel() * part.element_size() for part in x.parts)
+            warn_of_little(str(code), exact=0, compressed=size, num_compressed_bytes=sum(num_bytes), remedy="")
+        return [(torch.uint8, size) for size in num_bytes]
 
     def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
         """See `Vectors.message`; in the first exchange of a round the buffers of the model are in front."""
@@ -77,15 +89,15 @@ class MessageRounds(LinkedGossiper):
         return Message(None, self._room((*others, *sizes), key), num_others=len(others))
 
     def _room(self, sizes: tuple[tuple[torch.dtype, int], ...], key: object) -> MessageBuffer:
-        if (key, sizes) not in self._memory:
-            assert self._x.flat is not None, "messages carry the buffers of a flat vector"
-            self._memory[key, sizes] = MessageBuffer(sizes, self._x.flat.raw.device)
-        return self._memory[key, sizes]
+        flat = self._x.flat
+        assert flat is not None, "messages carry the buffers of a flat vector"
+        return self._kept.cached((key, sizes), lambda: MessageBuffer(sizes, flat.raw.device))
 
     def row_of(self, message: Message, replies: Mapping[int, Message]) -> Received:
         """See `Share`. message: went to all peers. replies: of the peers."""
-        inp = self._weights.inp
-        return Received([(self._weights.own - 1, message), *((inp[j], reply) for j, reply in replies.items())])
+        inp, names = self._weights.inp, self.transport.names
+        row = [(self._weights.own - 1, message), *((inp[j], reply) for j, reply in replies.items())]
+        return Received(row, [names[j] for j in (self.transport.rank, *replies)])
 
     def post(
         self, messages: Mapping[int, Message], buffers: Sequence[Tensor], *, checksums: Mapping[int, int] | None = None
@@ -156,13 +168,12 @@ class MessageRounds(LinkedGossiper):
     def forget_link(self, peer: int) -> None:
         """See `LinkedGossiper`."""
         self._numbers.pop(peer, None)
-        self._memory_of_links.forget_peer(peer)
+        self._kept.forget_peer(peer)
 
     def renumber_links(self, ranks: Mapping[int, int]) -> None:
         """See `LinkedGossiper`."""
         self._numbers = {ranks[peer]: number for peer, number in self._numbers.items() if peer in ranks}
-        self._memory_of_links.renumber_links(ranks)
-        self._memory = {}
+        self._kept.renumber_links(ranks)
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`; the algorithm has looked."""

@@ -6,25 +6,40 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def _policy(*, start: str = "zero", average: str = "reset", generation: str = "keep", in_units: bool = False) -> Any:
-    units = {"in_units_of_rate": in_units}
-    return {"start": start, "average": average, "generation": generation, "join": "copy", **units}
+def _policy(
+    *,
+    start: str = "zero",
+    average: str = "reset",
+    generation: str = "keep",
+    join: str = "copy",
+    in_units: bool = False,
+    of_weights: bool = False,
+) -> Any:
+    others = {"in_units_of_rate": in_units, "of_weights": of_weights}
+    return {"start": start, "average": average, "generation": generation, "join": join, **others}
 
 
 _SUM = _policy(generation="reset", in_units=True)
 _LAST = _policy(start="x")
+_PUBLIC = _policy(average="on_request", of_weights=True)
 _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "D2": {"c": _SUM},
     "ExactDiffusion": {"c": _SUM},
     "GradientTracking": {"last": _policy(start="x", generation="reset"), "z": _SUM},
     "QGDSGDm": {"last": _LAST, "momentum": _policy(average="on_request")},
+    "Choco": {"public": _PUBLIC, "drift": _PUBLIC},
+    "DeepSqueeze": {"error": _policy(average="on_request", join="zero")},
     "DecentLaM": {"last": _LAST, "momentum": _policy(average="on_request")},
 }
-"""The arguments of `Memory.vector` for the vectors of update rules."""
+"""The arguments of `Memory.vector` for the vectors that 0.1.0 had."""
+_HAVE_MESSAGES = ("Choco", "DeepSqueeze", "Moniqua", "Sparta", "PowerGossip", "RelaySGD")
+"""Algorithms whose state was empty before the first round."""
 
 
 def converted(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a lockstep engine, of this version or of 0.1.0; shares memory."""
+    if "anchor" in state:
+        return _of_outer_steps(state)
     if "carried" not in state:
         return dict(state)
     name, carried = str(state["engine"]).removesuffix(" engine"), state["carried"]
@@ -32,3 +47,82 @@ def converted(state: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = {"sgd_step": state["sgd_step"], "step_rates": state.get("step_rates")}
     gossiper = {"algorithm": name, "memory": memory, "mixer": state["gossiper"], "optimizer": optimizer}
     return {"engine": "LockstepEngine", "t": state["t"], "step": state["step"], "gossiper": gossiper}
+
+
+_STEPPED = {"SlowMo": ("u", "u", 1), "NoLoCo": ("momentum_buffer", "momentum", -1), "GASLoC": ("y", "y", 1)}
+"""The state of the outer optimizers of 0.1.0 that is a vector by now, and its sign, by the methods."""
+
+
+def _of_outer_steps(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an engine of outer steps."""
+    name, anchor = str(state["engine"]).removesuffix(" engine"), state["anchor"]
+    anchors = anchor.get("fragments", [anchor] if anchor else [])
+    taken = state.get("stamps", [0] * len(anchors))
+    pieces = [
+        {
+            "algorithm": name,
+            "memory": _memory_of(name, each),
+            "mixer": state["gossiper"],
+            "optimizer": {"inner_rate": state.get("inner_rate")},
+            "stamps": [stamp, 0],
+        }
+        for each, stamp in zip(anchors, taken, strict=True)
+    ]
+    several = {"algorithm": name, "fragments": pieces}
+    gossiper = several if len(pieces) > 1 else pieces[0] if pieces else {"algorithm": name, "mixer": state["gossiper"]}
+    return {"engine": "LockstepEngine", "t": state["t"], "step": state["step"], "gossiper": gossiper}
+
+
+def _memory_of(name: str, anchor: Mapping[str, Any]) -> dict[str, Any]:
+    optimizer, vectors = anchor["optimizer"], {"phi": anchor["phi"], **anchor.get("memory", {})}
+    states = optimizer.get("state", {})
+    old, new, sign = _STEPPED.get(name, ("", "", 1))
+    if found := [sign * states[k][old] for k in sorted(states) if old in states[k]]:
+        vectors[new] = found
+    elif name == "GASLoC" and not states:  # no outer step yet
+        vectors[new] = anchor["phi"]
+    is_outer = name not in ("SlowMo", "NoLoCo", "SparseLoCo") and not found
+    policies = {"phi": _policy(start="x")} if name in ("NoLoCo", "GASLoC") else {}
+    optimizers = {"outer": optimizer} if optimizer and is_outer else {}
+    return {"num_rounds": 1, "vectors": vectors, "policies": policies, "optimizers": optimizers, "has_buffers": True}
+
+
+def renewed(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The state of the rounds of an algorithm, of this version or of 0.1.0; shares memory. name: of the algorithm."""
+    if not state and name in _HAVE_MESSAGES:
+        return {"algorithm": name}
+    if "factors" in state or "received" in state:
+        return _links_renewed(state)
+    if "sections" not in state:
+        return state
+    sections, number, policies = state["sections"], state["num_messages"], _POLICIES.get(state["algorithm"], {})
+    vectors = {vector: [section[vector] for section in sections] for vector in (sections[0] if sections else ())}
+    weights = {"weights": state["mixing"]} if "mixing" in state else {}
+    numbers = dict.fromkeys(state["peers"], number)
+    return {
+        "algorithm": state["algorithm"],
+        "memory": {"num_rounds": number, "vectors": vectors, "policies": dict(policies), **weights},
+        "messages": {"numbers": numbers, "peers": state["peers"], "digests": state["digests"]},
+    }
+
+
+def _links_renewed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of PowerGossip or RelaySGD of 0.1.0, as rounds have it; shares memory."""
+    name = state["algorithm"]
+    if name == "RelaySGD":
+        links: dict[int, Any] = dict(state["received"])  # bytes, which the algorithm unpacks
+        return {"algorithm": name, "links": sorted(links), "memory": {"num_rounds": 1, "links": links}}
+    numbers = dict(zip(state["links"], state["iterations"], strict=True))
+    links = {
+        peer: {
+            **{side: [factors[side][k] for factors in state["factors"]] for side in ("left", "right")},
+            "iterations": number,
+        }
+        for k, (peer, number) in enumerate(numbers.items())
+    }
+    return {
+        "algorithm": name,
+        "links": list(numbers),
+        "memory": {"num_rounds": max(numbers.values(), default=0), "links": links},
+        "messages": {"numbers": numbers, "peers": state["peers"], "digests": state["digests"]},
+    }

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
+from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, is_left_out
 from .algorithm import Algorithm
 from .memory import Memory
 from .sgd_momentum import SGDMomentum
@@ -26,6 +28,12 @@ class OptimizerWatch:
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
         self._momentum = SGDMomentum(buffer, algorithm) if algorithm.needs_sgd else None
         self._rates = StepRates(buffer) if algorithm.follows_rate else None
+        self._inner = InnerRate(algorithm, buffer) if algorithm.needs_inner_rate else None
+
+    @property
+    def inner_rate(self) -> float | None:
+        """See `InnerRate`."""
+        return None if self._inner is None else self._inner.rate
 
     @property
     def step(self) -> SGDStep | None:
@@ -53,18 +61,64 @@ class OptimizerWatch:
     def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
         """The step and the rates since the last round. joins: for a worker that joins, which has taken no step."""
         step = None if joins or self.step is None else list(self.step)
-        return {"sgd_step": step, "step_rates": None if self._rates is None else self._rates.state_dict()}
+        rates = None if self._rates is None else self._rates.state_dict()
+        return {"sgd_step": step, "step_rates": rates, "inner_rate": self.inner_rate}
 
     def load_state_dict(self, state: Mapping[str, Any], momentum: Sequence[Tensor] = ()) -> None:
         """Take back what `state_dict()` gave; nothing = start anew. momentum: see `forget`."""
         if self._rates is not None:
             self._rates.load_state_dict(state.get("step_rates") or {})
+        if self._inner is not None:
+            self._inner.rate = state.get("inner_rate")
         self.forget(momentum)
         if self._momentum is not None and (step := state.get("sgd_step")) is not None:
             self._momentum.step = SGDStep(*step)
 
     def close(self) -> None:
         """Watch no longer; idempotent."""
-        for listener in (self._momentum, self._rates):
+        for listener in (self._momentum, self._rates, self._inner):
             if listener is not None:
                 listener.close()
+
+
+class InnerRate:
+    """What an algorithm asks for when an optimizer of the model has stepped, before a scheduler changes it.
+
+    A round runs at the forward after the steps that it is about, when the scheduler has set the rate of the next one
+    already.
+
+    Args:
+        algorithm: see `Algorithm.inner_rate`.
+        buffer: has the parameters of the model.
+
+    Attributes:
+        rate: that of the last step; None: no optimizer of torch's has stepped.
+    """
+
+    order = 0
+
+    def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
+        self._algorithm, self._buffer = algorithm, buffer
+        self._known = KnownOptimizers()
+        self.rate: float | None = None
+        STEP_HOOKS.add(self)
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """See `Stepped`."""
+        return self._known(optimizer, self._buffer.parameters)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+        if not is_left_out(optimizer):
+            self.rate = self._algorithm.inner_rate(optimizer)
+
+    def close(self) -> None:
+        """Look at no more steps; idempotent."""
+        STEP_HOOKS.discard(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        STEP_HOOKS.add(self)

@@ -30,6 +30,13 @@ def described(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__} with {groups}"
 
 
+def described_with(settings: str, make: MakeOptimizer, dtypes: Sequence[torch.dtype]) -> str:
+    """Settings with the optimizer that a function makes of an element of each dtype; ValueError where it makes none."""
+    if not dtypes:  # nothing is trained
+        return settings
+    return f"{settings}, {described(made_optimizer(make, [torch.zeros(1, dtype=d, device='cpu') for d in dtypes]))}"
+
+
 def are_same(one: object, other: object) -> bool:
     """Whether two settings are equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -154,3 +161,15 @@ class OuterOptimizer:
             else:
                 for part in self.of.parts:
                     mine.state[part][name] = copy.deepcopy(values[0])
+
+    def vector_states(self) -> list[str]:
+        """The names of the state that the optimizer keeps for each element."""
+        found = ((name, value, p) for p in self.of.parts for name, value in self.optimizer.state.get(p, {}).items())
+        return list({name: 0 for name, value, p in found if isinstance(value, Tensor) and value.shape == p.shape})
+
+    def state_of(self, name: str) -> list[Tensor]:
+        """That state of each part; zeros where there is none yet."""
+        for part in self.of.parts:
+            if not isinstance(self.optimizer.state[part].get(name), Tensor):
+                self.optimizer.state[part][name] = torch.zeros_like(part)
+        return [self.optimizer.state[part][name] for part in self.of.parts]

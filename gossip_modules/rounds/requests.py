@@ -44,7 +44,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The message goes to all ranks. The reply has the messages of all ranks, in their order."""
+    """The message goes to all ranks. The reply is a `Received`: the messages of all, weighted by 1, in order."""
 
     message: Message
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..flat.buffer import FlatBuffer
 from ..flat.nonfinite import is_finite
-from ..flat.vector import FlatVector
+from ..flat.vector import FlatVector, add_
 from ..gossiper.gossiper import Gossiper
 from ..gossiper.message import MessageBuffer
 from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.relaxed import RelaxedMixing
+from ..transport.agreement import broadcast_state
 from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, Over
 from .memory import Memory
-from .message import Message
+from .message import Message, Received
 from .messages import MessageRounds
+from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
 from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share
 from .vector import Snapshot, Vector
@@ -33,6 +38,21 @@ class Rounds(Mixer):
     [Note: who answers] `Mix(x)` is answered by another mixer: plain gossip, or the rounds of another algorithm, so that
     algorithms may be stacked on each other. `Average(x)` is an all-reduce; messages go by `MessageRounds`.
 
+    [Note: One memory] Where all ranks keep the same vectors (`has_equal_memory`), and workers may die and join, all
+    would train on around different anchors for ever if one of them took a round that another did not take. An average
+    takes effect on all or on none, but for a worker that dies while it says that it has the result (`ElasticAverage`).
+    And a worker that joins has the memory that its donor had some steps before. So a memory has a stamp, the step of
+    the last round that it took. The first step of a generation, the same on all workers, runs
+
+        stamps of all workers, and the steps of rounds that were lost <- all_gather
+        memory <- that of the first rank with the largest stamp; x <- as after a recovery     # of ranks that are behind
+        the last round that was lost                                                    # unless one is due anyway
+
+    If that fails too, since another worker dies, the next generation does it. Until then there are no rounds that
+    average, and workers train alone. So the ranks of one generation have the same memory, bit for bit.
+
+    Where new tensors are trained, they become their average over all ranks before they enter an equal memory.
+
     Args:
         algorithm: what a round does.
         mixer: answers `Mix`; not bound yet.
@@ -42,6 +62,8 @@ class Rounds(Mixer):
 
     def __init__(self, algorithm: Algorithm, mixer: Gossiper | Rounds) -> None:
         self.algorithm, self.mixer = algorithm, mixer
+        self.name = type(algorithm).__name__  # in checkpoints
+        self._is_torn = False  # whether a round has ended while it was writing what its messages had said
         self.memory = Memory()
         self.messages = MessageRounds(
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
@@ -51,10 +73,16 @@ class Rounds(Mixer):
         self._agree_finite: Callable[[bool], bool] | None = None  # where answers are looked at
         self.has_failed = False  # whether the last round took no effect, as a worker had died
         self._k = self._t = 0
+        self._stamp = self._missed = 0  # the steps of the last rounds that took effect, and that were lost
+        self._is_agreed = self._has_tried = True  # [Note: One memory]
         self._alpha: float | None = None
         self._has_begun = False
         self._own_buffer_weight = 1.0
         self._buffers: list[Tensor] = []
+        self._v: Vectors | None = None  # of the round that runs
+        self._generator: Generator[Request, Any, None] | None = None
+        self._request: Request | None = None
+        self._replies: list[Any] = []  # to the request of a round that has departed
 
     # See `Mixer`.
 
@@ -62,23 +90,60 @@ class Rounds(Mixer):
         """See `Mixer`."""
         super().bind(mixing, transport)
         self.mixer.bind(mixing, transport)
+        self._join(mixing, transport)
+
+    def _join(self, mixing: MixingManager, transport: Transport) -> None:
+        self.mixing, self.transport = mixing, transport
+        if self.is_weighted and self.algorithm.averages_exactly and is_elastic(transport):
+            raise ValueError(
+                f"got push_sum=True between the exact averages of {self.algorithm} with a membership, expected "
+                "push_sum=False: where workers die and join, push-sum weights have no known sum, by which such a round "
+                "would average models"
+            )
+        if self.algorithm.writes_early and self.algorithm.averages_exactly and is_elastic(transport):
+            raise ValueError(
+                f"got {self.algorithm} with a membership, expected an algorithm that waits for its averages: the "
+                "anchor has moved before an average comes, which may fail; e.g. StreamingDiLoCo"
+            )
         self.messages.bind(mixing, transport)
+        self.memory.weights = repr(mixing)
         self.averager: GlobalAverage = (ElasticAverage if is_elastic(transport) else GlobalAverage)(transport)
+        self._is_agreed = self._has_tried = not self._must_agree
+
+    def sibling(self) -> Rounds:
+        """The rounds of another part of the same model, with a memory of their own, over the same plain gossip."""
+        other = Rounds(self.algorithm, self.mixer.sibling() if isinstance(self.mixer, Rounds) else self.mixer)
+        other.name = self.name
+        other._join(self.mixing, self.transport)
+        return other
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
-        """See `Mixer`."""
-        self.check(mixing)
+        """See `Mixer`. The algorithm has looked at the worlds that may be: no survivor may end in a step by another."""
         self.mixing, self.transport = mixing, transport
         self.mixer.rebind(mixing, transport)
         self.messages.rebind(mixing, transport)
-        self.averager.transport = transport
+        self.averager.transport, self.memory.weights = transport, repr(mixing)
         self.memory.begin_generation()
         self._has_begun = False
+        self._is_agreed = self._has_tried = not self._must_agree
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
         self.mixer.check(mixing)
         self.algorithm.check(self._relaxed(mixing))
+        own, inner = self.algorithm, self.mixer
+        if own.averages_exactly and own.mixes and inner.keeps_models:
+            raise ValueError(
+                f"got {inner} between the exact averages of {own}, expected an algorithm that keeps no models of "
+                "peers: it would relay those from before an average, and undo it; leave it out, or pass gossip_every=0"
+            )
+        if own.needs_whole_rounds and not (inner.is_whole or inner.keeps_models):
+            raise ValueError(
+                f"got {inner} with {own}, expected plain gossip: the momentum repeats what a round has changed, and "
+                "differences that compressed rounds leave out may grow by it from round to round; pass momentum=0 "
+                "(NoLoCo: and pull <= 1), take GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). An "
+                "algorithm of your own that leaves nothing out says so by is_whole = True"
+            )
 
     def _relaxed(self, mixing: MixingManager) -> MixingManager:
         """About what answers to `Mix` are made by."""
@@ -98,7 +163,26 @@ class Rounds(Mixer):
     @property
     def is_skippable(self) -> bool:  # type: ignore[override]
         """See `Mixer`."""
-        return self.algorithm.is_skippable and self.mixer.is_skippable
+        return self.algorithm.is_skippable and self.mixer.is_skippable and not self.can_recover
+
+    @property
+    def is_whole(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return self.algorithm.is_whole and self.mixer.is_whole
+
+    @property
+    def can_recover(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return self.algorithm.can_recover
+
+    @property
+    def has_news(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return not self._has_tried
+
+    @property
+    def _must_agree(self) -> bool:
+        return self.algorithm.has_equal_memory and is_elastic(self.transport)
 
     @property
     def own_buffer_weight(self) -> float:
@@ -108,7 +192,9 @@ class Rounds(Mixer):
     @property
     def sources(self) -> Sequence[int]:
         """See `Mixer`."""
-        return range(self.transport.world_size) if self.algorithm.averages_exactly else self.mixer.sources
+        if self.algorithm.averages_exactly:
+            return range(self.transport.world_size)
+        return self.messages.sources or self.mixer.sources
 
     def is_due(self, k: int) -> bool:
         """See `Mixer`."""
@@ -172,13 +258,29 @@ class Rounds(Mixer):
         if isinstance(self.mixer, Rounds):
             self.mixer.watch_optimizer(buffer)
 
-    # A round.
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
+        """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
+        inner = f".over({self.mixer.describe(dtypes)})" if isinstance(self.mixer, Rounds) else f" by {self.mixer}"
+        return f"{self.algorithm.describe(dtypes)}{inner if self.algorithm.mixes else ''}"
 
-    def begin(self, x: FlatVector) -> None:
-        """See `Mixer`. The rates of the first step of SGD are looked at before anything has changed.
+    # Beside rounds.
 
-        On an elastic transport they are not: one worker would end the training of others by its rates.
+    @property
+    def has_begun(self) -> bool:
+        """Whether the algorithm knows where training begins."""
+        return self._has_begun
+
+    def begin(self, x: FlatVector, k: int = 0) -> bool:
+        """See `Mixer` and [Note: One memory]."""
+        return self.begin_part(x, is_due=self.algorithm.averages_at(k), k=k)
+
+    def begin_part(self, x: FlatVector, *, is_due: bool, k: int) -> bool:
+        """As `begin`. is_due: whether a round of x that averages is due now.
+
+        The rates of the first step of SGD are looked at before anything has changed; on an elastic transport they are
+        not: one worker would end the training of others by its rates.
         """
+        has_changed = False
         step = None if self.watch is None else self.watch.step
         if step is not None and not self._has_checked_step:
             if not is_elastic(self.transport):
@@ -186,7 +288,58 @@ class Rounds(Mixer):
             self._has_checked_step = True
         if not self._has_begun:
             self.algorithm.begin(self._vectors(Vector.of(x)), self.memory)
+            self._buffers = [b.clone() for b in x.buffers]
             self._has_begun = True
+        if not self._has_tried:
+            has_changed = self._agree(x)
+            if self._is_agreed and self._missed > self._stamp and not is_due:
+                self._k = self._t = self._missed
+                self._run(Vector.of(x))
+                has_changed = True
+        if self.algorithm.has_equal_memory and self._is_agreed and (new := self.memory.new_tensors(x)):
+            warnings.warn(
+                f"{self.algorithm}: other tensors are trained than before, so its memory begins at the average of all "
+                f"models in those that are new ({sum(map(torch.numel, new))} elements)",
+                stacklevel=2,
+            )
+            if average_(new, x, self.averager):
+                self._stamp, has_changed = max(k, self._stamp), True
+                self.memory.fit(Vector.of(x))
+        return has_changed
+
+    def recover(self, x: FlatVector) -> None:
+        """See `Mixer`; buffers that are not finite become those of the last round."""
+        self.algorithm.recover(self._vectors(Vector.of(x)), self.memory)
+        if self.is_weighted:
+            for part in x.parameters:
+                part.mul_(x.push_sum_weight[0])
+        for own, kept in zip(x.buffers, self._buffers, strict=True):
+            own.copy_(torch.where(own.isfinite(), own, kept.to(own)))
+
+    def _agree(self, x: FlatVector) -> bool:
+        """Take the newest memory, and set `_is_agreed`, if no worker fails; returns whether x was written."""
+        self._has_tried, self._is_agreed, has_changed = True, False, False
+        transport = self.transport
+        mine = torch.tensor([self._stamp, self._missed], device="cpu")
+        everyone = mine.new_empty(transport.world_size * 2)
+        try:
+            transport.all_gather(everyone, mine, what="the last rounds of all workers")
+            stamps, missed = everyone.view(-1, 2).unbind(1)
+            newest, source = int(stamps.max()), int(stamps.argmax())
+            if int(stamps.min()) < newest:
+                state = self.memory.state_dict(joins=True) if source == transport.rank else None
+                state = broadcast_state(transport, state, source=source, what=f"the memory of {self.algorithm}")
+                if self._stamp < newest:
+                    self.memory.take(state)
+                    self._stamp, has_changed = newest, self.algorithm.can_recover
+                    v = self._vectors(Vector.of(x))
+                    self.algorithm.recover(v, self.memory)
+            self._missed, self._is_agreed = int(missed.max()), True
+        except (ConnectionError, TimeoutError):
+            pass  # the next generation does it
+        return has_changed
+
+    # A round.
 
     def _vectors(self, x: Vector) -> Vectors:
         self.memory.fit(x, who=self.algorithm)
@@ -195,66 +348,175 @@ class Rounds(Mixer):
         return Vectors(x, self.messages, t=self._t, rank=rank, num_ranks=num_ranks)
 
     def _run(self, x: Vector) -> None:
+        """One round, blocking."""
+        self._open(x)
+        while self._request is not None:
+            self._go_on(self._answer(self._request))
+        self._end(x, 0.0)
+
+    def blocking(self, x: FlatVector, t: int, k: int) -> None:
+        """x <- round t of it, after k optimizer steps."""
+        self._t, self._k = t, k
+        self._run(Vector.of(x))
+
+    def depart(self, x: FlatVector, t: int, k: int) -> Callable[[], float]:
+        """Begin round t, after k optimizer steps; a job is returned that answers the first request, in any thread.
+
+        x may be changed and freed after that.
+        """
+        self._t, self._k = t, k
+        vector = Vector.of(x)
+        self._open(vector)
+        if self._request is not None and isinstance(self._request, Mix | Average) and self._request.x is vector:
+            assert self._v is not None
+            copy = x.clone()
+            self._v.x = Snapshot(copy.parameters, copy)
+            self._request = replace(self._request, x=self._v.x)
+        replies: list[Any] = []
+
+        def answer() -> float:
+            if self._request is not None:
+                replies.append(self._answer(self._request))
+            return 1.0
+
+        self._replies = replies
+        return answer
+
+    def arrive(self, x: FlatVector, *, kept: float) -> None:
+        """End the round that departed, at the model as it is now; kept: what the model keeps of its own buffers."""
+        v = self._v
+        if self._request is not None and v is not None:
+            snapshot, reply = v.x, self._replies.pop()
+            v.x = Vector.of(x)
+            if isinstance(snapshot, Snapshot) and reply is not RoundLost:
+                for own, correction in zip(x.parameters, snapshot.parts, strict=True):
+                    add_(own, correction, alpha=1.0 if self._alpha is None else self._alpha)
+                for own, correction in zip(self._buffers, snapshot.flat.buffers, strict=True):  # type: ignore[union-attr]
+                    add_(own, correction, alpha=1.0 if self._alpha is None else self._alpha)
+                self._alpha = None
+            self._go_on(reply)
+            while self._request is not None:
+                self._go_on(self._answer(self._request))
+        self._end(Vector.of(x), kept)
+
+    def give_up(self) -> None:
+        """End the round that departed without its result."""
+        self._close()
+
+    def release(self) -> None:
+        """Nothing of the vector that the round was about is needed any more."""
+        self.memory.release()
+        self.messages.release()
+
+    def _open(self, x: Vector) -> None:
+        """Up to the first request."""
         assert x.flat is not None, "rounds mix flat vectors"
+        if self._is_torn:
+            raise RuntimeError(
+                f"{self}: got a round after one that failed, expected none: the states of the ranks may no longer "
+                "agree; start again from a checkpoint on all ranks"
+            )
+        self._alpha, self._own_buffer_weight, self.has_failed = None, 1.0, False
+        averages = self.algorithm.averages_at(self._k)
+        if averages and not self._is_agreed and not isinstance(x, Snapshot):
+            self._agree(x.flat)  # it fails at once, and so asks for another generation
+        if averages and not self._is_agreed:
+            self.has_failed, self._missed = True, self._k
+            return
         v = self._vectors(x)
         if self.watch is not None:
             self.watch.before_round(self.memory)
             v.step = self.watch.step if self.memory.num_rounds else None
+            v.inner_rate = self.watch.inner_rate
         self._buffers = [b.clone() for b in x.flat.buffers]
-        self._own_buffer_weight, self.has_failed = 1.0, False
-        generator = self.algorithm.round(v, self.memory, self._k)
-        lost: Exception | None = None
+        self._v, self._generator = v, self.algorithm.round(v, self.memory, self._k)
+        self._go_on(None)
+
+    def _go_on(self, reply: Any) -> None:
+        """To the next request, or to the end of the round."""
+        assert self._generator is not None, "a round is open"
+        # Peers have the same messages: if this rank does not write what they say, they no longer agree.
+        self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
         try:
-            self._drive(generator, v)
+            if reply is RoundLost:
+                self._generator.throw(RoundLost())
+            self._request, self._is_torn = self._generator.send(reply), False
+        except StopIteration:
+            self._request, self._is_torn = None, False
+        except RoundLost:  # training goes on without this round
+            self._request, self.has_failed, self._missed = None, True, self._k
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        if self._generator is not None:
+            self._generator.close()
+            self.memory.put_back()
+        self._generator = self._request = self._v = None
+
+    def _end(self, x: Vector, kept: float) -> None:
+        """The round has ended. kept: what x keeps of its own buffers."""
+        is_open = self._generator is not None
+        if is_open and not self.has_failed:
             self.memory.end_round()
+            assert x.flat is not None, "rounds mix flat vectors"
             if self._alpha is None:
                 for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
-                    b.copy_(mixed)
-        except (RoundLost, NonfiniteRound) as error:  # training goes on without this round
-            lost, self.has_failed = error, True
-        finally:
-            generator.close()
-            self.memory.put_back()
-        if self.watch is not None:
+                    b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
+            if self.algorithm.averages_at(self._k):
+                self._stamp = self._k
+        self._close()
+        if is_open and self.watch is not None:
             self.watch.after_round(self.memory)
-        if isinstance(lost, NonfiniteRound):
-            raise lost
 
-    def _drive(self, generator: Generator[Request, Any, None], v: Vectors) -> None:
-        """Answer until the round ends."""
-        reply = None
-        while True:
-            try:
-                request = generator.send(reply)
-            except StopIteration:
-                return
-            reply = self._answer(request, v)
+    def _answer(self, request: Request) -> Any:
+        v = self._v
+        assert v is not None, "a round is open"
+        try:
+            reply = self._reply_to(request, v)
             if self._agree_finite is not None and isinstance(request, Mix | Average):
                 flat = request.x.flat
                 if flat is not None and not self._agree_finite(is_finite(flat)):
                     raise NonfiniteRound
-            if reply is RoundLost:
-                generator.throw(RoundLost())
+        except NonfiniteRound:  # training goes on without this round
+            self.has_failed = True
+            self._close()
+            if self.watch is not None:
+                self.watch.after_round(self.memory)
+            raise
+        except BaseException:
+            self._close()
+            raise
+        return reply
 
-    def _answer(self, request: Request, v: Vectors) -> Any:
+    def _reply_to(self, request: Request, v: Vectors) -> Any:
         if isinstance(request, Mix):
             return self._mix(request.x, v, self.mixer)
         if isinstance(request, Average):
             self._mix(request.x, v, self.averager)
-            return RoundLost if self.averager.has_failed else None
+            if self.averager.has_failed:
+                return RoundLost
+            self._set_weight(v)
+            return None
         if isinstance(request, Share):
             replies = self._exchange(dict.fromkeys(v.peers, request.message), {})
             return self.messages.row_of(request.message, replies)
         if isinstance(request, Exchange):
             return self._exchange(request.messages, request.checksums)
         assert isinstance(request, Gather), f"got the request {request!r}"
-        return self._gather(request.message)
+        return self._gather(request.message, v)
 
     def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
         self.messages.post(messages, self._buffers, checksums=checksums)
         replies = self.messages.wait(self._buffers)
         self._own_buffer_weight = self.messages.own_buffer_weight
         return replies
+
+    def _set_weight(self, v: Vectors) -> None:
+        """After an exact average of all ranks their weights are one."""
+        if v.x.flat is not None and not (isinstance(v.x, Snapshot) and v.x.is_correction):
+            v.x.flat.push_sum_weight.fill_(1.0)
 
     def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
         flat = x.flat
@@ -273,13 +535,33 @@ class Rounds(Mixer):
         for own, b in zip(self._buffers, flat.buffers, strict=True):
             own.copy_(b)
 
-    def _gather(self, message: Message) -> list[Message]:
-        """See `Gather`."""
+    def _gather(self, message: Message, v: Vectors) -> Received | type[RoundLost]:
+        """See `Gather`. The buffers of the model travel along, and become their mean over all ranks."""
+        num_others = len(message.buffer.fields) - len(message.fields)
+        for field, mine in zip(message.buffer.fields[:num_others], self._buffers, strict=True):
+            field.copy_(mine)
         mine, n = message.buffer.raw, self.transport.world_size
         everyone = mine.new_empty(n * mine.numel())
-        self.transport.all_gather(everyone, mine, what=f"messages of round {self._t}")
-        sizes, num_others = message.buffer.sizes, len(message.buffer.fields) - len(message.fields)
-        return [Message(message.code, MessageBuffer(sizes, raw), num_others) for raw in everyone.view(n, -1)]
+        try:
+            if mine.numel():
+                self.transport.all_gather(everyone, mine, what=f"messages of round {self._t}")
+            if is_elastic(self.transport):  # as `ElasticAverage`
+                end = torch.zeros(1, device="cpu")
+                self.transport.all_reduce(end, what=f"end of the messages of round {self._t}")
+        except (ConnectionError, TimeoutError):
+            if is_elastic(self.transport):
+                return RoundLost
+            raise
+        sizes = message.buffer.sizes
+        received = [Message(message.code, MessageBuffer(sizes, raw), num_others) for raw in everyone.view(n, -1)]
+        for k, own in enumerate(self._buffers):
+            total = torch.zeros_like(own, dtype=own.dtype if own.element_size() >= 4 else torch.float32)
+            for theirs in received:
+                total.add_(theirs.buffer.fields[k])
+            own.copy_(total.div_(n))
+        self._own_buffer_weight *= 1 / n
+        self._set_weight(v)
+        return Received([(1.0, theirs) for theirs in received])
 
     # State.
 
@@ -319,23 +601,26 @@ class Rounds(Mixer):
             self.watch.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory."""
+        """See `Mixer`; shares memory. Without any memory after a round that ended while it was writing."""
+        if self._is_torn:
+            return {"algorithm": self.name}
         return {
-            "algorithm": type(self.algorithm).__name__,
+            "algorithm": self.name,
             "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
             "memory": self.memory.state_dict(has_links=not is_elastic(self.transport)),
             "messages": self.messages.state_dict(),
             "mixer": self.mixer.state_dict(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(),
+            "stamps": [self._stamp, self._missed],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`. Under a membership what workers must keep the sum of starts anew: see `Memory`."""
-        name = type(self.algorithm).__name__
-        if state.get("algorithm") != name:
+        state = renewed(state, self.name)
+        if state.get("algorithm") != self.name:
             raise ValueError(
-                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {name}; wrap as "
-                "when it was saved, or load the model alone: module.load_state_dict"
+                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {self.name}; wrap "
+                "as when it was saved, or load the model alone: module.load_state_dict"
             )
         self._load(state)
 
@@ -344,8 +629,11 @@ class Rounds(Mixer):
         self._load({})
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._has_begun = False
+        self._has_begun = self._is_torn = False
+        self._stamp, self._missed = state.get("stamps", (0, 0))
         memory = dict(state.get("memory", {}))
+        if self.algorithm.keeps_links and is_elastic(self.transport):
+            memory.pop("vectors", None)
         if memory.get("links"):
             if is_elastic(self.transport):  # whoever loads it may have other peers
                 del memory["links"]
@@ -365,10 +653,11 @@ class Rounds(Mixer):
     def state_for_newcomer(self) -> dict[str, Any]:
         """See `Mixer`."""
         return {
-            "algorithm": type(self.algorithm).__name__,
+            "algorithm": self.name,
             "memory": self.memory.state_dict(joins=True, has_links=False),
             "mixer": self.mixer.state_for_newcomer(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(joins=True),
+            "stamps": [self._stamp, self._missed],
         }
 
     def _check_links(self, found: Sequence[int]) -> None:
@@ -381,16 +670,29 @@ class Rounds(Mixer):
 
     def for_membership(self) -> Rounds:
         """See `Gossiper`."""
-        if not self.algorithm.is_elastic:
-            raise ValueError(
-                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
-                "which says so by is_elastic = True; take another one, such as DPSGD()"
-            )
-        return self
+        rounds = Rounds(self.algorithm.for_membership(), self.mixer.for_membership())
+        rounds.name = self.name
+        return rounds
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert self._generator is None, "flush() before copying: a round is in flight"
+        return self.__dict__
 
     def __repr__(self) -> str:
         inner = f".over({self.mixer!r})" if isinstance(self.mixer, Rounds) else ""
         return f"{self.algorithm!r}{inner}"
+
+
+def average_(tensors: Sequence[Tensor], x: FlatVector, averager: GlobalAverage) -> bool:
+    """The tensors, which are views of x, <- their average over all ranks; whether no worker has died in it."""
+    vector = FlatVector.pack(tensors)
+    vector.push_sum_weight.copy_(x.push_sum_weight)
+    averager.mix(vector, 0)
+    if averager.has_failed:
+        return False
+    vector.multiply_by_weight_(x.push_sum_weight)
+    vector.unpack_to(tensors)
+    return True
 
 
 def rounds_of(algorithm: Algorithm | Over, plain: Gossiper) -> Gossiper | Rounds:

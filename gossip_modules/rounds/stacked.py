@@ -437,4 +437,6 @@ class EveryRow(Received):
 
 
 def _decompressed(code: Code, x: Tensor, t: int) -> Tensor:
-    return code.decompressed(x, t=t) if isinstance(code, Compressor) else decompressed_rows(code, x, t)
+    if isinstance(code, Compressor):
+        return code.decompressed(x, t=t)
+    return decompressed_rows(cast("Compressor", code), x, t)

@@ -8,12 +8,11 @@ from typing import Any
 
 from ..compression.compressor import Compressor
 from ..gossiper.gossiper import Gossiper
-from ..outer.method import OuterMethod
 from ..registry import METHODS, named
 from ..rounds.algorithm import Algorithm, Over, combined
 from .foreign.user_line import levels_to_user
 
-_LEGACY = (Gossiper, OuterMethod)
+_LEGACY = (Gossiper,)
 
 
 def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[Any, Any, Algorithm | Over | None]:
@@ -33,11 +32,11 @@ def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[An
         given = " and ".join(f"{name}={_written(value)}" for name, value in old.items())
         message = f"got {given}, which is now algorithm={new}; the old names will go"
         warnings.warn(message, DeprecationWarning, stacklevel=levels_to_user())
+    made = (_made(x, x) if isinstance(x, type) and issubclass(x, Algorithm) else x for x in (outer, rule, gossiper))
+    outer, rule, gossiper = made
     algorithm = as_algorithm(algorithm)
     if isinstance(algorithm, Gossiper):
         gossiper, algorithm = algorithm, None
-    elif isinstance(algorithm, OuterMethod):
-        outer, algorithm = algorithm, None
     algorithm, others = combined(outer, rule, gossiper, algorithm)
     outer, other, gossiper = others[:3]
     if other is not None:

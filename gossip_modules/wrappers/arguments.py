@@ -21,8 +21,8 @@ from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..graph_manager.static_graphs import NetworkXGraph
 from ..mixing_manager.base import MixingManager
-from ..outer.method import OuterMethod
 from ..rounds.algorithm import Algorithm, Over
+from ..rounds.periodic import Periodic
 from ..schedule import Schedule
 from ..transport.waits import as_timeout as as_timeout  # which `Membership` takes from below
 
@@ -105,41 +105,36 @@ def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | Conse
     return Schedule(gossip_every=schedule)
 
 
-def check_outer(
-    outer: object, schedule: object, *, overlap: bool, init_sync: bool, gossip: Mapping[str, object]
+def check_periodic(
+    algorithm: Algorithm, schedule: object, *, overlap: bool, init_sync: bool, gossip: Mapping[str, object]
 ) -> None:
-    """Raise ValueError where `outer` is no outer method, or stands beside arguments that do not fit to it.
+    """Raise ValueError where an algorithm stands beside arguments that do not fit to it.
 
     Args:
-        outer: what the user gave.
+        algorithm: what a round does.
         schedule, overlap, init_sync: other arguments of the wrapper.
         gossip: those that say how ranks gossip, by name; None where they were left out.
     """
-    if not isinstance(outer, OuterMethod):
+    if isinstance(algorithm, Periodic) and isinstance(schedule, ConsensusControl):
         raise ValueError(
-            f"got outer={outer!r}, expected an OuterMethod such as DiLoCo(sync_every=30); for another optimizer pass "
-            "DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters))"
+            f"got schedule={schedule} beside {algorithm}, which says itself when ranks communicate, expected one of "
+            "them; leave schedule out"
         )
-    if schedule != Schedule():
+    if overlap and isinstance(algorithm, Periodic) and algorithm.delay:
         raise ValueError(
-            f"got schedule={schedule} beside outer={outer}, which says itself when ranks communicate, expected one of "
-            "them; leave schedule out, and pass sync_every to the outer method"
+            f"got overlap=True beside {algorithm}, expected one of them: its delay says for how many steps a round "
+            "travels under training; leave overlap out"
         )
-    if overlap:
+    if algorithm.has_equal_memory and not init_sync:
         raise ValueError(
-            f"got overlap=True beside outer={outer}, expected overlap=False; outer steps run under training "
-            "with the delay= of the outer method, as in StreamingDiLoCo(delay=2)"
-        )
-    if outer.averages_exactly and not init_sync:
-        raise ValueError(
-            f"got init_sync=False beside outer={outer}, expected True: all ranks move one anchor, so they must start "
+            f"got init_sync=False beside {algorithm}, expected True: all ranks move one anchor, so they must start "
             "from one model"
         )
     given = [name for name, value in gossip.items() if value is not None]
-    if given and outer.averages_exactly and not outer.gossip_every:
+    if given and not algorithm.mixes:
         raise ValueError(
-            f"got {', '.join(given)} beside outer={outer}, which averages over all ranks and never gossips, expected "
-            "none; leave them out, or take an outer method that gossips: GASLoC, NoLoCo or SlowMo(gossip_every=1)"
+            f"got {', '.join(given)} beside {algorithm}, which averages over all ranks and never gossips, expected "
+            "none; leave them out, or take an algorithm that gossips: GASLoC, NoLoCo or SlowMo(gossip_every=1)"
         )
 
 

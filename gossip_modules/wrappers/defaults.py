@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..consensus_control import ConsensusControl
-from ..engine.outer_checks import check_mixing
 from ..gossiper.gossiper import Gossiper
 from ..gossiper.push_pull import PushPull
 from ..gossiper.push_sum import PushSum
@@ -21,9 +20,9 @@ from ..graph_manager.dynamic_graphs import (
 from ..graph_manager.named_graphs import default_graph, undirected_ring
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing
-from ..outer.method import OuterMethod
 from ..rounds.algorithm import Algorithm, Over
-from ..rounds.rounds import Rounds, rounds_of
+from ..rounds.pieces import Pieces, mixer_of
+from ..rounds.rounds import Rounds
 from ..schedule import Schedule
 from .arguments import (
     GossiperLike,
@@ -34,7 +33,7 @@ from .arguments import (
     as_mixing,
     check_algorithm,
     check_flags,
-    check_outer,
+    check_periodic,
     check_size,
     check_wire_dtype,
 )
@@ -136,7 +135,7 @@ class Choices:
     gossiper: GossiperLike | None
     wire_dtype: torch.dtype | None
     schedule: Schedule | ConsensusControl
-    outer: OuterMethod | None = None
+    outer: object = None
     algorithm: Algorithm | Over | None = None
 
     def choose(
@@ -158,15 +157,19 @@ class Choices:
 
     def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: Any) -> None:
         check_flags(push_sum=self.push_sum)
-        gossip = {"graph": self.graph, "mixing": self.mixing, "gossiper": self.gossiper, "wire_dtype": self.wire_dtype}
+        gossip = {
+            "graph": self.graph,
+            "mixing": self.mixing,
+            "gossiper": self.gossiper or (self.algorithm if isinstance(self.algorithm, Over) else None),
+            "wire_dtype": self.wire_dtype,
+        }
         if self.outer is not None:
-            check_outer(self.outer, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
+            raise ValueError(
+                f"got outer={self.outer!r}, expected an algorithm such as DiLoCo(sync_every=30); for another optimizer "
+                "pass DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters))"
+            )
         if self.algorithm is not None:
-            if self.outer is not None:
-                raise ValueError(
-                    f"got outer={self.outer} and {self.algorithm}, expected one of them: both say what is made of the "
-                    "steps of a rank"
-                )
+            check_periodic(self._outermost, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
             check_algorithm(self.algorithm, self.schedule, overlap=overlap, nprocs_per_node=others["nprocs_per_node"])
         if isinstance(self.schedule, ConsensusControl) and others["nprocs_per_node"] != 1:
             raise ValueError(
@@ -197,36 +200,30 @@ class Choices:
 
     def _gossiper(self) -> Any:
         plain = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
-        return plain if self.algorithm is None else rounds_of(self.algorithm, plain)
+        return plain if self.algorithm is None else mixer_of(self.algorithm, plain)
 
     def was_on_a_ring(self, mixing: MixingManager) -> bool:
         """Whether rounds with these weights, which nobody named, were on a ring in older versions."""
         is_default = (
             self.graph is None and self.mixing is None and isinstance(mixing.graph, DynamicBipartiteCompleteGraph)
         )
-        gossips = self.outer is None or not self.outer.averages_exactly or self.outer.gossip_every > 0
+        gossips = self.algorithm is None or self._outermost.mixes
         return is_default and gossips and self.schedule.average_every != 1  # 1: all rounds are exact averages
-
-    def check(self, mixing: MixingManager) -> None:
-        """Raise ValueError where the method of outer steps is wrong with these weights."""
-        if self.outer is not None:
-            check_mixing(mixing, self.outer)
 
     @property
     def _sends_weights(self) -> bool:
-        """Whether models carry push-sum weights: not where outer steps or an algorithm mix something else."""
-        if self.algorithm is not None:
-            outermost = self.algorithm.outer if isinstance(self.algorithm, Over) else self.algorithm
-            return self.push_sum and outermost.takes_push_sum
-        gossips = self.outer is None or (self.outer.averages_exactly and self.outer.gossip_every > 0)
-        return self.push_sum and gossips
+        """Whether models have push-sum weights: not where other vectors are mixed."""
+        return self.push_sum and (self.algorithm is None or self._outermost.takes_push_sum)
+
+    @property
+    def _outermost(self) -> Algorithm:
+        assert self.algorithm is not None, "an algorithm is named"
+        return self.algorithm.outer if isinstance(self.algorithm, Over) else self.algorithm
 
     def _mixing_of(
         self, graph: GraphLike | None, mixing: MixingLike | None, num_nodes: int, gossiper: Gossiper
     ) -> MixingManager:
         """The weights, those of the method where neither graph nor weights are named."""
-        if graph is None and mixing is None and self.outer is not None:
-            graph = self.outer.default_graph(num_nodes)
-        if graph is None and mixing is None and isinstance(gossiper, Rounds):
+        if graph is None and mixing is None and isinstance(gossiper, Rounds | Pieces):
             mixing = gossiper.default_mixing(num_nodes)
         return choose_mixing(graph, mixing, push_sum=self._sends_weights, world_size=num_nodes, gossiper=gossiper)

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..consensus_control import ConsensusControl
-from ..engine.elastic_outer import ElasticOuterEngine
 from ..engine.engine import LockstepEngine, SyncEngine
-from ..engine.outer import OuterEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
@@ -24,11 +22,10 @@ from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
 from ..membership.node.participant import NodeParticipant
 from ..mixing_manager.base import MixingManager
-from ..outer.anchor import anchor_dtypes
-from ..outer.fragment import check_names
-from ..outer.method import OuterMethod
 from ..rounds.algorithm import Algorithm, Over
+from ..rounds.pieces import Pieces
 from ..rounds.rounds import Rounds
+from ..rounds.vector import widened
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from .algorithm import sorted_out
@@ -109,8 +106,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a
             `ConsensusControl` = as often as the distance between the models asks for.
-        outer: an `OuterMethod` such as `DiLoCo`: ranks train alone, and every H steps an outer optimizer steps on where
-            they have come. Costs three copies of the model; in place of `schedule` and `overlap`.
+        outer: an algorithm such as `DiLoCo`, as `algorithm`: ranks train alone, and every H steps an outer optimizer
+            steps on where they have come. Costs three copies of the model.
         rule: an older name of `algorithm`.
         process_group: a group that carries nothing else; None = a new one over all ranks.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
@@ -175,7 +172,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         gossiper: GossiperLike | None = None,
         wire_dtype: torch.dtype | None = None,
         schedule: Schedule | ConsensusControl | int = 1,
-        outer: OuterMethod | None = None,
+        outer: Algorithm | Over | None = None,
         rule: Algorithm | None = None,
         process_group: dist.ProcessGroup | None = None,
         nprocs_per_node: int = 1,
@@ -230,12 +227,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         policies = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
         choose, gossiper = chosen.choose_for_any_size(init_sync=init_sync, **policies)
 
-        def check(mixing: MixingManager) -> None:
-            gossiper.check(mixing)
-            chosen.check(mixing)
-
         participant = LockstepParticipant if g == 1 else NodeParticipant
-        self._elastic = participant(self, membership, choose, check=check)
+        self._elastic = participant(self, membership, choose, check=gossiper.check)
         self._describe(chosen, choose(8), gossiper, **({} if g == 1 else {"nprocs_per_node": g}))
         if g > 1:
             device, what = self._buffer.vector.raw.device, self._elastic.describe()
@@ -255,7 +248,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
 
     def _describe(self, chosen: Choices, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
-        self._outer, self._was_on_a_ring = chosen.outer, chosen.was_on_a_ring(mixing)
+        self._was_on_a_ring = chosen.was_on_a_ring(mixing)
         self._graph = None if self._elastic is not None else str(mixing.graph)
         options |= {
             "schedule": chosen.schedule,
@@ -265,14 +258,18 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             **({"ignore": ignored} if (ignored := self._buffer.selection.ignore) else {}),
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
-            **({} if self._outer is None else {"outer": self._outer.describe(anchor_dtypes(self._buffer.vector))}),
         }
-        what = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
+        what: dict[str, object] = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
+        if isinstance(gossiper, Rounds | Pieces):
+            layout = widened(self._buffer.vector.layout, has_buffers=False)
+            what["gossiper"] = gossiper.describe([segment.dtype for segment in layout.segments if segment.numel])
         self._description = {name: str(value) for name, value in {**what, **options}.items()}
 
     def _start(self, chosen: Choices, mixing: MixingManager, gossiper: Gossiper) -> None:
         gossiper.bind(mixing, self._transport)
-        if isinstance(gossiper, Rounds):
+        if isinstance(gossiper, Pieces):
+            gossiper.watch_optimizer(self._buffer, is_whole=self._node is None or self._node.is_whole)
+        elif isinstance(gossiper, Rounds):
             gossiper.watch_optimizer(self._buffer)
         engine = self._make_engine(gossiper, chosen.schedule)
         self._engine: LockstepEngine = engine if self._node is None else self._node.engine_of(engine)
@@ -285,11 +282,6 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
         policy, is_whole = self._on_nonfinite, self._node is None or self._node.is_whole
-        if self._outer is not None:
-            check_names(self._outer.fragments, self.module)
-            places = self._buffer.places if is_whole else None
-            make_engine = OuterEngine if self._elastic is None else ElasticOuterEngine
-            return make_engine(gossiper, self._outer, self._buffer, on_nonfinite=policy, places=places)
         if not self.overlap:
             return SyncEngine(gossiper, schedule, on_nonfinite=policy)
         late = self.max_staleness

@@ -19,9 +19,9 @@ from gossip_modules.extend import ProcessGroupTransport
 from gossip_modules.methods import METHODS
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.simulate.options import MAX_STEPS
+from tests.harness.quadratics import START, descended, solve
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.harness.scripts import script_outputs
-from tests.library.outer.quadratics import START, descended, solve
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "extend"
 

@@ -29,14 +29,14 @@ from gossip_modules import (
 )
 from gossip_modules.extend import FlatBuffer, FlatVector, OuterMethod
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
-from gossip_modules.gossiper.compressed import CompressedGossiper
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
+from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.harness.reference import Snapshot, flatten
-from tests.library.gossiper.contract import vector_of
+from tests.library.algorithms.contract import vector_of
 from tests.library.wrappers.test_oracle import FixedStaleness, assert_equal, irregular_digraph, oracle, run
 
 pytestmark = [
@@ -125,7 +125,7 @@ def test_state_average_and_copies_on_the_card() -> None:
     run_ranks(3, body)
 
 
-COMPRESSED: dict[str, Callable[[], CompressedGossiper]] = {
+COMPRESSED: dict[str, Callable[[], Algorithm]] = {
     "Choco SignNorm": lambda: Choco(SignNorm(64), step_size=0.3),
     "Choco TopK": lambda: Choco(TopK(0.1), step_size=0.3),
     "DeepSqueeze": lambda: DeepSqueeze(TopK(0.1), step_size=0.2),

@@ -34,7 +34,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "optim": set(),
         "sparta": {"graph_manager", "compression", "gossiper"},
         "rounds": {*_LOCKSTEP, "registry"},
-        "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds"},
+        "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds", "registry"},
         "engine": {
             *("gossiper", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
             *("outer", "compression"),
@@ -57,7 +57,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "distributed": {"wrappers"},
         "ar_distributed": {"wrappers"},
         "simple_distributed": {"wrappers"},
-        "communicator": {"wrappers", "matcha", "gossiper", "compression", "schedule"},
+        "communicator": {"wrappers", "matcha", "algorithms", "compression", "schedule"},
     },
     "train": {
         "job": set(),

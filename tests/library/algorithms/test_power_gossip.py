@@ -23,9 +23,9 @@ from gossip_modules.rounds.requests import Round
 from gossip_modules.rounds.vectors import Vectors
 from tests.harness.problems import net
 from tests.harness.ranks import CPU, run_ranks, solo_group
-from tests.library.gossiper.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of
-from tests.library.gossiper.test_choco import coded, train_dense, train_ranks
-from tests.library.gossiper.test_compressed import rounds_of
+from tests.library.algorithms.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of
+from tests.library.algorithms.test_choco import coded, train_dense, train_ranks
+from tests.library.algorithms.test_compressed import rounds_of
 
 MIXINGS = {**{name: STATIC[name] for name in ("ring", "star", "path")}, **DYNAMIC}
 ITERATIONS = pytest.mark.parametrize("num_iterations", [1, 2, 3])
@@ -299,6 +299,38 @@ def test_links_count_their_own_iterations() -> None:
         expected = {peer: sum(peer in mixing.graph.out_peers(rank, t) for t in range(9)) for peer in iterations}
         assert iterations == expected
         assert 0 < min(expected.values()) < 9
+
+
+def test_a_state_of_0_1_0_goes_on() -> None:
+    """Its factors were stacked over links."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        before, after = (bound(PowerGossip(rank=2, check_every=1), STATIC["star"], group) for _ in range(2))
+        s = vector_of(group.rank(), DTYPES)
+        for t in range(3):
+            before.mix(s, t)
+        state = before.state_dict()
+        links = state["memory"]["links"]
+        factors = [
+            {side: torch.stack([links[peer][side][k] for peer in sorted(links)]) for side in ("left", "right")}
+            for k in range(len(links[min(links)]["left"]))
+        ]
+        old = {
+            "algorithm": "PowerGossip",
+            "peers": state["messages"]["peers"],
+            "digests": state["messages"]["digests"],
+            "links": sorted(links),
+            "iterations": [links[peer]["iterations"] for peer in sorted(links)],
+            "factors": factors,
+        }
+        after.load_state_dict(old)
+        twin = s.clone()
+        for gossiper, x in ((before, s), (after, twin)):
+            for t in range(3, 6):
+                gossiper.mix(x, t)
+        assert torch.equal(s.raw, twin.raw)
+
+    run_ranks(4, body)
 
 
 # What is sent.

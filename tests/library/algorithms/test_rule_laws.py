@@ -30,9 +30,9 @@ from gossip_modules.graph_manager import BaseGraph, DynamicBipartiteExponentialG
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
 from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
-from tests.library.outer.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve
 
 RING = RingGraph(5, peers_per_itr=2)
 W = MetropolisHastingsMixing(RING).matrix(0).double()

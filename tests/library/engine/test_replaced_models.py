@@ -30,8 +30,8 @@ from gossip_modules import (
     SparseLoCo,
     gossip,
 )
+from tests.harness.quadratics import Point
 from tests.harness.ranks import run_ranks
-from tests.library.outer.quadratics import Point
 
 NUM_RANKS, PERIOD = 4, 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,26 +15,31 @@ from torch import Tensor
 from gossip_modules import Choco, PowerGossip, SignNorm, TopK
 from gossip_modules.extend import Gossiper, PushPull
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
-from gossip_modules.flat.vector import FlatVector
-from gossip_modules.gossiper.choco import ElasticChoco
-from gossip_modules.gossiper.linked import LinkedGossiper
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager.base import MixingManager
-from tests.library.gossiper.contract import GOSSIPERS, STATIC, vector_of
-from tests.library.gossiper.test_choco import top
-from tests.library.gossiper.test_compressed import RESIDUES, rounds_of
+from gossip_modules.rounds.algorithm import Algorithm
+from gossip_modules.rounds.memory import Memory
+from gossip_modules.rounds.requests import Mix, Round
+from gossip_modules.rounds.rounds import Rounds
+from gossip_modules.rounds.vectors import Vectors
+from tests.library.algorithms.contract import ALGORITHMS, STATIC, vector_of
+from tests.library.algorithms.test_choco import top
+from tests.library.algorithms.test_compressed import RESIDUES, rounds_of
 from tests.library.membership.scripted import Ended, ScriptedWorker, mixing_of, run_workers
 from tests.library.membership.test_membership import Job, close
 
 SMALL = FlatLayout.of([(torch.float64, [TensorSpec((3, 4)), TensorSpec((5,))])])
 
 
-class Worker(ScriptedWorker):
-    """A vector and a gossiper."""
+Make = Callable[[], Algorithm | Gossiper]
 
-    def __init__(self, name: int, store: dist.Store, gossiper: Gossiper, layout: FlatLayout) -> None:
+
+class Worker(ScriptedWorker):
+    """A vector, and the rounds of an algorithm."""
+
+    def __init__(self, name: int, store: dist.Store, made: Algorithm | Gossiper, layout: FlatLayout) -> None:
         super().__init__(name, store)
-        self.gossiper = gossiper.for_membership()
+        self.gossiper = (Rounds(made, PushPull()) if isinstance(made, Algorithm) else made).for_membership()
         self.s = vector_of(name, layout)
         self.seen: dict[int, Tensor] = {}  # the vector after each round
 
@@ -51,7 +57,7 @@ class Worker(ScriptedWorker):
             self.seen[t] = self.s.segments[0].clone()
 
 
-def run_gossip(bodies: Sequence[Callable[[Worker], Any]], make: Callable[[], Gossiper], layout: FlatLayout) -> Any:
+def run_gossip(bodies: Sequence[Callable[[Worker], Any]], make: Make, layout: FlatLayout) -> Any:
     """Each body in a thread of its own, on the worker of its index; the workers."""
     return run_workers(bodies, lambda name, store: Worker(name, store, make(), layout))
 
@@ -65,23 +71,33 @@ def before(worker: Worker, t: int) -> None:
 
 def between(worker: Worker, t: int) -> None:
     """Its headers have come and gone, and its messages have not."""
-    gossiper = worker.gossiper
-    assert isinstance(gossiper, LinkedGossiper)
+    assert isinstance(worker.gossiper, Rounds)
+    messages = worker.gossiper.messages
 
-    def write_messages(s: FlatVector) -> None:
-        gossiper._message_check._arrive(gossiper.transport)
+    def post_headers() -> None:
+        type(messages).post_headers(messages)
+        messages._message_check._arrive(messages.transport)
         raise Ended
 
-    gossiper.write_messages = write_messages  # type: ignore[attr-defined]
-    gossiper.start(worker.s, t)
+    messages.post_headers = post_headers  # type: ignore[method-assign]
+    worker.gossiper.mix(worker.s, t)
 
 
 def posted(worker: Worker, t: int) -> None:
     """Its messages are on their way."""
-    worker.gossiper.start(worker.s, t)
+    if isinstance(worker.gossiper, Rounds):
+        worker.gossiper.messages.wait = hang_up  # type: ignore[method-assign]
+        with contextlib.suppress(Ended):
+            worker.gossiper.mix(worker.s, t)
+    else:
+        worker.gossiper.start(worker.s, t)
     assert worker.transport is not None
     for peer in (0, 2):  # what is posted would keep the connections open
         worker.transport.break_link(peer)
+    raise Ended
+
+
+def hang_up(buffers: Sequence[Tensor]) -> Any:
     raise Ended
 
 
@@ -125,7 +141,7 @@ CASES = [
 def test_four_three_four_workers_keep_their_mean_and_come_to_agree(
     name: str, die: Callable[[Worker, int], None], late: bool
 ) -> None:
-    make = GOSSIPERS.get(name, lambda: PushPull(wire_dtype=torch.bfloat16))
+    make = ALGORITHMS.get(name, lambda: PushPull(wire_dtype=torch.bfloat16))
     workers = run_gossip(four_three_four(die, late=late), make, SMALL)
     survivors, all_four = [workers[k] for k in (0, 2, 3)], [workers[k] for k in (0, 2, 3, 4)]
     for group, first, last in ((survivors, 3, 8), (all_four, 9, 30)):
@@ -141,28 +157,34 @@ def test_four_three_four_workers_keep_their_mean_and_come_to_agree(
     assert spread[1] < RESIDUES.get(name, 0.2) * spread[0]
 
 
-@pytest.mark.parametrize("make", [GOSSIPERS["Choco TopK"], PowerGossip], ids=["Choco", "PowerGossip"])
-def test_a_link_is_kept_where_both_ends_have_the_same_and_else_begins_anew(make: Callable[[], Gossiper]) -> None:
+@pytest.mark.parametrize("make", [ALGORITHMS["Choco TopK"], PowerGossip], ids=["Choco", "PowerGossip"])
+def test_a_link_is_kept_where_both_ends_have_the_same_and_else_begins_anew(
+    make: Make,
+) -> None:
     """Worker 0 applies a message of 1 in round 2 which does not apply that of 0, and both live."""
     ages: dict[int, dict[int, int]] = {}
 
     def body(worker: Worker) -> None:
         worker.begin(1, [0, 1, 2])
         worker.rounds(0, 1)
-        gossiper = worker.gossiper
-        assert isinstance(gossiper, LinkedGossiper)
-        gossiper.start(worker.s, 2)
+        assert isinstance(worker.gossiper, Rounds)
+        messages = worker.gossiper.messages
+
+        def wait(buffers: Sequence[Tensor]) -> Any:
+            messages._lost.add(0)  # as if the wait had ended before the message came
+            return type(messages).wait(messages, buffers)
+
         if worker.name == 1:
-            gossiper._lost.add(0)  # as if its wait had ended before the message came
-        gossiper.finish(worker.s)
+            messages.wait = wait  # type: ignore[method-assign]
+        worker.rounds(2)
+        messages.__dict__.pop("wait", None)
         worker.begin(2, [2, 0, 1])  # in another order
         worker.rounds(3, 4)
-        ages[worker.name] = {(2, 0, 1)[k]: gossiper.link_age(k) for k in range(3) if k != gossiper.transport.rank}
+        ages[worker.name] = {(2, 0, 1)[k]: messages.link_age(k) for k in range(3) if k != messages.transport.rank}
         worker.rounds(5, 6)
 
-    workers = run_gossip([body] * 3, make, SMALL)
-    old, new = (1, 4) if isinstance(workers[0].gossiper, ElasticChoco) else (5, 2)  # the round + 1; iterations
-    assert ages == {0: {1: new, 2: old}, 1: {0: new, 2: old}, 2: {0: old, 1: old}}
+    run_gossip([body] * 3, make, SMALL)
+    assert ages == {0: {1: 2, 2: 5}, 1: {0: 2, 2: 5}, 2: {0: 5, 1: 5}}
 
 
 def top_choco() -> Choco:
@@ -196,16 +218,11 @@ def test_while_nobody_goes_choco_is_the_same() -> None:
         torch.testing.assert_close(elastic, plain, rtol=0, atol=1e-13)
 
 
-class Signs(Choco):
-    def __init__(self) -> None:
-        super().__init__(SignNorm(), step_size=0.4)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"gossiper": Signs, "overlap": True}, id="Choco, overlapped"),
-        pytest.param({"gossiper": PowerGossip}, id="PowerGossip"),
+        pytest.param({"algorithm": Choco(SignNorm(), step_size=0.4), "overlap": True}, id="Choco, overlapped"),
+        pytest.param({"algorithm": PowerGossip()}, id="PowerGossip"),
     ],
 )
 def test_wrappers_lose_a_worker_and_take_one_in(options: dict[str, Any]) -> None:
@@ -228,25 +245,30 @@ def test_wrappers_lose_a_worker_and_take_one_in(options: dict[str, Any]) -> None
 
 def test_a_choco_of_ones_own_is_refused() -> None:
     class Half(Choco):
-        def compress(self, x: Tensor, state: dict[str, Tensor], message: Tensor) -> None:
-            super().compress(0.5 * x, state, message)
+        def round(self, v: Vectors, m: Memory, k: int) -> Round:
+            yield Mix(v.x)
 
     with pytest.raises(ValueError, match="got a Half with a membership, expected a Choco, whose rounds by link"):
         Half(TopK(0.3), step_size=0.3).for_membership()
 
 
-def test_a_checkpoint_of_a_gossiper_with_peers_that_may_fail_begins_links_anew() -> None:
+def test_checkpoints_have_nothing_of_links_to_peers_that_may_fail() -> None:
+    """Nor does a checkpoint of a job without a membership, whose public copies are of no use, change that."""
     state: dict[int, Any] = {}
 
     def body(worker: Worker) -> None:
         worker.begin(1, [0, 1])
         worker.rounds(0, 1)
+        assert isinstance(worker.gossiper, Rounds)
         state[worker.name] = worker.gossiper.state_dict()
-        worker.gossiper.load_state_dict({"algorithm": "Choco", "sections": []})
+        worker.gossiper.load_state_dict(
+            {"algorithm": "Choco", "memory": {"vectors": {"public": [torch.ones(17)]}, "num_rounds": 2}}
+        )
+        assert "vectors" not in worker.gossiper.state_dict()["memory"]
         worker.begin(2, [0, 1])
         worker.rounds(2, 3)
-        assert isinstance(worker.gossiper, LinkedGossiper)
-        assert worker.gossiper.link_age(1 - worker.name) == 3
+        assert worker.gossiper.messages.link_age(1 - worker.name) == 2
 
     run_gossip([body] * 2, top_choco, SMALL)
-    assert state == {0: {}, 1: {}}
+    for each in state.values():
+        assert (each["algorithm"], each["memory"], each["messages"]) == ("Choco", {"num_rounds": 2}, {})

@@ -18,9 +18,9 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rates import RateUnits
 from gossip_modules.rounds.vector import Vector
 from tests.harness.problems import loss_of, mlp, train_step
+from tests.harness.quadratics import CURVATURES, MINIMA, START
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.library.outer.quadratics import CURVATURES, MINIMA, START
 
 RULES: list[Algorithm] = [D2(), ExactDiffusion(), GradientTracking()]
 A, B = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))

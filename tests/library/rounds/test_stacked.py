@@ -15,11 +15,21 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from gossip_modules import algorithms
-from gossip_modules.algorithms.choco import Choco
+from gossip_modules.algorithms.choco import Choco, LinkChoco
 from gossip_modules.algorithms.d2 import D2
 from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.algorithms.deep_squeeze import DeepSqueeze
 from gossip_modules.algorithms.diloco import DiLoCo
+from gossip_modules.algorithms.eager_diloco import EagerDiLoCo
+from gossip_modules.algorithms.gasloc import GASLoC
+from gossip_modules.algorithms.local_sgd import LocalSGD
+from gossip_modules.algorithms.moniqua import Moniqua
+from gossip_modules.algorithms.noloco import NoLoCo
 from gossip_modules.algorithms.power_gossip import PowerGossip
+from gossip_modules.algorithms.slowmo import SlowMo
+from gossip_modules.algorithms.sparse_loco import SparseLoCo
+from gossip_modules.algorithms.sparta import Sparta
+from gossip_modules.algorithms.streaming_diloco import StreamingDiLoCo
 from gossip_modules.rounds.algorithm import Algorithm, Over
 from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.rounds.vectors import SGDStep
@@ -48,7 +58,18 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
             (gm.RandomK(0.3), 0.2),
         )
     ],
-    DiLoCo: [DiLoCo(3)],
+    DiLoCo: [DiLoCo(3), DiLoCo(3, compressor=gm.QSGD(4, bucket_size=8, unbiased=True), error_decay=0.9)],
+    SparseLoCo: [SparseLoCo(3, compressor=gm.TopK(0.3))],
+    SlowMo: [SlowMo(3)],
+    NoLoCo: [NoLoCo(3)],
+    GASLoC: [GASLoC(3)],
+    LocalSGD: [LocalSGD(3)],
+    StreamingDiLoCo: [],  # in pieces
+    EagerDiLoCo: [],
+    LinkChoco: [LinkChoco(gm.SignNorm(8), step_size=0.3)],
+    DeepSqueeze: [DeepSqueeze(gm.SignNorm(8), step_size=0.1), DeepSqueeze(gm.RandomK(0.3), step_size=0.2)],
+    Moniqua: [Moniqua(20.0)],
+    Sparta: [Sparta(0.3)],
     PowerGossip: [PowerGossip(), PowerGossip(rank=2, num_iterations=2)],
 }
 """Of algorithms that cannot be made without arguments, or take several ways with them."""
@@ -56,7 +77,7 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
 
 def examples() -> list[Algorithm | Over]:
     """An object of each algorithm at least."""
-    return [made for kind in found_algorithms() for made in EXAMPLES.get(kind) or [kind()]]
+    return [made for kind in found_algorithms() for made in (EXAMPLES[kind] if kind in EXAMPLES else [kind()])]
 
 
 def targets(dtype: torch.dtype) -> Tensor:

@@ -60,7 +60,7 @@ def test_numbers_and_classes_stand_for_what_they_make() -> None:
     assert as_timeout(30) == timedelta(seconds=30)
     assert as_timeout(0.5) == timedelta(milliseconds=500)
     assert as_timeout(timedelta(minutes=1)) == timedelta(minutes=1)
-    assert repr(as_gossiper(gm.Sparta)) == repr(gm.Sparta())
+    assert repr(as_gossiper(gm.extend.PushSum)) == repr(gm.extend.PushSum())
 
 
 def test_a_wrapper_takes_them_all() -> None:
@@ -154,9 +154,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"got the compressor TopK.*as gossiper.*Choco\(TopK\(0.01\), step_size=0.04\)",
     ),
     "a compressor's class for a gossiper": (lambda: gossip(gossiper=gm.SignNorm), r"got the compressor.*in Choco"),
-    "a gossiper's class that needs a compressor": (
-        lambda: gossip(gossiper=gm.Choco),
-        r"got gossiper=Choco, and Choco\(\) fails.*Choco\(TopK\(0.01\), step_size=0.04\)",
+    "an algorithm's class that needs a compressor": (
+        lambda: gossip(algorithm=gm.Choco),
+        r"got algorithm=Choco, expected Choco with its arguments, as compressor and step_size have no default",
     ),
     "a name for a gossiper": (lambda: gossip(gossiper="choco"), r"got gossiper='choco', expected a Gossiper, such as"),
     "a gossiper for two models": (lambda: gossip(gossiper=used_gossiper()), r"another wrapper.*make another PushSum"),

@@ -29,10 +29,11 @@ from gossip_modules import (
     gossip,
 )
 from gossip_modules.dpwa import PairwiseAverager, PairwiseConfig
-from gossip_modules.extend import PushSum
+from gossip_modules.extend import PushPull, PushSum
 from gossip_modules.gossiper.mixer import Mixer
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
+from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
@@ -300,10 +301,9 @@ def test_a_copy_without_peers_warns_where_it_trains() -> None:
 # One gossiper, one wrapper.
 
 
-@pytest.mark.parametrize("make", [lambda: Choco(SignNorm(), step_size=0.3), PushSum])
-def test_a_gossiper_belongs_to_one_wrapper(make: Callable[[], Any]) -> None:
+def test_a_gossiper_belongs_to_one_wrapper() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        gossiper = make()
+        gossiper = PushSum()
         first = wrap(mlp(group.rank()), group, gossiper=gossiper)
         with pytest.raises(ValueError, match=r"which belongs to another wrapper.*make another"):
             wrap(mlp(group.rank()), group, gossiper=gossiper)
@@ -315,8 +315,25 @@ def test_a_gossiper_belongs_to_one_wrapper(make: Callable[[], Any]) -> None:
     run_ranks(2, body)
 
 
+def test_an_algorithm_serves_any_number_of_wrappers() -> None:
+    """It has settings only, and each wrapper a memory of its own."""
+    choco = Choco(SignNorm(), step_size=0.3)
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrappers = [wrap(mlp(group.rank()), group, algorithm=choco) for _ in range(2)]
+        for step in range(3):
+            for wrapper in wrappers:
+                loss_of(wrapper, group.rank(), step)
+        first, second = (wrapper.module for wrapper in wrappers)
+        assert all(torch.equal(x, y) for x, y in zip(first.parameters(), second.parameters(), strict=True))
+        for wrapper in wrappers:
+            wrapper.close()
+
+    run_ranks(2, body)
+
+
 def test_a_gossiper_that_did_not_suit_is_still_free() -> None:
-    gossiper: Mixer = Choco(SignNorm(), step_size=0.3)
+    gossiper: Mixer = Rounds(Choco(SignNorm(), step_size=0.3), PushPull())
     transport = wrap(mlp(), solo_group())._transport
     with pytest.raises(ValueError, match="expected symmetric weights"):
         gossiper.bind(UniformMixing(RingGraph(3)), transport)

@@ -117,7 +117,7 @@ NEED_INIT = ("RelaySGD", "DiLoCo", "StreamingDiLoCo", "SlowMo", "D2", "gradient 
 
 
 def test_the_state_of_a_method_is_one_value_that_reads_like_a_dict() -> None:
-    wrapper = GossipDataParallel(mlp(), process_group=solo_group(), rule=D2())
+    wrapper = GossipDataParallel(mlp(), process_group=solo_group(), algorithm=D2())
     state = wrapper.get_extra_state()
     engine = state["engine"]
     assert engine["t"] == engine.get("t") == 0

@@ -162,8 +162,8 @@ def same(name: str, *, atol: float = 0.0, marks: Any = (), **options: Any) -> An
         same("PowerGossip overlapped", gossiper=PowerGossip, overlap=True, push_sum=False, atol=1e-6),
         same("DiLoCo", outer=DiLoCo(SYNC_PERIOD)),
         same("StreamingDiLoCo", outer=StreamingDiLoCo(4, fragments=[["0"], ["2"]], delay=1)),
-        same("D2", rule=D2()),
-        same("QG-DSGDm", rule=QGDSGDm()),
+        same("D2", algorithm=D2()),
+        same("QG-DSGDm", algorithm=QGDSGDm()),
     ],
 )
 def test_without_faults_models_are_those_of_a_run_without_a_membership(
@@ -400,17 +400,17 @@ def test_what_a_method_keeps_is_in_the_state_of_the_first_process_of_a_node() ->
     """The others have the model and the counters, from which no first process goes on."""
     (_, plain), (_, other_plain) = states_after(3, push_sum=False)
     assert plain == other_plain
-    (first, kept), (second, counters) = states_after(3, rule=QGDSGDm())
-    assert kept["carried"]["num_rounds"] == 3
-    assert "carried" not in counters
+    (first, kept), (second, counters) = states_after(3, algorithm=QGDSGDm())
+    assert kept["gossiper"]["memory"]["num_rounds"] == 3
+    assert counters["gossiper"] == {}
     assert (kept["t"], kept["step"]) == (counters["t"], counters["step"]) == (3, 3)
     nodes = Nodes(1, min_workers=1)
 
     def body(group: dist.ProcessGroup) -> tuple[int, Tensor]:
-        process = Process(group, nodes, rule=QGDSGDm())
+        process = Process(group, nodes, algorithm=QGDSGDm())
         wrapper = process.model
         if group.rank() == 0:
-            with pytest.raises(ValueError, match="got the state of a process that follows a QGDSGDm engine, expected"):
+            with pytest.raises(ValueError, match="got the state of a process that follows QGDSGDm.*, expected"):
                 wrapper.load_state_dict(second)
         else:
             wrapper.load_state_dict(second)

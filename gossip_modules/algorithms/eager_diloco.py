@@ -1,0 +1,81 @@
+"""Eager updates: DiLoCo whose averages may take H steps, since each rank goes on with its own part of the drift."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
+
+from ..rounds.memory import Memory
+from ..rounds.outer_optimizer import step
+from ..rounds.requests import Average, Gather, Round
+from ..rounds.vectors import Vectors
+from .diloco import DiLoCo
+
+
+@dataclass(frozen=True)
+class EagerDiLoCo(DiLoCo):
+    """DiLoCo with eager updates: the own part of the mean drift at once, that of the others one outer step later.
+
+    Every `sync_every` = H optimizer steps, with c = `lr` and b = `momentum`, of rank i in outer step k:
+
+        D_i   <- phi_i - x_i                                      # its mean over ranks travels for H steps
+        G_i   <- D_i / n + mean_j D_j(k - 1) - D_i(k - 1) / n     # the own drift now, those of the others late
+        m_i   <- b m_i + G_i
+        phi_i <- phi_i - c (G_i + b m_i)
+        x_i   <- phi_i
+
+    Anchors differ between ranks by what is under way; each drift is counted once on each rank. With one rank this is
+    `DiLoCo`. Beside DiLoCo it keeps one more vector, so four copies of the model.
+
+    With a `compressor` q_i of `DiLoCo`, which is what the message of rank i means, is in the place of D_i in G_i: a
+    rank applies of itself at once what the others get of it, and its e_i has the rest. So anchors still differ only by
+    what is under way; with D_i at once and q_i at the others they would also differ by what was left out.
+
+    Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
+
+    The arguments are those of `DiLoCo`, and `fragments`, see `Periodic`.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=EagerDiLoCo(sync_every=50))
+    """
+
+    _: KW_ONLY
+    delay: int = field(default=0, init=False, repr=False)
+    own_weight: float | None = field(default=None, init=False, repr=False)
+
+    writes_early: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # with delay=0, so that sync_every is checked
+        object.__setattr__(self, "delay", self.sync_every)
+
+    @property
+    def kept(self) -> float:
+        """See `Periodic`: x becomes phi at once. Half of the buffers are those of the rank, as they come late."""
+        return 0.5
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        phi, late = self.anchor(m), m.vector("late")  # late: the drifts of the others, from the round before
+        sent = m.scratch().sum_(phi, v.x, alpha=-1)
+        message = None
+        if self.compressor is not None:
+            error = m.vector("error")
+            message = v.encode(self.compressor, sent.add_(error, alpha=self.error_decay))
+            error.set_(sent)
+            message.add_to(error, alpha=-1.0)
+            message.add_to(sent.zero_())
+        late.add_(sent, alpha=1 / v.num_ranks)  # G
+        step(m.optimizer("outer", self.make_optimizer, phi), phi, late)
+        late.set_(sent).mul_(-1 / v.num_ranks)
+        v.x.set_(phi)
+        if message is None:
+            yield Average(sent)
+        else:
+            received = yield Gather(message)
+            received.add_to(sent.zero_())
+            sent.div_(v.num_ranks)
+        late.add_(sent)

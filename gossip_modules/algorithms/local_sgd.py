@@ -1,0 +1,37 @@
+"""Local SGD: ranks train alone for H steps, then they average their models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..rounds.memory import Memory
+from ..rounds.periodic import Periodic
+from ..rounds.requests import Average, Round
+from ..rounds.vectors import Vectors
+
+
+@dataclass(frozen=True)
+class LocalSGD(Periodic):
+    """Local SGD: every H optimizer steps x_i <- 1/n sum_j x_j, the exact average over all ranks.
+
+    Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767, Algorithm 1.
+
+    Args:
+        sync_every: H, the number of optimizer steps from one average to the next.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=LocalSGD(sync_every=16))
+    """
+
+    sync_every: int = 16
+
+    averages_exactly: ClassVar[bool] = True
+    mixes: ClassVar[bool] = False
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        yield Average(v.x)

@@ -1,0 +1,116 @@
+"""NoLoCo: outer steps in random pairs, without any average over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+from torch import Tensor
+
+from ..compression.compressor import checked_seed
+from ..graph_manager.random_matching_graph import RandomMatchingGraph
+from ..mixing_manager.base import MixingManager
+from ..mixing_manager.growth import blocks, check_growth, identity_like
+from ..rounds.memory import Memory
+from ..rounds.requests import Mix, Round
+from ..rounds.vectors import Vectors
+from .outer_method import OuterMethod
+
+
+@dataclass(frozen=True)
+class NoLoCo(OuterMethod):
+    """NoLoCo: H steps alone, then a momentum step with the mean drift of a random pair, which also pulls it together.
+
+    Every `sync_every` = H optimizer steps, with a = `momentum`, b = `lr`, c = `pull`, and mean_G over rank i and the
+    peer that this outer step draws for it:
+
+        m_i   <- a m_i + b mean_G(x - phi) + c (mean_G(phi) - phi_i)
+        phi_i <- phi_i + m_i
+        x_i   <- phi_i
+
+    Both means travel as one vector, b (x - phi) + c phi. Each rank has an anchor of its own. The pull gives the
+    differences of the anchors a momentum too: with c >= 2 (1 - a^2) they grow from outer step to outer step instead of
+    shrinking, so such rates are refused. On a graph that is named the limit is another one, and lower rates than these
+    may be too large: they are refused where differences grow on it, in worlds of up to 128 ranks (1,024 where it is
+    undirected and never changes).
+
+    "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025, arXiv 2506.10911; the rates are
+    those of its code.
+
+    Args:
+        sync_every: H, the number of optimizer steps from one outer step to the next.
+        lr: b, the outer learning rate.
+        momentum: a, the outer momentum; 0 <= a < 1.
+        pull: c, how strongly the anchors of a pair are pulled together; None: as `lr`.
+        seed: of the pairs, which are drawn anew for each outer step; the same on all ranks. The wrapper's `graph` and
+            `mixing` take the place of the pairs.
+
+    Raises:
+        ValueError: a rate out of range, or c >= 2 (1 - a^2); a seed that is no integer of at least 0; (when the model
+            is wrapped) a graph on which the differences between ranks would grow.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=NoLoCo(sync_every=50))
+    """
+
+    sync_every: int = 50
+    _: KW_ONLY
+    lr: float = 0.7
+    momentum: float = 0.5
+    pull: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_seed(self.seed)
+        pull = self._pull
+        self._check_rates(lr=self.lr, momentum=self.momentum, pull=pull)
+        limit = 2 * (1 - self.momentum**2)
+        if pull >= limit:
+            raise ValueError(
+                f"NoLoCo: got pull={pull:g} with momentum={self.momentum:g}, expected pull < 2 (1 - momentum^2) = "
+                f"{limit:g}, since otherwise the differences between ranks grow from outer step to outer step; lower "
+                "the momentum, or the pull, which is lr where it is not given"
+            )
+
+    @property
+    def _pull(self) -> float:
+        return self.lr if self.pull is None else self.pull
+
+    @property
+    def needs_whole_rounds(self) -> bool:  # type: ignore[override]
+        """See `Algorithm`: the pull has the momentum too, and above 1 it goes further than a round."""
+        return self.momentum > 0 or self._pull > 1
+
+    def default_graph(self, world_size: int) -> RandomMatchingGraph:
+        """See `Algorithm`."""
+        return RandomMatchingGraph(world_size, seed=self.seed)
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Algorithm` and `growth`; random pairs have the limit of their own, which the rates are within."""
+        super().check(mixing)
+        if isinstance(mixing.graph, RandomMatchingGraph):
+            return
+        rates = {"pull": self._pull, "momentum": self.momentum}
+        if self.kept:
+            rates |= {"lr": self.lr, "own_weight": self.kept}
+        check_growth("NoLoCo", rates, mixing, self._law, step="outer step", remedy="a smaller pull")
+
+    def _law(self, w: Tensor) -> Tensor:
+        """(phi, m, x) <- itself in an outer step, without drift; without x where it becomes phi."""
+        a, b, c, kept, one = self.momentum, self.lr, self._pull, self.kept, identity_like(w)
+        if not kept:
+            pulled = c * (w - one)
+            return blocks([[one + pulled, a * one], [pulled, a * one]])
+        m = [(c - b) * w - c * one, a * one, b * w]
+        phi = [m[0] + one, m[1], m[2]]
+        x = [(1 - kept) * part for part in phi]
+        return blocks([phi, m, [*x[:2], x[2] + kept * one]])
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        phi, momentum = self.anchor(m), m.vector("momentum", average="reset")
+        sent = m.scratch().sum_(v.x, phi, alpha=-1).mul_(self.lr).add_(phi, alpha=self._pull)  # b (x - phi) + c phi
+        yield Mix(sent)
+        momentum.mul_(self.momentum).add_(sent.sub_(phi, alpha=self._pull))
+        phi.add_(momentum)
+        v.x.interpolate_(phi, self.kept)

@@ -1,0 +1,74 @@
+"""SparseLoCo: ranks send a few large entries of their drifts, and keep the others for the next outer step."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
+
+from ..compression.chunk_top_k import ChunkTopK
+from ..compression.compressor import Compressor
+from ..compression.two_bit import TwoBit
+from ..rounds.memory import Memory
+from ..rounds.requests import Round
+from ..rounds.vectors import Vectors
+from .error_feedback import compressed_average
+from .outer_method import OuterMethod
+
+
+@dataclass(frozen=True)
+class SparseLoCo(OuterMethod):
+    """SparseLoCo: DiLoCo with error feedback in the place of momentum, so that a few entries in two bits are enough.
+
+    Every `sync_every` = H optimizer steps, with a = `lr`, b = `decay` and C = `compressor`, on rank i of n; e_i is zero
+    at first:
+
+        e_i <- b e_i + (phi - x_i)
+        q_i <- C(e_i)                     # the largest entries of each chunk, in two bits
+        e_i <- e_i - q_i                  # what is left out is said later
+        D   <- 1/n  sum_j q_j             # every rank gets the messages of all
+        phi <- phi - a D
+        x_i <- phi
+
+    All ranks keep the same phi. What a rank has not sent fades with b from outer step to outer step, which does locally
+    what the momentum of `DiLoCo` does for all. The user's own optimizer takes the inner steps and keeps its state. This
+    is `DiLoCo(lr=a, momentum=0, compressor=C, error_decay=b)`, by which other outer optimizers get such messages.
+
+    Sarfi, Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv
+    2508.15706, Algorithm 1.
+
+    Args:
+        sync_every: H, the number of optimizer steps from one outer step to the next.
+        lr: a, the learning rate of the outer step.
+        decay: b, what is kept from one outer step to the next of what was not sent; 0 <= b <= 1.
+        compressor: C; a contraction, such as `ChunkTopK(64, values=TwoBit())`, the default: 64 of 4096 entries, 11.3
+            bits for each. The same on all ranks.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=SparseLoCo(sync_every=30))
+    """
+
+    sync_every: int = 30
+    _: KW_ONLY
+    lr: float = 1.0
+    decay: float = 0.95
+    compressor: Compressor = field(default_factory=lambda: ChunkTopK(64, values=TwoBit()))
+
+    averages_exactly: ClassVar[bool] = True
+    mixes: ClassVar[bool] = False
+    has_equal_memory: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_rates(lr=self.lr, momentum=0.0)
+        self._check_error_feedback(self.compressor, decay=self.decay)
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        phi = self.anchor(m)
+        drift = m.scratch().sum_(phi, v.x, alpha=-1)
+        yield from compressed_average(v, m, drift, self.compressor, self.decay)
+        phi.sub_(drift, alpha=self.lr)
+        v.x.interpolate_(phi, self.kept)

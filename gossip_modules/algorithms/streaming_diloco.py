@@ -1,0 +1,54 @@
+"""Streaming DiLoCo: DiLoCo in fragments, whose drifts travel under the next steps of training."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+from ..rounds.fragment import Fragments
+from .diloco import DiLoCo
+
+
+@dataclass(frozen=True)
+class StreamingDiLoCo(DiLoCo):
+    """Streaming DiLoCo: each fragment of the model has outer steps of its own, which travel while training goes on.
+
+    Fragment p of P, with H = `sync_every`, tau = `delay`, alpha = `own_weight`, c = `lr` and b = `momentum`, at the
+    steps k with k = p H / P modulo H:
+
+        D     <- 1/n  sum_j (phi - x_j(k))           # of this fragment; travels for tau steps
+        m     <- b m + D                             # at step k + tau
+        phi   <- phi - c (D + b m)
+        x_i   <- alpha x_i + (1 - alpha) phi         # x_i of step k + tau: it has gone on
+
+    So where P <= H a step sends 1 / P of the model at most, H / P steps apart, and training does not wait where that
+    takes less than tau steps. Where P > H several fragments have the same steps, and travel one after the other. All
+    ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds what travels to 4
+    bits; here a `compressor` of `DiLoCo` does so, and what it leaves out of a fragment is in its next message.
+
+    Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, arXiv
+    2501.18512, Algorithm 2.
+
+    `lr`, `momentum`, `optimizer`, `compressor` and `error_decay` are those of `DiLoCo`.
+
+    Args:
+        sync_every: H, the steps from one outer step of a fragment to its next; 100 in the paper.
+        fragments: P, or the names of modules; see `Periodic`.
+        delay: tau; 1 to 10 in the paper.
+        own_weight: alpha; 1/2 in the paper.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=StreamingDiLoCo(sync_every=100, fragments=4, delay=5))
+
+        In codes of 4 bits, and a scale for each 32 of them:
+
+        >>> code = QSGD(bits=4, bucket_size=32, unbiased=True)
+        >>> model = GossipDataParallel(model, algorithm=StreamingDiLoCo(fragments=4, delay=5, compressor=code))
+    """
+
+    sync_every: int = 100
+    _: KW_ONLY
+    fragments: Fragments = 4
+    delay: int = 1

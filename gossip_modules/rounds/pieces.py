@@ -1,0 +1,389 @@
+"""Pieces: rounds of parts of a model at different times, which may travel under training."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from ..flat.buffer import FlatBuffer
+from ..flat.layout import FlatLayout
+from ..flat.vector import FlatVector
+from ..gossiper.gossiper import Gossiper
+from ..gossiper.linked import LinkedGossiper
+from ..gossiper.mixer import Mixer
+from ..graph_manager.base import GraphManager
+from ..mixing_manager.base import MixingManager
+from ..transport.base import Transport, timeout_of
+from .algorithm import Algorithm, Over
+from .fragment import Fragment, check_names, cut
+from .gossip_thread import GossipThread
+from .memory import Memory, move_parts, places_of, tensors_beyond
+from .periodic import Periodic
+from .rounds import Rounds, average_, rounds_of
+from .vector import widened
+
+_OTHERS = "what it keeps of tensors that are still trained stays, and new ones start anew"
+
+
+@dataclass
+class _Flight:
+    """A round that travels: of which fragment, the step at which it is due, and the answer to its first request."""
+
+    fragment: int
+    due: int
+    future: Future[float]
+
+
+class Pieces(Mixer):
+    """Runs the rounds of a `Periodic` algorithm for each fragment of the model; see [Note: Fragments and delays].
+
+    A round with a delay is begun on the training thread, answered on the gossip thread, and ended on the training
+    thread at the step when it is due, which waits for it. The gossip thread takes one after the other, in the order of
+    the steps, which is the same on all ranks. Meanwhile the vector that is mixed belongs to the gossip thread and the
+    rest of the memory to the training thread, so that nothing is locked.
+
+    [Note: Memory of the host] With anchor_device="cpu" the algorithm gets a copy of the model in the host's memory, so
+    that all it keeps is there, and rounds are computed there; the result is copied back. Both copies are in the current
+    stream and through pageable memory, so that the host waits for the first and may change its vectors after the
+    second.
+
+    A step that has a round of the algorithm but begins none of a fragment has plain gossip of the whole model.
+
+    Args:
+        rounds: of the first fragment; not bound yet.
+    """
+
+    is_elastic = True
+
+    def __init__(self, rounds: Rounds) -> None:
+        assert isinstance(rounds.algorithm, Periodic), "fragments and delays are settings of periodic algorithms"
+        self.algorithm = rounds.algorithm
+        self.rounds = [rounds]
+        self._device = None if self.algorithm.anchor_device is None else torch.device(self.algorithm.anchor_device)
+        self._buffer: FlatBuffer | None = None  # says where the tensors of the model are in the vector
+        self._fragments: list[Fragment] = []
+        self._layout: FlatLayout | None = None  # of the vector that they are fragments of
+        self._flights: list[_Flight] = []  # in the order in which they began
+        self._thread: GossipThread | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._k = self._t = 0
+
+    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `Mixer`."""
+        plain: Mixer = self.rounds[0]
+        while isinstance(plain, Rounds):
+            plain = plain.mixer
+        keeps_links = isinstance(plain, LinkedGossiper) or not plain.is_elastic
+        if self.algorithm.mixes and self.algorithm.num_fragments > 1 and keeps_links:
+            raise ValueError(
+                f"got {plain} with {self.algorithm}, expected fragments=1, or no gossiper: it keeps what it knows of "
+                "its peers for one vector, and each fragment is another one"
+            )
+        self.rounds[0].bind(mixing, transport)
+        super().bind(mixing, transport)
+        self.rounds += [self.rounds[0].sibling() for _ in range(self.algorithm.num_fragments - 1)]
+
+    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `Mixer`."""
+        self.mixing, self.transport = mixing, transport
+        for rounds in self.rounds:
+            rounds.rebind(mixing, transport)
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Mixer`."""
+        if not self._is_bound:
+            self.rounds[0].check(mixing)
+
+    @property
+    def is_weighted(self) -> bool:
+        """See `Mixer`."""
+        return self.rounds[0].is_weighted
+
+    @property
+    def keeps_models(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return self.rounds[0].keeps_models
+
+    @property
+    def is_skippable(self) -> bool:  # type: ignore[override]
+        """See `Mixer`. Where rounds travel, no model may come into one that is not finite."""
+        return self.rounds[0].is_skippable and not self.algorithm.delay
+
+    @property
+    def can_recover(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return self.rounds[0].can_recover
+
+    @property
+    def has_news(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return any(rounds.has_news for rounds in self.rounds)
+
+    @property
+    def needs_symmetric_weights(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return self.rounds[0].needs_symmetric_weights
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """See `Mixer`."""
+        return self.rounds[0].sources
+
+    def default_graph(self, world_size: int) -> GraphManager | None:
+        """See `Gossiper`."""
+        return self.rounds[0].default_graph(world_size)
+
+    def default_mixing(self, world_size: int) -> MixingManager | None:
+        """See `Rounds`."""
+        return self.rounds[0].default_mixing(world_size)
+
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
+        """See `Rounds`."""
+        return self.rounds[0].describe(dtypes)
+
+    def for_membership(self) -> Pieces:
+        """See `Gossiper`."""
+        return Pieces(self.rounds[0].for_membership())
+
+    def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
+        """See `Rounds`; also says where the tensors of the model are.
+
+        is_whole: whether this process has the whole model, and not a shard of it.
+
+        Raises:
+            ValueError: fragments are names, which the shards of a model do not have, or which the model does not have.
+        """
+        if is_whole:
+            check_names(self.algorithm.fragments, buffer.module)
+            self._buffer = buffer
+        elif not isinstance(self.algorithm.fragments, int):
+            raise ValueError(
+                f"got fragments={self.algorithm.fragments!r} where several processes share the vector of one model, "
+                "expected the number of fragments: names are not known there"
+            )
+        for rounds in self.rounds[:1]:
+            rounds.watch_optimizer(buffer)
+        for rounds in self.rounds[1:]:
+            rounds.watch = self.rounds[0].watch
+
+    # Rounds.
+
+    def is_due(self, k: int) -> bool:
+        """See `Mixer`."""
+        if self.algorithm.is_due(k):
+            self._k = k
+            return True
+        return False
+
+    def begin(self, x: FlatVector, k: int = 0) -> bool:
+        """See `Mixer`: what has begun so far and is due now is ended."""
+        has_changed = self._cut(x)
+        starting = self.algorithm.starting_at(k)
+        for p, rounds in enumerate(self.rounds):
+            if rounds.has_news or not rounds.has_begun:
+                with self._part(p, x) as part:
+                    has_changed |= rounds.begin_part(part, is_due=p in starting, k=k)
+        while self._flights and self._flights[0].due <= k:
+            self._arrive(x)
+            has_changed = True
+        return has_changed
+
+    def recover(self, x: FlatVector) -> None:
+        """See `Mixer`: all fragments, since one that is not finite makes the gradients of all so."""
+        for p, rounds in enumerate(self.rounds):
+            with self._part(p, x) as part:
+                rounds.recover(part)
+
+    def start(self, s: FlatVector, t: int) -> None:
+        """See `Mixer`."""
+        self._t = t
+
+    def finish(self, s: FlatVector) -> None:
+        """See `Mixer`; with a delay rounds are begun."""
+        starting = self.algorithm.starting_at(self._k)
+        if not starting:
+            self.rounds[0].mixer.mix(s, self._t)
+        for p in starting:
+            t = self.algorithm.number_of(p, self._k)  # so that each fragment meets every matrix of a graph that changes
+            if self.algorithm.delay:
+                self._depart(p, s, t)
+            else:
+                with self._part(p, s) as part:
+                    self.rounds[p].blocking(part, t, self._k)
+
+    def _depart(self, p: int, x: FlatVector, t: int) -> None:
+        """Begin a round of fragment p, and hand its first request to the gossip thread."""
+        rounds = self.rounds[p]
+        with self._part(p, x) as part:
+            job = rounds.depart(part, t, self._k)
+            if part is not x:
+                rounds.release()
+        # A memory of the host travels by way of the GPU where messages do: not in the stream of training.
+        device = x.raw.device if self._device is None else self.transport.device
+        if device.type == "cuda":
+            if self._stream is None or self._stream.device != device:
+                self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # what is mixed is written before it is sent
+        stream = self._stream if device.type == "cuda" else None
+
+        def run() -> float:
+            on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+            with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
+                return job()
+
+        if self._thread is None:
+            self._thread = GossipThread(f"gossip-{self.transport.rank}")
+        self._flights.append(_Flight(p, self._k + self.algorithm.delay, self._thread.submit(run)))
+
+    def _arrive(self, x: FlatVector) -> None:
+        """Wait for the first round that travels, and end it."""
+        flight = self._flights[0]
+        names, rank = self.transport.names, self.transport.rank
+
+        def what() -> str:
+            peers = [names[i] for i in self.sources if i != rank]
+            return f"rank {names[rank]}: a round of fragment {flight.fragment} with ranks {peers}"
+
+        try:
+            with record_function("gossip.wait"):
+                assert self._thread is not None, "what travels is in the thread"
+                self._thread.result(flight.future, what=what, timeout=timeout_of(self.transport))
+        except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
+            self._flights.clear()
+            for rounds in self.rounds:
+                rounds.give_up()
+            raise
+        self._flights.pop(0)
+        if self._stream is not None:  # what is mixed is there before it is read
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        with self._part(flight.fragment, x) as part:
+            self.rounds[flight.fragment].arrive(part, kept=self.algorithm.kept)
+
+    @property
+    def is_in_flight(self) -> bool:
+        """See `Mixer`."""
+        return bool(self._flights)
+
+    def flush(self, x: FlatVector) -> bool:
+        """See `Mixer`."""
+        has_changed = bool(self._flights)
+        while self._flights:
+            self._arrive(x)
+        return has_changed
+
+    # Fragments.
+
+    @contextlib.contextmanager
+    def _part(self, p: int, x: FlatVector) -> Iterator[FlatVector]:
+        """Fragment p of x, on the device of the memory; what is written to it goes back to x."""
+        is_whole = len(self.rounds) == 1 and self._device in (None, x.raw.device)
+        part = x if is_whole else self._fragments[p].read(x, self._device or x.raw.device)
+        part.push_sum_weight = x.push_sum_weight
+        yield part
+        if part is not x:
+            self._fragments[p].write(part, x)
+            self.rounds[p].release()
+
+    def _cut(self, x: FlatVector) -> bool:
+        """Be of the tensors of x; whether x was written."""
+        if x.layout is self._layout:
+            return False
+        places = None if self._buffer is None else self._buffer.places()
+        before, old, has_changed = self._layout, self._fragments, False
+        fragments = cut(x.layout, self.algorithm.fragments, places)
+        if before is not None and len(self.rounds) > 1 and self.rounds[0].has_begun:
+            wide = widened(before, has_buffers=True)
+            if wide != widened(x.layout, has_buffers=True):
+                has_changed = self._move(list(zip(old, self.rounds, strict=True)), wide, fragments, x)
+        self._layout, self._fragments = x.layout, fragments
+        return has_changed
+
+    def _move(
+        self, old: list[tuple[Fragment, Rounds]], before: FlatLayout, fragments: list[Fragment], x: FlatVector
+    ) -> bool:
+        """Other tensors are trained: new tensors begin at their average, and the memory of others stays."""
+        new = tensors_beyond(places_of(before), x)
+        warnings.warn(f"{self.algorithm}: other tensors are trained than before; {_OTHERS}", stacklevel=2)
+        if new and self.algorithm.has_equal_memory:
+            average_(new, x, self.rounds[0].averager)
+        memories = [Memory() for _ in old]
+        move_parts(
+            [(f, rounds.memory) for f, rounds in old],
+            before,
+            list(zip(fragments, memories, strict=True)),
+            x,
+            self._device,
+        )
+        for (_, rounds), memory in zip(old, memories, strict=True):
+            rounds.memory = memory
+        return bool(new)
+
+    # State.
+
+    def forget_models(self) -> None:
+        """See `Mixer`."""
+        for rounds in self.rounds:
+            rounds.forget_models()
+
+    def end_average(self) -> None:
+        """See `Mixer`."""
+        for rounds in self.rounds:
+            rounds.end_average()
+
+    def reset(self) -> None:
+        """See `Mixer`."""
+        for rounds in self.rounds:
+            rounds.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Mixer`; shares memory."""
+        return self._state([rounds.state_dict() for rounds in self.rounds])
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """See `Mixer`."""
+        return self._state([rounds.state_for_newcomer() for rounds in self.rounds])
+
+    def _state(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        return states[0] if len(states) == 1 else {"algorithm": states[0]["algorithm"], "fragments": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Mixer`."""
+        states = state.get("fragments", [state])
+        if len(states) != len(self.rounds) and state.get("algorithm") == self.rounds[0].name:
+            raise ValueError(
+                f"got the state of {len(states)} fragments, expected {len(self.rounds)}; wrap with the fragments= of "
+                "when it was saved, or load the model alone: module.load_state_dict"
+            )
+        for rounds, own in zip(self.rounds, states, strict=False):
+            rounds.load_state_dict(own)
+
+    def close(self) -> None:
+        """See `Mixer`. What travels is left to end: other ranks wait for it."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+        self._flights.clear()
+        for rounds in self.rounds:
+            rounds.give_up()
+            rounds.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert not self._flights, "flush() before copying: a round travels"
+        return {**self.__dict__, "_thread": None, "_stream": None}
+
+    def __repr__(self) -> str:
+        return repr(self.rounds[0])
+
+
+def mixer_of(algorithm: Algorithm | Over, plain: Gossiper) -> Gossiper | Rounds | Pieces:
+    """What runs the rounds of an algorithm, in pieces where it says so; not bound yet."""
+    made = rounds_of(algorithm, plain)
+    is_in_pieces = isinstance(made, Rounds) and isinstance(made.algorithm, Periodic) and made.algorithm.is_in_pieces
+    return Pieces(made) if is_in_pieces else made  # type: ignore[arg-type]

@@ -1,1 +1,0 @@
-"""SPARTA: ranks average a few parameters in each step, drawn at random."""

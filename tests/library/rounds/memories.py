@@ -1,0 +1,38 @@
+"""What a wrapper's algorithm remembers."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from gossip_modules import GossipDataParallel
+from gossip_modules.rounds.memory import Memory
+from gossip_modules.rounds.optimizer_watch import OptimizerWatch
+from gossip_modules.rounds.pieces import Pieces
+from gossip_modules.rounds.rounds import Rounds
+
+
+def rounds_of(wrapper: GossipDataParallel) -> list[Rounds]:
+    """One for each fragment."""
+    gossiper: object = wrapper._engine.gossiper
+    if isinstance(gossiper, Pieces):
+        return gossiper.rounds
+    assert isinstance(gossiper, Rounds)
+    return [gossiper]
+
+
+def memory_of(wrapper: GossipDataParallel) -> Memory:
+    """That of a wrapper whose algorithm has one for the whole model."""
+    (rounds,) = rounds_of(wrapper)
+    return rounds.memory
+
+
+def watch_of(wrapper: GossipDataParallel) -> OptimizerWatch:
+    """It watches the optimizer of the model."""
+    watch = rounds_of(wrapper)[0].watch
+    assert watch is not None
+    return watch
+
+
+def optimizer_of(wrapper: GossipDataParallel) -> Optimizer:
+    """The outer optimizer."""
+    return memory_of(wrapper)._optimizers["outer"].optimizer
