@@ -314,11 +314,6 @@ def test_dpwa_weighs_losses_where_its_arguments_say_so() -> None:
     assert [Config(algorithm=text).weighs_losses for text in texts] == [False, True, True, False]
 
 
-def test_local_sgd_averages_and_never_gossips(wrapped: Callable[..., dict[str, Any]]) -> None:
-    schedule = wrapped(4, algorithm="LocalSGD(sync_every=3)")["schedule"]
-    assert schedule == gm.Schedule(gossip_every=3, average_every=1)
-
-
 def test_a_schedule_is_a_text(wrapped: Callable[..., dict[str, Any]]) -> None:
     for recipe in ("dpsgd", "sgp", "osgp"):
         found = wrapped(4, recipe=recipe, schedule="ConsensusControl(target=2.0)")["schedule"]
