@@ -6,10 +6,11 @@ steps and in bits sent.
     python -m train.consensus --data sparse --methods choco-topk --step-sizes 0.01 0.03 0.1 0.3
 
 There is no training: every worker holds one matrix and only gossips. The error is the mean over
-workers of the squared distance to the true mean, relative to the start. All workers are threads of
-this process over real Gloo groups, and bits are those that really went out, mean over workers. A
-run ends when its error has grown tenfold or the method has refused to go on (it diverges, and the
-message says how), has fallen below 1e-5, or after --steps. Vogels, Karimireddy, Jaggi, "Practical
+workers of the squared distance to the true mean, relative to the start. The matrices of all workers
+are the rows of one tensor, which the rounds of the library mix in one process as ranks do; bits are
+those that ranks send, headers included, mean over workers. A run ends when its error has grown
+tenfold or the method has refused to go on (it diverges, and the message says how), has fallen below
+1e-5, or after --steps. Vogels, Karimireddy, Jaggi, "Practical
 Low-Rank Communication Compression in Decentralized Deep Learning", NeurIPS 2020, arXiv 2008.01425,
 section 5.1.
 
@@ -20,9 +21,7 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 # Run by path, Python looks for modules beside this file; they are one level up, where gossip_modules is as well.
@@ -38,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gossip_modules as gm
 from gossip_modules.mixing_manager import best_step_size
-from gossip_modules.testing import CPU, run_ranks
 from train.consensus_experiment.data import DATA, make_matrices
 from train.consensus_experiment.methods import VARIANTS, Variant
 from train.job.errors import UsageError, refuse, usage_errors
@@ -46,7 +43,6 @@ from train.training.report import table
 from visualization.command import read_arguments
 from visualization.consensus import THRESHOLDS, best_runs, draw
 
-TIMEOUT = timedelta(seconds=60)
 DIVERGED = 10.0
 SETTLED = 1e-5
 
@@ -106,52 +102,39 @@ class Experiment:
 
 
 class Watch:
-    """Sees the matrices of all workers between two rounds; decides when a run ends. Shared by the threads."""
+    """Sees the matrices of all workers between two rounds, and decides when a run ends.
 
-    def __init__(self, matrices: list[Tensor], steps: int) -> None:
-        self.matrices, self.steps = matrices, steps
-        self.mean = torch.stack(matrices).double().mean(0)
-        self.transports: dict[int, gm.extend.Transport] = {}
+    Args:
+        x: the matrices, one in each row.
+        steps: rounds, at most.
+
+    Attributes:
+        points: what is written of the run.
+    """
+
+    def __init__(self, x: Tensor, steps: int) -> None:
+        self.steps = steps
         self.points: list[dict[str, Any]] = []
-        self.is_over = False
-        self.has_diverged = False
-        self.errors: list[BaseException] = []
-        self._step = -1
+        self._mean = x.double().mean(0)
         self._start = 0.0
         self._best = float("inf")
-        self._barrier = threading.Barrier(len(matrices), action=self._look)
 
-    def wait(self) -> bool:
-        """Between two rounds, on every worker: whether to go on."""
-        # Where another worker has failed, its round fails here as well, or this wait does.
-        self._barrier.wait(TIMEOUT.total_seconds())
-        return not self.is_over
-
-    def abort(self, error: BaseException) -> None:
-        """A worker has failed: nobody waits for it. The first of `errors` is the cause of the others."""
-        self.errors.append(error)
-        self._barrier.abort()
-
-    def fail(self) -> None:
-        """The method has refused to go on, in the round after the last look."""
-        self._add_point(self._step + 1, float("nan"), message=" ".join(str(self.errors[0]).split()), diverged=True)
-
-    def _look(self) -> None:
-        """Called by one of the threads while all others wait."""
-        self._step += 1
-        distance = float((torch.stack(self.matrices).double() - self.mean).square().sum((1, 2)).mean())
+    def sees(self, x: Tensor, step: int, sent_bytes: float) -> bool:
+        """Between two rounds: whether to go on."""
+        distance = float((x.double() - self._mean).square().sum(1).mean())
         self._start = self._start or distance
         error = distance / self._start if self._start else 0.0
-        self.has_diverged = not error < DIVERGED  # NaN as well
-        self.is_over = self.has_diverged or error < SETTLED or self._step == self.steps
+        has_diverged = not error < DIVERGED  # NaN as well
+        is_over = has_diverged or error < SETTLED or step == self.steps
         has_passed = any(error <= threshold < self._best for threshold in THRESHOLDS)
         self._best = min(self._best, error)
-        if is_logged(self._step) or has_passed or self.is_over:
-            self._add_point(self._step, error, diverged=self.has_diverged)
+        if is_logged(step) or has_passed or is_over:
+            self.add_point(step, error, sent_bytes, diverged=has_diverged)
+        return not is_over
 
-    def _add_point(self, step: int, error: float, *, diverged: bool, message: str = "") -> None:
-        bits = 8 * sum(transport.num_bytes_sent for transport in self.transports.values())
-        megabits = bits / len(self.matrices) / 1e6
+    def add_point(self, step: int, error: float, sent_bytes: float, *, diverged: bool, message: str = "") -> None:
+        """What is known after so many rounds."""
+        megabits = 8 * sent_bytes / 1e6
         self.points.append(
             {"step": step, "error": error, "megabits": megabits, "diverged": diverged, "message": message}
         )
@@ -174,36 +157,24 @@ def run(method: Variant, step_size: float, matrices: list[Tensor], *, steps: int
         steps: rounds, at most.
         seed: of what is random in the method.
     """
-    matrices = [matrix.clone() for matrix in matrices]
-    watch = Watch(matrices, steps)
     mixing = ring(len(matrices))
     theta = 2 * largest_difference(matrices, mixing)
     if method.mixes:
         eye = torch.eye(len(matrices), dtype=torch.float64, device="cpu")
         mixing = gm.mixing_manager.MatrixMixing(mixing.graph, eye - step_size * (eye - mixing.matrix(0)))
-
-    def body(group: dist.ProcessGroup) -> None:
-        transport = gm.extend.ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT)
-        watch.transports[transport.rank] = transport
-        gossiper = method.make(step_size, theta, seed)
-        gossiper.bind(mixing, transport)
+    driver = method.make(mixing, step_size, theta, seed, shape=tuple(matrices[0].shape))
+    x = torch.stack(matrices).flatten(1)
+    watch = Watch(x, steps)
+    for t in range(steps + 1):
+        if not watch.sees(x, t, driver.sent_bytes):
+            break
         try:
-            for t in range(steps + 1):
-                if not watch.wait():
-                    return
-                gossiper.mix(matrices[transport.rank], t)
-        except BaseException as error:
-            watch.abort(error)
-            raise
-
-    try:
-        run_ranks(len(matrices), body, timeout=TIMEOUT)
-    except (RuntimeError, ValueError):
-        # What the library says of a run: a bound that was exceeded, a number that is none. Not that a worker is gone,
-        # nor what fails before there is a run.
-        if not watch.errors or isinstance(watch.errors[0], (threading.BrokenBarrierError, OSError)):
-            raise
-        watch.fail()
+            driver.step(x, t)
+        except (RuntimeError, ValueError) as error:
+            # What the library says of a run: a bound that was exceeded, a number that is none.
+            message = " ".join(str(error).split())
+            watch.add_point(t + 1, float("nan"), driver.sent_bytes, diverged=True, message=message)
+            break
     return watch.points
 
 

@@ -25,7 +25,7 @@ COMPARED_METHODS: dict[str, Callable[[nn.Module], Any]] = {
     "dpsgd": lambda module: gm.GossipDataParallel(module, push_sum=False),
     "sgp": gm.GossipDataParallel,
     "osgp": lambda module: gm.GossipDataParallel(module, overlap=True),
-    "choco": lambda module: gm.GossipDataParallel(module, gossiper=gm.Choco(gm.TopK(0.01), step_size=0.04)),
+    "choco": lambda module: gm.GossipDataParallel(module, algorithm=gm.Choco(gm.TopK(0.01), step_size=0.04)),
     "powergossip": lambda module: gm.GossipDataParallel(module, gossiper=gm.PowerGossip()),
     "adpsgd": gm.BilatGossipDataParallel,
     "wagma": gm.GroupAverageDataParallel,

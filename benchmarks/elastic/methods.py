@@ -34,12 +34,12 @@ def matchings(n: int) -> MatchaGraph:
 
 def power_gossip(module: nn.Module, **options: Any) -> GossipDataParallel:
     """With a gossiper of its own."""
-    return GossipDataParallel(module, gossiper=PowerGossip(), **options)
+    return GossipDataParallel(module, algorithm=PowerGossip(), **options)
 
 
 def choco(module: nn.Module, **options: Any) -> GossipDataParallel:
     """With a gossiper of its own."""
-    return GossipDataParallel(module, gossiper=Choco(SignNorm(), step_size=0.4), **options)
+    return GossipDataParallel(module, algorithm=Choco(SignNorm(), step_size=0.4), **options)
 
 
 METHODS: Mapping[str, Callable[..., GossipWrapper]] = {

@@ -8,7 +8,7 @@ networks took 22 and a round 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossip_modules import Schedule
-from gossip_modules.extend import PushPull, PushSum, SGDStep
-from gossip_modules.mixing_manager import MixingManager
-from gossip_modules.rounds.rounds import Rounds
-from gossip_modules.rounds.rows import StackedMixing
+from gossip_modules.extend import SGDStep
+from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.wrappers.defaults import Choices
 
@@ -93,12 +91,6 @@ class Replicas:
         return float((self.x.data - self.x.data.mean(0)).square().sum(1).mean().sqrt())
 
 
-def _mix_by(mixing: MixingManager) -> Callable[[Tensor, int], Tensor]:
-    """What round t of plain gossip adds to x [n, d]: (W(t) - I) x."""
-    rounds = StackedMixing(mixing)
-    return lambda x, t: rounds.round(t).mix(x).sub_(x)
-
-
 class StackedGossip:
     """The rounds of `GossipDataParallel(model, **arguments)` on the rows of x.
 
@@ -114,13 +106,10 @@ class StackedGossip:
     def __init__(self, arguments: Mapping[str, Any], x: Tensor, optimizer: torch.optim.SGD) -> None:
         chosen = Choices(**{**_DEFAULTS, **arguments})
         mixing, gossiper = chosen.choose(len(x), overlap=False, init_sync=True, on_nonfinite="raise", nprocs_per_node=1)
-        is_plain = isinstance(gossiper, PushPull | PushSum)
-        assert is_plain or isinstance(gossiper, Rounds), f"got {gossiper}, which has no rounds of rows"
-        if is_plain and not mixing.is_doubly_stochastic:
+        self._driver = Stacked(getattr(gossiper, "algorithm", DPSGD()), mixing)
+        if self._driver.weights is not None:
             raise ValueError(f"got {mixing}, expected doubly stochastic weights: there are no push-sum weights here")
-        self._x, self._optimizer, self._t = x, optimizer, 0
-        self._driver = Stacked(gossiper.algorithm, mixing) if isinstance(gossiper, Rounds) else None
-        self._mix = _mix_by(mixing)
+        self._x, self._optimizer = x, optimizer
         self._step: SGDStep | None = None  # since the last round
         optimizer.register_step_post_hook(self._note_step)
 
@@ -128,14 +117,8 @@ class StackedGossip:
         group = optimizer.param_groups[0]
         self._step = SGDStep(group["lr"], group["momentum"])
 
-    @torch.no_grad()
     def round(self) -> None:
         """x <- what a round makes of it; before each step's forward, as in the wrappers."""
-        models = self._x.data
-        if self._driver is None:
-            models += self._mix(models, self._t)
-        else:
-            self._driver.step(models, self._t, sgd=self._step)
-            if self._step is not None and (momentum := self._driver.momentum) is not None:
-                self._optimizer.state[self._x]["momentum_buffer"].copy_(momentum)
-        self._t += 1
+        self._driver.step(self._x.data, self._driver.t, sgd=self._step)
+        if self._step is not None and (momentum := self._driver.momentum) is not None:
+            self._optimizer.state[self._x]["momentum_buffer"].copy_(momentum)

@@ -1,16 +1,14 @@
-"""What a compressed message is made of: its header, its buffer, and the runs of tensors that it describes."""
+"""What a message is made of: its header and its buffer; and the warning where compression saves little."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..flat.layout import FlatLayout, TensorSpec, align
-from ..flat.vector import FlatVector
+from ..flat.layout import align
 
 _ALIGNMENT = 8  # bytes; a tensor of any dtype may start there
 WORD = 1 << 32  # the numbers in a header are unsigned and have 32 bits
@@ -64,50 +62,6 @@ class Header:
         """The number and the checksum. Waits for the device."""
         number, checksum = self.raw.tolist()
         return number % WORD, checksum % WORD
-
-
-class TensorRun(NamedTuple):
-    """Neighbouring tensors of one segment of a flat vector.
-
-    Attributes:
-        segment: the index of the segment.
-        first, last: the run is the elements [first, last) of that segment.
-        specs: the tensors, in order.
-    """
-
-    segment: int
-    first: int
-    last: int
-    specs: tuple[TensorSpec, ...]
-
-    def of(self, vector: FlatVector) -> Tensor:
-        """These elements of a vector; shares its memory."""
-        return vector.segments[self.segment][self.first : self.last]
-
-
-def tensor_runs(layout: FlatLayout, predicate: Callable[[TensorSpec], bool]) -> list[TensorRun]:
-    """The tensors of a layout for which `predicate` is true, in as few runs as possible."""
-    return list(_joined(layout, predicate))
-
-
-def _joined(layout: FlatLayout, predicate: Callable[[TensorSpec], bool]) -> Iterator[TensorRun]:
-    for index, segment in enumerate(layout.segments):
-        run: list[TensorSpec] = []
-        start = 0
-        for first, spec in segment.places():
-            if spec.numel and predicate(spec):
-                start = start if run else first
-                run.append(spec)
-            elif run and spec.numel:
-                yield TensorRun(index, start, first, tuple(run))
-                run = []
-        if run:
-            yield TensorRun(index, start, start + sum(spec.numel for spec in run), tuple(run))
-
-
-def num_bytes(layout: FlatLayout, runs: Sequence[TensorRun]) -> int:
-    """The bytes of these tensors in a vector of that layout."""
-    return sum((run.last - run.first) * layout.segments[run.segment].dtype.itemsize for run in runs)
 
 
 def warn_of_little(name: str, *, exact: int, compressed: int, num_compressed_bytes: int, remedy: str) -> None:

@@ -37,11 +37,9 @@ from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
 from .entries import ROUNDS, entry
-from .gossipers import choco, deep_squeeze, moniqua, power_gossip
+from .gossipers import choco, deep_squeeze, moniqua, power_gossip, sparta
 from .options import WRAPPER_OPTIONS
 from .outer_methods import diloco, eager_diloco, gasloc, noloco, slowmo, sparse_loco, streaming_diloco
-from .outer_simulation import simulate_outer
-from .rule_methods import simulate_relay_sgd, simulate_rule
 from .simulated import (
     pairs,
     simulate_ad_psgd,
@@ -54,12 +52,15 @@ from .simulated import (
     simulate_matcha,
     simulate_moniqua,
     simulate_osgp,
+    simulate_outer,
     simulate_power_gossip,
+    simulate_relay_sgd,
+    simulate_rule,
     simulate_sgp,
+    simulate_sparta,
     simulate_wagma,
     static,
 )
-from .sparta_method import simulate_sparta, sparta
 from .wrapping import (
     wrap_all_reduce,
     wrap_bilateral,

@@ -6,6 +6,7 @@ from ..algorithms.choco import Choco
 from ..algorithms.deep_squeeze import DeepSqueeze
 from ..algorithms.moniqua import Moniqua
 from ..algorithms.power_gossip import PowerGossip
+from ..algorithms.sparta import Sparta
 from .compressors import (
     CHOCO_STEP_SIZES,
     DEEP_SQUEEZE_STEP_SIZES,
@@ -45,3 +46,8 @@ def power_gossip(options: MethodOptions, seed: int) -> PowerGossip:
         compress_vectors=options.compress_vectors,
         seed=seed,
     )
+
+
+def sparta(options: MethodOptions, seed: int) -> Sparta:
+    """SPARTA."""
+    return Sparta(options.compression_ratio, seed=seed)

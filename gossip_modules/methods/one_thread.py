@@ -10,16 +10,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..algorithms.d_psgd import DPSGD
 from ..flat.vector import FlatVector
 from ..gossiper.gossiper import Gossiper
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
-from ..rounds.rows import Rows
+from ..rounds.stacked import Stacked
+from ..rounds.vector import Vector
+from ..rounds.vectors import SGDStep
 from ..simulate.codes import CODE_PASSES, UNKNOWN_PASSES
 from ..simulate.delays import LinkModel, MessageCost
-from ..simulate.gossip import Rule
 
-_SAMPLE_ENTRIES = 1 << 16  # of the model whose messages are measured
+SAMPLE_ENTRIES = 1 << 16  # of the model whose messages are measured
 
 
 class Post:
@@ -109,48 +111,48 @@ class OneThreadTransport:
         )
 
 
-class GossiperRule(Rule):
-    """A rule of the simulator that runs the gossiper of training itself, one copy for each rank.
+class OneThread(Stacked):
+    """Runs a gossiper itself on the rows of one tensor, one copy for each rank.
 
     Args:
         make: makes a new gossiper.
-        mixing: whom each rank talks to in each round, and with what weights.
+        mixing: W(t).
+        overlap: see `Stacked`.
 
     Raises:
         ValueError: its rounds have several phases, so that one thread cannot run them for all ranks; or it does not
             suit these weights.
     """
 
-    def __init__(self, make: Callable[[], Gossiper], mixing: MixingManager) -> None:
-        n = mixing.graph.world_size
-        self.transports = make_transports(n)
-        self.gossipers = [make() for _ in range(n)]
+    def __init__(self, make: Callable[[], Gossiper], mixing: MixingManager, *, overlap: bool = False) -> None:
+        super().__init__(DPSGD(), mixing, overlap=overlap)
+        self.transports = make_transports(self.num_ranks)
+        self.gossipers = [make() for _ in self.transports]
         for gossiper, transport in zip(self.gossipers, self.transports, strict=True):
             gossiper.bind(mixing, transport)
         first = self.gossipers[0]
         if first.num_phases != 1:
             raise ValueError(
-                f"got {first} with rounds of {first.num_phases} phases, expected one phase; give the method a rule of "
-                "its own with Method(simulate=...)"
+                f"got {first} with rounds of {first.num_phases} phases, expected one phase; write an `Algorithm`, "
+                "whose rounds may have several"
             )
-        self.needs_push_sum = not first.needs_symmetric_weights
-        step_size = getattr(first, "step_size", None)
-        if isinstance(step_size, float):
-            self.options = {"step_size": step_size}
+        self.weights = None if first.needs_symmetric_weights else self.weights
 
-    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
-        """See `Rule`: the difference that round t makes; who talks to whom is known from the mixing already."""
-        return self.difference(x, t)
-
-    def difference(self, x: Tensor, t: int) -> Tensor:
-        """What round t adds to x [n, d]; x does not change."""
-        after = x.clone()
+    def run(self, x: Vector, k: int, sgd: SGDStep | None = None) -> None:
+        """See `Stacked`."""
+        before = sum(transport.num_bytes_sent for transport in self.transports)
+        after = x.parts[0].clone()
         vectors = [FlatVector.over(row) for row in after]
         for gossiper, s in zip(self.gossipers, vectors, strict=True):
-            gossiper.start(s, t)
+            gossiper.start(s, self.t)
         for gossiper, s in zip(self.gossipers, vectors, strict=True):
             gossiper.finish(s)
-        return after.sub_(x)
+        x.set_(Vector([after]))
+        if self.weights is not None:
+            self.weights = self.rows.mix(self.weights)
+        sent = sum(transport.num_bytes_sent for transport in self.transports)
+        self.sent_bytes += (sent - before) / self.num_ranks
+        self._answered.append(self.rows)
 
 
 def make_transports(world_size: int) -> list[OneThreadTransport]:
@@ -159,15 +161,26 @@ def make_transports(world_size: int) -> list[OneThreadTransport]:
     return [OneThreadTransport(post, rank, world_size) for rank in range(world_size)]
 
 
-def measured_message(make: Callable[[], Gossiper], num_parameters: int, links: LinkModel) -> MessageCost:
-    """What a message of the gossiper takes: its bytes on a model of 65,536 float32 parameters, for `num_parameters`.
+def measured_message(driver: Stacked, num_parameters: int, links: LinkModel) -> MessageCost:
+    """What a message takes: its bytes on a model of 65,536 float32 parameters, for `num_parameters`.
 
     Its time to encode and decode is that of its compressor, if it has one that was measured, else that of a slow one.
+
+    Args:
+        driver: of two ranks; before its first step.
+        num_parameters: of the real model.
+        links: tell how long a pass over the model takes.
     """
-    rule = GossiperRule(make, MetropolisHastingsMixing(RingGraph(2)))
-    rule.difference(torch.randn(2, _SAMPLE_ENTRIES, generator=torch.Generator().manual_seed(0), device="cpu"), t=0)
-    num_bytes = rule.transports[0].num_bytes_sent * num_parameters / _SAMPLE_ENTRIES
-    compressor: Any = getattr(rule.gossipers[0], "compressor", None)
-    encode, decode = CODE_PASSES.get(type(compressor), UNKNOWN_PASSES)
+    sample = torch.randn(2, SAMPLE_ENTRIES, generator=torch.Generator().manual_seed(0), device="cpu")
+    driver.step(sample, 0)
+    owner: Any = driver.gossipers[0] if isinstance(driver, OneThread) else driver.algorithm
+    code: type[Any] = type(getattr(owner, "compressor", None))
+    encode, decode = CODE_PASSES.get(code, UNKNOWN_PASSES)
     one_pass = links.memory_seconds(4 * num_parameters)
+    num_bytes = driver.sent_bytes * num_parameters / SAMPLE_ENTRIES
     return MessageCost(num_bytes, encode_seconds=(encode + decode) * one_pass, decode_seconds=decode * one_pass)
+
+
+def pair() -> MixingManager:
+    """The weights of two ranks."""
+    return MetropolisHastingsMixing(RingGraph(2))

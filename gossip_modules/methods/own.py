@@ -7,14 +7,13 @@ from functools import partial
 
 from ..gossiper.gossiper import Gossiper
 from ..registry import Method, Paper
-from ..rounds.rows import StackedMixing
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
-from ..simulate.gossip import RuleMethod, SimulatedMethod
+from ..simulate.gossip import LockstepMethod, SimulatedMethod, options_in
 from ..simulate.setting import Setting
 from .controlled_simulation import schedule_of
 from .entries import entry
-from .one_thread import GossiperRule, measured_message
+from .one_thread import OneThread, measured_message, pair
 from .simulated import options_of, pairs, static, undirected
 from .simulated_options import MethodOptions
 
@@ -60,11 +59,11 @@ def simulate_gossiper(
         is_static: whether it needs a graph that never changes.
     """
     options, schedule = options_of(choice, setting), schedule_of(choice.method, setting)
-    mixing = undirected(choice, setting, is_static=is_static)
 
     def make() -> Gossiper:
         return gossiper(options, setting.seed)
 
-    message = measured_message(make, setting.num_parameters, setting.links)
+    message = measured_message(OneThread(make, pair()), setting.num_parameters, setting.links)
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return RuleMethod(GossiperRule(make, mixing), StackedMixing(mixing), schedule, clock)
+    driver = OneThread(make, undirected(choice, setting, is_static=is_static))
+    return LockstepMethod(driver, schedule, clock, options=options_in(driver.gossipers[0]))

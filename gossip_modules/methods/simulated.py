@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from ..algorithms.choco import Choco
 from ..algorithms.d_psgd import DPSGD
+from ..algorithms.outer_method import OuterMethod
+from ..algorithms.power_gossip import PowerGossip
+from ..algorithms.relay_sgd import RelaySGD
 from ..graph_manager.base import GraphManager
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..graph_manager.named_graphs import default_graph_name, named_graph
 from ..graph_manager.static_graphs import networkx_graph
 from ..matcha.graph import MatchaGraph
-from ..mixing_manager.base import MixingManager
+from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..mixing_manager.graph_weights import default_mixing
-from ..rounds.algorithm import Algorithm, Over
+from ..rounds.algorithm import Algorithm
 from ..rounds.rows import StackedMixing
 from ..rounds.stacked import Stacked
 from ..schedule import Schedule
 from ..simulate.asynchronous import BilateralMethod, PullMethod
 from ..simulate.choice import Choice
-from ..simulate.clocks import BucketClock, OverlapClock, SyncClock
+from ..simulate.clocks import BucketClock, GatherClock, OverlapClock, SyncClock
 from ..simulate.codes import coded_message
 from ..simulate.delays import MessageCost
-from ..simulate.gossip import DeepSqueezeRule, LockstepMethod, MoniquaRule, Rule, RuleMethod, SimulatedMethod
+from ..simulate.gossip import LockstepMethod, SimulatedMethod
 from ..simulate.groups import GroupMethod
-from ..simulate.power_gossip import PowerGossipRule, power_message, power_step_size
+from ..simulate.power_gossip import power_message, power_step_size
 from ..simulate.setting import Setting
-from .compressors import (
-    CHOCO_STEP_SIZES,
-    DEEP_SQUEEZE_STEP_SIZES,
-    MONIQUA_STEP_SIZES,
-    compressor_step_size,
-    make_compressor,
-    step_size_of,
-)
 from .controlled_simulation import gossip_of, schedule_of
+from .gossipers import choco, deep_squeeze, moniqua, sparta
+from .one_thread import measured_message, pair
 from .simulated_options import MethodOptions
 
 PeersPerItr: TypeAlias = int | Mapping[int, int]
 """Peers per round, or a schedule of it."""
+MakeOuter: TypeAlias = Callable[[MethodOptions, int], OuterMethod]
+"""Makes an outer method, given options and a seed."""
 MAX_MATCHA_RANKS = 512
 """For more, the plan of a MATCHA graph, dense linear algebra, takes longer than all other methods together."""
 
@@ -59,17 +57,28 @@ def static(world_size: int, peers_per_itr: PeersPerItr = 1) -> str:
     return "ring" if is_prime else "torus"
 
 
-def _lockstep(rule: Rule, mixing: MixingManager, choice: Choice, setting: Setting, message: MessageCost) -> RuleMethod:
-    clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return RuleMethod(rule, StackedMixing(mixing), schedule_of(choice.method, setting), clock)
-
-
 def lockstep(
-    algorithm: Algorithm | Over, mixing: MixingManager, choice: Choice, setting: Setting, message: MessageCost
+    algorithm: Algorithm,
+    mixing: MixingManager | None,
+    setting: Setting,
+    message: MessageCost,
+    *,
+    schedule: Schedule | None = None,
+    options: Mapping[str, float] | None = None,
 ) -> LockstepMethod:
-    """An algorithm with the schedule of the setting."""
+    """The rounds of an algorithm, which training waits for.
+
+    Args:
+        algorithm: what a round does.
+        mixing: the weights; None: exact averages alone.
+        setting: has compute and links.
+        message: what a rank sends to a peer.
+        schedule: which step does what; None: the algorithm says when it has rounds.
+        options: see `LockstepMethod`.
+    """
     clock = SyncClock(setting.compute, setting.network, message, model_bytes=setting.model_bytes)
-    return LockstepMethod(Stacked(algorithm, mixing, shape=setting.shape), schedule_of(choice.method, setting), clock)
+    driver = Stacked(algorithm, mixing, setting.world_size, shape=setting.shape)
+    return LockstepMethod(driver, schedule or Schedule(), clock, options=options)
 
 
 def simulate_all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
@@ -81,10 +90,8 @@ def simulate_all_reduce(choice: Choice, setting: Setting) -> SimulatedMethod:
 
 def simulate_local_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Local SGD."""
-    clock = SyncClock(setting.compute, setting.network, MessageCost(setting.model_bytes))
-    schedule = Schedule(gossip_every=setting.local_steps, average_every=1)
-    driver = Stacked(DPSGD(), None, setting.world_size)
-    return LockstepMethod(driver, schedule, clock, options={"sync_period": setting.local_steps})
+    schedule, message = Schedule(gossip_every=setting.local_steps, average_every=1), MessageCost(setting.model_bytes)
+    return lockstep(DPSGD(), None, setting, message, schedule=schedule, options={"sync_period": setting.local_steps})
 
 
 def _graph(choice: Choice, setting: Setting) -> GraphManager:
@@ -139,7 +146,8 @@ def simulate_matcha(choice: Choice, setting: Setting) -> SimulatedMethod:
     graph = undirected(choice, setting, is_static=True).graph
     base = networkx_graph(graph)
     mixing = default_mixing(MatchaGraph(base, budget=setting.budget, seed=setting.seed), push_sum=False)
-    return lockstep(DPSGD(), mixing, choice, setting, setting.network.plain_message(setting.model_bytes))
+    schedule = schedule_of(choice.method, setting)
+    return lockstep(DPSGD(), mixing, setting, setting.network.plain_message(setting.model_bytes), schedule=schedule)
 
 
 def options_of(choice: Choice, setting: Setting) -> MethodOptions:
@@ -155,38 +163,89 @@ def options_of(choice: Choice, setting: Setting) -> MethodOptions:
     )
 
 
+def _coded(algorithm: Algorithm, mixing: MixingManager, choice: Choice, setting: Setting) -> SimulatedMethod:
+    """An algorithm that sends its vectors in a code."""
+    message = coded_message(algorithm.compressor, setting.num_parameters, setting.links)  # type: ignore[attr-defined]
+    return lockstep(algorithm, mixing, setting, message, schedule=schedule_of(choice.method, setting))
+
+
 def simulate_choco(choice: Choice, setting: Setting) -> SimulatedMethod:
     """CHOCO-SGD."""
-    options = options_of(choice, setting)
-    compressor = make_compressor(options, setting.seed)
-    algorithm = Choco(compressor, step_size=compressor_step_size(options, "choco", CHOCO_STEP_SIZES))
-    message = coded_message(compressor, setting.num_parameters, setting.links)
-    return lockstep(algorithm, undirected(choice, setting, is_static=True), choice, setting, message)
+    algorithm = choco(options_of(choice, setting), setting.seed)
+    return _coded(algorithm, undirected(choice, setting, is_static=True), choice, setting)
 
 
 def simulate_deep_squeeze(choice: Choice, setting: Setting) -> SimulatedMethod:
     """DeepSqueeze."""
-    options = options_of(choice, setting)
-    compressor = make_compressor(options, setting.seed)
-    rule = DeepSqueezeRule(compressor, step_size=compressor_step_size(options, "deepsqueeze", DEEP_SQUEEZE_STEP_SIZES))
-    message = coded_message(compressor, setting.num_parameters, setting.links)
-    return _lockstep(rule, undirected(choice, setting), choice, setting, message)
+    algorithm = deep_squeeze(options_of(choice, setting), setting.seed)
+    return _coded(algorithm, undirected(choice, setting), choice, setting)
 
 
 def simulate_moniqua(choice: Choice, setting: Setting) -> SimulatedMethod:
     """Moniqua."""
     one_pass = setting.links.memory_seconds(setting.model_bytes)
     message = MessageCost(setting.num_parameters, encode_seconds=4 * one_pass, decode_seconds=4 * one_pass)  # 8 bits
-    step_size = step_size_of(options_of(choice, setting), "moniqua", MONIQUA_STEP_SIZES, "moniqua", "compression_bits")
-    rule = MoniquaRule(setting.theta or MethodOptions.theta, step_size=step_size, seed=setting.seed)
-    return _lockstep(rule, undirected(choice, setting), choice, setting, message)
+    algorithm = moniqua(options_of(choice, setting), setting.seed)
+    schedule = schedule_of(choice.method, setting)
+    return lockstep(algorithm, undirected(choice, setting), setting, message, schedule=schedule)
 
 
 def simulate_power_gossip(choice: Choice, setting: Setting) -> SimulatedMethod:
     """PowerGossip."""
     mixing = undirected(choice, setting)
-    rule = PowerGossipRule(setting.shape, step_size=setting.step_size or power_step_size(mixing), seed=setting.seed)
-    return _lockstep(rule, mixing, choice, setting, power_message(setting.num_parameters, setting.links))
+    algorithm = PowerGossip(step_size=setting.step_size or power_step_size(mixing), seed=setting.seed)
+    message = power_message(setting.num_parameters, setting.links)
+    return lockstep(algorithm, mixing, setting, message, schedule=schedule_of(choice.method, setting), options={})
+
+
+def simulate_sparta(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """SPARTA."""
+    algorithm = sparta(options_of(choice, setting), setting.seed)
+    message = measured_message(Stacked(algorithm, pair()), setting.num_parameters, setting.links)
+    schedule = schedule_of(choice.method, setting)
+    return lockstep(algorithm, undirected(choice, setting), setting, message, schedule=schedule)
+
+
+def simulate_outer(make: MakeOuter) -> Callable[[Choice, Setting], SimulatedMethod]:
+    """How outer methods are simulated: on the graph that was chosen, on their own, or with exact averages."""
+
+    def simulate(choice: Choice, setting: Setting) -> SimulatedMethod:
+        outer = make(options_of(choice, setting), setting.seed)
+        mixing = None
+        if not outer.averages_exactly:
+            own = outer.default_graph(setting.world_size) if not choice.graph else None
+            mixing = undirected(choice, setting) if own is None else default_mixing(own, push_sum=False)
+        driver = Stacked(outer, mixing, setting.world_size)
+        return LockstepMethod(driver, Schedule(), _outer_clock(outer, setting))
+
+    return simulate
+
+
+def _outer_clock(outer: OuterMethod, setting: Setting) -> SyncClock:
+    """What an outer step of a fragment takes; one with a delay takes as long as one that training waits for."""
+    if (code := getattr(outer, "compressor", None)) is not None:
+        message = coded_message(code, setting.num_parameters // outer.num_fragments, setting.links)
+        return GatherClock(setting.compute, setting.network, message)
+    size = setting.model_bytes / outer.num_fragments
+    return SyncClock(setting.compute, setting.network, setting.network.plain_message(size), model_bytes=size)
+
+
+def simulate_rule(rule: Algorithm, choice: Choice, setting: Setting) -> SimulatedMethod:
+    """An algorithm that mixes vectors of the model on the graph that was chosen; on a ring with its own weights."""
+    mixing = undirected(choice, setting, is_static=rule.needs_static_graph)
+    if choice.graph == "ring":
+        mixing = rule.default_mixing(setting.world_size) or mixing
+    return lockstep(rule, mixing, setting, setting.network.plain_message(setting.model_bytes), options={})
+
+
+def simulate_relay_sgd(choice: Choice, setting: Setting) -> SimulatedMethod:
+    """RelaySGD, on a tree or two; a link that is in one of two has messages of half a model."""
+    assert choice.graph is not None, "choices are resolved before methods are made"
+    graph = named_graph(choice.graph, setting.world_size)
+    num_links = sum(len(graph.phone_book(rank)) for rank in range(graph.world_size)) / 2
+    share = (graph.world_size - 1) / num_links if num_links else 1.0
+    message = setting.network.plain_message(share * setting.model_bytes)
+    return lockstep(RelaySGD(), MetropolisHastingsMixing(graph), setting, message, options={})
 
 
 def simulate_ad_psgd(choice: Choice, setting: Setting) -> SimulatedMethod:

@@ -58,7 +58,7 @@ class InStep:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         mixing = None if driver.mixing is None else driver.mixing.mixing
-        self.memories = [Memory() for _ in range(driver.num_ranks)]
+        self.memories = [Memory(repr(mixing)) for _ in range(driver.num_ranks)]
         self._mails = [RowMail(mixing) for _ in range(driver.num_ranks)]
 
     def begin(self, x: Tensor) -> None:
@@ -117,7 +117,7 @@ class InStep:
         messages = [cast(Share, request).message for request in requests]
         if isinstance(first, Gather):
             driver.count_gather(messages[0].buffer.raw.numel())
-            return [Received([(1.0, _copy(m, own.code)) for m in messages]) for own in messages]
+            return [Received([(1.0, _copy(m, own.code)) for m in messages], range(len(messages))) for own in messages]
         driver.count_message(messages[0].buffer.raw.numel())
         return [mail.row_of(messages, rank) for rank, mail in enumerate(self._mails)]
 

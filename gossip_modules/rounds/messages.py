@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,22 +11,28 @@ from torch import Tensor
 from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector, add_
 from ..gossiper.gossiper import Gossiper, Messages
-from ..gossiper.linked import LinkedGossiper
 from ..gossiper.message import MessageBuffer, warn_of_little
 from ..mixing_manager.base import MixingManager, MixingWeights
-from ..transport.base import Transport
+from ..transport.base import ElasticPending, Transport
 from .memory import Memory
 from .message import Code, Message, Received
+from .message_check import MessageCheck
 from .vector import Vector
 
 _PHASES = 64  # exchanges of one round, at most
 
 
-class MessageRounds(LinkedGossiper):
+class MessageRounds(Gossiper):
     """Sends the messages of an algorithm, with the buffers of the model in front of them, and receives those of peers.
 
     Messages are numbered and compared by digests: see [Note: out of step] of `MessageCheck`. A peer that fails is left
     out of the round: see [Note: lost peers] of `Gossiper`.
+
+    [Note: links anew] What is kept of the link to a peer that fails is dropped. If the peer lives all the same, it may
+    have dropped nothing, or have applied a message more. So at the first round over a link after the transport has
+    changed, both ends compare the number and the digest of its messages. Where these are equal, both keep what they
+    have; otherwise both drop it, and begin anew in this round. Links are known by the names of their ends. Checkpoints
+    of jobs with a membership have nothing of it: a worker that loads one may have other peers.
 
     Args:
         memory: forgets links, or knows them under other ranks, when messages do.
@@ -37,10 +43,13 @@ class MessageRounds(LinkedGossiper):
     is_elastic = True
 
     def __init__(self, memory: Memory, *, has_links: bool, is_checked: bool = True) -> None:
-        super().__init__()
         self.has_links = has_links
         self._kept, self._is_checked = memory, is_checked
+        self._message_check = MessageCheck()
         self._numbers: dict[int, int] = {}  # of messages to each peer
+        self._buffers: dict[int, tuple[MessageBuffer, MessageBuffer]] = {}  # outgoing and incoming, by peer
+        self._lost: set[int] = set()  # of this transport's peers
+        self._compared: set[int] = set()  # those with which the state of the link was, on this transport
         self._phase = 0
         self._checksums: Mapping[int, int] = {}
         self._inboxes: Mapping[int, Message] = {}
@@ -60,8 +69,19 @@ class MessageRounds(LinkedGossiper):
         if not self._is_planned:
             assert self._x.flat is not None, "messages carry the buffers of a flat vector"
             self._begin(self._x.flat, self._t)
-            self._peers, self._is_planned = tuple(self.live(self._in_peers)), True
+            self._peers, self._is_planned = self._live_peers(), True
         return self._peers
+
+    def _live_peers(self) -> tuple[int, ...]:
+        """Those of the round that have not failed; begins anew with some, see [Note: links anew]."""
+        peers = tuple(peer for peer in self._in_peers if peer not in self._lost)
+        new = [peer for peer in peers if peer not in self._compared] if self.has_links and self._is_elastic else []
+        self._compared.update(new)
+        if new:
+            ages = {peer: (self.link_age(peer), 0) for peer in new}
+            for peer in self._message_check.differing(self.transport, ages, t=self._t):
+                self._forget(peer)
+        return peers
 
     def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
         """A message of that code for vectors like x; its memory is used again for the next one of that key."""
@@ -131,11 +151,32 @@ class MessageRounds(LinkedGossiper):
         self._peers = tuple(self._buffers)
         return {j: self._inboxes[j] for j in self._buffers}
 
+    def post_headers(self) -> None:
+        """Send the headers of the messages in `_buffers`."""
+        numbers = {peer: (self._message_number(peer), self._checksums.get(peer, 0)) for peer in self._buffers}
+        self._message_check.post(self.transport, numbers, t=self._t)
+
     def _wait(self) -> None:
-        if self._is_checked:
+        if not self._is_checked:
             super()._wait()
-        else:
-            Gossiper._wait(self)
+            return
+        messages, self._pending = self._pending, None
+        assert messages is not None, "no message is in flight: post() comes first"
+        # Headers first: where the numbers differ, the messages may have another size.
+        lost = self._message_check.wait(self.transport, t=self._t)
+        messages.wait()
+        if self._is_elastic:
+            self._lost |= lost | cast("ElasticPending", messages).lost
+            if lost := self._lost.intersection(self._in_peers):
+                self._leave_out(lost)
+        for peer, buffers in self._buffers.items():
+            self._message_check.add(peer, buffers)
+
+    def _message_number(self, peer: int) -> int:
+        """Of the next message. Workers of a membership have exchanged more or fewer messages, so the round counts."""
+        if self._is_elastic and not self.has_links:
+            return self._t * _PHASES + self._phase
+        return self._numbers.get(peer, 0)
 
     def weight_of(self, peer: int) -> float:
         """See `Vectors`."""
@@ -149,42 +190,49 @@ class MessageRounds(LinkedGossiper):
                 add_(b, other, alpha=alpha)
                 add_(b, own, alpha=-alpha)
 
-    # See `LinkedGossiper`.
-
-    def message_number(self, peer: int) -> int:
-        """See `LinkedGossiper`. Workers of a membership have exchanged more or fewer messages, so the round counts."""
-        if self._is_elastic and not self.has_links:
-            return self._t * _PHASES + self._phase
-        return self._numbers.get(peer, 0)
-
-    def state_checksum(self, peer: int) -> int:
-        """See `LinkedGossiper`."""
-        return self._checksums.get(peer, 0)
+    # Peers that fail, and transports that change.
 
     def link_age(self, peer: int) -> int:
-        """See `LinkedGossiper`."""
+        """A number that is the same at both ends of a link that is kept, and 0 where nothing is."""
         return self._numbers.get(peer, 0)
 
-    def forget_link(self, peer: int) -> None:
-        """See `LinkedGossiper`."""
+    def _leave_out(self, lost: Set[int]) -> None:
+        """See `Gossiper`; a peer that fails again is another one for what is kept."""
+        super()._leave_out(lost)
+        for peer in lost:
+            self._buffers.pop(peer, None)
+            self._forget(peer)
+
+    def _forget(self, peer: int) -> None:
         self._numbers.pop(peer, None)
         self._kept.forget_peer(peer)
+        self._message_check.forget(peer)
 
-    def renumber_links(self, ranks: Mapping[int, int]) -> None:
-        """See `LinkedGossiper`."""
-        self._numbers = {ranks[peer]: number for peer, number in self._numbers.items() if peer in ranks}
-        self._kept.renumber_links(ranks)
+    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `Mixer`; links are kept by the names of their ends."""
+        names, ranks = self.transport.names, {name: rank for rank, name in enumerate(transport.names)}
+        for peer in self._lost:
+            self._forget(peer)
+        super().rebind(mixing, transport)
+        self._lost, self._compared = set(), set()
+        peers = mixing.graph.phone_book(transport.rank) if self.has_links else ()
+        kept = {rank: ranks[name] for rank, name in enumerate(names) if name in ranks and ranks[name] in peers}
+        self._message_check.renumber(kept)
+        self._numbers = {kept[peer]: number for peer, number in self._numbers.items() if peer in kept}
+        self._kept.renumber_links(kept)
+
+    # See `Gossiper`.
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`; the algorithm has looked."""
 
     def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
-        """See `Gossiper`; `exchange` is called in its place."""
-        raise AssertionError("messages of algorithms go through exchange()")
+        """See `Gossiper`; `post` is called in its place."""
+        raise AssertionError("messages of algorithms go through post() and wait()")
 
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
         """See `encode`."""
-        raise AssertionError("messages of algorithms go through exchange()")
+        raise AssertionError("messages of algorithms go through post() and wait()")
 
     def state_dict(self) -> dict[str, Any]:
         """See `Mixer`: the numbers and digests of messages."""
@@ -195,8 +243,3 @@ class MessageRounds(LinkedGossiper):
         state = {} if self._is_elastic else state
         self._numbers = dict(state.get("numbers", {}))
         self._message_check.load_state_dict(state)
-
-    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
-        """See `LinkedGossiper`."""
-        self._layout = self._layout or FlatVector.over(torch.zeros(1, device="cpu")).layout  # something is kept
-        super().rebind(mixing, transport)

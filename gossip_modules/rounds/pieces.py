@@ -16,7 +16,6 @@ from ..flat.buffer import FlatBuffer
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..gossiper.gossiper import Gossiper
-from ..gossiper.linked import LinkedGossiper
 from ..gossiper.mixer import Mixer
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
@@ -33,7 +32,7 @@ _OTHERS = "what it keeps of tensors that are still trained stays, and new ones s
 
 
 @dataclass
-class _Flight:
+class _TravellingRound:
     """A round that travels: of which fragment, the step at which it is due, and the answer to its first request."""
 
     fragment: int
@@ -70,7 +69,7 @@ class Pieces(Mixer):
         self._buffer: FlatBuffer | None = None  # says where the tensors of the model are in the vector
         self._fragments: list[Fragment] = []
         self._layout: FlatLayout | None = None  # of the vector that they are fragments of
-        self._flights: list[_Flight] = []  # in the order in which they began
+        self._flights: list[_TravellingRound] = []  # in the order in which they began
         self._thread: GossipThread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._k = self._t = 0
@@ -80,7 +79,7 @@ class Pieces(Mixer):
         plain: Mixer = self.rounds[0]
         while isinstance(plain, Rounds):
             plain = plain.mixer
-        keeps_links = isinstance(plain, LinkedGossiper) or not plain.is_elastic
+        keeps_links = not plain.is_elastic
         if self.algorithm.mixes and self.algorithm.num_fragments > 1 and keeps_links:
             raise ValueError(
                 f"got {plain} with {self.algorithm}, expected fragments=1, or no gossiper: it keeps what it knows of "
@@ -240,7 +239,7 @@ class Pieces(Mixer):
 
         if self._thread is None:
             self._thread = GossipThread(f"gossip-{self.transport.rank}")
-        self._flights.append(_Flight(p, self._k + self.algorithm.delay, self._thread.submit(run)))
+        self._flights.append(_TravellingRound(p, self._k + self.algorithm.delay, self._thread.submit(run)))
 
     def _arrive(self, x: FlatVector) -> None:
         """Wait for the first round that travels, and end it."""

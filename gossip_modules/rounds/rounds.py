@@ -64,6 +64,7 @@ class Rounds(Mixer):
         self.algorithm, self.mixer = algorithm, mixer
         self.name = type(algorithm).__name__  # in checkpoints
         self._is_torn = False  # whether a round has ended while it was writing what its messages had said
+        self._is_cut_off = False  # whether messages of a round have not come, and may still be on their way
         self.memory = Memory()
         self.messages = MessageRounds(
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
@@ -411,7 +412,7 @@ class Rounds(Mixer):
     def _open(self, x: Vector) -> None:
         """Up to the first request."""
         assert x.flat is not None, "rounds mix flat vectors"
-        if self._is_torn:
+        if self._is_torn or self._is_cut_off:
             raise RuntimeError(
                 f"{self}: got a round after one that failed, expected none: the states of the ranks may no longer "
                 "agree; start again from a checkpoint on all ranks"
@@ -508,8 +509,10 @@ class Rounds(Mixer):
         return self._gather(request.message, v)
 
     def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
+        self._is_cut_off = not is_elastic(self.transport)
         self.messages.post(messages, self._buffers, checksums=checksums)
         replies = self.messages.wait(self._buffers)
+        self._is_cut_off = False
         self._own_buffer_weight = self.messages.own_buffer_weight
         return replies
 
@@ -629,7 +632,7 @@ class Rounds(Mixer):
         self._load({})
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._has_begun = self._is_torn = False
+        self._has_begun = self._is_torn = self._is_cut_off = False
         self._stamp, self._missed = state.get("stamps", (0, 0))
         memory = dict(state.get("memory", {}))
         if self.algorithm.keeps_links and is_elastic(self.transport):

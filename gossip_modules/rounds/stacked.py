@@ -17,6 +17,7 @@ from .algorithm import Algorithm, Over
 from .in_step import InStep
 from .memory import Memory
 from .message import Message, Received
+from .periodic import Periodic
 from .requests import Average, Gather, Mix, Request, Share
 from .rows import Rows, StackedMixing, column
 from .vector import Snapshot, Vector
@@ -99,7 +100,7 @@ class Stacked:
         is_weighted = self.mixing is not None and own.takes_push_sum and not self.mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_weighted else None
         self.t, self.sent_bytes = 0, 0.0
-        self.memory = Memory()
+        self.memory = Memory(repr(mixing))
         self._in_step = None if own.takes_rows else InStep(self)
         self._answered: list[Answered] = []
         self._has_begun = False
@@ -110,6 +111,11 @@ class Stacked:
         others: dict[str, Any] = {"wire_dtype": wire_dtype, "shape": shape}
         self.inner = Stacked(algorithm.inner, mixing, num_ranks, **others) if isinstance(algorithm, Over) else None
         self.fragments: list[Stacked] = []
+        if isinstance(own, Periodic) and (own.num_fragments > 1 or own.delay) and not is_fragment:
+            if not isinstance(own.fragments, int):
+                raise ValueError(f"got {own}, expected fragments=2 or another number: rows have no modules to name")
+            others["is_fragment"] = True
+            self.fragments = [Stacked(algorithm, mixing, num_ranks, **others) for _ in range(own.fragments)]
 
     @torch.no_grad()
     def step(self, x: Tensor, k: int, action: Action = Action.GOSSIP, *, sgd: SGDStep | None = None) -> list[Answered]:
@@ -147,6 +153,12 @@ class Stacked:
             self._late, self.weights = (models.parts[0], change), weights
         return self._answered
 
+    @torch.no_grad()
+    def settle(self, x: Tensor) -> None:
+        """End the rounds that are under way. x: the models, mutated."""
+        self._arrive(x)
+        self._land_until(x, None)
+
     def estimates(self, x: Tensor) -> Tensor:
         """The models that forward and backward see: x, or with push-sum x / w."""
         return x if self.weights is None else x / self.weights.to(x.dtype)
@@ -183,10 +195,8 @@ class Stacked:
                 self.weights = self.weights + late[1]
 
     def _step_fragments(self, x: Tensor, k: int, sgd: SGDStep | None) -> None:
-        algorithm, columns = cast(Any, self.algorithm), self._columns(x)
-        while self._flights and self._flights[0][0] <= k:
-            _, p = self._flights.pop(0)
-            self.fragments[p].land(Vector([columns[p]]))
+        algorithm, columns = cast("Periodic", self.algorithm), self._columns(x)
+        self._land_until(x, k)
         for p in algorithm.starting_at(k):
             fragment = self.fragments[p]
             fragment.t, fragment._answered, before = algorithm.number_of(p, k), self._answered, fragment.sent_bytes
@@ -196,6 +206,12 @@ class Stacked:
                 self._flights.append((k + algorithm.delay, p))
             else:
                 fragment.land(Vector([columns[p]]))
+
+    def _land_until(self, x: Tensor, k: int | None) -> None:
+        """End the rounds of fragments that are due after k steps; None: all."""
+        while self._flights and (k is None or self._flights[0][0] <= k):
+            _, p = self._flights.pop(0)
+            self.fragments[p].land(Vector([self._columns(x)[p]]))
 
     def _columns(self, x: Tensor) -> list[Tensor]:
         """The equal runs of columns that are the fragments; views."""
@@ -240,7 +256,7 @@ class Stacked:
     def _vectors(self, x: Vector, sgd: SGDStep | None) -> Vectors:
         self.memory.fit(x, who=self.algorithm)
         step = sgd if self.algorithm.needs_sgd and self.memory.num_rounds else None
-        rate = None if sgd is None else sgd.lr
+        rate = sgd.lr if sgd is not None and self.algorithm.needs_inner_rate else None
         mail = StackedMail(self.mixing)
         return Vectors(x, mail, t=self.t, rank=-1, num_ranks=self.num_ranks, step=step, inner_rate=rate)
 
@@ -400,6 +416,7 @@ class StackedReceived(Received):
     """
 
     def __init__(self, rows: Rows, message: StackedMessage) -> None:
+        super().__init__(())
         self._rows, self._message = rows, message
 
     def __iter__(self) -> Iterator[tuple[Any, Message]]:
@@ -424,6 +441,7 @@ class EveryRow(Received):
     """
 
     def __init__(self, message: StackedMessage, num_ranks: int) -> None:
+        super().__init__(())
         self._message, self._num_ranks = message, num_ranks
 
     def __iter__(self) -> Iterator[tuple[Any, Message]]:

@@ -1,4 +1,4 @@
-"""Gossip of all n ranks at once: the rules by which models, or codes of them, become corrections."""
+"""Methods that the simulator can run: the rounds of algorithms on the models of all ranks, with a clock."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compression.compressor import Compressor, random_words
-from ..rounds.algorithm import Algorithm
-from ..rounds.rows import Array, Rows, StackedMixing
+from ..rounds.rows import Array, Rows
 from ..rounds.stacked import Stacked
 from ..rounds.vectors import SGDStep
 from ..schedule import Action, Schedule
@@ -118,81 +116,6 @@ class OwnPace(SimulatedMethod):
         return self._waited
 
 
-class Rule(ABC):
-    """What the messages of a round do to the models."""
-
-    needs_push_sum = False
-    """Whether W(t) may be only column-stochastic."""
-    options: Mapping[str, float] = MappingProxyType({})
-    """See `SimulatedMethod`."""
-
-    @abstractmethod
-    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
-        """What to add to x [n, d] for round t, e.g. (W - I) x; x does not change."""
-
-
-class DeepSqueezeRule(Rule):
-    """See `DeepSqueeze`.
-
-    Args:
-        compressor: C, any.
-        step_size: of consensus.
-    """
-
-    def __init__(self, compressor: Compressor, *, step_size: float) -> None:
-        self.compressor, self.step_size = compressor, step_size
-        self.options = {"step_size": step_size}
-        self._error: Tensor | None = None
-
-    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
-        """See `Rule`."""
-        self._error = x.clone() if self._error is None else self._error.add_(x)
-        said = self.compressor.decompressed(self._error, t=t)
-        self._error -= said
-        return round_.mix(said).sub_(said).mul_(self.step_size)
-
-
-class MoniquaRule(Rule):
-    """See `Moniqua`.
-
-    Args:
-        theta: bound on the differences of neighbours' entries, for the whole run, as in training.
-        bits: per entry.
-        step_size: of consensus.
-        seed: of the dither.
-
-    Raises:
-        TooFarApartError: (rounds) neighbours are further apart than theta.
-    """
-
-    def __init__(self, theta: float, *, bits: int = 8, step_size: float = 1.0, seed: int = 0) -> None:
-        self.num_levels, self.step_size, self.theta, self.seed = 1 << bits, step_size, theta, seed
-        self.options = {"theta": theta, "step_size": step_size}
-
-    def correction(self, x: Tensor, round_: Rows, t: int) -> Tensor:
-        """See `Rule`."""
-        half = self.num_levels // 2
-        spacing = self.theta / (half - 1)
-        places = torch.floor(x / spacing + random_words(self.seed, t, 1)[0] / 2**64)
-        result = torch.zeros_like(x)
-        for k in range(round_.peers.shape[1]):
-            differences = places.index_select(0, torch.from_numpy(round_.peers[:, k])) - places
-            remainders = (differences + half).remainder_(self.num_levels).sub_(half)
-            if bool((remainders != differences).any()):
-                difference = self._largest_difference(x, round_)
-                if not math.isfinite(difference):
-                    return torch.full_like(x, math.nan)  # diverged, which no theta mends
-                raise TooFarApartError(self.theta, t, difference)
-            weights = torch.from_numpy(round_.weights[:, k].copy()).to(x.dtype)
-            result.addcmul_(remainders, weights[:, None] * (self.step_size * spacing))
-        return result
-
-    @staticmethod
-    def _largest_difference(x: Tensor, round_: Rows) -> float:
-        columns = (torch.from_numpy(round_.peers[:, k]) for k in range(round_.peers.shape[1]))
-        return float(torch.stack([(x.index_select(0, column) - x).abs().max() for column in columns]).max())
-
-
 class ClockedMethod(SimulatedMethod):
     """A method whose ranks step together, so that one clock has the time of all.
 
@@ -240,7 +163,7 @@ class LockstepMethod(ClockedMethod):
     ) -> None:
         super().__init__(clock, overlap=driver.overlap)
         self.driver, self.schedule, self.mixing = driver, schedule, driver.mixing
-        self.options = _options_of(driver.algorithm) if options is None else options
+        self.options = options_in(driver.algorithm) if options is None else options
         self._momentum = MOMENTUM if driver.algorithm.needs_sgd else 0.0
         self._last: Tensor | None = None  # what the last round has left, where there is momentum
 
@@ -254,84 +177,28 @@ class LockstepMethod(ClockedMethod):
         if self._last is not None and (momentum := self.driver.momentum) is not None:
             x.lerp_(self._last, self._momentum).sub_(momentum, alpha=self._momentum)
         action = self.schedule.action(step) if step or clock.begins_with_round else Action.SKIP
-        exchanges = self.driver.step(x, step, action, sgd=SGDStep(1.0, self._momentum) if step else None)
+        try:
+            exchanges = self.driver.step(x, step, action, sgd=SGDStep(1.0, self._momentum) if step else None)
+        except (RuntimeError, ValueError) as error:
+            if (theta := self.options.get("theta")) is None or self.mixing is None:
+                raise
+            exchanges = self._diverged(x, self.mixing.round(self.driver.t), theta, error)
         clock.advance(exchanges)
         self._count_bytes(exchanges)
         if self._momentum:
             self._last = x.clone()
 
+    def _diverged(self, x: Tensor, rows: Rows, theta: float, error: Exception) -> list[Rows | None]:
+        """Neighbours are too far apart for the algorithm: say how far; or x is not finite, which no theta mends."""
+        columns = (torch.from_numpy(rows.peers[:, k].copy()) for k in range(rows.peers.shape[1]))
+        difference = float(torch.stack([(x.index_select(0, column) - x).abs().max() for column in columns]).max())
+        if math.isfinite(difference):
+            raise TooFarApartError(theta, self.driver.t, difference) from error
+        x.fill_(math.nan)
+        return [rows]
 
-def _options_of(algorithm: Algorithm) -> dict[str, float]:
-    """The settings of an algorithm that are options of training, by their names there."""
+
+def options_in(algorithm: object) -> dict[str, float]:
+    """The settings of an algorithm or a gossiper that are options of training, by their names there."""
     found = {option: getattr(algorithm, name, None) for name, option in _OPTIONS.items()}
     return {option: value for option, value in found.items() if isinstance(value, int | float)}
-
-
-class RuleMethod(ClockedMethod):
-    """A rule, a graph, a schedule and a clock: step k of one rank is step k of all.
-
-    x <- x + correction of x; with overlap that of the x one forward ago, whose round ran under the step since. Where
-    W(t) is not doubly stochastic push-sum weights go along.
-
-    Args:
-        rule: what a round does.
-        mixing: W(t); None where the schedule has only global averages.
-        schedule: which step does what.
-        clock: what it takes; an `OverlapClock` with overlap.
-        overlap: whether rounds run under the compute.
-    """
-
-    def __init__(
-        self,
-        rule: Rule | None,
-        mixing: StackedMixing | None,
-        schedule: Schedule,
-        clock: Clock,
-        *,
-        overlap: bool = False,
-    ) -> None:
-        super().__init__(clock, overlap=overlap)
-        self.rule, self.mixing, self.schedule = rule, mixing, schedule
-        is_push_sum = (
-            mixing is not None and rule is not None and rule.needs_push_sum and not mixing.is_doubly_stochastic
-        )
-        self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_push_sum else None
-        self.options = {} if rule is None else rule.options
-        self._t = 0  # rounds so far
-        self._late: tuple[Tensor, Tensor | None] | None = None
-
-    def estimates(self, x: Tensor) -> Tensor:
-        """See `SimulatedMethod`."""
-        return x if self.weights is None else x / self.weights.to(x.dtype)
-
-    def forward(self, x: Tensor) -> None:
-        """See `SimulatedMethod`."""
-        is_idle = self.num_ranks == 1 or (self.clock.step == 0 and not self.clock.begins_with_round)
-        action = self.schedule.action(self.clock.step)
-        round_ = self.mixing.round(self._t) if self.mixing is not None and action is Action.GOSSIP else None
-        self.clock.advance([] if action is Action.SKIP else [round_])
-        late, self._late = self._late, None
-        if late is not None:
-            self._add(x, *late)
-        if action is Action.SKIP or is_idle:
-            return
-        self._count_bytes([round_])
-        corrections = self._corrections(x, round_)
-        self._t += 1
-        if self.is_overlapped:
-            self._late = corrections
-        else:
-            self._add(x, *corrections)
-
-    def _corrections(self, x: Tensor, round_: Rows | None) -> tuple[Tensor, Tensor | None]:
-        """Of x and of the weights."""
-        if round_ is None:
-            return x.mean(0) - x, None if self.weights is None else self.weights.mean(0) - self.weights
-        assert self.rule is not None
-        correction = self.rule.correction(x, round_, self._t)
-        return correction, None if self.weights is None else round_.mix(self.weights) - self.weights
-
-    def _add(self, x: Tensor, correction: Tensor, of_weights: Tensor | None) -> None:
-        x += correction
-        if self.weights is not None and of_weights is not None:
-            self.weights += of_weights

@@ -79,7 +79,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     | Local SGD    | schedule=Schedule(gossip_every=H, average_every=1)            |
     | controlled   | schedule=ConsensusControl(target=2.0)                         |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
-    | PowerGossip  | gossiper=PowerGossip(), or Choco, DeepSqueeze, Moniqua        |
+    | PowerGossip  | algorithm=PowerGossip(), or Choco, DeepSqueeze, Moniqua       |
     | DiLoCo       | outer=DiLoCo(), or SparseLoCo, SlowMo, NoLoCo, GASLoC, ...    |
     | D2           | algorithm=D2(), or QGDSGDm, GradientTracking, DecentLaM            |
 

@@ -106,7 +106,7 @@ def test_an_outer_method_steps_alone_and_mixes_the_result() -> None:
     phi = torch.full((5,), START, dtype=torch.float64)
     for _ in range(4):
         phi = w @ (phi - 0.7 * (phi - descended(phi, 5)))
-    outer = method(5, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7))
+    outer = method(5, lr=0.7, momentum=0.0)
     torch.testing.assert_close(solve(lambda: {"outer": outer, "graph": "ring"}), phi, rtol=0, atol=1e-12)
 
 

@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "consensus_control", "outer", "engine", "membership", "wrappers", "rounds", "registry"}
+_WRAPPERS = {*_LOCKSTEP, "consensus_control", "engine", "membership", "wrappers", "rounds", "registry"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
@@ -30,14 +30,12 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "consensus_control": {"mixing_manager"},
         "mpi": {"transport"},
         "gossiper": {*_LOCKSTEP - {"gossiper"}, "old_calls"},
-        "outer": {"flat", "graph_manager", "mixing_manager", "compression"},
         "optim": set(),
         "sparta": {"graph_manager", "compression", "gossiper"},
         "rounds": {*_LOCKSTEP, "registry"},
         "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds", "registry"},
         "engine": {
             *("gossiper", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
-            *("outer", "compression"),
         },
         "version": set(),
         "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},

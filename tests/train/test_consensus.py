@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-import torch.distributed as dist
 
-import gossip_modules as gm
-from gossip_modules.testing import run_ranks
 from train.consensus import (
     SETTLED,
     Experiment,
@@ -143,7 +139,7 @@ def test_every_run_is_written_when_it_ends(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_mistake_in_the_program_is_no_divergence() -> None:
     class Failing(Variant):
-        def make(self, step_size: float, theta: float, seed: int) -> gm.extend.Gossiper:
+        def make(self, *_: Any, **__: Any) -> Any:
             raise TypeError("of the program")
 
     with pytest.raises(TypeError, match="of the program"):
@@ -180,6 +176,36 @@ def test_experiment_writes_points_a_picture_and_a_table(tmp_path: Path, capsys: 
     assert points.groupby(["method", "step_size"]).ngroups == 4
     assert (tmp_path / "consensus.png").is_file()
     assert "steps to 0.01" in capsys.readouterr().out
+
+
+def test_grid_of_step_sizes() -> None:
+    experiment = Experiment(num_step_sizes=3)
+    assert experiment.step_sizes_of("plain", 1.308) == [1.308]
+    assert experiment.step_sizes_of("choco-sign", 1.0) == [0.01, 0.1, 1.0]
+    assert Experiment(step_sizes=(0.3,)).step_sizes_of("plain", 1.308) == [0.3]
+    assert len(Experiment(methods=("all", "plain")).names) == len(VARIANTS)
+    twice = Experiment(methods=("plain", "bfloat16", "plain"), step_sizes=(0.3, 0.1, 0.3))
+    assert twice.names == ("plain", "bfloat16")
+    assert twice.step_sizes_of("plain", 1.308) == [0.3, 0.1]
+
+
+def test_unknown_words_are_named() -> None:
+    with pytest.raises(ValueError, match=r"got methods=magic, expected all, plain, .*; see --help"):
+        Experiment(methods=("plain", "magic"))
+    with pytest.raises(ValueError, match=r"got data=cats, expected random, "):
+        Experiment(data="cats")
+    with pytest.raises(ValueError, match=r"got steps=0, expected 1 or more"):
+        Experiment(steps=0)
+    for name, value, least in (
+        ("num_workers", 1, 2),
+        ("num_step_sizes", 1, 2),
+        ("seed", -1, 0),
+        ("matrix_size", -1, 0),
+    ):
+        with pytest.raises(ValueError, match=rf"got {name}={value}, expected {least} or more"):
+            Experiment(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got step_sizes=\(-1.0,\), expected positive numbers"):
+        Experiment(step_sizes=(-1.0,))
 
 
 def test_three_significant_digits() -> None:
@@ -223,17 +249,3 @@ def test_unknown_words_are_named() -> None:
             Experiment(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got step_sizes=\(-1.0,\), expected positive numbers"):
         Experiment(step_sizes=(-1.0,))
-
-
-def test_thread_ranks_give_results_in_order_and_the_first_error() -> None:
-    threads = threading.active_count()
-    assert run_ranks(3, lambda group: group.rank() ** 2) == [0, 1, 4]
-
-    def fail(group: dist.ProcessGroup) -> None:
-        if group.rank() == 1:
-            raise KeyError("x")
-        group.recv([torch.zeros(1)], 1, 0).wait()
-
-    with pytest.raises(KeyError, match="x"):
-        run_ranks(2, fail)
-    assert threading.active_count() == threads

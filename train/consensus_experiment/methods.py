@@ -1,4 +1,4 @@
-"""Variants of the consensus experiment: each gossiper of the registry, with the options that are compared."""
+"""Variants of the consensus experiment: each method of the registry that only mixes, with its options."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gossip_modules as gm
+from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.methods import METHODS
+from gossip_modules.methods.compressors import WIRE_DTYPES
+from gossip_modules.methods.one_thread import OneThread
 from gossip_modules.methods.simulated_options import MethodOptions
-from gossip_modules.methods.wrapping import WIRE_DTYPES
+from gossip_modules.rounds.stacked import Stacked
 
 PUBLISHED = MethodOptions(compression_bits=4)
 """What variants do not say themselves: top-k and random-k send 1 % of the entries, QSGD 4 bits of each."""
@@ -31,20 +34,33 @@ class Variant:
     is_tuned: bool = False
     mixes: bool = False
 
-    def make(self, step_size: float, theta: float, seed: int) -> gm.extend.Gossiper:
-        """A new gossiper.
+    def make(
+        self,
+        mixing: gm.mixing_manager.MixingManager,
+        step_size: float,
+        theta: float,
+        seed: int,
+        *,
+        shape: tuple[int, ...],
+    ) -> Stacked:
+        """What runs the rounds of all workers.
 
         Args:
+            mixing: whom they gossip with, and the weights.
             step_size: of consensus.
             theta: a bound on the differences of neighbours, for Moniqua.
             seed: of what is random.
+            shape: of a worker's matrix.
         """
         make = METHODS[self.method].gossiper
         assert make is not None, f"{self.method} has no gossiper"
         options = replace(PUBLISHED, **{"step_size": step_size, "theta": theta, **self.options})
-        gossiper = make(options, seed)
-        assert isinstance(gossiper, gm.extend.Gossiper), f"{self.method} makes no gossiper"
-        return gossiper
+        made = make(options, seed)
+        if isinstance(made, gm.extend.PushPull):
+            return Stacked(DPSGD(), mixing, wire_dtype=made.wire_dtype)
+        if isinstance(made, gm.extend.Gossiper):
+            return OneThread(lambda: make(options, seed), mixing)
+        return Stacked(made, mixing, shape=shape)
 
 
 def variants() -> dict[str, Variant]:

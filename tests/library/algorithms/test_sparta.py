@@ -26,7 +26,7 @@ def models_of_all(graph: GraphManager | None, *, overlap: bool = False) -> tuple
         with torch.no_grad():
             model.weight.copy_(torch.randn(1, D, generator=torch.Generator().manual_seed(group.rank())))
         options: dict[str, Any] = {"process_group": group, "init_sync": False, "overlap": overlap}
-        wrapper = GossipDataParallel(model, graph=graph, gossiper=Sparta(0.1, seed=3), **options)
+        wrapper = GossipDataParallel(model, graph=graph, algorithm=Sparta(0.1, seed=3), **options)
         before, seen = wrapper.comm_stats()["bytes_sent"], [model.weight.detach()[0].clone()]
         for _ in range(NUM_ROUNDS):
             wrapper(torch.ones(1, D, dtype=torch.float64))

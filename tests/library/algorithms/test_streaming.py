@@ -16,6 +16,7 @@ from gossip_modules import (
     EagerDiLoCo,
     GASLoC,
     GossipDataParallel,
+    LocalSGD,
     NoLoCo,
     PowerGossip,
     RingGraph,
@@ -124,6 +125,24 @@ def test_special_cases_are_diloco(outer: OuterMethod, num_ranks: int) -> None:
     torch.testing.assert_close(solve(lambda: {"outer": outer}, num_ranks=num_ranks), phi, rtol=0, atol=1e-12)
     if num_ranks == 5:
         assert abs(float(phi[0]) - 0.7702157507) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [LocalSGD(5), LocalSGD(5, fragments=1, delay=2, own_weight=0.0), LocalSGD(5, anchor_device="cpu")],
+    ids=["at-once", "late", "in-host-memory"],
+)
+def test_local_sgd_is_its_law(outer: LocalSGD) -> None:
+    """With a delay the difference to the average is added, so that steps under way stay."""
+    x, late = torch.full((5,), START, dtype=torch.float64), {}
+    for k in range(1, 21):
+        x = descended(x, 1)
+        if k % 5 == 0:
+            late[k + outer.delay] = x.mean() - x
+        x = x + late.pop(k, 0.0)
+    for change in late.values():  # close() ends what travels
+        x = x + change
+    torch.testing.assert_close(solve(lambda: {"algorithm": outer}), x, rtol=0, atol=1e-12)
 
 
 def test_eager_is_its_law() -> None:

@@ -31,17 +31,13 @@ from gossip_modules.methods import (
 )
 from gossip_modules.methods.__main__ import methods_table, step_sizes_table
 from gossip_modules.methods.compressors import COMPRESSORS
-from gossip_modules.methods.one_thread import GossiperRule, make_transports, measured_message
-from gossip_modules.methods.outer_simulation import simulate_outer
-from gossip_modules.methods.sparta_method import SpartaRule
+from gossip_modules.methods.one_thread import OneThread, make_transports, measured_message, pair
+from gossip_modules.methods.simulated import simulate_outer
 from gossip_modules.mixing_manager.graph_weights import default_mixing
-from gossip_modules.rounds.rows import StackedMixing
-from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.choice import make_method
-from gossip_modules.simulate.gossip import DeepSqueezeRule, MoniquaRule, Rule
 from tests.harness.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
@@ -139,29 +135,9 @@ def test_the_tables_have_a_row_for_each_entry() -> None:
     assert "| choco | topk | 0.01 | 0.0375 |" in step_sizes_table()
 
 
-RULES: dict[str, tuple[Rule, Any]] = {
-    "deepsqueeze": (DeepSqueezeRule(gm.QSGD(8), step_size=0.3), lambda: gm.DeepSqueeze(gm.QSGD(8), step_size=0.3)),
-    "sparta": (SpartaRule(gm.Sparta(0.1, seed=3)), lambda: gm.Sparta(0.1, seed=3)),
-    "moniqua": (MoniquaRule(16.0, step_size=0.5), lambda: gm.Moniqua(16.0, step_size=0.5)),
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_algorithms_do_what_the_rules_of_the_simulator_say(name: str) -> None:
-    rule, make = RULES[name]
-    mixing = default_mixing(gm.RingGraph(5, peers_per_itr=2), push_sum=False)
-    real, rounds = Stacked(make(), mixing), StackedMixing(mixing)
-    x = torch.randn(5, 100, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    y = x.clone()
-    for t in range(6):
-        x += rule.correction(x, rounds.round(t), t)
-        real.step(y, t)
-        torch.testing.assert_close(y, x, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["diloco", "eagerdiloco", "sparseloco", "slowmo", "gasloc:ring"])
 def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
-    """Problem Q; the golden values of training are in tests/library/outer."""
+    """Problem Q; the golden values of training are in tests/library/algorithms."""
     setting = replace(CLUSTER, world_size=5, local_steps=5)
     method, x = make_method(Choice.parse(name), setting), torch.full((5, 1), START, dtype=torch.float64)
     for step in range(21):
@@ -247,8 +223,8 @@ def test_what_one_thread_cannot_run_is_refused() -> None:
     class Twice(HalfStep):
         num_phases = 2
 
-    with pytest.raises(ValueError, match=r"rounds of 2 phases, expected one phase; give the method a rule of its own"):
-        GossiperRule(Twice, mixing)
+    with pytest.raises(ValueError, match=r"rounds of 2 phases, expected one phase; write an `Algorithm`"):
+        OneThread(Twice, mixing)
     (transport,) = make_transports(1)
     with pytest.raises(NotImplementedError, match=r"got a collective \(a sum\) among ranks of one thread"):
         transport.all_reduce(torch.zeros(1), what="a sum")
@@ -256,7 +232,7 @@ def test_what_one_thread_cannot_run_is_refused() -> None:
 
 def test_bytes_are_measured_on_messages_of_the_gossiper() -> None:
     size = 25_000_000
-    plain = measured_message(HalfStep, size, LINKS).num_bytes
+    plain = measured_message(OneThread(HalfStep, pair()), size, LINKS).num_bytes
     assert plain == pytest.approx(4 * size, rel=1e-3)
 
 
@@ -283,7 +259,9 @@ def test_one_entry_gives_a_row_of_the_simulator(own: methods.Method) -> None:
 def test_one_entry_gives_a_row_of_the_table_and_of_the_consensus_experiment(own: methods.Method) -> None:
     summary = "Goes half of the way that D-PSGD goes: x_i <- x_i + 1/2 sum_j W_ij (x_j - x_i)."
     assert summary in methods_table().splitlines()[-1]
-    assert isinstance(variants()["half"].make(1.0, 1.0, 0), HalfStep)
+    driver = variants()["half"].make(pair(), 1.0, 1.0, 0, shape=(2, 2))
+    assert isinstance(driver, OneThread)
+    assert isinstance(driver.gossipers[0], HalfStep)
 
 
 def test_a_module_that_registers_methods_is_imported_by_name(

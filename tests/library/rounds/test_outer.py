@@ -20,6 +20,7 @@ from gossip_modules import (
     EagerDiLoCo,
     GASLoC,
     GossipDataParallel,
+    LocalSGD,
     NoLoCo,
     PowerGossip,
     RandomK,
@@ -33,7 +34,7 @@ from gossip_modules import (
 )
 from gossip_modules.compression import ChunkTopK, TwoBit
 from gossip_modules.engine.engine import SyncEngine
-from gossip_modules.extend import FlatBuffer, OuterMethod, ProcessGroupTransport, PushPull
+from gossip_modules.extend import Algorithm, FlatBuffer, OuterMethod, ProcessGroupTransport, PushPull
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.mixing_manager import UniformMixing
 from gossip_modules.rounds.rounds import Rounds
@@ -439,3 +440,44 @@ def test_weights_that_do_not_keep_the_mean_are_refused() -> None:
             wrap(mlp(), group, NoLoCo(), mixing=UniformMixing(graph))
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize(
+    "options", [{"overlap": True}, {"schedule": 2}, {"schedule": Schedule(average_every=3)}], ids=str
+)
+@pytest.mark.parametrize("outer", [DiLoCo(2), StreamingDiLoCo(4, fragments=2, delay=0), LocalSGD(2)], ids=str)
+def test_the_other_arguments_go_with_outer_steps(outer: Algorithm, options: dict[str, Any]) -> None:
+    """Models that were moved apart and never train become one, and stay finite."""
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        model = mlp()
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer, **options)
+        loss_of(wrapper, group.rank(), 0)
+        fill_(model, group.rank())
+        for step in range(17):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.close()
+        return flatten(model)
+
+    one, other = run_ranks(2, body)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_a_rank_that_is_not_finite_recovers_between_rounds_of_push_sum() -> None:
+    """What it sends then has its weight, so that the mean of all models is that of healthy ranks."""
+    graph = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        model = mlp()
+        outer = SlowMo(4, gossip_every=1)
+        wrapper = GossipDataParallel(model, process_group=group, outer=outer, graph=graph, on_nonfinite="skip")
+        for step in range(9):
+            loss_of(wrapper, group.rank(), step)
+            if group.rank() == 1 and step == 2:
+                with torch.no_grad():
+                    next(model.parameters())[0, 0] = float("nan")
+        wrapper.close()
+        return flatten(model)
+
+    for x in run_ranks(3, body):
+        torch.testing.assert_close(x, flatten(mlp()), rtol=0, atol=1e-5)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossip_modules as gm
-from gossip_modules.algorithms.choco import Choco
 from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.algorithms.moniqua import Moniqua
+from gossip_modules.algorithms.power_gossip import PowerGossip
 from gossip_modules.graph_manager.named_graphs import default_graph_name
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.algorithm import Algorithm
@@ -30,9 +29,7 @@ from gossip_modules.simulate.asynchronous import BilateralMethod
 from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import SyncClock
 from gossip_modules.simulate.delays import MessageCost, Network
-from gossip_modules.simulate.gossip import DeepSqueezeRule, LockstepMethod, MoniquaRule, Rule, RuleMethod
-from gossip_modules.simulate.power_gossip import PowerGossipRule
-from tests.harness.ranks import CPU, TIMEOUT, run_ranks
+from gossip_modules.simulate.gossip import LockstepMethod
 from tests.library.simulate.simulations import CLUSTER, EVEN, LINKS, UNEVEN, graphs, prediction
 
 CASES = [
@@ -44,15 +41,10 @@ CASES = [
 ]
 
 
-def lockstep(
-    graph: gm.graph_manager.GraphManager, algorithm: Algorithm | Rule, *, push_sum: bool = False
-) -> LockstepMethod | RuleMethod:
+def lockstep(graph: gm.graph_manager.GraphManager, algorithm: Algorithm, *, push_sum: bool = False) -> LockstepMethod:
     network = Network(LINKS, graph.world_size)
-    mixing = default_mixing(graph, push_sum=push_sum)
-    clock = SyncClock(EVEN, network, MessageCost(1e6))
-    if isinstance(algorithm, Rule):
-        return RuleMethod(algorithm, StackedMixing(mixing), gm.Schedule(), clock)
-    return LockstepMethod(Stacked(algorithm, mixing, shape=(8, 8)), gm.Schedule(), clock)
+    driver = Stacked(algorithm, default_mixing(graph, push_sum=push_sum), shape=(8, 8))
+    return LockstepMethod(driver, gm.Schedule(), SyncClock(EVEN, network, MessageCost(1e6)))
 
 
 @pytest.mark.parametrize("peers", [1, 2])
@@ -139,100 +131,45 @@ def test_a_code_of_its_own_is_computed_row_by_row() -> None:
     torch.testing.assert_close(Wrapped().decompressed(x), x.half().float(), rtol=0, atol=0)
 
 
-GOSSIPERS: dict[str, tuple[Callable[[], gm.extend.Gossiper], Callable[[], Algorithm | Rule]]] = {
-    "choco": (lambda: gm.Choco(gm.SignNorm(), step_size=0.3), lambda: Choco(gm.SignNorm(), step_size=0.3)),
-    "deepsqueeze": (
-        lambda: gm.DeepSqueeze(gm.QSGD(8), step_size=0.5),
-        lambda: DeepSqueezeRule(gm.QSGD(8), step_size=0.5),
-    ),
-    "moniqua": (lambda: gm.Moniqua(9.0, step_size=0.9, seed=4), lambda: MoniquaRule(theta=9.0, step_size=0.9, seed=4)),
-}
-
-
-@pytest.mark.parametrize("name", GOSSIPERS)
-def test_coded_gossip_is_that_of_the_library(name: str) -> None:
-    make, make_rule = GOSSIPERS[name]
-    ring = gm.RingGraph(4, peers_per_itr=2)
-    start = torch.randn(4, 60, generator=torch.Generator().manual_seed(1))
-
-    def body(group: dist.ProcessGroup) -> list[Tensor]:
-        gossiper = make()
-        gossiper.bind(
-            gm.mixing_manager.MetropolisHastingsMixing(ring),
-            gm.extend.ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT),
-        )
-        x = start[group.rank()].clone()[None]  # a matrix, as lossy codes are of matrices and vectors alike
-        return [gossiper.mix(x, t).clone()[0] for t in range(4)]
-
-    ranks = run_ranks(4, body)
-    method, x = lockstep(ring, make_rule()), start.clone()
-    for t in range(4):
-        method.forward(x)
-        torch.testing.assert_close(x, torch.stack([rank[t] for rank in ranks]), rtol=0, atol=1e-5)
-
-
 def test_moniqua_says_when_neighbours_are_too_far_apart() -> None:
-    method = lockstep(gm.RingGraph(4, peers_per_itr=2), MoniquaRule(theta=0.01))
+    method = lockstep(gm.RingGraph(4, peers_per_itr=2), Moniqua(0.01))
     with pytest.raises(
         RuntimeError, match=r"differ by 4\.56 in round 0, expected less than theta=0\.01; give a larger"
     ):
         method.forward(Consensus().start(4))
     with pytest.raises(ValueError, match=r"in round 0, expected less than theta=0\.5; give a larger --theta"):
         simulate("moniqua:ring", replace(CLUSTER, theta=0.5), Consensus())
-    nothing = torch.full((4, 3), math.nan)
-    assert (
-        lockstep(gm.RingGraph(4, peers_per_itr=2), MoniquaRule(1.0))
-        .rule.correction(
-            nothing,
-            StackedMixing(gm.mixing_manager.MetropolisHastingsMixing(gm.RingGraph(4, peers_per_itr=2))).round(0),
-            0,
-        )
-        .isnan()
-        .all()
-    ), "what has diverged is an error of infinity, not of theta"
+    method, nothing = lockstep(gm.RingGraph(4, peers_per_itr=2), Moniqua(1.0)), torch.full((4, 64), math.nan)
+    method.forward(nothing)
+    assert nothing.isnan().all(), "a model that has diverged is an error of infinity, not of theta"
 
 
-def test_moniqua_as_it_is_chosen_is_the_engine_that_a_user_can_have() -> None:
-    """By name, with the theta that `simulate` found and says: number by number those of the real gossiper."""
+def test_the_theta_of_a_prediction_is_one_that_a_run_can_have() -> None:
+    """The least power of two that no neighbours differ by; and what a fixed grid cannot reach is not promised."""
     setting = replace(CLUSTER, world_size=4, seed=3)
     prediction = simulate("moniqua:ring", setting, Consensus(), max_steps=40)
     theta = prediction.options["theta"]
     start = Consensus().start(4)
     largest = float((start - start.roll(1, dims=0)).abs().max())
     assert largest < theta <= 2 * largest
-    ring, num_rounds = gm.RingGraph(4, peers_per_itr=2), 40
-
-    def body(group: dist.ProcessGroup) -> Tensor:
-        gossiper = gm.Moniqua(theta, step_size=prediction.options["step_size"], seed=3)
-        gossiper.bind(
-            gm.mixing_manager.MetropolisHastingsMixing(ring),
-            gm.extend.ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT),
-        )
-        x = start[group.rank()].clone()[None]
-        return torch.stack([gossiper.mix(x, t).clone()[0] for t in range(num_rounds)])
-
-    real = torch.stack(run_ranks(4, body), dim=1)
-    method, x = make_method(Choice.parse("moniqua:ring"), replace(setting, theta=theta)), start.clone()
-    while torch.equal(x, start):
-        method.forward(x)
-    problem = Consensus()
+    driver, x, problem = Stacked(Moniqua(theta, seed=3), ring(4)), start.clone(), Consensus()
+    for t in range(40):
+        driver.step(x, t)
     problem.start(4)
-    for t in range(num_rounds - 1):
-        torch.testing.assert_close(x, real[t], rtol=0, atol=1e-12)
-        method.forward(x)
-    # A fixed grid: what the engine cannot reach, the simulator must not promise.
     assert not prediction.has_reached
-    assert prediction.error == pytest.approx(problem.error(real[-1]), rel=0.5)
+    assert prediction.error == pytest.approx(problem.error(x), rel=0.5)
+
+
+def ring(n: int) -> gm.mixing_manager.MixingManager:
+    return gm.mixing_manager.MetropolisHastingsMixing(gm.RingGraph(n, peers_per_itr=2))
 
 
 def test_the_options_of_the_best_are_in_the_advice() -> None:
     plain = prediction("sgp", error=0.3, seconds=2.0)
     chosen = replace(prediction("moniqua", error=0.3, seconds=1.0), options={"theta": 4.0, "step_size": 1.0})
     sentences = advise([chosen, plain], CLUSTER).sentences
-    command = (
-        f"torchrun --standalone --nproc-per-node {CLUSTER.world_size} -m train.gossip_sgd --recipe moniqua --theta 4 "
-        "--step-size 1"
-    )
+    launch = f"torchrun --standalone --nproc-per-node {CLUSTER.world_size} -m train.gossip_sgd"
+    command = f'{launch} --algorithm "Moniqua(theta=4)"'
     assert any(sentence.startswith(f"To train like this: {command} (") for sentence in sentences)
     assert not any("simulated with" in sentence for sentence in advise([plain], CLUSTER).sentences)
 
@@ -241,7 +178,7 @@ def test_the_options_of_the_best_are_in_the_advice() -> None:
 def test_power_gossip_of_full_rank_is_plain_gossip_of_differences(name: str) -> None:
     """With rank = columns the projection is exact, whatever the basis is."""
     graph = graphs(8)[name]
-    coded, plain = (lockstep(graph, rule) for rule in (PowerGossipRule((8, 8), rank=8), DPSGD()))
+    coded, plain = (lockstep(graph, rule) for rule in (PowerGossip(rank=8, step_size=1.0), DPSGD()))
     x, y = Consensus().start(8), Consensus().start(8)
     for _ in range(7):
         coded.forward(x)
@@ -253,7 +190,7 @@ def test_power_iteration_finds_the_largest_difference() -> None:
     """Two workers whose difference has rank one: after an iteration the rest of it is gone, as in plain gossip."""
     u, v = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = torch.stack([torch.zeros(64, dtype=torch.float64), torch.outer(u, v).flatten()])
-    lockstep(gm.RingGraph(2), PowerGossipRule((8, 8), num_iterations=2)).forward(x)
+    lockstep(gm.RingGraph(2), PowerGossip(num_iterations=2)).forward(x)
     assert float((x[0] - x[1]).norm()) < 1e-9 * float(u.norm() * v.norm())
 
 

@@ -410,7 +410,7 @@ def test_what_a_method_keeps_is_in_the_state_of_the_first_process_of_a_node() ->
         process = Process(group, nodes, algorithm=QGDSGDm())
         wrapper = process.model
         if group.rank() == 0:
-            with pytest.raises(ValueError, match="got the state of a process that follows QGDSGDm.*, expected"):
+            with pytest.raises(ValueError, match=r"got the state of a process that follows QGDSGDm.*, expected"):
                 wrapper.load_state_dict(second)
         else:
             wrapper.load_state_dict(second)

@@ -1,18 +1,14 @@
-"""The base of gossipers that number their messages, and the check that two ranks have sent each other the same ones."""
+"""MessageCheck: whether two ranks have sent each other the same messages so far."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, cast
 
 import torch
 
-from ..flat.layout import FlatLayout
-from ..mixing_manager.base import MixingManager
+from ..gossiper.message import WORD, Header, MessageBuffer
 from ..transport.base import ElasticPending, Pending, Transport, is_elastic
-from .gossiper import Gossiper
-from .message import WORD, Header, MessageBuffer
 
 _HEADER_TAG = -1  # no round has this tag: headers must reach each other even if the two ranks are in different rounds
 
@@ -98,106 +94,6 @@ class MessageCheck:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the digests out of a state that holds them beside other things; an empty state has none."""
         self._digests = dict(zip(state.get("peers", ()), state.get("digests", ()), strict=True))
-
-
-class LinkedGossiper(Gossiper):
-    """A gossiper whose messages have numbers and digests that both ends of a link compare.
-
-    [Note: links anew] On an elastic transport a peer that fails is left out ([Note: lost peers]), and what is kept of
-    its link is dropped. If the peer lives all the same, it may have dropped nothing, or have applied a message more.
-    So at the first round over a link after the transport has changed, both ends compare its age and the digest of its
-    messages. Where these are equal, both keep what they have; otherwise both drop it, and begin anew in this round.
-    Links are known by the names of their ends. Checkpoints have nothing of it: who loads one may have other peers.
-    """
-
-    has_links = False
-    """Whether something is kept that must be the same at both ends of a link: see [Note: links anew]."""
-
-    def __init__(self) -> None:
-        self._layout: FlatLayout | None = None  # of which something is kept
-        self._message_check = MessageCheck()
-        self._buffers: dict[int, tuple[MessageBuffer, MessageBuffer]] = {}  # outgoing and incoming, by peer
-        self._lost: set[int] = set()  # of this transport's peers
-        self._compared: set[int] = set()  # those with which the state of the link was, on this transport
-
-    # What a subclass writes.
-
-    @abstractmethod
-    def message_number(self, peer: int) -> int:
-        """The number of the next message to and from this peer."""
-
-    def state_checksum(self, peer: int) -> int:
-        """A checksum of the state that this rank and the peer must have in common; 0 if there is none."""
-        return 0
-
-    def link_age(self, peer: int) -> int:
-        """A number that is the same at both ends of a link that is kept, and 0 where nothing is."""
-        return 0
-
-    def forget_link(self, peer: int) -> None:
-        """Drop what is kept of the link to a peer, if anything is."""
-
-    def renumber_links(self, ranks: Mapping[int, int]) -> None:
-        """Drop what is kept of links but of these. ranks: the new rank of each peer, by its old one."""
-
-    # A round.
-
-    def live(self, peers: Sequence[int]) -> Sequence[int]:
-        """Those of the peers of a round that have not failed; begins anew with some, see [Note: links anew]."""
-        if not self._is_elastic:
-            return peers
-        peers = [peer for peer in peers if peer not in self._lost]
-        new = [peer for peer in peers if peer not in self._compared] if self.has_links else []
-        self._compared.update(new)
-        if new:
-            ages = {peer: (self.link_age(peer), 0) for peer in new}
-            for peer in self._message_check.differing(self.transport, ages, t=self._t):
-                self._forget(peer)
-        return peers
-
-    def post_headers(self) -> None:
-        """Send the headers of the messages in `_buffers`."""
-        numbers = {peer: (self.message_number(peer), self.state_checksum(peer)) for peer in self._buffers}
-        self._message_check.post(self.transport, numbers, t=self._t)
-
-    def _wait(self) -> None:
-        messages, self._pending = self._pending, None
-        assert messages is not None, "no round is in flight: start() comes first"
-        # Headers first: where the numbers differ, the messages may have another size.
-        lost = self._message_check.wait(self.transport, t=self._t)
-        messages.wait()
-        if self._is_elastic:
-            self._lost |= lost | cast("ElasticPending", messages).lost
-            if lost := self._lost.intersection(self._in_peers):
-                self._leave_out(lost)
-        for peer, buffers in self._buffers.items():
-            self._message_check.add(peer, buffers)
-
-    # Peers that fail, and transports that change.
-
-    def _leave_out(self, lost: Set[int]) -> None:
-        """See `Gossiper`; a peer that fails again is another one for what is kept."""
-        super()._leave_out(lost)
-        for peer in lost:
-            self._buffers.pop(peer, None)
-            self._forget(peer)
-
-    def _forget(self, peer: int) -> None:
-        self.forget_link(peer)
-        self._message_check.forget(peer)
-
-    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
-        """See `Mixer`; links are kept by the names of their ends."""
-        names, ranks = self.transport.names, {name: rank for rank, name in enumerate(transport.names)}
-        for peer in self._lost:
-            self._forget(peer)
-        super().rebind(mixing, transport)
-        self._lost, self._compared = set(), set()
-        peers = mixing.graph.phone_book(transport.rank) if self.has_links else ()
-        kept = {rank: ranks[name] for rank, name in enumerate(names) if name in ranks and ranks[name] in peers}
-        self._message_check.renumber(kept)
-        if self._layout is not None:
-            self.renumber_links(kept)
 
 
 def _require_equal(transport: Transport, peer: int, mine: tuple[int, int], theirs: tuple[int, int], *, t: int) -> None:

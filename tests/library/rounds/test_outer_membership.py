@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,15 +20,20 @@ from gossip_modules import (
     GossipDataParallel,
     Membership,
     NoLoCo,
+    Schedule,
     SlowMo,
     SparseLoCo,
     StreamingDiLoCo,
+    TopK,
 )
-from gossip_modules.engine.elastic_outer import ElasticOuterEngine
+from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.extend import OuterMethod, PushPull
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager import MixingManager
+from gossip_modules.rounds.memory import Memory
+from gossip_modules.rounds.pieces import Pieces, mixer_of
+from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
 from tests.harness.ranks import TIMEOUT
@@ -52,39 +56,48 @@ def inner(x: Tensor, name: int) -> Tensor:
     return x - 0.05 * (1 + name) * (x - name)
 
 
-def state_of(engine: ElasticOuterEngine) -> list[Tensor]:
-    """The anchors, and all tensors of their optimizers."""
-    found = []
-    for anchor in engine._anchors:
-        state = anchor.state_dict()
-        found += state["phi"]
-        for values in state["optimizer"]["state"].values():
+def rounds_of(engine: Any) -> list[Rounds]:
+    gossiper = engine.gossiper
+    return gossiper.rounds if isinstance(gossiper, Pieces) else [gossiper]
+
+
+def tensors_of(memory: Memory) -> list[Tensor]:
+    """The anchor, and all that steps it; not what a rank keeps for itself."""
+    state = memory.state_dict(joins=True)
+    vectors = state.get("vectors", {})
+    found = [x for name in sorted(vectors) for x in vectors[name]]
+    for optimizer in state.get("optimizers", {}).values():
+        for values in optimizer["state"].values():
             found += [value for value in values.values() if isinstance(value, Tensor)]
     return [x.clone() for x in found]
 
 
-class Engine(ElasticOuterEngine):
-    """Notes what each outer step has sent and got, by its fragment and step."""
+def state_of(engine: Any) -> list[Tensor]:
+    return [x for rounds in rounds_of(engine) for x in tensors_of(rounds.memory)]
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+
+class Notes:
+    """What each outer step has sent and got, by its fragment and step."""
+
+    def __init__(self, engine: SyncEngine) -> None:
         self.drifts: dict[tuple[int, int], Tensor] = {}
         self.applied: dict[tuple[int, int], Tensor] = {}
-        self._taking = (0, 0)
+        for p, rounds in enumerate(rounds_of(engine)):
+            self._watch(p, rounds)
 
-    def _outer_step(self, p: int, x: FlatVector, step: int) -> bool:
-        self._taking = p, step
-        return super()._outer_step(p, x, step)
+    def _watch(self, p: int, rounds: Rounds) -> None:
+        mix = rounds._mix
 
-    def _bring(self, anchor: Any, x: FlatVector) -> bool:
-        has_changed = super()._bring(anchor, x)
-        self.drifts[self._taking] = anchor.sent.raw.clone().view(torch.float64)
-        return has_changed
+        def note(x: Any, v: Any, mixer: Any) -> None:
+            key, before = (p, rounds._k), x.parts[0].clone()
+            mix(x, v, mixer)
+            if mixer is rounds.averager:
+                self.drifts[key] = before
+                if not mixer.has_failed:
+                    assert key not in self.applied
+                    self.applied[key] = x.parts[0].clone()
 
-    def _apply(self, p: int, x: FlatVector, began: int) -> None:
-        assert (p, began) not in self.applied
-        self.applied[p, began] = self._anchors[p].sent.raw.clone().view(torch.float64)
-        super()._apply(p, x, began)
+        rounds._mix = note  # type: ignore[method-assign]
 
 
 class Worker(ScriptedWorker):
@@ -95,15 +108,17 @@ class Worker(ScriptedWorker):
         self.outer, self.x = outer, FlatVector.over(START.clone())
         self.seen: dict[int, list[Tensor]] = {}  # anchors and optimizers after the round of each step
         self.models: dict[int, Tensor] = {}
-        self.engine: Engine | None = None
+        self.engine: SyncEngine | None = None
+        self.notes: Notes | None = None
         self.loaded: tuple[dict[str, Any], Tensor] | None = None
         self.sick_at: tuple[int, ...] = ()  # steps
 
     def turn_to(self, mixing: MixingManager, transport: LinkTransport, *, is_first: bool) -> None:
         if is_first:
-            gossiper = PushPull()
+            gossiper: Any = mixer_of(self.outer, PushPull())
             gossiper.bind(mixing, transport)
-            self.engine = Engine(gossiper, self.outer)
+            self.engine = SyncEngine(gossiper, Schedule())
+            self.notes = Notes(self.engine)
             if self.loaded is not None:
                 state, model = self.loaded
                 self.engine.load_state_dict(state)
@@ -142,11 +157,11 @@ class Worker(ScriptedWorker):
 
     @property
     def drifts(self) -> dict[tuple[int, int], Tensor]:
-        return {} if self.engine is None else self.engine.drifts
+        return {} if self.notes is None else self.notes.drifts
 
     @property
     def applied(self) -> dict[tuple[int, int], Tensor]:
-        return {} if self.engine is None else self.engine.applied
+        return {} if self.notes is None else self.notes.applied
 
     def end(self) -> None:
         if self.engine is not None:
@@ -251,10 +266,18 @@ def heavy() -> DiLoCo:
     return DiLoCo(H, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.3))
 
 
+def optimizer_of(outer: OuterMethod, phi: Tensor) -> torch.optim.Optimizer:
+    """An optimizer of torch's that does the same."""
+    if isinstance(outer, DiLoCo):
+        return outer.make_optimizer([phi])
+    assert isinstance(outer, SlowMo)
+    return torch.optim.SGD([phi], lr=outer.lr, momentum=outer.momentum)
+
+
 def oracle(outer: OuterMethod, die: Callable[[Worker], None]) -> list[tuple[Tensor, dict[int, Tensor]]]:
     """phi, and x of all who live, after the round of each step: torch.optim on the mean drift of those who live."""
     phi, x = START.clone(), {name: START.clone() for name in range(4)}
-    optimizer = outer.make_optimizer([phi])
+    optimizer = optimizer_of(outer, phi)
     seen, has_failed = [], False
     for step in range(LAST):
         members = members_at(step)
@@ -306,7 +329,7 @@ def test_outer_steps_are_those_of_torch_optim_on_the_mean_drift_of_who_lives(
         for worker in live:
             if die is at_the_end and worker.name == 3 and 8 <= step < 11:
                 continue
-            torch.testing.assert_close(worker.seen[step][0], phi, rtol=0, atol=1e-12)
+            torch.testing.assert_close(worker.seen[step][0], phi, rtol=0, atol=1e-12)  # "phi" is the first name
             torch.testing.assert_close(worker.models[step], models[worker.name], rtol=0, atol=1e-12)
             assert all(map(torch.equal, worker.seen[step], workers[0].seen[step])), (worker.name, step)
 
@@ -349,14 +372,13 @@ def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Calla
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.001)
         membership.track(optimizer=optimizer)
         first, engine, own = membership.join(), wrapper._engine, seen.setdefault(worker.rank, {})
-        assert isinstance(engine, ElasticOuterEngine)
         for step in membership.steps(1 << 30):
             if worker.rank == 3 and step == first + 3 * H:
                 last.append(step + 4 * H)  # nobody is two outer steps ahead of it
             if last and step >= last[0]:
                 break
             loss = (wrapper(torch.ones(1, 200, dtype=torch.float64)) - worker.rank).square().sum()
-            own[step] = membership.members, list(engine._stamps), state_of(engine)
+            own[step] = membership.members, [rounds._stamp for rounds in rounds_of(engine)], state_of(engine)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -366,14 +388,17 @@ def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Calla
     return body
 
 
-@pytest.mark.parametrize("outer", [streaming(), SlowMo(H, gossip_every=1), NoLoCo(H)])
+@pytest.mark.parametrize(
+    "outer", [streaming(), SlowMo(H, gossip_every=1), NoLoCo(H), SparseLoCo(H, compressor=TopK(0.3))]
+)
 def test_no_survivor_raises_and_anchors_are_one_after_a_death_and_a_join(outer: OuterMethod) -> None:
     seen: dict[int, Any] = {}
     Chaos([Kill(step=9, rank=0), Join(step=14)]).run(training(outer, seen, []), 3)
     newcomer = seen[3]
     assert len(newcomer) >= 3 * H
     assert all(len(members) == 3 for members, *_ in newcomer.values())
-    assert len(newcomer[max(newcomer)][2]) >= 2, "an anchor, and what its optimizer keeps"
+    num_tensors = 1 if isinstance(outer, SparseLoCo) else 2  # an anchor, and its momentum
+    assert len(newcomer[max(newcomer)][2]) >= num_tensors
     if outer.averages_exactly:
         num_compared = 0
         for rank in (1, 2):
@@ -388,8 +413,7 @@ def test_no_survivor_raises_and_anchors_are_one_after_a_death_and_a_join(outer: 
 @pytest.mark.parametrize(
     ("outer", "message"),
     [
-        (SparseLoCo(), "got SparseLoCo.* with a membership, expected a method that averages the drifts themselves"),
-        (EagerDiLoCo(), "got EagerDiLoCo.* with a membership, expected a method that waits for its averages"),
+        (EagerDiLoCo(), "got EagerDiLoCo.* with a membership, expected an algorithm that waits for its averages"),
     ],
 )
 def test_methods_that_cannot_lose_an_average_are_refused(outer: OuterMethod, message: str) -> None:
@@ -397,58 +421,6 @@ def test_methods_that_cannot_lose_an_average_are_refused(outer: OuterMethod, mes
     with pytest.raises(ValueError, match=message):
         GossipDataParallel(nn.Linear(2, 1), membership=membership, outer=outer)
     membership.close()
-
-
-def freeze_first(wrapper: GossipDataParallel) -> None:
-    """The first layer leaves the vector, as after a round that has taken it along."""
-    wrapper.module.get_submodule("0").requires_grad_(False)
-    wrapper._choose()
-    wrapper._engine.t += 1
-    wrapper._choose()
-    wrapper._engine.t -= 1
-    assert len(wrapper._buffer.tensors) == 2
-
-
-def test_who_joins_knows_of_which_tensors_its_anchors_are() -> None:
-    """The donor has frozen a layer since its last outer step: both begin anew, or neither if it trains again."""
-    wrappers = []
-    for _ in range(2):
-        membership = Membership(dist.HashStore(), min_workers=1)
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        wrappers.append(GossipDataParallel(model, membership=membership, outer=DiLoCo(H)))
-    donor, newcomer = (wrapper._engine for wrapper in wrappers)
-    assert isinstance(donor, ElasticOuterEngine)
-    assert isinstance(newcomer, ElasticOuterEngine)
-    whole = wrappers[1]._buffer.vector
-    donor.round(wrappers[0]._buffer.vector)
-    freeze_first(wrappers[0])
-    part = wrappers[0]._buffer.vector
-    newcomer.load_state_dict(donor.state_for_newcomer(part))
-    for engine in (donor, newcomer):
-        assert engine._has_other_tensors(part)
-        assert not engine._has_other_tensors(whole)
-    for wrapper in wrappers:
-        wrapper.close()
-
-
-@pytest.mark.parametrize("outer", [NoLoCo(H), GASLoC(H)])
-def test_a_method_on_a_graph_begins_anew_without_the_others(outer: OuterMethod) -> None:
-    """What they have done already, where the anchor of who joins is of a time when more was trained."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    wrapper = GossipDataParallel(model, membership=Membership(dist.HashStore(), min_workers=1), outer=outer)
-    engine = wrapper._engine
-    assert isinstance(engine, ElasticOuterEngine)
-    engine.round(wrapper._buffer.vector)
-    engine.load_state_dict(engine.state_for_newcomer(wrapper._buffer.vector))
-    freeze_first(wrapper)
-    before = (part := wrapper._buffer.vector).raw.clone()
-    engine._scheduled_average.mix = Mock(side_effect=AssertionError)  # type: ignore[method-assign]
-    engine.step = H
-    with pytest.warns(UserWarning, match="other tensors are trained .* the anchor becomes the model of this worker"):
-        engine.round(part)
-    assert engine._anchors[0].has_tensors_of(part)
-    torch.testing.assert_close(part.raw, before)  # it has begun at its own model, and met nobody
-    wrapper.close()
 
 
 class Loading:
