@@ -68,6 +68,7 @@ class Choco(Algorithm):
         "ICML 2019",
         "1902.00340",
     )
+    takes_wire_dtype: ClassVar[bool] = False
     is_skippable: ClassVar[bool] = False
     needs_static_graph: ClassVar[bool] = True
 

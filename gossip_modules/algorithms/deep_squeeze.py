@@ -58,6 +58,7 @@ class DeepSqueeze(Algorithm):
         "2019",
         "1907.07346",
     )
+    takes_wire_dtype: ClassVar[bool] = False
     is_skippable: ClassVar[bool] = False
     needs_symmetric_weights: ClassVar[bool] = True
 

@@ -80,6 +80,7 @@ class Moniqua(Algorithm):
         "Lu, De Sa", "Moniqua: Modulo Quantized Communication in Decentralized SGD", "ICML 2020", "2002.11787"
     )
     is_skippable: ClassVar[bool] = False  # a message without finite numbers is an error, and not left out
+    takes_wire_dtype: ClassVar[bool] = False
     needs_symmetric_weights: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = False
 

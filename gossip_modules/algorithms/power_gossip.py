@@ -86,6 +86,7 @@ class PowerGossip(Algorithm):
     check_every: int = 100
     seed: int = 0
 
+    takes_wire_dtype: ClassVar[bool] = False
     is_skippable: ClassVar[bool] = False
     needs_symmetric_weights: ClassVar[bool] = True
     keeps_links: ClassVar[bool] = True

@@ -56,6 +56,7 @@ class RelaySGD(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=RelaySGD())
     """
 
+    takes_wire_dtype: ClassVar[bool] = False
     needs_current: ClassVar[bool] = True
     keeps_models: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False

@@ -55,6 +55,7 @@ class Sparta(Algorithm):
     paper: ClassVar[Paper | None] = Paper(
         "Beton et al.", "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging", "2025"
     )
+    takes_wire_dtype: ClassVar[bool] = False
     needs_symmetric_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -56,6 +56,7 @@ class Algorithm(ABC):
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
         mixes: whether it ever mixes on a graph, so that graph and weights matter.
+        takes_wire_dtype: whether a narrow wire rounds what it mixes or averages. False where all messages are its own.
         is_whole: whether a round leaves nothing out for later, as compressed ones do.
         needs_whole_rounds: whether differences of ranks may grow where a round that mixes leaves something out.
         writes_early: whether a round changes x or memory before its last answer, so that it is no transaction.
@@ -91,6 +92,7 @@ class Algorithm(ABC):
     has_equal_memory: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
     mixes: ClassVar[bool] = True
+    takes_wire_dtype: ClassVar[bool] = True
     is_whole: ClassVar[bool] = False
     needs_whole_rounds: ClassVar[bool] = False
     writes_early: ClassVar[bool] = False

@@ -199,6 +199,14 @@ class Choices:
         return choose, gossiper
 
     def _gossiper(self) -> Any:
+        inner = self.algorithm
+        while isinstance(inner, Over):
+            inner = inner.inner
+        if self.wire_dtype is not None and inner is not None and not inner.takes_wire_dtype:
+            raise ValueError(
+                f"got wire_dtype={self.wire_dtype} with {inner}, expected one of them: all messages are those of the "
+                "algorithm, which no wire rounds; leave wire_dtype out"
+            )
         plain = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
         return plain if self.algorithm is None else mixer_of(self.algorithm, plain)
 

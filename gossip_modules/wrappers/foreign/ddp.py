@@ -88,7 +88,7 @@ _SHARED_BUFFERS = "the argument gossip_buffers says whether ranks share buffers"
 
 DDP_ATTRIBUTES: Mapping[str, str] = {
     "register_comm_hook": f"{_NO_REDUCER}; for smaller messages pass wire_dtype=torch.bfloat16 or "
-    "gossiper=PowerGossip() to GossipDataParallel",
+    "algorithm=PowerGossip() to GossipDataParallel",
     "_register_builtin_comm_hook": f"{_NO_REDUCER}; pass wire_dtype=torch.bfloat16 to GossipDataParallel",
     "_set_static_graph": f"{_NO_REDUCER}, which needs to know it; leave the call out",
     "reducer": f"{_NO_REDUCER}; {_COUNTS}",

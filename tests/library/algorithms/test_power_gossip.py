@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import PowerGossip, RingGraph
+from gossip_modules import GossipDataParallel, PowerGossip, RelaySGD, RingGraph
 from gossip_modules.extend import FlatVector
-from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.graph_manager import CompleteGraph, NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.rounds.memory import Memory
 from gossip_modules.rounds.requests import Round
 from gossip_modules.rounds.vectors import Vectors
-from tests.harness.problems import net
+from tests.harness.problems import mlp, net
 from tests.harness.ranks import CPU, run_ranks, solo_group
 from tests.library.algorithms.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of
 from tests.library.algorithms.test_choco import coded, train_dense, train_ranks
@@ -475,3 +475,9 @@ def test_ends_out_of_step_by_one_iteration() -> None:
             gossiper.mix(s, 2)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", [PowerGossip(), RelaySGD()], ids=repr)
+def test_a_narrow_wire_would_have_no_effect(algorithm: Any) -> None:
+    with pytest.raises(ValueError, match=r"got wire_dtype=torch.bfloat16 with \w+\(.*\), expected one of them"):
+        GossipDataParallel(mlp(), process_group=solo_group(), algorithm=algorithm, wire_dtype=torch.bfloat16)
