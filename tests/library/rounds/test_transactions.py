@@ -11,19 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    FlatBuffer,
-    GraphManager,
-    MetropolisHastingsMixing,
-    MixingManager,
-    ProcessGroupTransport,
-    PushPull,
-    RingGraph,
-    Schedule,
-)
+from gossip_modules import RingGraph, Schedule
 from gossip_modules.algorithms.relay_sgd import RelaySGD
 from gossip_modules.engine.engine import SyncEngine
-from gossip_modules.mixing_manager import default_mixing
+from gossip_modules.extend import FlatBuffer, ProcessGroupTransport, PushPull
+from gossip_modules.graph_manager import GraphManager
+from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, default_mixing
 from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.requests import Average, Mix, Request, RoundLost
 from gossip_modules.rounds.rounds import Rounds
